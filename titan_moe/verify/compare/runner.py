@@ -92,8 +92,10 @@ def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **option
         options: the other fields of the plan.
     """
     ranks = _default_ranks()
-    specs = [parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)]
-    return Plan(title, *specs, **options)
+    first, second = (
+        parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)
+    )
+    return Plan(title, first, second, **options)
 
 
 def _default_ranks() -> int:

@@ -6,7 +6,7 @@ compared, in float32 or float64. In float32 the trained model is exported too, a
 loads of that compared again. Differences are norms relative to theirs, tensor by tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +69,6 @@ class ParityResult:
         return worst([self.logits, self.worst_gradient[0], self.losses, *exported])
 
 
-@dataclass
-class _Side:
-    logits: list[Tensor]
-    gradients: dict[str, Tensor]
-    losses: list[float]
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Tokens, labels, and what multi-token prediction reads and predicts at each depth."""
@@ -101,16 +94,28 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
         oracle = Oracle(case.settings, seed, case.expert_scale)
         found, model = _ours(oracle)
         rows = _rows(case, seed, found.config.num_mtp_layers)
-        theirs = _their_side(oracle, found, rows)
+        their_logits = [logits.detach() for logits in oracle(rows.tokens_BS, rows.ahead_tokens_BKS)]
+        their_losses: list[float] = []
+        theirs: dict[str, Tensor] = {}
+        for loss in _steps(oracle, lambda: _their_loss(oracle, found.config, rows)):
+            their_losses.append(loss)
+            theirs = theirs or _their_gradients(oracle, found)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     margins: list[float] = []
     _watch_margins(model, margins)
-    ours = _our_side(model, found.config, rows)
-    assert theirs.gradients.keys() == ours.gradients.keys()
+    model.train()
+    our_logits = _our_logits(model, rows)
+    our_losses: list[float] = []
+    ours: dict[str, Tensor] = {}
+    for loss in _steps(model, lambda: _our_loss(model, rows)):
+        our_losses.append(loss)
+        gradients = _joined(model, found.config)
+        ours = ours or {name: gradient.clone() for name, gradient in gradients.items()}
+    assert theirs.keys() == ours.keys()
     return ParityResult(
-        logits=worst(distance(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True)),
-        gradients=_gradient_distances(ours.gradients, theirs.gradients, case),
-        losses=worst(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
+        logits=worst(distance(a, b) for a, b in zip(our_logits, their_logits, strict=True)),
+        gradients=_gradient_distances(ours, theirs, case),
+        losses=worst(abs(a - b) / abs(b) for a, b in zip(our_losses, their_losses, strict=True)),
         exported=_export_distance(model, found, rows) if dtype == torch.float32 else None,
         margin=min(margins, default=float("inf")),
     )
@@ -134,13 +139,21 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
 
 def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
     """Imports a folder in one process, as production does; no parameter may be left out."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-    shapes = {name: tuple(t.shape) for name, t in (tensors | buffers).items()}
-    source = HFSource(HFFolder(folder), found, shapes)
-    source.fill(tensors | buffers)
-    missing = tensors.keys() - source.found.keys()
+    tensors = _tensors(model)
+    source = HFSource(HFFolder(folder), found, _shapes(tensors))
+    source.fill(tensors)
+    missing = {name for name, _ in model.named_parameters()} - source.found.keys()
     assert not missing, f"not filled: {missing}"
+
+
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    """Parameters and routing biases."""
+    biases = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    return dict(model.named_parameters()) | biases
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:
@@ -156,24 +169,27 @@ def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:
     return _Rows(tokens_BS, labels_BS, torch.stack(ahead, 1), torch.stack(labels, 1))
 
 
-def _their_side(oracle: Oracle, found: HFModel, rows: _Rows) -> _Side:
-    side, config = _Side([], {}, []), found.config
-    optimizer = _adamw(oracle)
-    for step in range(NUM_STEPS):
-        logits = oracle(rows.tokens_BS, rows.ahead_tokens_BKS)
-        loss = total = _cross_entropy(logits[0], rows.labels_BS)
-        for depth, ahead in enumerate(logits[1:]):
-            assert rows.ahead_labels_BKS is not None
-            weight = config.mtp_loss_weight / config.num_mtp_layers
-            total = total + weight * _cross_entropy(ahead, rows.ahead_labels_BKS[:, depth])
-        side.losses.append(loss.item())
+def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Iterator[float]:
+    """Makes AdamW steps, and yields the loss of each after its backward, before its update."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    for _ in range(NUM_STEPS):
+        loss = loss_of()
         optimizer.zero_grad()
-        total.backward()
-        if step == 0:
-            side.logits = [each.detach() for each in logits]
-            side.gradients = _their_gradients(oracle, found)
+        loss.backward()
+        yield loss.item()
         optimizer.step()
-    return side
+
+
+def _their_loss(oracle: Oracle, config: ModelConfig, rows: _Rows) -> Tensor:
+    logits, *ahead = oracle(rows.tokens_BS, rows.ahead_tokens_BKS)
+    loss = _cross_entropy(logits, rows.labels_BS)
+    if rows.ahead_labels_BKS is not None:
+        weight = config.mtp_loss_weight / config.num_mtp_layers
+        for depth, logits in enumerate(ahead):
+            loss = loss + weight * _cross_entropy(logits, rows.ahead_labels_BKS[:, depth])
+    return loss
 
 
 def _their_gradients(oracle: Oracle, found: HFModel) -> dict[str, Tensor]:
@@ -188,23 +204,10 @@ def _their_gradients(oracle: Oracle, found: HFModel) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in holder.named_parameters() if name not in copies}
 
 
-def _our_side(model: Decoder, config: ModelConfig, rows: _Rows) -> _Side:
-    side = _Side([], {}, [])
-    optimizer = _adamw(model)
-    model.train()
-    for step in range(NUM_STEPS):
-        if step == 0:
-            side.logits = _our_logits(model, rows)
-        ahead = rows.ahead_tokens_BKS, rows.ahead_labels_BKS
-        loss = model(rows.tokens_BS, *_one_document(rows), rows.labels_BS, *ahead)
-        side.losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        gradients = _joined(model, config)
-        if step == 0:
-            side.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-        optimizer.step()
-    return side
+def _our_loss(model: Decoder, rows: _Rows) -> Tensor:
+    ahead = rows.ahead_tokens_BKS, rows.ahead_labels_BKS
+    loss: Tensor = model(rows.tokens_BS, *_one_document(rows), rows.labels_BS, *ahead)
+    return loss
 
 
 @torch.no_grad()
@@ -240,12 +243,6 @@ def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
     return gradients
 
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
-    )
-
-
 def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(
         logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=_IGNORED, reduction="sum"
@@ -278,14 +275,12 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 def _exported_logits(decoder: Decoder, model: HFModel, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of the model that transformers loads from a float32 export."""
-    tensors: dict[str, Tensor] = dict(decoder.named_parameters())
-    tensors |= {name: b for name, b in decoder.named_buffers() if name.endswith("expert_bias")}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    tensors = _tensors(decoder)
     with TemporaryDirectory() as folder:
         target = Path(folder, "exported")
         with _alone():
             read = lambda name, box: tensors[name].detach()[box]  # noqa: E731
-            export(model, shapes, read, target, dtype=torch.float32)
+            export(model, _shapes(tensors), read, target, dtype=torch.float32)
         theirs = AutoModelForCausalLM.from_pretrained(
             target,
             dtype=torch.float32,
