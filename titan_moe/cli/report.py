@@ -26,9 +26,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.runtime.files import write_whole
     from titan_moe.verify.compare.records import read_run
     from titan_moe.verify.report.runs import runs_page
-    from titan_moe.verify.report.sections import distinct_names
 
-    runs, first = distinct_names([read_run(path) for path in options.runs]), options.runs[0]
+    several, first = len(options.runs) > 1, options.runs[0]
+    runs = [read_run(path, name=str(path) if several else "") for path in options.runs]
     out = make_folder(options.out or (first if first.is_dir() else first.parent))
     page = out / "report.html"
     write_whole(page, runs_page(options.title or ", ".join(each.name for each in runs), runs))

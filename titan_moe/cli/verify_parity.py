@@ -1,8 +1,8 @@
 """The table of agreement with `transformers`: family x option x type.
 
-    titan-moe verify parity --seeds 5 --only gpt_oss --out outputs/parity
+    titan-moe verify parity --seeds 5 --only gpt_oss > parity.md
 
-Prints markdown; with --out it writes parity.md and parity.json. Exit codes: 0; 1 a difference
+Prints markdown; with --json a record of each case, type and seed. Exit codes: 0; 1 a difference
 exceeds its bound; 2 a wrong argument, or transformers is not installed; 4 it failed; 70 an error in
 titan_moe.
 """
@@ -10,14 +10,13 @@ titan_moe.
 import argparse
 from importlib.util import find_spec
 
-from titan_moe.cli.command import Answer, Command, add_out, make_folder, positive, write_json
+from titan_moe.cli.command import Answer, Command, positive
 from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=positive, default=5, help="of each case; default: 5")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    add_out(parser, default=None, says="a folder for the table and its numbers")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -28,12 +27,7 @@ def run(options: argparse.Namespace) -> Answer:
     found = compare_all(options.only, options.seeds)
     if not found:
         raise ConfigError([f"--only {options.only}: no case has that in its name"])
-    table, data = markdown(found, options.seeds), records(found)
-    if options.out is not None:
-        out = make_folder(options.out)
-        (out / "parity.md").write_text(table + "\n", encoding="utf-8")
-        write_json(out / "parity.json", data)
-    return Answer(data, [table], int(exceeds_a_bound(found)))
+    return Answer(records(found), [markdown(found, options.seeds)], int(exceeds_a_bound(found)))
 
 
 COMMAND = Command(run, add_arguments, failed=4)

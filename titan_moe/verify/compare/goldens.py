@@ -39,9 +39,9 @@ class Golden:
     history: list[dict[str, str]]
     """Why it was made and changed: {"date", "reason", "code", "torch"}, the latest last."""
 
-    def caveats(self, *, device: torch.device) -> list[str]:
+    def caveats(self) -> list[str]:
         """A line if the golden was made on another device or with another torch."""
-        here = golden_key(device)
+        here = golden_key()
         if self.path.stem == here:
             return []
         return [f"the golden {self.path} is of {self.path.stem}; this machine is {here}"]
@@ -58,10 +58,10 @@ def this_device() -> torch.device:
     return torch.device("cuda" if count_gpus(os.environ) else "cpu")
 
 
-def golden_key(device: torch.device) -> str:
-    """The key of golden files: torch's minor version, the device and its capability."""
+def golden_key() -> str:
+    """This machine's key of golden files: torch's minor version, the device and its capability."""
     version = ".".join(torch.__version__.split(".")[:2])
-    facts = describe_device(device)
+    facts = describe_device(this_device())
     return f"torch-{version}-{facts['device']}-{facts['capability']}".replace(" ", "_")
 
 
@@ -70,13 +70,13 @@ def is_golden(path: Path) -> bool:
     return path.suffix == ".json" or (path.is_dir() and any(path.glob("torch-*.json")))
 
 
-def find_golden(path: Path, device: torch.device) -> Golden:
+def find_golden(path: Path) -> Golden:
     """A golden by its file, or the one of a folder that is keyed to this machine.
 
     Raises ConfigError where the folder has none for it, and for files that are no golden.
     """
     if path.is_dir():
-        here = path / f"{golden_key(device)}.json"
+        here = path / f"{golden_key()}.json"
         if not here.is_file():
             known = ", ".join(sorted(each.stem for each in path.glob("torch-*.json")))
             raise ConfigError(
@@ -89,9 +89,7 @@ def find_golden(path: Path, device: torch.device) -> Golden:
     return _read(path)
 
 
-def save_golden(
-    folder: Path, run: RunRecord, controls: Sequence[Curve], *, reason: str, device: torch.device
-) -> Path:
+def save_golden(folder: Path, run: RunRecord, controls: Sequence[Curve], *, reason: str) -> Path:
     """Write or replace a golden's file for this machine; its earlier reasons are kept.
 
     Raises ConfigError without what a golden must hold.
@@ -99,13 +97,13 @@ def save_golden(
     if run.curve.data is None or not run.config:
         raise ConfigError([f"{run.name}: a golden wants a run that recorded its data and config"])
     ran = run.facts.get("device"), run.facts.get("capability")
-    here = tuple(describe_device(device).values())
+    here = tuple(describe_device(this_device()).values())
     if ran != here:
         raise ConfigError(
             [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
         )
     Band([run.curve, *controls], quantities_of(run.curve))  # Raises for runs that make no band.
-    path = folder / f"{golden_key(device)}.json"
+    path = folder / f"{golden_key()}.json"
     history = _read(path).history if path.is_file() else []
     entry = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

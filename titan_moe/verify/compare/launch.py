@@ -26,7 +26,7 @@ from titan_moe.config.parse import tomllib
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
-from titan_moe.verify.compare.goldens import golden_key, this_device
+from titan_moe.verify.compare.goldens import golden_key
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import INPUT_KEYS, RunSpec, Words
 
@@ -190,7 +190,7 @@ def _note(folder: Path, mark: str, *, finished: bool) -> None:
 def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:
     """Hashes everything that determines a run."""
     config = "" if spec.config is None else spec.config.read_text(encoding="utf-8")
-    machine = golden_key(this_device()), platform.node(), version("torch")
+    machine = golden_key(), platform.node(), version("torch")
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
     follows: list[Any] = [

@@ -19,7 +19,6 @@ from titan_moe.verify.compare.goldens import (
     find_golden,
     is_golden,
     save_golden,
-    this_device,
 )
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
@@ -79,9 +78,7 @@ def update_golden(
     runner.check()
     run = runner.baseline()
     *_, controls = [], *runner.control_runs()
-    return save_golden(
-        folder, run, [each.curve for each in controls], reason=reason, device=this_device()
-    )
+    return save_golden(folder, run, [each.curve for each in controls], reason=reason)
 
 
 def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Plan:
@@ -112,7 +109,7 @@ class Runner:
         self.golden: Golden | None = None
         path = plan.baseline.path
         if path is not None and is_golden(path):
-            self.golden = find_golden(path, this_device())
+            self.golden = find_golden(path)
             if plan.candidate.path is None:
                 plan = self._with_config_of(self.golden, plan)
         if plan.candidate.path is not None and is_golden(plan.candidate.path):
@@ -157,7 +154,7 @@ class Runner:
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ."""
         pair = self.baseline(), self.candidate()
-        caveats = [] if self.golden is None else self.golden.caveats(device=this_device())
+        caveats = [] if self.golden is None else self.golden.caveats()
         found = compare_runs(self.plan.title, *pair, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
             for controls in self.control_runs():

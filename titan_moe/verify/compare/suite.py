@@ -84,11 +84,6 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
         raise ConfigError(
             [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
-    names = [_folder(entry.name) for entry in suite.comparison]
-    if "" in names or "runs" in names:
-        raise ConfigError([f"{path}: a comparison cannot be called '' or 'runs'"])
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError([f"{path}: two comparisons are called {', '.join(twice)}"])
     if config is None:
         return suite
     other = {"config": existing(config, "--config ")}
@@ -120,9 +115,10 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
     Runs that several comparisons need are made once, and found again when the suite is started
     anew.
     """
-    for entry in suite.comparison:
+    for number, entry in enumerate(suite.comparison, 1):
         started = time.perf_counter()
-        own = folder / _folder(entry.name)
+        letters = "".join(letter if letter.isalnum() else "-" for letter in entry.name.lower())
+        own = folder / f"{number:02d}-{letters}"
         verdict, ok, lines = "failed", False, [""]
         try:
             found = compare(entry_plan(entry), Launcher(own, shared=folder / "runs"), progress)
@@ -156,7 +152,3 @@ def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
         total=f"{good} of {len(rows)} comparisons are as expected; {duration}.",
         rows=sorted(rows, key=lambda row: row.ok),
     )
-
-
-def _folder(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name.lower())

@@ -4,7 +4,6 @@ import io
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,18 +51,6 @@ _LONGEST_LABEL, _LABEL_INCHES = 80, 0.075
 """Characters of a legend's entry, and the width of a character."""
 _GROUP_ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
 _SIZE = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
-
-
-@dataclass(frozen=True)
-class Line:
-    """One curve of a chart."""
-
-    label: str
-    steps: Sequence[int]
-    values: Array
-    color: str
-    style: str = "-"
-    width: float = 1.2
 
 
 # --- charts of a page -----------------------------------------------------------------------------
@@ -134,27 +121,14 @@ def run_panel(
         band: drawn below the curves.
         first: marked at its step.
     """
-    lines = [
-        Line(
-            run.name,
-            run.curve.steps,
-            run.curve.scalars[quantity],
-            SERIES[i % len(SERIES)],
-            _DASHES[i // len(SERIES) % len(_DASHES)],
-            # Wide lines below, so that all are seen where they agree.
-            2.6 - 1.6 * i / max(1, len(runs) - 1) if len(runs) > 1 else 1.2,
-        )
-        for i, run in enumerate(runs)
-        if quantity in run.curve.scalars
-    ]
-    return partial(_draw_curves, quantity=quantity, lines=lines, band=band, first=first)
+    return partial(_draw_curves, runs=runs, quantity=quantity, band=band, first=first)
 
 
 def _draw_curves(
     axes: "Axes",
     *,
+    runs: Sequence[RunRecord],
     quantity: str,
-    lines: Sequence[Line],
     band: Band | None,
     first: FirstDifference | None,
 ) -> None:
@@ -163,18 +137,27 @@ def _draw_curves(
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
         axes.fill_between(band.steps, low, high, color=BAND, alpha=0.35, lw=0, label="noise band")
-    for line in lines:
-        broken = np.flatnonzero(~np.isfinite(line.values))
-        if quantity in _UNITS and len(broken):
-            step = line.steps[int(broken[0])]
-            label = f"{line.label}: no finite value in step {step}"
-            axes.axvline(step, color=line.color, lw=1.2, ls=":", label=label)
-        _draw_line(axes, line, joined=quantity not in _UNITS)
-    known = [v for line in lines for v in line.values[np.isfinite(line.values)]]
+    known: list[float] = []
+    for i, run in enumerate(runs):
+        if quantity not in run.curve.scalars:
+            continue
+        values, color = run.curve.scalars[quantity], SERIES[i % len(SERIES)]
+        finite = np.isfinite(values)
+        known += values[finite].tolist()
+        if quantity in _UNITS and not finite.all():
+            step = run.curve.steps[int(finite.argmin())]
+            label = f"{run.name}: no finite value in step {step}"
+            axes.axvline(step, color=color, lw=1.2, ls=":", label=label)
+        # Wide lines below, so that all are seen where they agree.
+        width = 2.6 - 1.6 * i / max(1, len(runs) - 1) if len(runs) > 1 else 1.2
+        style = _DASHES[i // len(SERIES) % len(_DASHES)]
+        joined = quantity not in _UNITS
+        _draw_line(axes, run.name, run.curve.steps, values, color, style, width, joined=joined)
     if quantity == "grad_norm" and known and min(known) > 0:
         _log_scale(axes)
     if not known:
-        _message(axes, "no finite value" if lines else "not logged")
+        logged = any(quantity in run.curve.scalars for run in runs)
+        _message(axes, "no finite value" if logged else "not logged")
     _mark_first(axes, first)
 
 
@@ -195,7 +178,7 @@ def draw_difference(axes: "Axes", *, quantity: str, comparison: Comparison) -> N
     if band is not None and quantity in band.quantities:
         ours, label = band.location(quantity), "candidate from the band's middle"
         _draw_noise(axes, quantity, band)
-    _draw_line(axes, Line(label, first.steps, _positive(ours, theirs), SERIES[1]))
+    _draw_line(axes, label, first.steps, _positive(ours, theirs), SERIES[1])
     axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
     _log_scale(axes)
     _mark_first(axes, comparison.first)
@@ -303,7 +286,7 @@ def _draw_noise(axes: "Axes", quantity: str, band: Band) -> None:
     for i, control in enumerate(band.controls[:_MOST_CONTROLS]):
         label = "" if i else "control runs from the band's middle"
         values = _positive(middle, band.values(control, quantity))
-        _draw_line(axes, Line(label, band.steps, values, SOFT, "-", 0.4))
+        _draw_line(axes, label, band.steps, values, SOFT, width=0.4)
 
 
 def _positive(first: Array, second: Array) -> Array:
@@ -312,17 +295,27 @@ def _positive(first: Array, second: Array) -> Array:
     return np.where(found > 0, found, np.nan)
 
 
-def _draw_line(axes: "Axes", line: Line, *, joined: bool = False) -> None:
-    """`joined` connects points across steps without a finite value."""
-    finite = np.isfinite(line.values)
-    steps, values = np.asarray(line.steps), np.where(finite, line.values, np.nan)
+def _draw_line(
+    axes: "Axes",
+    label: str,
+    steps: Sequence[int],
+    values: Array,
+    color: str,
+    style: str = "-",
+    width: float = 1.2,
+    *,
+    joined: bool = False,
+) -> None:
+    """Draws one line. `joined` connects points across steps without a finite value."""
+    finite, x = np.isfinite(values), np.asarray(steps)
+    y = np.where(finite, values, np.nan)
     if joined:
-        steps, values = steps[finite], values[finite]
+        x, y = x[finite], y[finite]
     # Legends leave out labels that start with an underscore; a run may be named so.
-    label = f"\N{ZERO WIDTH SPACE}{line.label}" if line.label else "_"
+    shown = f"\N{ZERO WIDTH SPACE}{label}" if label else "_"
     marker = "o" if finite.sum() <= _FEW_POINTS else ""
-    style: Any = {"color": line.color, "lw": line.width, "marker": marker, "markersize": 3}
-    axes.plot(steps, values, line.style, label=label, **style)
+    more: Any = {"color": color, "lw": width, "marker": marker, "markersize": 3}
+    axes.plot(x, y, style, label=shown, **more)
 
 
 def _mark_first(axes: "Axes", first: FirstDifference | None) -> None:

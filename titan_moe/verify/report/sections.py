@@ -68,19 +68,6 @@ def layout_words(run: RunRecord) -> str:
     return ", ".join(words) or "one rank"
 
 
-def distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs; those that share a name are named by their folders as well, or numbered."""
-    found: list[RunRecord] = []
-    for i, run in enumerate(runs):
-        name = run.name
-        if sum(other.name == name for other in runs) > 1 and run.folder is not None:
-            name = f"{run.folder.resolve().parent.name}/{name}"
-        if any(other.name == name for other in found):
-            name = f"{name} ({i + 1})"
-        found.append(replace(run, name=name))
-    return found
-
-
 def labelled(comparison: Comparison) -> Comparison:
     """The comparison, with "baseline" and "candidate" in the names of its runs."""
     baseline, candidate = (

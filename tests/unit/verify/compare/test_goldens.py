@@ -4,15 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.verdict_cases import changed, controls, run
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
-from titan_moe.verify.compare.goldens import find_golden, golden_key, is_golden, save_golden
+from titan_moe.verify.compare.goldens import (
+    find_golden,
+    golden_key,
+    is_golden,
+    save_golden,
+    this_device,
+)
 from titan_moe.verify.compare.records import Curve
 
-CPU = torch.device("cpu")
 CONFIG = {
     "job": {"dump_folder": "/somewhere", "description": "tiny"},
     "model": {"name": "qwen3"},
@@ -21,8 +25,8 @@ CONFIG = {
 
 
 def save(folder: Path, reason: str = "a first one") -> Path:
-    record = replace(run("baseline", world_size=1, **describe_device(CPU)), config=CONFIG)
-    return save_golden(folder, record, curves(), reason=reason, device=CPU)
+    record = replace(run("baseline", world_size=1, **describe_device(this_device())), config=CONFIG)
+    return save_golden(folder, record, curves(), reason=reason)
 
 
 def curves() -> list[Curve]:
@@ -32,8 +36,8 @@ def curves() -> list[Curve]:
 def test_what_is_written_is_read(tmp_path: Path):
     save(tmp_path / "qwen3")
     path = save(tmp_path / "qwen3", "the router changed")
-    assert path.name == f"{golden_key(CPU)}.json" and is_golden(tmp_path / "qwen3")
-    golden = find_golden(tmp_path / "qwen3", CPU)
+    assert path.name == f"{golden_key()}.json" and is_golden(tmp_path / "qwen3")
+    golden = find_golden(tmp_path / "qwen3")
     assert [entry["reason"] for entry in golden.history] == ["a first one", "the router changed"]
     record = run("baseline")
     assert golden.run.curve.steps == record.curve.steps
@@ -43,7 +47,7 @@ def test_what_is_written_is_read(tmp_path: Path):
         ours, theirs = golden.controls[3].scalars[key], curves()[3].scalars[key]
         assert (ours == theirs).all()
     assert (golden.run.curve.loads["layers.1"] == record.curve.loads["layers.1"]).all()
-    assert len(golden.controls) == len(controls()) and not golden.caveats(device=CPU)
+    assert len(golden.controls) == len(controls()) and not golden.caveats()
     assert "somewhere" not in path.read_text(), "folders of the machine that made it"
     again = golden.write_config(tmp_path / "golden.toml").read_text()
     assert 'name = "qwen3"' in again and "somewhere" not in again
@@ -52,26 +56,26 @@ def test_what_is_written_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        (run("baseline", device="NVIDIA H100", capability="9.0"), "ran on NVIDIA H100"),
+        (run("baseline", device="NVIDIA H10", capability="1.0"), "ran on NVIDIA H10 "),
         (changed(run("baseline"), data=None), "recorded its data"),
     ],
 )
 def test_runs_of_other_machines_and_of_unknown_data_make_no_golden(tmp_path: Path, record, said):
     with pytest.raises(ConfigError, match=said):
-        save_golden(tmp_path, replace(record, config=CONFIG), curves(), reason="x", device=CPU)
+        save_golden(tmp_path, replace(record, config=CONFIG), curves(), reason="x")
 
 
 def test_another_machines_golden_is_refused_in_a_folder_and_a_caveat_by_name(tmp_path: Path):
     path = save(tmp_path / "g")
     other = path.rename(path.with_name("torch-1.0-cpu-ABACUS.json"))
     with pytest.raises(ConfigError, match=r"has no golden for .*, only torch-1\.0-cpu-ABACUS"):
-        find_golden(tmp_path / "g", CPU)
-    (caveat,) = find_golden(other, CPU).caveats(device=CPU)
-    assert "torch-1.0-cpu-ABACUS" in caveat and golden_key(CPU) in caveat
+        find_golden(tmp_path / "g")
+    (caveat,) = find_golden(other).caveats()
+    assert "torch-1.0-cpu-ABACUS" in caveat and golden_key() in caveat
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}'])
 def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError):
-        find_golden(tmp_path / "x.json", CPU)
+        find_golden(tmp_path / "x.json")

@@ -42,10 +42,6 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     [
         ("description = 1", "description: Input should be a valid string"),
         ("x =", "is not valid TOML"),
-        (
-            'description = "x"\n[[comparison]]\nname = "a b"\n[[comparison]]\nname = "A-b"',
-            "two comparisons are called a-b",
-        ),
         ('description = "x"\n[[comparison]]\nname = "a"\nstep = 3', "comparison.0.step: Extra"),
     ],
 )

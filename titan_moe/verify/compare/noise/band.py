@@ -19,7 +19,7 @@ one for the gradient norm, one for all loads. Steps, means and layers depend on 
 table says what is large; the controls do. Each is measured against the others, as a candidate is,
 and each of the three statistics gets a bound:
 
-- the 1 - `false_alarms` / 3 prediction bound of a log-normal distribution, fitted to the controls'
+- the 1 - FALSE_ALARMS / 3 prediction bound of a log-normal distribution, fitted to the controls'
   own statistics; the fewer the controls, the further out. Its rate is as good as that assumption;
 - but no less than what as many normal deviations would reach, independent of each other. This is
   the bound where the controls have equal bits, as float32 may have over a few steps.
@@ -80,26 +80,18 @@ class Band:
     Args:
         controls: at least FEWEST_CONTROLS curves over the same steps.
         quantities: those to compare, as far as all controls have them.
-        false_alarms: the share of correct curves that may fall outside, if the logarithm of the
-            statistic is normal; in any case at most 1 / (number of controls + 1) do.
 
     Raises ConfigError for curves that are too few, not finite, or have none of the quantities.
     """
 
-    def __init__(
-        self,
-        controls: Sequence[Curve],
-        quantities: Sequence[str],
-        *,
-        false_alarms: float = FALSE_ALARMS,
-    ) -> None:
+    def __init__(self, controls: Sequence[Curve], quantities: Sequence[str]) -> None:
         if len(controls) < FEWEST_CONTROLS:
             raise ConfigError(
                 [f"{len(controls)} control runs: a band needs {FEWEST_CONTROLS} or more"]
             )
         self.steps = list(controls[0].steps)
         self.controls = list(controls)
-        self.false_alarms = false_alarms
+        self.false_alarms = FALSE_ALARMS
         known = set(quantities).intersection(*map(quantities_of, controls))
         self.quantities = tuple(q for q in quantities_of(controls[0]) if q in known)
         """"loss", "grad_norm", "load of LAYER", in this order."""
@@ -113,7 +105,7 @@ class Band:
         self.bounds: dict[str, float] = {}
         """In spreads, by kind of quantity: what a correct curve reaches as seldom as stated."""
         own_KN = []
-        rate = false_alarms / len(self._parts)
+        rate = self.false_alarms / len(self._parts)
         for kind, part in self._parts.items():
             # At least 1: controls with equal bits have no distances, and no logarithms of them.
             own_KN.append(np.maximum(1.0, part.largest))
