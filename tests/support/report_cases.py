@@ -24,7 +24,6 @@ class Page(HTMLParser):
         self.ranks: dict[str, list[int]] = {"dense": [], "sparse": []}
         self.ids: list[str] = []
         self.loads: list[str] = []
-        self.images = 0
         self.feed(html)
         self.close()
         assert not self.open
@@ -38,7 +37,6 @@ class Page(HTMLParser):
         for key in ("src", "href", "xlink:href", "srcset", "action"):
             if known.get(key):
                 self.loads.append(str(known[key]))
-        self.images += tag == "img"
         if tag == "tr":
             self.tables.setdefault(self.section, []).append([])
         if tag in ("td", "th"):

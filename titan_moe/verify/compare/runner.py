@@ -14,12 +14,7 @@ from titan_moe.runtime import launch
 from titan_moe.train import prepare
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
-from titan_moe.verify.compare.goldens import (
-    Golden,
-    find_golden,
-    is_golden,
-    save_golden,
-)
+from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
 from titan_moe.verify.compare.records import RunRecord, read_run

@@ -5,19 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from titan_moe.verify.compare.comparison import Comparison, Verdict
-from titan_moe.verify.report.charts import (
-    Panel,
-    charts,
-    draw_difference,
-    load_panels,
-    run_panel,
-)
-from titan_moe.verify.report.data import (
-    deviations,
-    equal_steps,
-    load_difference,
-    load_of,
-)
+from titan_moe.verify.report.charts import Panel, charts, draw_difference, load_panels, run_panel
+from titan_moe.verify.report.data import deviations, equal_steps, load_difference, load_of
 from titan_moe.verify.report.render import render
 from titan_moe.verify.report.sections import (
     all_notes,
