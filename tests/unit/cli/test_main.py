@@ -75,7 +75,7 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         ),
         (["train", "--max-restarts", "-1"], "--max-restarts: -1 must be 0 or more"),
         (["train", "--ranks", "x"], "--ranks: x must be a positive number"),
-        (["verify", "losses", "--repeats", "x"], "--repeats: invalid int value"),
+        (["verify", "losses", "--repeats", "x"], "--repeats: x must be 0 or more"),
     ],
 )
 def test_a_wrong_argument_is_one_line(words: list[str], says: str) -> None:
