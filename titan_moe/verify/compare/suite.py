@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +13,13 @@ from titan_moe.config.job_config import Section
 from titan_moe.config.parse import tomllib
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
 from titan_moe.verify.compare.runner import Plan, compare, plan_of
+from titan_moe.verify.report.charts import Panel, charts, run_panel
 from titan_moe.verify.report.comparison import write_comparison
 from titan_moe.verify.report.render import render
+from titan_moe.verify.report.sections import layout_words
 
 _ACCEPTED = {
     "identical": {Verdict.IDENTICAL},
@@ -67,6 +70,8 @@ class SuiteRow:
     seconds: float
     href: str = ""
     """Its own page, relative to the suite's; empty where there is none."""
+    runs: Sequence[RunRecord] = ()
+    """The baseline and the candidate; empty where the comparison failed."""
 
 
 def load_suite(path: Path, config: Path | None = None) -> Suite:
@@ -120,11 +125,12 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
         letters = "".join(letter if letter.isalnum() else "-" for letter in entry.name.lower())
         own = folder / f"{number:02d}-{letters}"
         verdict, ok, lines = "failed", False, [""]
+        runs: Sequence[RunRecord] = ()
         try:
             found = compare(entry_plan(entry), Launcher(own, shared=folder / "runs"), progress)
             write_comparison(found, own)
             verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
-            lines = found.lines()[1:]
+            lines, runs = found.lines()[1:], (found.baseline, found.candidate)
         except ConfigError as error:
             lines = error.lines
         except Exception as error:  # Whatever one has, the others are to be run.
@@ -137,6 +143,7 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
             detail="\n".join(lines),
             seconds=time.perf_counter() - started,
             href=f"{own.name}/report.html" if verdict != "failed" else "",
+            runs=runs,
         )
 
 
@@ -151,4 +158,22 @@ def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
         kind="passed" if good == len(rows) else "failed",
         total=f"{good} of {len(rows)} comparisons are as expected; {duration}.",
         rows=sorted(rows, key=lambda row: row.ok),
+        charts=charts(_overlays(rows)),
     )
+
+
+def _overlays(rows: Sequence[SuiteRow]) -> dict[str, Panel]:
+    """Draws a baseline and all its candidates into one chart, if it has several."""
+    groups: dict[Path | None, list[RunRecord]] = {}
+    for row in rows:
+        if row.runs:
+            baseline, candidate = row.runs
+            first = replace(baseline, name=f"baseline: {layout_words(baseline)}")
+            group = groups.setdefault(baseline.folder, [first])
+            group.append(replace(candidate, name=row.name))
+    return {
+        f"{quantity} of {', '.join(run.name for run in group)}": run_panel(group, quantity)
+        for group in groups.values()
+        if len(group) > 2
+        for quantity in ("loss", "grad_norm")
+    }
