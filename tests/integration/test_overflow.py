@@ -19,7 +19,7 @@ def test_a_run_stops_before_the_update(tmp_path: Path):
     message = str(failure.value)
     assert "step 1: " in message and "no state was kept" in message
     assert "parallelism.expert_parallel_capacity_factor=0.9: choose a larger one" in message
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not read_json_lines(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.slow
