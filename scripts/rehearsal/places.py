@@ -56,7 +56,6 @@ COPIES: Mapping[str, str] = {
 _SIZES = Allowance("collectives of rows take their sizes as Python ints", "layer")
 WAITS: Mapping[str, Allowance] = {
     "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
-    "train_step.py:_max_of_grads": Allowance("of the norm 'inf' alone: the step's sums decide it"),
     "distributed/pipeline/schedule.py:_run": Allowance(
         "stages agree how a schedule of torch's begins, in its first run", "schedule"
     ),
