@@ -69,7 +69,7 @@ def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]
     """(row, position) -> its experts, in their order."""
     found = {}
     for part in Record(path).steps[step]:
-        if layer in part.layers:
+        if part.has(layer):
             rows, positions = part.tokens
             experts_RPK = part.read(layer).tolist()
             for row, experts_PK in zip(rows, experts_RPK, strict=True):

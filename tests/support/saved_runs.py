@@ -1,7 +1,8 @@
 """Runs of a toy model in this process, their checkpoints, and what refuses one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ def plain_checkpointer(
     optimizer: Optimizer | None = None,
     *,
     model: HFModel | None = None,
+    job_record: Mapping[str, Any] = MappingProxyType({}),
     merge_data: Callable = lambda states: states[0],
     **keys: Any,
 ) -> Checkpointer:
@@ -31,13 +33,12 @@ def plain_checkpointer(
         merge_data: joins the data positions of all ranks.
         keys: of the [checkpoint] table.
     """
-    section = Checkpoint(**{"enable": True, **keys})
     return Checkpointer(
-        section,
+        Checkpoint(**{"enable": True, **keys}),
         folder,
         modules=[module],
         optimizer=optimizer,
-        job_record={"training": {"steps": 3}, "checkpoint": section.model_dump(mode="json")},
+        job_record=dict(job_record),
         merge_data=merge_data,
         model=model,
     )
@@ -62,7 +63,11 @@ class Run:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
-        self.checkpointer = plain_checkpointer(folder, self.model, self.optimizer, **config)
+        options = Checkpoint(**{"enable": True, **config}).model_dump(mode="json")
+        record = {"training": {"steps": 3}, "checkpoint": options}
+        self.checkpointer = plain_checkpointer(
+            folder, self.model, self.optimizer, job_record=record, **config
+        )
 
     def save(self, step, **options):
         state = {"step": step, "tokens": 0, "data": {"0": step * 10}}

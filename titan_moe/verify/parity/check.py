@@ -183,12 +183,14 @@ def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Iterator[float]:
 
 
 def _their_loss(oracle: Oracle, config: ModelConfig, rows: _Rows) -> Tensor:
+    """The loss of the next token, as our model returns it; losses further ahead add gradients."""
     logits, *ahead = oracle(rows.tokens_BS, rows.ahead_tokens_BKS)
     loss = _cross_entropy(logits, rows.labels_BS)
     if rows.ahead_labels_BKS is not None:
         weight = config.mtp_loss_weight / config.num_mtp_layers
         for depth, logits in enumerate(ahead):
-            loss = loss + weight * _cross_entropy(logits, rows.ahead_labels_BKS[:, depth])
+            ahead_loss = weight * _cross_entropy(logits, rows.ahead_labels_BKS[:, depth])
+            loss = loss + ahead_loss - ahead_loss.detach()
     return loss
 
 
