@@ -1,4 +1,4 @@
-"""Write what a program knows into docs/: tables of keys, models and results, and figures.
+"""Write what the program knows into docs/: tables of keys, of models and of torchtitan's keys.
 
     python -m scripts.docs            rewrite what is out of date
     python -m scripts.docs --check    name it instead: exit code 1
