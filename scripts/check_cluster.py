@@ -14,12 +14,9 @@ Exit codes: 0 nothing is wrong; 1 something is.
 
 import argparse
 import os
-import socket
-import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 _SLOW = {"cuda": 0.8, "cpu": 0.3}
 _DISK_BYTES = 64 << 20
@@ -76,7 +72,7 @@ def pair_sums(pair: tuple[int, ...], device: torch.device, reduce: Any) -> Resul
     places = torch.arange(1 << (24 if device.type == "cuda" else 18), device=device) % 1009
     own, expected = places * (dist.get_rank() + 1), places * sum(rank + 1 for rank in pair)
 
-    def summed() -> Tensor:
+    def summed() -> torch.Tensor:
         reduce(values := own.clone(), group=group)
         return values
 
@@ -89,7 +85,7 @@ def check(
     folder: Path, device: torch.device, *, multiply: Any = torch.mm, reduce: Any = dist.all_reduce
 ) -> Lines:
     """Make all checks; returns `verdict`, the same on every rank. Collective."""
-    rank, host, results = dist.get_rank(), socket.gethostname(), dict[Check, Result]()
+    rank, host, results = dist.get_rank(), os.uname().nodename, dict[Check, Result]()
     with _limit(f"matmul of rank {rank}"):
         results["matmul", (rank,)] = matmul(device, multiply)
     with _limit(f"disk of rank {rank}"):
@@ -114,10 +110,10 @@ def verdict(found: dict[Check, Result], hosts: list[str], slow: float) -> Lines:
 
     Slow is less than `slow` times the median; of disks, which ranks share, nothing is called slow.
     """
-    kinds: dict[str, dict[tuple[int, ...], Result]] = defaultdict(dict)
+    kinds: dict[str, dict[tuple[int, ...], Result]] = {}
     for (name, ranks), result in found.items():
         between = " between machines" if len({hosts[rank] for rank in ranks}) > 1 else ""
-        kinds[f"{name}{between}"][ranks] = result
+        kinds.setdefault(f"{name}{between}", {})[ranks] = result
     rates, problems = [], []
     for name, results in kinds.items():
         usual = median(rate for rate, _ in results.values())
@@ -143,7 +139,7 @@ def _limit(what: str) -> Iterator[None]:
     timer.cancel()
 
 
-def _measure(device: torch.device, times: int, call: Any, expected: Tensor) -> tuple[float, int]:
+def _measure(device: torch.device, times: int, call: Any, expected: Any) -> tuple[float, int]:
     """Returns the median seconds that the device took, and how many elements were wrong."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds, wrong = [], 0
@@ -175,4 +171,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
