@@ -1,5 +1,5 @@
-"""What a bad step's data and tensors show: the first place that is not finite, and the sequences
-with the largest losses.
+"""Finds the causes of a bad step: the first place that is not finite, and the sequences with the
+largest losses.
 
 The loss of a step is a sum over target tokens, and a normal step never has a part of it by itself.
 So a bad step's sequences run forward once more, one at a time and without gradients. That costs

@@ -114,7 +114,7 @@ _ends_a_layer = ContextVar("_ends_a_layer", default=False)
 
 
 def linear(x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
-    """function(x), a linear map whose backward is its transpose."""
+    """Returns function(x) of a linear map, whose backward is `transposed`."""
     return _Linear.apply(x, function, transposed)
 
 

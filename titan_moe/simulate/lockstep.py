@@ -140,7 +140,7 @@ class _World:
             os.waitpid(process, 0)
 
     def _answer(self, meeting: Meeting, values: Sequence[Any] | None) -> None:
-        told = bytes(ForkingPickler.dumps(values))  # As `Connection.send` does; once for all.
+        told = bytes(ForkingPickler.dumps(values))  # `Connection.send`'s bytes, made once.
         for pipe, _ in self._waiting.pop(meeting).values():
             with suppress(BrokenPipeError):  # It has died; its end is heard next.
                 pipe.send_bytes(told)
