@@ -1,0 +1,147 @@
+"""Commands of one part of the first hour: started, timed, logged, and ended at the part's limit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from titan_moe.metrics.jsonl import read_json_lines
+
+REPO = Path(__file__).resolve().parents[2]
+_POLL_S = 0.2
+
+
+class PartError(Exception):
+    """Raised with the line that says what went wrong."""
+
+
+class UnseenError(Exception):
+    """Raised with the reason why this machine cannot show what a part is about."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks that a part may use, and this node among all."""
+
+    device: str
+    """"cuda" or "cpu"."""
+    ranks: int
+    """Number of ranks on all nodes."""
+    nodes: int = 1
+    node: int = 0
+    endpoint: str = ""
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def local_ranks(self) -> int:
+        return self.ranks // self.nodes
+
+
+@dataclass
+class Session:
+    """Runs the commands of one part.
+
+    Args:
+        folder: gets log.txt, and whatever the commands write.
+        limit_s: seconds that all commands of the part may take together.
+    """
+
+    machine: Machine
+    folder: Path
+    limit_s: float
+    _began: float = field(default_factory=time.monotonic)
+
+    def run(
+        self, *words: object, accept: tuple[int, ...] = (0,), env: Mapping[str, str] | None = None
+    ) -> str:
+        """Runs a command in the repository's root and returns its output.
+
+        Raises PartError with the last line of the output if the exit code is none of `accept`.
+        """
+        process, start = self.start(*words, env=env)
+        code, output = self.wait(process), self.output(start)
+        if code not in accept:
+            last = output.strip().rpartition("\n")[2] or "no output"
+            raise PartError(f"a command of log.txt ended with {code}: {last}")
+        return output
+
+    def start(
+        self, *words: object, env: Mapping[str, str] | None = None
+    ) -> tuple[subprocess.Popen[bytes], int]:
+        """Starts a command; returns it, and where its output begins in the log."""
+        hidden = {} if self.machine.on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        with self.log.open("ab") as log:
+            log.write(f"\n$ {' '.join(map(str, words))}\n".encode())
+            log.flush()
+            start = log.tell()
+            process = subprocess.Popen(
+                [*map(str, words)],
+                cwd=REPO,
+                env=os.environ | {"PYTHONPATH": str(REPO), **hidden, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return process, start
+
+    def output(self, start: int) -> str:
+        """Returns the log from a byte on."""
+        return self.log.read_bytes()[start:].decode(errors="replace")
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Waits for a command. Raises PartError at the limit, with the command killed."""
+        try:
+            return process.wait(max(1.0, self._began + self.limit_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise PartError(f"stopped at the limit of {self.limit_s:.0f} s") from None
+
+    def titan_moe(self, *words: object, accept: tuple[int, ...] = (0,)) -> str:
+        """Runs a command of titan-moe."""
+        return self.run(sys.executable, "-m", "titan_moe", *words, accept=accept)
+
+    def train_words(self, name: str, config: str, keys: Mapping[str, object]) -> list[object]:
+        """Returns the command that trains a configuration on all ranks, into `folder/name`."""
+        machine = self.machine
+        places = ["--ranks", machine.ranks, "--nodes", machine.nodes]
+        if machine.nodes > 1:
+            places += ["--node-rank", machine.node, "--endpoint", machine.endpoint]
+        options = {"job.dump_folder": self.folder / name, "metrics.log_freq": 1, **keys}
+        return [
+            *(sys.executable, "-m", "titan_moe", "train", "--config", config, *places),
+            *(f"--{key}={value}" for key, value in options.items()),
+        ]
+
+    def train(self, name: str, config: str, keys: Mapping[str, object]) -> list[dict[str, Any]]:
+        """Trains, and returns the lines of metrics.jsonl."""
+        self.run(*self.train_words(name, config, keys))
+        return read_json_lines(self.folder / name / "metrics.jsonl")
+
+    def rank_of(self, process: subprocess.Popen[bytes], rank: int, metrics: Path) -> psutil.Process:
+        """Returns the process of a rank of a training, once three of its steps are logged."""
+        while process.poll() is None and time.monotonic() < self._began + self.limit_s:
+            if metrics.is_file() and len(read_json_lines(metrics)) >= 3:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    if child.environ().get("RANK") == str(rank):
+                        return child
+            time.sleep(_POLL_S)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        raise PartError("the training logged no three steps")
+
+    @property
+    def log(self) -> Path:
+        """The output of all commands of the part."""
+        return self.folder / "log.txt"
