@@ -105,7 +105,8 @@ def test_kernels(session: Session) -> Seen:
 def verify_gate(session: Session) -> Seen:
     ranks = session.machine.ranks
     number = 12 if session.machine.on_gpus else 3
-    words = ("--sample", number, "--ranks", ranks, "--float32", "--out", session.folder)
+    options = ("--sample", number, "--ranks", ranks, "--float32", "--out", session.folder)
+    words = (*options, "--device", session.machine.device)
     output = session.titan_moe(
         "verify", "gradients", "--config", "configs/debug/gate_qwen3.toml", *words
     )

@@ -4,6 +4,7 @@
     titan-moe verify gradients --config FILE --layouts "dp_shard=2,tp=2,ep=4" "pp=2,cp=2,tp=2,etp=2"
     titan-moe verify gradients --config FILE --sample 20 --seed 1 --float32
     titan-moe verify gradients --config FILE --all --ranks 4 --optimizer.name Muon
+    titan-moe verify gradients --config FILE --sample 12 --device cuda
 
 Options that no argument fixes rotate over the layouts. An interrupted run goes on where it stopped:
 results.jsonl in the output folder holds what passed with the same code. The folder also gets
@@ -17,6 +18,7 @@ on.
 """
 
 import argparse
+import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +36,7 @@ from titan_moe.cli.command import (
     write_json,
 )
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.launch import count_gpus
 
 if TYPE_CHECKING:
     from titan_moe.verify.gradients.gate import Gate
@@ -51,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_ranks(parser, default=[8], says="of --all and --sample, several numbers; default: 8")
     parser.add_argument("--float32", action="store_true", help="repeat each layout in float32")
+    where = "cuda: ranks on this machine's GPUs, over NCCL, in float32 alone; default: cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=where)
     for option, values in OPTIONS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", choices=values, dest=option)
     add_seed(parser, default=1, says="of the sample")
@@ -68,9 +73,13 @@ def run(options: argparse.Namespace) -> Answer:
     job = job_of(options).model_copy(update={"stages": []})
     out = make_folder(options.out)
     with tempfile.TemporaryDirectory() as folder:
-        gate = Gate(job, Path(folder))
+        gate = Gate(job, Path(folder), device=options.device)
         dtypes = ["float64", "float32"] if options.float32 else ["float64"]
+        if options.device == "cuda":
+            dtypes = ["float32"]  # Grouped products and Triton kernels have no float64.
         reasons = {layout: gate.refusal(layout) for layout in _chosen(options, gate)}
+        if options.device == "cuda":
+            _check_gpus(max(layout.world_size for layout in reasons))
         refused = [f"{layout}: {reason}" for layout, reason in reasons.items() if reason]
         if len(refused) == len(reasons) or (refused and options.layouts):
             raise ConfigError(refused)
@@ -88,7 +97,7 @@ def run(options: argparse.Namespace) -> Answer:
             for line in result.lines:
                 tqdm.write(line)
     facts = summary(results)
-    title = f"Layouts of {job.model.name} {job.model.flavor}"
+    title = f"Layouts of {job.model.name} {job.model.flavor}, {options.device}"
     (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
     rows = [asdict(result) for result in results]
     data = {"summary": facts, "own_keys": keys, "code": running_code(), "results": rows}
@@ -98,6 +107,12 @@ def run(options: argparse.Namespace) -> Answer:
         line += f", worst error {facts['worst_error']:.1e} ({facts['worst_tensor']})"
     line += f"; {out / 'results.html'}"
     return Answer(data, [line], 1 if facts["failed"] else 2 if facts["refused"] else 0)
+
+
+def _check_gpus(ranks: int) -> None:
+    """Raises ConfigError if this machine has fewer GPUs than a layout has ranks."""
+    if (found := count_gpus(os.environ)) < ranks:
+        raise ConfigError([f"--device cuda: {ranks} ranks need as many GPUs, and {found} are here"])
 
 
 def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":

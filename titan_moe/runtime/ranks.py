@@ -1,4 +1,4 @@
-"""Run a function on N gloo ranks of this machine."""
+"""Run a function on N ranks of this machine."""
 
 import gc
 import re
@@ -20,9 +20,15 @@ class RankError(RuntimeError):
 
 
 def run_on_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    device: str = "cpu",
 ) -> list:
-    """Call `fn(*args)` on every rank of a gloo world and return the ranks' results in rank order.
+    """Call `fn(*args)` on every rank of a world and return the ranks' results in rank order.
+
+    The world's backend is gloo; with the device "cuda", rank i has GPU i, and NCCL too.
 
     `fn` must be importable (a module's top-level function); results travel by pickle. Inside, torch
     runs on one thread and `torch.distributed` is initialised; a collective ends with the call.
@@ -31,7 +37,9 @@ def run_on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        tasks = [(store, rank, world_size, timeout_s, fn, args) for rank in range(world_size)]
+        tasks = [
+            (store, rank, world_size, timeout_s, device, fn, args) for rank in range(world_size)
+        ]
         ends = outcomes(
             _on_rank,
             tasks,
@@ -71,16 +79,21 @@ def _on_rank(
     rank: int,
     world_size: int,
     timeout_s: float,
+    device: str,
     fn: Callable[..., Any],
     args: tuple,
 ) -> Any:
     import torch
     import torch.distributed as dist
 
+    from titan_moe.runtime.device import backend_for
+
     gc.enable()  # A training may be long.
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend_for(torch.device(device)),
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

@@ -32,7 +32,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """Tasks that ranks were given; the ranks report equal tensors."""
     given: list[Task] = []
 
-    def run(_, world_size: int, task: Task) -> list[RankReport]:
+    def run(_, world_size: int, task: Task, *, device: str) -> list[RankReport]:
         given.append(task)
         equal = TensorDifference(NUM_STEPS, 0, "gradient", "norm.weight", 1e-15, 1.0)
         return [RankReport(equal, num_compared=9, tails=1, paddings=1)] * world_size
@@ -78,3 +78,21 @@ def test_an_illegal_layout_ends_before_anything_is_started(
     assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2", "ep=16,dp_shard=16") == 2
     said = capsys.readouterr()
     assert "must divide num_experts" in said.err and "pass" not in said.out and not ranks
+
+
+def test_ranks_on_gpus_need_as_many_gpus(ranks: list[Task], tmp_path: Path, capsys) -> None:
+    assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2", "--device", "cuda") == 2
+    assert "--device cuda: 2 ranks need as many GPUs, and 0 are here" in capsys.readouterr().err
+    assert not ranks
+
+
+def test_results_of_a_cpu_are_not_those_of_gpus(ranks, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("titan_moe.cli.verify_gradients.count_gpus", lambda environment: 8)
+    words = (*OWN, "--layouts", "dp_shard=2", "--float32")
+    for device in ("cpu", "cuda", "cuda"):
+        assert verify(tmp_path, *words, "--device", device) == 0
+    assert [(task.device, task.job.training.dtype) for task in ranks] == [
+        ("cpu", "float64"),
+        ("cpu", "float32"),
+        ("cuda", "float32"),
+    ]

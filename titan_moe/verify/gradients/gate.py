@@ -67,10 +67,11 @@ class Gate:
         job: the configuration; its degrees, options and batch sizes are replaced by each layout's,
             and some keys by the proof's.
         folder: where references are kept for the ranks to read.
+        device: "cpu", or "cuda" for ranks on GPUs; the reference is computed on the CPU.
     """
 
-    def __init__(self, job: JobConfig, folder: Path) -> None:
-        self.job, self.folder = job, folder
+    def __init__(self, job: JobConfig, folder: Path, *, device: str = "cpu") -> None:
+        self.job, self.folder, self.device = job, folder, device
         max_norm = min(job.training.max_norm, MAX_NORM)
         self.own_tables: Tables = {"training": {"max_norm": max_norm}, **OWN_KEYS}
         self._fixtures: dict[tuple[int, int], tuple[Path, Fixture]] = {}
@@ -103,9 +104,9 @@ class Gate:
         problems: list[str] = []
         unfit = easy(fixture, job) + _easy_layout(fixture, job, layout)
         if not unfit:
-            task = Task(job, config, layout, path)
+            task = Task(job, config, layout, path, self.device)
             try:
-                reports = run_on_ranks(verify_on_rank, layout.world_size, task)
+                reports = run_on_ranks(verify_on_rank, layout.world_size, task, device=self.device)
                 problems = _problems(result, layout, reports)
                 unfit = _unpoisoned(reports, layout, config)
             except RankError as error:

@@ -28,7 +28,7 @@ class Poison:
 
     def _around(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def poisoned(rows: ExpertRows, *weights: Tensor) -> Tensor:
-            row_R = torch.arange(len(rows.x_RD))
+            row_R = torch.arange(len(rows.x_RD), device=rows.x_RD.device)
             tail_R1 = (row_R >= rows.offsets_E[-1])[:, None]
             padding_R1 = (rows.weights_R.detach() == 0)[:, None]
             self.tails += int(tail_R1.sum())

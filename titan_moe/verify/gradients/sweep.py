@@ -22,9 +22,9 @@ from titan_moe.verify.report.render import render
 RESULTS_FILE = "results.jsonl"
 
 
-def code_fingerprint(job: JobConfig) -> str:
-    """Changes with the configuration, with every line of the package, and with torch."""
-    said = f"{job.model_dump_json()} torch {torch.__version__}"
+def code_fingerprint(job: JobConfig, device: str) -> str:
+    """Changes with the configuration, every line of the package, torch, and "cpu" or "cuda"."""
+    said = f"{job.model_dump_json()} torch {torch.__version__} {device}"
     said += package_hash(PACKAGE)
     return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
@@ -32,7 +32,7 @@ def code_fingerprint(job: JobConfig) -> str:
 def sweep(gate: Gate, tasks: Sequence[tuple[Layout, str]], folder: Path) -> Iterator[Result]:
     """Verifies each (layout, dtype), and yields each result once it is written to the folder;
     passed ones that `folder` knows from the same code are not repeated."""
-    fingerprint = code_fingerprint(gate.job)
+    fingerprint = code_fingerprint(gate.job, gate.device)
     path = folder / RESULTS_FILE
     known = {(r.layout, r.dtype): r for r in _load(path, fingerprint) if r.passed}
     with path.open("a", encoding="utf-8") as file:
