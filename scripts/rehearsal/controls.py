@@ -117,17 +117,6 @@ def _source_on_host(copy_rows: Any) -> Any:
     return lambda x_TD, source_R: copy_rows(x_TD, source_R.cpu())
 
 
-def _without_a_pipelines_first(all_reduce: Any) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        import sys
-
-        if "pipeline/schedule" in sys._getframe(1).f_code.co_filename:
-            return None
-        return all_reduce(*args, **kwargs)
-
-    return called
-
-
 _WEIGHTS = "titan_moe.moe.router:Router.gating_weights"
 CONTROLS = [
     Control(
@@ -172,10 +161,10 @@ CONTROLS = [
         ),
     ),
     Control(
-        "a pipeline that begins with a send",
-        "hang",
-        "pipeline/schedule.py",
-        _wrapped("torch.distributed:all_reduce", _without_a_pipelines_first),
+        "communicators that the step makes",
+        "late communicator",
+        "",
+        _wrapped("titan_moe.distributed.parallelize:connect", lambda connect: lambda *_: None),
         layout="pp=4,schedule=GPipe",
     ),
     Control(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scripts.rehearsal.places import COPIES, FIRST_PAIRS, WAITS, Place, here
+from scripts.rehearsal.places import COPIES, WAITS, Place, here
 
 
 class Finding(NamedTuple):
@@ -87,15 +87,9 @@ class Ledger:
         if wrong := sorted(devices - {"cuda"}):
             detail = f"{name} of a tensor on {', '.join(wrong)}"
             self.findings.append(Finding("wrong device", here(), detail))
-        is_pair = name in ("send", "recv_")
-        if is_pair and group.size() > 2 and group.group_name not in self.met_groups:
-            place = here()
-            detail = (
-                f"{name} is the first use of a group of {group.size()} ranks: NCCL makes its "
-                "communicator with all of them"
-            )
-            if place.where not in FIRST_PAIRS:
-                self.findings.append(Finding("hang", place, detail))
+        if self.is_step and group.size() > 1 and group.group_name not in self.met_groups:
+            detail = f"{name} makes the communicator of {group.size()} ranks inside a step"
+            self.findings.append(Finding("late communicator", here(), detail))
         self.met_groups.add(group.group_name)
 
     def judged(self, *, num_moe_layers: int, num_microbatches: int) -> Iterator[Finding]:

@@ -72,11 +72,6 @@ WAITS: Mapping[str, Allowance] = {
 }
 """Waits of the host for the device in a step."""
 
-FIRST_PAIRS: Mapping[str, str] = {
-    "distributed/context_parallel/ring.py:_pass_on": "every rank of the ring sends and receives",
-}
-"""Batches of sends and receives that may be a group's first use: all of its ranks take part."""
-
 
 def here() -> Place:
     """The innermost function of titan_moe, or of FSDP, that is running; else backward's node."""

@@ -1,7 +1,9 @@
-"""Operations that collectives must not use on gloo."""
+"""Operations that collectives must not use on gloo, and groups that meet before the first step."""
 
 import torch
 
+from titan_moe.distributed.mesh import build_mesh, connect
+from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 
 
@@ -29,3 +31,29 @@ def test_gloo_gets_no_functional_all_gather():
     """16 of them in flight in a group of one end the process within seconds: gloo's two threads
     write the operation's name without a lock, and this one needs the heap."""
     assert run_on_ranks(functional_gathers, 2) == [[], []]
+
+
+def connected() -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of the groups that a rank sums over and exchanges in, in the order of the calls."""
+    import torch.distributed as dist
+
+    sums: list[list[int]] = []
+    exchanges: list[list[int]] = []
+    for name, seen in (("all_reduce", sums), ("all_to_all_single", exchanges)):
+        operation = getattr(dist, name)
+
+        def noted(*args, group, operation=operation, seen=seen):
+            seen.append(dist.get_process_group_ranks(group))
+            return operation(*args, group=group)
+
+        setattr(dist, name, noted)
+    dims = ParallelDims(4, pp=2, dp_shard=2, ep=2)
+    connect(build_mesh(dims, "cpu"), torch.device("cpu"))
+    return sums, exchanges
+
+
+def test_connect_meets_all_ranks_of_each_group_and_the_world_last():
+    for rank, (sums, exchanges) in enumerate(run_on_ranks(connected, 4)):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert sums == [[rank % 2, rank % 2 + 2], pair, pair, [0, 1, 2, 3]]  # pp, fsdp, ep, world.
+        assert exchanges == [pair]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.tiers import tiered
 from tests.support.tiny import make_job
@@ -168,3 +169,39 @@ def test_planted_bugs_are_seen():
     assert distance(mixed, reference) > 1e-3
     forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
+
+
+class Float8Product(torch.autograd.Function):
+    """A product in float8, as torchao makes it in a linear layer."""
+
+    @staticmethod
+    def forward(ctx, x_TD):
+        ctx.save_for_backward(x_TD)
+        x, one = x_TD.to(torch.float8_e4m3fn), torch.ones(())
+        return torch._scaled_mm(x, x.T, one, one, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad_TT):
+        (x_TD,) = ctx.saved_tensors
+        return grad_TT @ x_TD
+
+
+def test_recompute_by_operation_keeps_products_in_float8():
+    x_TD = torch.randn(16, 16, requires_grad=True)
+    calls: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        y_TT = checkpoint(
+            lambda x: Float8Product.apply(x.exp()).square(),
+            x_TD,
+            use_reentrant=False,
+            context_fn=lambda: activation_checkpoint._kept_results(activation_checkpoint._KEPT),
+        )
+        y_TT.sum().backward()
+    assert calls.count("aten._scaled_mm.default") == 1
+    assert calls.count("aten.exp.default") == 2

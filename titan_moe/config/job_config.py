@@ -581,9 +581,6 @@ class Comm(Section):
     hang. 0: none; the report then knows positions and stacks only."""
     save_traces_folder: str = "comm_traces"
     """Folder of the reports of hangs, below job.dump_folder."""
-    init_communicators_eagerly: bool = False
-    """Make each NCCL communicator with its process group, not in the group's first collective.
-    Ranks that cannot reach each other then fail before the first step."""
 
 
 class Validation(Section):

@@ -4,7 +4,7 @@ the store, gathers what each is doing, and ends the run with one report.
 The store is that through which the ranks met: it works while no collective does. A rank that does
 not answer (stopped, killed, or inside a call that holds Python's lock) is named as silent.
 
-Private torch API stands here alone: the flight recorder's dump, the table of process groups and
+Private torch API stands here alone: the flight recorders' dumps, the table of process groups and
 the default store. torch 2.13 records on gloo too, apart from sends and receives; without a recorder
 a record has no calls.
 """
@@ -229,18 +229,23 @@ def _groups(now: int, moves: list[Move]) -> list[dict[str, Any]]:
     entries = defaultdict(list)
     for entry in _recorded():
         if not entry["is_p2p"]:
-            entries[entry["process_group"][0]].append(entry)
+            library = entry["profiling_name"].partition(":")[0]
+            entries[entry["process_group"][0], library].append(entry)
     groups = []
     for group, name in _world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) < 2:
             continue
-        calls = sorted(entries[name], key=lambda entry: entry["record_id"])
-        kept = [call for call in calls[:-_CALLS_KEPT] if not _has_ended(call)]
-        kept += calls[-_CALLS_KEPT:]
         axes = "world" if group is dist.group.WORLD else group.group_desc
-        calls = [_call(each, now, moves) for each in kept]
-        groups.append({"name": name, "axes": axes, "ranks": ranks, "calls": calls})
+        # A library counts its own calls: two of one group are compared as two groups.
+        libraries = [library for of, library in entries if of == name] or [""]
+        for library in libraries:
+            calls = sorted(entries[name, library], key=lambda entry: entry["record_id"])
+            kept = [call for call in calls[:-_CALLS_KEPT] if not _has_ended(call)]
+            kept += calls[-_CALLS_KEPT:]
+            calls = [_call(each, now, moves) for each in kept]
+            key = f"{name} {library}".rstrip()
+            groups.append({"name": key, "axes": axes, "ranks": ranks, "calls": calls})
     return groups
 
 
@@ -260,11 +265,11 @@ def _call(entry: dict[str, Any], now: int, moves: list[Move]) -> dict[str, Any]:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """Returns the flight recorder's entries; none where it is off or this torch has none."""
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
-        c10d, "_dump_nccl_trace_json", None
-    )
-    return [] if dump is None else json.loads(dump(True, False)).get("entries", [])
+    """Returns the entries of torch's two flight recorders: NCCL has its own, and a build without
+    NCCL only the other."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = [json.loads(getattr(c10d, name)(True, False)) for name in names if hasattr(c10d, name)]
+    return [entry for dump in dumps for entry in dump.get("entries", [])]
 
 
 def _has_ended(entry: dict[str, Any]) -> bool:

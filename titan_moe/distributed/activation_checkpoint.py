@@ -35,6 +35,8 @@ _KEPT = _EXCHANGES | {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.titan_moe.grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_grouped_mm.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 

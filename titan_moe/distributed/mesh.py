@@ -144,6 +144,24 @@ def build_mesh(
     return meshes
 
 
+def connect(meshes: Meshes, device: torch.device) -> None:
+    """Makes all communicators of NCCL, while memory is free. Collective.
+
+    NCCL makes a group's communicator, and its buffers, in the group's first collective. Left to the
+    step, the world's would come at its end, where a rank without memory for it leaves the others
+    waiting, and a pipeline's in its first batch of sends, which has two of the group's ranks and
+    would wait for ever. All ranks connect the groups in the order in which they made them, then the
+    world, then the pairs of an exchange over `ep`.
+    """
+    rows = torch.zeros(meshes.dims.ep, device=device)
+    for group in (*meshes.groups.all(), meshes.all_groups()[0]):
+        if group.size() > 1:
+            dist.all_reduce(rows, group=group)
+    if meshes.dims.ep > 1:
+        dist.all_to_all_single(torch.empty_like(rows), rows, group=meshes.group("ep"))
+    rows.cpu()  # Waits for all of them.
+
+
 def _axes_with(names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of the view that has `names`, each derived axis in place of those it joins."""
     primary = primary_axes(names)

@@ -27,7 +27,7 @@ from titan_moe.distributed.expert_parallel import (
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.memory import Accumulation
-from titan_moe.distributed.mesh import Meshes, build_mesh
+from titan_moe.distributed.mesh import Meshes, build_mesh, connect
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.policies import (
     accumulation_of,
@@ -126,8 +126,6 @@ def build_sharded_model(
 
     # 1. The two views of the world.
     timeout = backend_timeout(job.comm.init_timeout_seconds)
-    if groups is None:
-        groups = _new_groups(job, device)
     dims = parallel_dims(job.parallelism, world_size)
     meshes = build_mesh(dims, device.type, timeout=timeout, groups=groups)
 
@@ -148,7 +146,7 @@ def build_sharded_model(
     open_symmetric_memory(parts, job, config, meshes, device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
-    return ShardedModel(
+    sharded = ShardedModel(
         parts,
         config,
         meshes,
@@ -166,10 +164,10 @@ def build_sharded_model(
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
 
-
-def _new_groups(job: JobConfig, device: torch.device) -> ProcessGroups:
-    eager = job.comm.init_communicators_eagerly and device.type == "cuda"
-    return ProcessGroups(device if eager else None)
+    # 9. NCCL's communicators, before activations fill the memory.
+    if device.type == "cuda":
+        connect(meshes, device)
+    return sharded
 
 
 def _counts_targets(meshes: Meshes) -> bool:

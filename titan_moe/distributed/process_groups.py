@@ -11,7 +11,6 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -54,9 +53,6 @@ class ProcessGroups:
     Every rank must ask for its groups in the same order of axes: making one waits for its members.
     """
 
-    device: torch.device | None = None
-    """Makes each group's NCCL communicator with the group, on this device; None: NCCL makes it in
-    the group's first collective."""
     _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
     def get(
@@ -76,7 +72,6 @@ class ProcessGroups:
             pg_options=options.of_backend(),
             use_local_synchronization=True,
             group_desc=description or None,
-            device_id=self.device if len(ranks) > 1 else None,
         )
         self._groups[_key(ranks, options)] = group
         return group

@@ -71,8 +71,6 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
             rank=launch.rank,
             world_size=launch.world_size,
         )
-        if comm.init_communicators_eagerly and device.type == "cuda":
-            dist.barrier(device_ids=[device.index])
     except (RuntimeError, ValueError) as error:  # DistErrors; a FileStore's are no more than that.
         reason = str(error).splitlines()[0]
         raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error

@@ -67,7 +67,7 @@ _OF_CLUSTERS = """
 --training.enable_cpu_offload --parallelism.enable_async_tensor_parallel
 --parallelism.expert_parallel_comm_backend symmetric --parallelism.expert_parallel_overlap
 --parallelism.expert_parallel_capacity_factor 1.5 --profiling.enable_memory_snapshot
---comm.init_communicators_eagerly --model.converters quantize.linear.float8
+--model.converters quantize.linear.float8
 --training.text_column body --compile.enable
 """
 

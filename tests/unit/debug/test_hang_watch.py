@@ -1,8 +1,10 @@
 """When a rank takes a run for one that hangs."""
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -51,3 +53,40 @@ def test_hang_watch_waits_too_long(
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
     process = SimpleNamespace(rank=0, world_size=2)
     assert hang.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs
+
+
+def entry(library: str, number: int, *, ended: bool) -> dict[str, Any]:
+    """An entry of a flight recorder, of a call in the world's group."""
+    return {
+        "process_group": ["0", "default_pg"],
+        "profiling_name": f"{library}:all_reduce",
+        "record_id": number,
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "retired": ended,
+        "state": "completed" if ended else "started",
+        "time_created_ns": 0,
+        "timeout_ms": 1000,
+        "input_sizes": [[1]],
+        "output_sizes": [[1]],
+        "input_dtypes": ["Float"],
+    }
+
+
+def test_calls_of_nccl_stand_beside_those_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build with NCCL has two recorders, and each library counts the calls of a group."""
+    recorders = {
+        "_dump_fr_trace_json": [entry("gloo", 1, ended=True), entry("gloo", 2, ended=True)],
+        "_dump_nccl_trace_json": [entry("nccl", 1, ended=True), entry("nccl", 2, ended=False)],
+    }
+    for name, entries in recorders.items():
+        dump = json.dumps({"entries": entries})
+        monkeypatch.setattr(hang.c10d, name, lambda *_, dump=dump: dump, raising=False)
+    world = SimpleNamespace(group_desc="default_pg")
+    monkeypatch.setattr(hang, "_world", SimpleNamespace(pg_names={world: "0"}))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    groups = {group["name"]: group["calls"] for group in hang.make_record(0)["groups"]}
+    ended = {name: [call["ended"] for call in calls] for name, calls in groups.items()}
+    assert ended == {"0 gloo": [True, True], "0 nccl": [True, False]}
+    ((_, limit),) = hang.seconds_waited(0)
+    assert limit == 1.0

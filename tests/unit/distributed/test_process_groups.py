@@ -1,7 +1,6 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from titan_moe.distributed.mesh import build_mesh
@@ -10,7 +9,6 @@ from titan_moe.distributed.parallel_dims import (
     SPARSE_AXES,
     ParallelDims,
 )
-from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
 from titan_moe.runtime.ranks import run_on_ranks
 
 LAYOUTS = [
@@ -57,21 +55,3 @@ def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degre
     alone = {(rank,)} & (tokens | parameters)
     expected = len(tokens - alone) + len(parameters - alone) + len(alone)
     assert len(calls) == expected
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cuda", 1)])
-def test_communicators_are_made_with_their_groups_if_asked(monkeypatch, device):
-    made = []
-
-    def new_group(ranks, **options):
-        made.append((ranks, options["device_id"], options["group_desc"]))
-        return object()
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-    groups = ProcessGroups(device)
-    groups.get((0, 1), GroupOptions(Traffic.TOKENS), "tp+etp")
-    groups.get((0,), GroupOptions(Traffic.TOKENS), "pp")
-    # A group of one rank has no connections.
-    assert made == [([0, 1], device, "tp+etp"), ([0], None, "pp")]

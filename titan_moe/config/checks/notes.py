@@ -25,7 +25,6 @@ _WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
 _GPU_ONLY = {
     "training.enable_cpu_offload": "parameters are in host memory",
     "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
-    "comm.init_communicators_eagerly": "communicators are NCCL's",
     "parallelism.enable_async_tensor_parallel": "CPUs do not read each other's memory",
 }
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -71,10 +70,6 @@ class Pipeline:
         self._microbatch_size = microbatch_size
         self._activations = activations
         self._device = device
-        # NCCL makes a group's communicator at its first collective, or at its first batch of sends
-        # and receives, in which all of its ranks must then take part: a schedule's first batch, or
-        # the exchange of tied weights' gradients, is of two of them and would wait for ever.
-        dist.all_reduce(torch.zeros((), device=device), group=self._group)
         ranks, rank = self._group.size(), self._group.rank()
         self._num_stages = ranks * len(parts)
         self._stages = stages_of_rank(self._schedule, rank, ranks, self._num_stages)
