@@ -10,6 +10,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+# All of a node's memory: asynchronous saves keep a copy of the state in it.
+#SBATCH --mem=0
 #SBATCH --signal=USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append

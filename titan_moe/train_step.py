@@ -140,7 +140,7 @@ class TrainStep:
         dropped and the model stops on overflow, nor in a step without a target token.
         """
         for moe in self._moe_layers.values():
-            moe.counts_traffic = logged
+            moe.counts_traffic = logged or self._sharded.compiled
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
             result = self._reduce(loss_sum, batches, logged, parameter_norms)

@@ -22,7 +22,8 @@ def train(job: JobConfig) -> tuple[list[int], set[int]]:
         moe.experts.register_forward_pre_hook(lambda _, args: sizes.add(len(args[0].x_RD)))
     graphs = []
     for number in range(STEPS):
-        step([batch_of(number, slice(dist.get_rank(), 4, dist.get_world_size()))])
+        batch = batch_of(number, slice(dist.get_rank(), 4, dist.get_world_size()))
+        step([batch], logged=number % 2 == 0)
         graphs.append(counters["stats"]["unique_graphs"])
     return graphs, sizes
 
@@ -38,9 +39,9 @@ def job_of(ep: int, **parallelism: Any) -> JobConfig:
 
 
 @pytest.mark.parametrize("ep", tiered([], slow=[2], full=[1]))
-def test_nothing_is_compiled_after_the_second_step(ep: int):
+def test_nothing_is_compiled_after_the_first_step(ep: int):
     for graphs, sizes in run_on_ranks(train, ep, job_of(ep)):
-        assert 0 < graphs[1] == graphs[-1]
+        assert 0 < graphs[0] == graphs[-1]
         assert ep == 1 or len(sizes) > 2, "the number of rows did not vary"
 
 

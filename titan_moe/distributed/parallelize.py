@@ -86,6 +86,8 @@ class ShardedModel:
     """Sharing of gathered parameters and reductions between the microbatches of a step."""
     stops_on_overflow: bool = False
     """True if a step, or a validation, that dropped rows does not count and ends the run."""
+    compiled: bool = False
+    """True if layers are compiled: a value of Python that changes would compile them again."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""
@@ -162,6 +164,7 @@ def build_sharded_model(
         counts_targets=_counts_targets(meshes),
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
+        compiled=job.compile.compiles_layers,
     )
 
     # 9. NCCL's communicators, before activations fill the memory.

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,8 @@ _LOOPBACK = {
 _RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _UNREACHABLE = re.compile(r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError")
+_ELSEWHERE = "192.0.2.1"
+"""An address that stands for any other machine (RFC 5737)."""
 _GUESSES: dict[int, str] = {
     signal.SIGKILL: " (often: out of memory)",
     signal.SIGBUS: " (often: a file was cut short while it was read)",
@@ -112,8 +115,10 @@ def start_ranks(
         print(f"starting {ranks} rank(s) with torchrun, log {log}", flush=True)
         variables = {
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),  # torchrun would set 1.
+            # Each rank's compiler would start as many workers as the machine has cores, at most 32.
+            "TORCHINDUCTOR_COMPILE_THREADS": str(cpu_threads(ranks)),
             **allocators(environment),
-            **(_LOOPBACK if nodes.number == 1 else {}),
+            **(_LOOPBACK if nodes.number == 1 else _interface_towards(nodes.endpoint)),
             "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
             **environment,
             FOLDER: name,
@@ -249,6 +254,37 @@ def allocators(environment: Mapping[str, str]) -> dict[str, str]:
     if not (chosen or count_gpus(environment)):
         variables["GLIBC_TUNABLES"] = _KEEP_AND_JOIN
     return variables
+
+
+def _interface_towards(endpoint: str) -> dict[str, str]:
+    """Returns gloo's variable for the interface through which this machine reaches the endpoint.
+
+    By default gloo takes the address of the machine's own name. Where that is loopback, no other
+    node reaches it. The endpoint's name may be loopback on the machine that hosts it: then the
+    interface of the default route is taken.
+    """
+    import psutil
+
+    host, _, port = endpoint.rpartition(":")
+    try:
+        address = _source_address(host, int(port))
+        if address.startswith("127.") and not host.startswith(("127.", "localhost")):
+            address = _source_address(_ELSEWHERE, 1)
+    except (OSError, ValueError):  # torchrun says why the nodes cannot meet.
+        return {}
+    names = [
+        name
+        for name, found in psutil.net_if_addrs().items()
+        if address in (each.address for each in found)
+    ]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def _source_address(host: str, port: int) -> str:
+    """Returns the address from which packets to a host would be sent. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
 
 
 def _new_log(folder: Path, node: int, command: list[str]) -> Path:

@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,20 @@ _LOOPBACK = {
 }
 
 
+def test_gloo_takes_the_interface_that_reaches_the_endpoint(monkeypatch) -> None:
+    sources = {"node0": "10.0.0.7", "own-name": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
+    monkeypatch.setattr(torchrun, "_source_address", lambda host, port: sources[host])
+    addresses = {"lo": ["127.0.0.1", "127.0.1.1"], "eth1": ["10.0.0.7"], "eth0": ["10.1.0.7"]}
+    found = {
+        name: [SimpleNamespace(address=each) for each in each_of]
+        for name, each_of in addresses.items()
+    }
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: found)
+    for host in ("node0", "own-name"):
+        towards = torchrun._interface_towards(f"{host}:29500")
+        assert towards == {"GLOO_SOCKET_IFNAME": "eth1"}, host
+
+
 @pytest.mark.parametrize(
     ("nodes", "chosen", "expected"),
     [
@@ -126,6 +141,7 @@ def test_ranks_get_loopback_and_allocators_unless_the_user_sets_them(
     variables = json.loads(out.read_text())
     assert {name: variables.get(name) for name in expected} == expected
     assert int(variables["OMP_NUM_THREADS"]) >= 1
+    assert variables["TORCHINDUCTOR_COMPILE_THREADS"] == variables["OMP_NUM_THREADS"]
 
 
 @pytest.mark.parametrize(
