@@ -15,7 +15,9 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
+_FIRST_HOUR = 460
+"""scripts/first_hour, beside the scripts that were there before; it replaced 69 lines."""
+BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300 + _FIRST_HOUR}
 WORDS = 45_000
 PACKAGES = {
     "titan_moe/*.py": 850,
