@@ -15,9 +15,9 @@ import pytest
 
 from tests.support.paths import REPO
 
-_FIRST_HOUR = 460
-"""scripts/first_hour, beside the scripts that were there before; it replaced 69 lines."""
-BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300 + _FIRST_HOUR}
+# scripts/first_hour, the gate on GPUs and their tests came later. They replaced 69 lines of scripts.
+FIRST_HOUR = {"titan_moe": 0, "tests": 150, "scripts": 460}
+BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
     "titan_moe/*.py": 850,
@@ -66,7 +66,8 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
         if size > PACKAGES.get(package, size)
     ]
     total = sum(sizes.values())
-    assert total <= BUDGETS[folder], f"{total:,} lines: delete some; over: {over}"
+    budget = BUDGETS[folder] + FIRST_HOUR[folder]
+    assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 
 def test_words_of_the_documentation_stay_within_the_budget() -> None:
