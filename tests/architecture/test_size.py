@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-# scripts/first_hour, the gate on GPUs and their tests came later. They replaced 69 lines of scripts.
+# scripts/first_hour, the gate on GPUs and their tests came later, and replaced 69 lines.
 FIRST_HOUR = {"titan_moe": 0, "tests": 150, "scripts": 460}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000

@@ -28,7 +28,7 @@ def judge(
     """The gate's result for a layout trained with a bug, and all differences."""
     found: list[TensorDifference] = []
 
-    def run_with_bug(fn: object, world_size: int, task: Task) -> list[RankReport]:
+    def run_with_bug(fn: object, world_size: int, task: Task, **_: str) -> list[RankReport]:
         reports = run_on_ranks(with_bug, world_size, bug, task)
         found.extend(difference for report in reports for difference in report.wrong)
         return reports

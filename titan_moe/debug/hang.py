@@ -268,8 +268,8 @@ def _recorded() -> list[dict[str, Any]]:
     """Returns the entries of torch's two flight recorders: NCCL has its own, and a build without
     NCCL only the other."""
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-    dumps = [json.loads(getattr(c10d, name)(True, False)) for name in names if hasattr(c10d, name)]
-    return [entry for dump in dumps for entry in dump.get("entries", [])]
+    dumps = [dump for name in names if (dump := getattr(c10d, name, None)) is not None]
+    return [e for dump in dumps for e in json.loads(dump(True, False)).get("entries", [])]
 
 
 def _has_ended(entry: dict[str, Any]) -> bool:

@@ -120,12 +120,10 @@ def build_sharded_model(
 ) -> ShardedModel:
     """Lay a model out over an initialised world; collective over all ranks.
 
-    `ranks_per_node`: as the launcher says; left out, all ranks are on one node. `draw_weights`:
-    whether to give parameters their initial values; else their memory is left as it is. `groups`:
-    those of another layout of the same world, used again.
+    `ranks_per_node`: left out, all ranks are on one node. `draw_weights`: whether parameters get
+    their initial values. `groups`: those of another layout of the same world, used again.
     """
     check_hardware(job.model.converters, job.quantize, device)
-
     # 1. The two views of the world.
     timeout = backend_timeout(job.comm.init_timeout_seconds)
     dims = parallel_dims(job.parallelism, world_size)
@@ -135,8 +133,9 @@ def build_sharded_model(
     config = resolve_model(config, job, device.type)
     if config.moe is not None:
         warn_of_unbalanced_experts(config.moe)
-    laid_out = lay_out(job, config, meshes, device, ranks_per_node)
-    parts, partial_over_tp, names, stages, accumulation = laid_out
+    parts, partial_over_tp, names, stages, accumulation = lay_out(
+        job, config, meshes, device, ranks_per_node
+    )
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -147,12 +146,16 @@ def build_sharded_model(
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
     open_symmetric_memory(parts, job, config, meshes, device)
 
+    # 8. NCCL's communicators, before activations fill the memory.
+    if device.type == "cuda":
+        connect(meshes, device)
+
     named = {name: p for part in parts for name, p in part.named_parameters()}
-    sharded = ShardedModel(
+    return ShardedModel(
         parts,
         config,
         meshes,
-        # 8. Who runs it: all layers at once, or a pipeline's schedule.
+        # 9. Who runs it: all layers at once, or a pipeline's schedule.
         execution=_execution(parts, job, config, meshes, device, accumulation.word),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
@@ -166,11 +169,6 @@ def build_sharded_model(
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
         compiled=job.compile.compiles_layers,
     )
-
-    # 9. NCCL's communicators, before activations fill the memory.
-    if device.type == "cuda":
-        connect(meshes, device)
-    return sharded
 
 
 def _counts_targets(meshes: Meshes) -> bool:

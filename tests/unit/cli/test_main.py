@@ -62,7 +62,10 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         (["config", "init", "qwen3"], "several configurations of qwen3 for --ranks 8: choose from"),
         (["config", "init", "qwen3", "--ranks", "7"], "no configuration of qwen3 for --ranks 7: "),
         (["config", "init", "qwen3", "--flavor", "B"], "no configuration of qwen3 B for"),
-        (["config", "init", "none"], "choose from deepseek_v3, gpt_oss, llama4, mixtral, qwen3"),
+        (
+            ["config", "init", "none"],
+            "choose from bench, deepseek_v3, gpt_oss, llama4, mixtral, qwen3",
+        ),
         (["memory", "--ranks", "0"], "--ranks: 0 must be a positive number"),
         (["memory", "--ranks", "2", "--parallelism.expert_parallel_degree", "4"], "must divide"),
         (["memory", "--training.stepz", "3"], "did you mean training.steps?"),

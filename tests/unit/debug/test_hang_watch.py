@@ -82,7 +82,7 @@ def test_calls_of_nccl_stand_beside_those_of_gloo(monkeypatch: pytest.MonkeyPatc
     for name, entries in recorders.items():
         dump = json.dumps({"entries": entries})
         monkeypatch.setattr(hang.c10d, name, lambda *_, dump=dump: dump, raising=False)
-    world = SimpleNamespace(group_desc="default_pg")
+    world = type("World", (), {"group_desc": "default_pg"})()
     monkeypatch.setattr(hang, "_world", SimpleNamespace(pg_names={world: "0"}))
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     groups = {group["name"]: group["calls"] for group in hang.make_record(0)["groups"]}

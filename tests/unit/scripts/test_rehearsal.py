@@ -4,14 +4,15 @@ scripts/rehearse.sh itself needs torch's CUDA build; its --controls plant what i
 """
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 
 from scripts.rehearsal.ledger import Ledger
-from scripts.rehearsal.places import COPIES, FIRST_PAIRS, WAITS, Place
+from scripts.rehearsal.places import COPIES, WAITS, Place
 from tests.support.paths import REPO
 
-_ALLOWED = sorted({*COPIES, *WAITS, *FIRST_PAIRS})
+_ALLOWED = sorted({*COPIES, *WAITS})
 
 
 @pytest.mark.parametrize("where", [where for where in _ALLOWED if not where.startswith("torch/")])
@@ -36,3 +37,12 @@ def test_wait_beyond_what_is_allowed_is_found(where: str, calls: int, found: boo
     ledger = Ledger()
     ledger.waits[Place(where, 1), "tolist"] += calls
     assert bool(list(ledger.judged(num_moe_layers=3, num_microbatches=2))) == found
+
+
+@pytest.mark.parametrize(("is_step", "number"), [(False, 0), (True, 1)])
+def test_communicator_that_a_step_makes_is_found(is_step: bool, number: int):
+    ledger, group = Ledger(is_step=is_step), SimpleNamespace(size=lambda: 2, group_name="tp")
+    for _ in range(2):
+        ledger.communicated("all_reduce", group, {"cuda"})
+    found = list(ledger.judged(num_moe_layers=0, num_microbatches=1))
+    assert [finding.kind for finding in found] == ["late communicator"] * number

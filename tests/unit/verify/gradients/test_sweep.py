@@ -22,7 +22,7 @@ TASKS = [(parse(text), "float64") for text in ("dp_shard=1", "dp_shard=2", "tp=2
 
 class FakeGate:
     def __init__(self, failing: set[str] = frozenset()) -> None:
-        self.job = JobConfig()
+        self.job, self.device = JobConfig(), "cpu"
         self.failing = failing
         self.asked: list[str] = []
 
