@@ -124,6 +124,7 @@ def build_sharded_model(
     their initial values. `groups`: those of another layout of the same world, used again.
     """
     check_hardware(job.model.converters, job.quantize, device)
+
     # 1. The two views of the world.
     timeout = backend_timeout(job.comm.init_timeout_seconds)
     dims = parallel_dims(job.parallelism, world_size)
@@ -131,11 +132,9 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
-    if config.moe is not None:
-        warn_of_unbalanced_experts(config.moe)
-    parts, partial_over_tp, names, stages, accumulation = lay_out(
-        job, config, meshes, device, ranks_per_node
-    )
+    warn_of_unbalanced_experts(config.moe)
+    laid_out = lay_out(job, config, meshes, device, ranks_per_node)
+    parts, partial_over_tp, names, stages, accumulation = laid_out
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device

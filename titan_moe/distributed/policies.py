@@ -139,10 +139,10 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def warn_of_unbalanced_experts(moe: MoEConfig) -> None:
+def warn_of_unbalanced_experts(moe: MoEConfig | None) -> None:
     """Warn, once, where no rule and no loss keeps the experts' load even. A weight in a config.json
     is not read: transformers' loss is over all layers at once."""
-    if not moe.is_balanced and dist.get_rank() == 0:
+    if moe is not None and not moe.is_balanced and dist.get_rank() == 0:
         logger.warning(
             "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
             "losses are 0; set one of them, such as moe.global_aux_loss_weight"
