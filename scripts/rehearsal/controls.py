@@ -176,7 +176,7 @@ CONTROLS = [
     Control(
         "offsets of a type that grouped GEMMs refuse",
         "refused",
-        "grouped_mm.py:grouped_mm",
+        "grouped_mm.py:_grouped_mm",
         _wrapped("titan_moe.moe.experts:grouped_mm", _long_offsets),
     ),
     Control(
