@@ -163,6 +163,18 @@ class MasksByLength:
         return self._made[key]
 
 
+def _first_seen_by(first_BS: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the lookup of a query's first key.
+
+    If all rows are alike, it does not index by row: flex attention copies an index that is a Python
+    number to the device, and waits.
+    """
+    if len(first_BS) > 1:
+        return lambda b, query: first_BS[b, query]
+    (first_S,) = first_BS
+    return lambda b, query: first_S[query]
+
+
 class Flex:
     """Flex attention, which skips tiles where no key is seen.
 
@@ -179,11 +191,10 @@ class Flex:
 
     def row_mask(self, first_BS: Tensor) -> Any:
         """The mask of whole rows from `first_seen_in_rows`."""
-
-        many = len(first_BS) > 1  # Else all rows are alike.
+        first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (first_BS[b if many else 0, query] <= key) & (key <= query)
+            return (first_seen(b, query) <= key) & (key <= query)
 
         return self._mask(sees, first_BS, first_BS.shape[1])
 
@@ -192,12 +203,11 @@ class Flex:
 
         Its making holds [B, queries, keys] bools for a moment.
         """
-
-        many = len(first_BS) > 1  # Else all rows are alike.
+        first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             key_at = keys_S[key]
-            return (first_BS[b if many else 0, query] <= key_at) & (key_at <= queries_S[query])
+            return (first_seen(b, query) <= key_at) & (key_at <= queries_S[query])
 
         return self._mask(sees, first_BS, len(keys_S))
 
