@@ -90,7 +90,9 @@ def _whole(records: Sequence[dict[str, Any]]) -> CapturedTensor:
         at = np.searchsorted(whole, own)
         sums[at] += held[first]
         with np.errstate(invalid="ignore"):
-            np.maximum.at(apart, at[copied], norms(held - held[first][copied]))
+            far = norms(held - held[first][copied])
+            far[first] = 0.0  # Nothing is another copy of itself, not even NaN.
+            np.maximum.at(apart, at[copied], far)
     return CapturedTensor(records[0]["kind"], whole, sums, apart)
 
 

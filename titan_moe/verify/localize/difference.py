@@ -108,8 +108,9 @@ def _bound(
         bound = max(rounding.update, rounding.stored * before / added if added else 0.0)
     factor = _OF_NUMBERS if ours.kind == "numbers" else _CONTROL_FACTOR
     for other in controls:
-        if bound and place in other.places:
-            error = _compare(place, ours, other.places[place], rounding.weak, bound).error
+        if bound and (theirs := other.places.get(place)) is not None:
+            whole = replace(theirs, apart=np.zeros_like(theirs.apart))  # Copies are to be equal.
+            error = _compare(place, ours, whole, rounding.weak, bound).error
             if np.isfinite(error):  # A control run with NaN does not make NaN right.
                 bound = max(bound, factor * error)
     return bound

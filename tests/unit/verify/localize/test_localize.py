@@ -104,9 +104,11 @@ def test_a_control_run_says_what_rounding_may_do(baseline: Capture, tmp_path: Pa
 def test_copies_that_differ(baseline: Capture, tmp_path: Path):
     other = values()
     other["weight"] *= 1.5
-    finding = locate(baseline, write(tmp_path / "two", [values(), other]))
-    assert finding is not None and finding.first.place == GRADIENT
-    assert "ranks hold other values" in "\n".join(finding.lines())
+    candidate = write(tmp_path / "two", [values(), other])
+    for controls in ([], [candidate]):
+        finding = locate(baseline, candidate, controls)
+        assert finding is not None and finding.first.place == GRADIENT
+        assert "ranks hold other values" in "\n".join(finding.lines())
 
 
 @pytest.mark.parametrize("name", ["output", "weight", "loss"])
@@ -117,6 +119,7 @@ def test_a_control_run_of_nan_makes_no_nan_right(name: str, baseline: Capture, t
     assert locate(baseline, write(tmp_path / "same", [values()]), [control]) is None
     finding = locate(baseline, write(tmp_path / "two", [broken]), [control])
     assert finding is not None and finding.first.place.tensor in (name, f"gradient of {name}")
+    assert not finding.first.copies
 
 
 def without(capture: Capture, *places: Place) -> Capture:
