@@ -179,7 +179,7 @@ def _check_model(
     if laid_out.partial_over_tp != whole:
         differ = sorted(laid_out.partial_over_tp ^ whole)
         problems.append(f"gradients summed over tp: {differ} differ")
-    return len(held), problems
+    return len(held), [*problems, *_stray_groups(layout, meshes)]
 
 
 @cache
@@ -198,6 +198,18 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
         place, own = meshes.dims.coordinate(meshes.rank, axis), wanted.index(meshes.rank)
         if ((found := meshes[axis].mesh.tolist()), place) != (wanted, own):
             yield f"{axis} coordinate {place} of {found}, by arithmetic {own} of {wanted}"
+
+
+def _stray_groups(layout: Layout, meshes: Meshes) -> Iterator[str]:
+    """Yields this rank's groups that are of no axis, nor those of a dispatcher with two ranks of an
+    ep group on a node: these two, and the ranks in the same place on the other nodes."""
+    ep = _members(layout, meshes.rank, "ep")
+    place = ep.index(meshes.rank)
+    known = [_members(layout, meshes.rank, axis) for axis in (*AXES, *DERIVED_AXES)]
+    known += [[meshes.rank], ep[place // 2 * 2 :][:2], ep[place % 2 :: 2]]
+    for group in meshes.groups.all():
+        if (ranks := dist.get_process_group_ranks(group)) not in known:
+            yield f"a group has the ranks {ranks}, by arithmetic those of no group"
 
 
 def _members(layout: Layout, rank: int, axis: str) -> list[int]:
