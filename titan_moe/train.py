@@ -1,9 +1,8 @@
 """Read the configuration, check it, and only then import torch and train.
 
-Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed; 70 for an error in
-titan_moe.
-torchrun takes 0 alone for a good end, so a rank that stopped ends with 0, and the launcher makes
-the 75.
+Exit codes of a rank: 0; 2 for a configuration that cannot run; 1 for a run that failed; 70 for an
+error in titan_moe. torchrun takes 0 alone for a good end, so a rank that stopped, saved, ends with
+0, and the launcher with 75.
 """
 
 import gc

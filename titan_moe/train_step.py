@@ -131,9 +131,9 @@ class TrainStep:
     ) -> StepResult:
         """Train on one step's microbatches.
 
-        Besides the gradients' sums, a step is one all-reduce and one wait for the device. Metrics
-        for the log join that all-reduce if the step is `logged`, and every parameter's norm if
-        `parameter_norms`.
+        Besides the layers' exchanges and the gradients' sums, a step is one all-reduce and one wait
+        for the device. Metrics for the log join that all-reduce if the step is `logged`, and every
+        parameter's norm if `parameter_norms`.
 
         If the result is not finite or is a spike, nothing is updated, and the gradients stay for a
         search for the reason; `discard` clears them. Nor is anything updated where rows were

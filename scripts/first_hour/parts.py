@@ -20,7 +20,10 @@ from titan_moe.distributed.parallel_dims import parallel_dims
 _CONFIGS = REPO / "configs"
 _DEBUG_MODEL = "configs/qwen3/debugmodel_moe.toml"
 _GATE_MODEL = "configs/debug/gate_qwen3.toml"
-_COMPARED_MODEL = "configs/debug/compare.toml"
+_COMPARISON = (
+    "verify losses --config configs/debug/compare.toml --baseline ranks=1 "
+    "--training.global_batch_size 16 --training.local_batch_size 2"
+)
 _TINY: dict[str, object] = {
     "training.dataset": "synthetic",
     "training.seq_len": 64,
@@ -117,22 +120,12 @@ def compare_layouts(session: Session) -> Seen:
     ranks = session.machine.ranks
     if ranks not in _LAYOUTS:
         raise UnseenError(f"needs {' or '.join(map(str, _LAYOUTS))} ranks, here are {ranks}")
+    steps, controls = (20, 12) if session.machine.on_gpus else (8, 4)
+    options = ("--steps", steps, "--repeats", controls, "--out", session.folder / "layouts")
     verdicts = {}
     for layout in _LAYOUTS[ranks]:
-        output = session.titan_moe(
-            *(
-                "verify",
-                "losses",
-                "--config",
-                "configs/debug/compare.toml",
-                "--baseline",
-                "ranks=1",
-            ),
-            *("--candidate", f"ranks={ranks} layout={layout}", "--repeats", 6),
-            *("--out", session.folder / "layouts", "--training.global_batch_size", 16),
-            *("--training.local_batch_size", 2),
-            accept=(0, 3),
-        )
+        candidate = ("--candidate", f"ranks={ranks} layout={layout}")
+        output = session.titan_moe(*_COMPARISON.split(), *candidate, *options, accept=(0, 3))
         (verdicts[layout],) = re.findall(r"^((?:identical|inside).*)$", output, re.MULTILINE)[:1]
     return Seen("; ".join(f"{layout}: {said}" for layout, said in verdicts.items()), verdicts)
 
@@ -140,6 +133,7 @@ def compare_layouts(session: Session) -> Seen:
 def resume(session: Session) -> Seen:
     keys = _TINY | {
         "training.steps": 6,
+        "training.global_batch_size": 2 * session.machine.ranks,  # The same in any layout.
         "checkpoint.enable": True,
         "checkpoint.interval": 3,
         "debug.deterministic": True,

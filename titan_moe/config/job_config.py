@@ -185,8 +185,9 @@ class Optimizer(Section):
     muon_steps: PositiveInt = 5
     """Newton-Schulz steps."""
     muon_dtype: Literal["auto", "bfloat16", "stored"] = "auto"
-    """Their type: 'bfloat16', which the matrices then also travel in; 'stored', that of the
-    parameters (training.dtype); or 'auto', bfloat16 for parameters in float32 on a GPU."""
+    """Type of the Newton-Schulz steps: 'bfloat16', which the matrices then also travel in;
+    'stored', that of the parameters (training.dtype); or 'auto', bfloat16 for parameters in float32
+    on a GPU."""
     muon_rms: float = Field(0.2, gt=0)
     """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
 

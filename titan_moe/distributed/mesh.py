@@ -6,8 +6,7 @@
     meshes.group(("edp", "ep"))         and of several axes joined
 
 Torch unflattens the root into views and slices them, over groups that this package makes and
-shares. Those of FSDP2 and of the exchanges in every layer are made at once, all others when they
-are asked for.
+shares. Those that every run needs are made at once, all others when they are asked for.
 """
 
 from dataclasses import dataclass, field
@@ -145,7 +144,7 @@ def build_mesh(
 
 
 def connect(meshes: Meshes, device: torch.device) -> None:
-    """Makes all communicators of NCCL, while memory is free. Collective.
+    """Makes the communicators of all groups that there are, while memory is free. Collective.
 
     NCCL makes a group's communicator, and its buffers, in the group's first collective. Left to the
     step, the world's would come at its end, where a rank without memory for it leaves the others

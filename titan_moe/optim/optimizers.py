@@ -27,7 +27,7 @@ def build_optimizer(
 
     Each group carries its "name" and its "peak_lr", which set_lr scales. A group without parameters
     is left out. Parameters may be DTensors of different meshes, but no longer on the meta device.
-    `joined_group`: as Muon's.
+    `joined_group`: returns the process group of several joined axes, which Muon exchanges over.
 
     The routing bias has no gradient and is no parameter: `train_step.TrainStep` moves it before
     each step, and a loop of one's own calls `moe.router.update_routers`.

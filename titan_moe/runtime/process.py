@@ -101,8 +101,8 @@ def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Set the longest wait for a collective of `groups`; None is the group of all ranks.
 
-    Must run on all ranks once the first step has ended, with its allocations and lazy
-    communicators: a shorter wait must not meet a rank that is still in it.
+    Must run on all ranks at once, a shorter wait not before the first step has ended: it must not
+    meet a rank that still compiles or allocates.
     """
     dist.barrier()
     if torch.cuda.is_available():

@@ -13,7 +13,8 @@ from titan_moe.verify.compare.records import LOAD_OF, Array, Curve, RunRecord, m
 
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
-"""Control runs. The bound of 7 is several times that of 24, of 12 half as much more."""
+"""Control runs that a verdict should rest on. The bound of a band from 7 is several times that of
+a band from 24; from 12 it is 1.5 times as large."""
 _TOO_WIDE = 0.5
 """The widest useful band of the loss, from edge to edge, as a logarithm."""
 _UNEVEN = 100

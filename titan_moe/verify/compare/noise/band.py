@@ -3,7 +3,7 @@ curve lies further out.
 
 In float32 and bfloat16 two correct layouts train different bits, and small differences grow. So the
 band is not a chosen tolerance: it is measured from control runs, trainings that differ only in the
-order of their sums (debug.permute_rows; compare/control_runs.py).
+order of their sums (debug.permute_rows; verify/compare/control_runs.py).
 
 Compared are the logarithms of loss and gradient norm, and each layer's expert load: the share of
 its rows that went to other experts than in the controls' mean. At each step the controls give a
@@ -21,7 +21,7 @@ and each of the three statistics gets a bound:
 
 - the 1 - FALSE_ALARMS / 3 prediction bound of a log-normal distribution, fitted to the controls'
   own statistics; the fewer the controls, the further out. Its rate is as good as that assumption;
-- but no less than what as many normal deviations would reach, independent of each other. This is
+- but no less than the largest of as many independent normal deviations as it has numbers. This is
   the bound where the controls have equal bits, as float32 may have over a few steps.
 
 A candidate is outside if one of its statistics is beyond its bound, and further beyond than any
