@@ -126,7 +126,7 @@ def compare_layouts(session: Session) -> Seen:
     for layout in _LAYOUTS[ranks]:
         candidate = ("--candidate", f"ranks={ranks} layout={layout}")
         output = session.titan_moe(*_COMPARISON.split(), *candidate, *options, accept=(0, 3))
-        (verdicts[layout],) = re.findall(r"^((?:identical|inside).*)$", output, re.MULTILINE)[:1]
+        (verdicts[layout],) = re.findall(r": ((?:identical|inside).*)$", output, re.MULTILINE)
     return Seen("; ".join(f"{layout}: {said}" for layout, said in verdicts.items()), verdicts)
 
 

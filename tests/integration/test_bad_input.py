@@ -5,7 +5,6 @@ must still be the same afterwards.
 """
 
 import hashlib
-import json
 import socket
 import subprocess
 from collections.abc import Callable
@@ -79,11 +78,9 @@ def tokenizer_larger_than_vocabulary(folder: Path) -> Bad:
 
 
 def folder_of_another_model(folder: Path) -> Bad:
-    saved = folder / "checkpoint" / "step-1"
-    saved.mkdir(parents=True)
-    model = {"name": "deepseek_v3", "flavor": "debugmodel"}
-    manifest = {"step": 1, "model_only": False, "job": {"model": model}, "model": {"dim": 1}}
-    (saved / "manifest.json").write_text(json.dumps(manifest))
+    keys = {"model__flavor": "debugmodel", "training__steps": 1, "checkpoint__enable": True}
+    made = _run(_in_one_process(folder, keys), Bad(0, []))
+    assert made.returncode == 0, made.stderr
     words = ["model.flavor='2M'", "step-1 is of a run with 'debugmodel'", "job.dump_folder"]
     return Bad(_CONFIG, words, {"checkpoint__enable": True})
 
@@ -139,10 +136,14 @@ def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
 @pytest.mark.parametrize("case", [folder_in_use, folder_of_another_model])
 def test_ranks_without_a_launcher_check_the_folder(tmp_path: Path, case: Case) -> None:
     bad = case(tmp_path)
-    _, *arguments = command(tmp_path, **bad.overrides)
-    ended = _run([*TITAN_MOE, "train", "--one-process", "--config", str(EMPTY), *arguments], bad)
+    ended = _run(_in_one_process(tmp_path, bad.overrides), bad)
     ended.stderr = "".join(ended.stderr.splitlines(keepends=True)[-1:])  # torch may warn before.
     _assert_one_line(bad, ended)
+
+
+def _in_one_process(folder: Path, overrides: dict[str, Any]) -> list[str]:
+    _, *arguments = command(folder, **overrides)
+    return [*TITAN_MOE, "train", "--one-process", "--config", str(EMPTY), *arguments]
 
 
 def _run(words: list[str], bad: Bad) -> subprocess.CompletedProcess[str]:
