@@ -193,7 +193,7 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
     """Trains a few steps; sets speed beside published figures, and memory beside the estimate."""
     steps = 8 if session.machine.on_gpus else 4
     off = {"checkpoint.enable": False, "validation.enable": False}
-    options = _TEXT | off | {"training.steps": steps} | keys
+    options = {**_TEXT, **off, "training.steps": steps, **keys}
     lines = session.train("run", str(config), options)[steps // 2 :]
     rates = [line["tokens_per_second_per_device"] for line in lines]
     rate = statistics.median(rates)

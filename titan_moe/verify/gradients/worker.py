@@ -96,7 +96,8 @@ class LocalState:
 
     def __init__(self, task: Task) -> None:
         self.task, self.rank = task, dist.get_rank()
-        device = torch.device(task.device, self.rank if task.device == "cuda" else None)
+        on_gpu = task.device == "cuda"
+        device = torch.device("cuda", self.rank) if on_gpu else torch.device("cpu")
         self.fixture: Fixture = torch.load(task.fixture_path, mmap=True, weights_only=False)
         self.sharded = build_sharded_model(
             task.job, task.config, device=device, world_size=dist.get_world_size()
