@@ -33,7 +33,7 @@ _TINY: dict[str, object] = {
 _TEXT = {"training.dataset": "synthetic", "model.tokenizer_path": "bytes"}
 # Layouts of as many ranks, compared with one process.
 _LAYOUTS = {
-    4: ("dp_shard=4,ep=2", "pp=2,tp=2,etp=2", "dp_replicate=2,dp_shard=1,cp=2,ep=4"),
+    4: ("dp_shard=4,ep=2", "pp=2,tp=2,etp=2", "dp_replicate=2,dp_shard=1,cp=2,ep=2"),
     8: ("dp_shard=8", "pp=2,dp_shard=2,tp=2,ep=2", "dp_replicate=2,dp_shard=1,cp=2,tp=2,ep=4"),
 }
 _MODELS_FOR_CPUS = ("qwen3/debugmodel_moe.toml", "gpt_oss/debugmodel.toml")

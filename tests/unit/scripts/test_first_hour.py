@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from scripts.first_hour import __main__ as first_hour
-from scripts.first_hour.parts import Part, Seen, all_parts
+from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts
 from scripts.first_hour.session import Machine, Session, UnseenError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 
 def passes(session: Session) -> Seen:
@@ -83,3 +86,10 @@ def test_unknown_part_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_benchmarks_are_those_of_the_machine(device: str, ranks: int) -> None:
     names = [part.name for part in all_parts(Machine(device, ranks)) if "bench" in part.name]
     assert names and len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(ranks, text) for ranks, several in _LAYOUTS.items() for text in several]
+)
+def test_layouts_that_are_compared_are_legal(ranks: int, layout: str) -> None:
+    parallel_dims(apply_layout(JobConfig(), parse(layout)).parallelism, ranks)
