@@ -292,4 +292,4 @@ def _last_line(output: str) -> str:
 
 
 def _line_with(output: str, words: str) -> str:
-    return next(line for line in output.splitlines() if words in line)
+    return next(x.removeprefix("error: ") for x in output.splitlines() if words in x)
