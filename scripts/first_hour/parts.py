@@ -46,7 +46,7 @@ _PUBLISHED = re.compile(r"^# published: ([\d,]+) tokens/s per GPU \((.+)\)$", re
 
 @dataclass(frozen=True)
 class Seen:
-    """What a part has seen."""
+    """Holds the sentence and the figures of a part that passed."""
 
     line: str
     figures: Mapping[str, Any] = field(default_factory=dict)
