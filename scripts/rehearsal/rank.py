@@ -14,7 +14,7 @@ from scripts.rehearsal.places import Place, here, place_of
 from scripts.rehearsal.standins import Launch, stand_ins
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
-from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.simulate.fake_rank import empty_batch, fake_world
@@ -115,7 +115,7 @@ class Marks:
         self._mode = mode
         self._seen: list[Counts] = []
 
-    def reads(self, batch: Batch, local: Microbatch) -> None:
+    def reads(self, batch: Batch, local: LocalBatch) -> None:
         self.end()
 
     def accumulated(self) -> None:

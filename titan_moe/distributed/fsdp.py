@@ -29,7 +29,7 @@ from titan_moe.moe.layer import MoE
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """How parameters are kept and gathered."""
+    """Says in which types parameters are kept and computed, and how long they stay gathered."""
 
     stored_dtype: torch.dtype
     compute_dtype: torch.dtype

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class RowMap(NamedTuple):
-    """Which rows are copies of which tokens, by row and by token."""
+    """Maps rows to the tokens that they copy, and tokens to their rows."""
 
     source_R: Tensor
     """int64: the token of each row, -1 for padding."""

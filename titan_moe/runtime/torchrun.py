@@ -78,7 +78,7 @@ class Nodes:
     endpoint: str = ""
     """host:port of machine 0, where all meet; "" for one machine."""
     max_restarts: int = 0
-    """How often all ranks start again after one has failed."""
+    """The number of restarts of all ranks after one has failed."""
 
 
 def hold_requests() -> None:
@@ -187,9 +187,7 @@ class _Torchrun:
         asks = number == signal.SIGUSR1 or (number == signal.SIGTERM and not self._is_second())
         if self._stop_timeout_s is None or not asks:
             return self._end(EXIT_CODES[signal.Signals(number)])
-        is_first = not (self._records / "stop").exists()
-        request_stop(self._records)
-        if is_first:
+        if request_stop(self._records):
             signal.alarm(self._stop_timeout_s)
             _say("asked to stop: the state is saved after this step (SIGTERM: end without)")
 

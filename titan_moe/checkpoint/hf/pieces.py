@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     theirs: Box
     ours: Box
     transposed: bool
-    """Their last two dims are ours swapped."""
+    """The stored tensors have the last two dims of ours swapped."""
 
 
 class Stored(NamedTuple):
@@ -30,11 +30,11 @@ class Stored(NamedTuple):
     name: str
     shape: tuple[int, ...]
     way: HFWeight
-    """With the layer's number filled in."""
+    """How the tensor is stored; the name has the layer's number filled in."""
 
     @property
     def one_by_one(self) -> bool:
-        """Each expert has a tensor of its own."""
+        """Tells whether each expert is stored in a tensor of its own."""
         return "{expert}" in self.way.name
 
     def tensors(self) -> dict[str, tuple[int, ...]]:

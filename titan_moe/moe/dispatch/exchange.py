@@ -120,11 +120,7 @@ class ExchangeDispatcher(Dispatcher):
             offsets_E=order.offsets_E,
         )
 
-    def combine(self, y_RD: Tensor, plan: ExchangePlan) -> Tensor:
-        return self.combine_wait(self.combine_start(y_RD, plan), plan)
-
     def combine_start(self, y_RD: Tensor, plan: ExchangePlan) -> AsyncRows:
-        """The first half of `combine`, up to the exchange of rows over ep, which it starts."""
         route = plan.route.wait()
         y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
         with last_of_a_layer():
@@ -136,7 +132,6 @@ class ExchangeDispatcher(Dispatcher):
             return all_to_all_start(y_ND, route.rows.reverse())
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
-        """The second half of `combine`."""
         route = plan.route.wait()
         y_ND = all_to_all_wait(home, route.rows.reverse())
         return combine_rows(y_ND, plan.rows.wait())
