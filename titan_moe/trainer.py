@@ -103,7 +103,7 @@ class Trainer:
         mark_layers(sharded.parts)
         self._ran = False
         if self.process.is_main:
-            describe_layout(job, sharded)
+            describe_layout(job, sharded, self.process.device)
 
     def _prepare_updates(self) -> None:
         """Build optimizer, train step, replica check and checkpointer for the model."""
