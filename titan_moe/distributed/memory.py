@@ -102,12 +102,11 @@ class Memory:
 
     def margin(self, gpu: float) -> str:
         """Returns a line on what is left of a GPU of so many bytes."""
-        left = (
-            f"{self.needed / GIB:.1f} of {gpu / GIB:.1f} GiB, {(gpu - self.needed) / GIB:.1f} left"
-        )
-        skew, nccl = self.skew / GIB, self.communicators / GIB
-        more = f"communicators {nccl:.1f}, CUDA and the allocator {RESERVED / GIB:.1f}"
-        return f"{left}, with {SKEW:g} times the rows {skew:.1f}, {more}"
+        left, skew, nccl = (gpu - self.needed) / GIB, self.skew / GIB, self.communicators / GIB
+        word = f"{left:.1f} left" if left >= 0 else f"{-left:.1f} short"
+        more = f"{skew:.1f} for rows skewed {SKEW:g}x, {nccl:.1f} for communicators and "
+        more += f"{RESERVED / GIB:g} for CUDA and the allocator"
+        return f"{self.needed / GIB:.1f} of {gpu / GIB:.1f} GiB, {word}, with {more}"
 
 
 class Plan(NamedTuple):

@@ -214,10 +214,8 @@ class RunLog:
         line, is_over = f"the process {peak:.2f} GiB, tensors {tensors / GIB:.2f} estimated", False
         if (used := values.get("memory/used_gib")) is not None:
             needed, reserved = self._estimate.needed / GIB, values["memory/reserved_gib"]
-            line = (
-                f"tensors {peak:.1f} of {tensors / GIB:.1f} GiB estimated, reserved {reserved:.1f}"
-            )
-            line += f", the GPU {used:.1f} of {needed:.1f}"
+            line = f"tensors {peak:.1f} of {tensors / GIB:.1f} GiB estimated, "
+            line += f"reserved {reserved:.1f}, the GPU {used:.1f} of {needed:.1f}"
             is_over = peak > tensors / GIB or used > needed
         if is_over and not self._is_over:
             logger.warning("step %d takes more memory than estimated: %s", step, line)
