@@ -139,7 +139,7 @@ def memory(plan: Plan) -> Memory:
     Raises ConfigError for a pipeline that this model cannot be cut into, and as `Plan.dims`.
     """
     shares = shares_of_ranks(plan.config, plan.training, plan.parallelism)
-    return max((_of_rank(plan, share) for share in shares), key=lambda found: found.total)
+    return max((_of_rank(plan, share) for share in shares), key=lambda found: found.needed)
 
 
 def _of_rank(plan: Plan, share: Share) -> Memory:
