@@ -189,7 +189,7 @@ def test_communicators_and_states_are_those_of_a_step():
     nodes = {"expert_parallel_comm_backend": "deduplicated", "expert_parallel_ranks_per_node": 4}
     tables = {"training": {"local_batch_size": 2}, "optimizer": {"state_dtype": "bfloat16"}}
     layouts = (
-        {"tensor_parallel_degree": 2, "expert_parallel_degree": 8, **nodes},
+        {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 8, **nodes},
         {**degrees, "context_parallel_rotate_method": "ulysses"},
     )
     jobs = [make_job("qwen3", parallelism=layout, **tables) for layout in layouts]
