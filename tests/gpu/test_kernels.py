@@ -95,7 +95,7 @@ def test_choices_are_sorted_and_copied_without_a_wait():
 
 @pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)
 def test_gated_rows_equal_autograd(dtype):
-    assert gated_cases.check(dtype, "cuda") == len(list(gated_cases.cases(dtype)))
+    assert gated_cases.check(dtype, "cuda", rounds_once=True) == len(list(gated_cases.cases(dtype)))
 
 
 @pytest.mark.parametrize("case", SIZES)
