@@ -179,7 +179,8 @@ class _Activated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        grads = gated_rows_backward(grad_RF.clone(), *ctx.saved_tensors, ctx.activation)
+        gate_RF, up_RF, weights_R1 = ctx.saved_tensors
+        grads = gated_rows_backward(grad_RF.clone(), gate_RF, up_RF, weights_R1, ctx.activation)
         return grads.gate_RF, grads.up_RF, grads.weights_R1, None
 
 
