@@ -93,7 +93,7 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
 def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     degrees = run.job.parallelism
     factor, has_experts = degrees.expert_parallel_capacity_factor, run.model.moe is not None
-    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    backend = degrees.expert_parallel_comm_backend
     yield (
         "moe.* parallelism.expert_* debug.moe_force_load_balance debug.routing_re*",
         not has_experts,
@@ -101,7 +101,7 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     )
     yield (
         "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap",
-        has_experts and not travels,
+        has_experts and degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree == 1,
         "expert_parallel_degree is 1",
     )
     yield (
@@ -111,7 +111,7 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     )
     yield (
         "parallelism.expert_parallel_ranks_per_node",
-        has_experts and (degrees.expert_parallel_comm_backend == "standard" or factor is not None),
+        has_experts and (backend not in ("auto", "deduplicated") or factor is not None),
         "expert_parallel_comm_backend=deduplicated alone reads it",
     )
 
