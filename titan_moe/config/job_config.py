@@ -218,6 +218,9 @@ class LRScheduler(Section):
 
 
 DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")
+DATASETS_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
+LOCAL_DATASETS = (*DATASETS_WITHOUT_COLUMNS, "json", "parquet")
+"""Kinds that are not read from the Hugging Face hub."""
 
 
 class Dataset(Section):

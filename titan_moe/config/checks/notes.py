@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_moe.config.checks.base import Run, flat
 from titan_moe.config.job_config import (
-    DATASETS_WITHOUT_PATH,
+    DATASETS_WITHOUT_COLUMNS,
     OPTIMIZER_KEYS,
     JobConfig,
     Optimizer,
@@ -21,7 +21,6 @@ from titan_moe.config.job_config import (
 from titan_moe.config.stages import stage_jobs
 from titan_moe.models.config import ModelConfig
 
-_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
 _GPU_ONLY = {
     "training.enable_cpu_offload": "parameters are in host memory",
     "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
@@ -73,10 +72,11 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
     )
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
-    yield "training.text_column", training.dataset in _WITHOUT_COLUMNS, "the data has no columns"
+    plain = training.dataset in DATASETS_WITHOUT_COLUMNS
+    yield "training.text_column", plain, "the data has no columns"
     yield (
         "validation.text_column",
-        job.validation.dataset is None or job.validation.dataset in _WITHOUT_COLUMNS,
+        job.validation.dataset is None or job.validation.dataset in DATASETS_WITHOUT_COLUMNS,
         "validation.dataset names no data with columns",
     )
     yield "checkpoint.load_only", not job.checkpoint.enable, "checkpoint.enable is false"
