@@ -20,7 +20,7 @@ from titan_moe.config.job_config import Training, Validation
 from titan_moe.data import corpus as corpus_module
 from titan_moe.data.build import build_loader, build_reader, check_data
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
-from titan_moe.data.corpus import FileCorpus, Source, sampled_checksum
+from titan_moe.data.corpus import FORMATS, FileCorpus, Source, sampled_checksum
 from titan_moe.data.sources import open_source, training_sources
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.tokens import write_tokens
@@ -128,6 +128,11 @@ def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
         (source,) = training_sources(Training(dataset="c4_test", dataset_path=path))
         assert texts_of(open_source(source, "bytes", 0)) == TEXTS
         assert not source.is_stream
+
+
+@pytest.mark.parametrize("dataset", FORMATS)
+def test_a_format_of_local_files_is_no_stream(dataset):
+    assert not Source("training.", dataset, "a").is_stream
 
 
 # --- Mistakes: each is one line that names key, value and remedy ----------------------------------
