@@ -17,7 +17,7 @@ from titan_moe.checkpoint.hf import read, write
 from titan_moe.checkpoint.hf.names import model_shapes
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
 from titan_moe.checkpoint.hf.write import export_checkpoint
-from titan_moe.checkpoint.manifest import MANIFEST
+from titan_moe.checkpoint.manifest import TensorSpec, read_manifest
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.errors import RunError
@@ -201,14 +201,12 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_a_stored_weight_that_the_model_does_not_have_is_refused(tmp_path):
+def test_a_stored_weight_that_the_model_does_not_have_is_refused(tmp_path, monkeypatch):
     make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
-    path = tmp_path / "imported" / MANIFEST
-    manifest = json.loads(path.read_text())
-    manifest["tensors"]["model.layers.0.attention.wg.weight"] = {"shape": [4], "dtype": "float32"}
-    manifest["checksums"]["model.layers.0.attention.wg.weight"] = "0"
-    path.write_text(json.dumps(manifest))
+    manifest = read_manifest(tmp_path / "imported")
+    manifest.tensors["model.layers.0.attention.wg.weight"] = TensorSpec((4,), "float32")
+    monkeypatch.setattr(read, "read_manifest", lambda path: manifest)
     with pytest.raises(RunError, match=r"holds layers\.0\.attention\.wg\.weight, which this model"):
         load_alone(tmp_path / "imported", dtype=torch.float32, device=CPU)
 
