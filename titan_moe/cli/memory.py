@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> Answer:
         "parameters": sum(size),
         "active_parameters": active,
         "bytes": asdict(first),
-        "accumulation": asdict(shared),
+        "accumulation": {"word": shared.word, "microbatches": shared.microbatches},
         "needed": most.needed,
         "fits": fits,
     }

@@ -207,13 +207,18 @@ def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size]
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Holds the resolved `parallelism.fsdp_accumulation`, and the memory of a rank with it."""
+    """Holds the resolved `parallelism.fsdp_accumulation`, and the plan with it."""
 
     word: str
     """Value of `parallelism.fsdp_accumulation`: "reduce_each" or "keep_gathered", never "auto"."""
     microbatches: int
     """Number of microbatches in a step; 1 in a pipeline."""
-    estimate: Memory
+    plan: Plan
+
+    @property
+    def estimate(self) -> Memory:
+        """Returns a rank's memory. Raises as `memory`."""
+        return memory(self.plan)
 
     @property
     def line(self) -> str:
@@ -233,7 +238,7 @@ def choose_accumulation(plan: Plan, device_bytes: float | None) -> Accumulation:
 
     def with_word(word: str) -> Accumulation:
         resolved = parallelism.model_copy(update={"fsdp_accumulation": word})
-        return Accumulation(word, microbatches, memory(plan._replace(parallelism=resolved)))
+        return Accumulation(word, microbatches, plan._replace(parallelism=resolved))
 
     if parallelism.fsdp_accumulation != "auto":
         return with_word(parallelism.fsdp_accumulation)
