@@ -43,7 +43,7 @@ def test_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     parts = json.loads((tmp_path / "first_hour.json").read_text())["parts"]
     assert {part["name"]: (part["verdict"], part["line"]) for part in parts} == {
         "fails": ("failed", "a command of log.txt ended with 3: no such GPU"),
-        "hangs": ("failed", "stopped at the limit of 1 s"),
+        "hangs": ("failed", "stopped at the limit of 3 s"),
         "has a mistake": ("failed", "KeyError: 'loss'"),
         "is not seen": ("not seen", "needs a GPU"),
         "passes": ("passed", "42"),
