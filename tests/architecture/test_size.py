@@ -19,6 +19,8 @@ from tests.support.paths import REPO
 FIRST_HOUR = {"titan_moe": 0, "tests": 220, "scripts": 340}
 # GLM-4.5 and MiniMax-M2 came later.
 GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 75, "scripts": 5}
+# Qwen3-Next, with recurrent layers, came later.
+QWEN3_NEXT = {"titan_moe": 680, "tests": 280, "scripts": 5}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -68,7 +70,8 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
         if size > PACKAGES.get(package, size)
     ]
     total = sum(sizes.values())
-    budget = BUDGETS[folder] + FIRST_HOUR[folder] + GLM_AND_MINIMAX[folder]
+    later = FIRST_HOUR[folder] + GLM_AND_MINIMAX[folder] + QWEN3_NEXT[folder]
+    budget = BUDGETS[folder] + later
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 

@@ -330,7 +330,7 @@ def _exchanged_per_token(plan: Plan, rows: float) -> float:
 
 def _values_per_token(config: ModelConfig, rows: float) -> float:
     """Elements that one token's forward through the largest layer leaves for the backward."""
-    own = attention_stats(config.attention, config.dim).saved
+    own = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
@@ -346,7 +346,7 @@ def _results_per_token(plan: Plan, rows: float) -> float:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
     input, attention with all it keeps, the results of products, and the exchanged rows."""
     config = plan.config
-    own = attention_stats(config.attention, config.dim).results
+    own = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
         routed = rows * moe.top_k * (2 * moe.hidden_dim + config.dim)

@@ -266,6 +266,15 @@ def period(key: str, layers: Sequence[bool]) -> int:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows `first` to `last` of each group of `size` rows of theirs, one group after another."""
+
+    first: int
+    last: int
+    size: int
+
+
+@dataclass(frozen=True)
 class HFWeight:
     """One way in which a tensor of ours is stored."""
 
@@ -274,9 +283,9 @@ class HFWeight:
     a stack is stored whole, experts first, like ours."""
     transposed: bool = False
     """Their last two dims are ours swapped."""
-    part: Literal["whole", "first half", "second half", "even", "odd"] = "whole"
-    """Which rows of theirs are ours, where gate and up projections share a tensor: of a matrix, its
-    second last dim in our order; of a bias, its last."""
+    part: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
+    """Which rows of theirs are ours, where projections share a tensor: of a matrix, its second last
+    dim in our order; of a bias, its last; `Rows` of the first dim."""
 
 
 # Our name -> the ways it may be stored; the first is how it is published, and exported. What is

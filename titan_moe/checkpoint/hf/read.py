@@ -233,13 +233,13 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
         return Loaded(model.eval(), [str(path)])
     manifest = read_manifest(path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
-    stored, wanted = StoredTensors(path), model.state_dict(keep_vars=True)
-    ours = [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]
-    for name in ours:
-        if name not in wanted and not name.startswith("mtp."):
+    stored, ours = StoredTensors(path), model.state_dict(keep_vars=True)
+    theirs = [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]
+    for name in theirs:
+        if name not in ours and not name.startswith("mtp."):
             raise RunError(f"checkpoint {path} holds {name}, which this model does not have")
     with torch.no_grad():
-        for name, tensor in wanted.items():
+        for name, tensor in ours.items():
             spec = manifest.tensors[MODEL + name]
             chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
             tensor.copy_(stored.read(chunk))
