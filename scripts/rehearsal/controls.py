@@ -155,7 +155,7 @@ CONTROLS = [
     Control(
         "a sum over ranks on the host",
         "wrong device",
-        "train_step.py:_reduce",
+        "train_step.py:_total",
         _wrapped(
             "titan_moe.train_step:sum_over_world", _before(lambda: dist.all_reduce(torch.zeros(1)))
         ),

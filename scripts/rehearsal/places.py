@@ -49,7 +49,7 @@ COPIES: Mapping[str, str] = {
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
     f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
     "distributed/tensor_parallel.py:sum_grads": "offloaded gradients, summed by the devices",
-    "train_step.py:_reduce": "the sum of offloaded gradients' squares",
+    "train_step.py:_total": "the sum of offloaded gradients' squares",
 }
 """Copies between host and device in a step: place -> reason."""
 
@@ -68,7 +68,7 @@ WAITS: Mapping[str, Allowance] = {
     "distributed/tensor_parallel.py:sum_grads": Allowance(
         "offloaded gradients go to the device and back"
     ),
-    "train_step.py:_reduce": Allowance("the sum of offloaded gradients' squares"),
+    "train_step.py:_total": Allowance("the sum of offloaded gradients' squares"),
 }
 """Waits of the host for the device in a step."""
 
