@@ -69,7 +69,7 @@ def test_comparison_page_begins_with_verdict(verdict: Verdict, make: Callable, w
     assert top.index("A change") < top.lower().index(verdict.value) < top.index("Curves")
     assert words in top
     assert_alone(page)
-    assert "9 control runs" in page.text["band"] and "0.01 %" in page.text["band"]
+    assert "its 8 control runs" in page.text["band"] and "0.01 %" in page.text["band"]
     assert html == comparison_page(comparison)
 
 
