@@ -25,14 +25,14 @@ def halve_an_expert(trainer: Trainer) -> None:
     """Halves one expert's gradients before they are reduced; one process holds all experts."""
     layers = trainer.sharded.moe_layers()
     named = {name.removesuffix(".block"): moe for name, moe in layers.items()}
-    weights, reduce = list(named["layers.2"].experts.parameters()), trainer.train_step._reduce
+    weights, reduce = list(named["layers.2"].experts.parameters()), trainer.train_step._total
 
     def halve_and_reduce(*args):
         for weight in weights:
             local_part(weight.grad)[1].mul_(0.5)
         return reduce(*args)
 
-    trainer.train_step._reduce = halve_and_reduce
+    trainer.train_step._total = halve_and_reduce
 
 
 @pytest.mark.slow
