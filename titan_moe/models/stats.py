@@ -45,8 +45,9 @@ def attention_stats(attention: AttentionConfig, dim: int) -> AttentionStats:
 def _(attention: GQAConfig, dim: int) -> AttentionStats:
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     matrices = 2 * dim * (heads + kv_heads) * head_dim
-    biases = attention.bias * ((heads + 2 * kv_heads) * head_dim + dim)
-    norms = 2 * head_dim * (attention.qk_norm == "learned")
+    biases = attention.bias * ((heads + 2 * kv_heads) * head_dim + attention.output_bias * dim)
+    normed_heads = {"learned": 2, "across_heads": heads + kv_heads}
+    norms = normed_heads.get(attention.qk_norm, 0) * head_dim
     return AttentionStats(
         parameters=matrices + biases + norms + attention.sinks * heads,
         matrices=matrices,
