@@ -39,10 +39,10 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq": "colwise",
     "*.attention.wk": "colwise",
     "*.attention.wv": "colwise",
-    "*.attention.wq_norm": "colwise_norm",
-    "*.attention.wk_norm": "colwise_norm",
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
+    "*.attention.wq_norm": "colwise_norm",
+    "*.attention.wk_norm": "colwise_norm",
     "*.attention.sinks": "heads",
     "*.attention.wo": "rowwise",
     # MLA's down-projections and their norms see all tokens and feed the heads of every rank.
