@@ -354,7 +354,9 @@ def _execution(
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
             part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
     if dims.pp == 1:
-        return WholeModel(parts[0], StepSync(parts[0], accumulation))
+        offloads = job.training.enable_cpu_offload
+        sync = StepSync(parts[0], meshes, accumulation, cpu_offload=offloads)
+        return WholeModel(parts[0], sync)
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
 
     return Pipeline(
