@@ -140,7 +140,8 @@ class TrainStep:
         dropped and the model stops on overflow, nor in a step without a target token.
         """
         for moe in self._moe_layers.values():
-            moe.counts_traffic = logged or self._sharded.compiled
+            in_graph = self._sharded.compiled and not moe.dispatcher.waits_for_host
+            moe.counts_traffic = logged or in_graph
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
             result = self._reduce(loss_sum, batches, logged, parameter_norms)

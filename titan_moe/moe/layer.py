@@ -83,8 +83,8 @@ class MoE(nn.Module):
     `gating_weights`. `routing_memo` is shared with the activation checkpoint around this layer;
     `sequence_group` are the ranks that hold parts of the same sequences, None: this one alone.
 
-    `counts_traffic` says whether this step's traffic is measured, which only a log reads; in
-    compiled layers it is measured always.
+    `counts_traffic` says whether this step's traffic is measured, which only a log reads; where a
+    graph holds the whole layer it is measured always.
 
     Buffers: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens; `rows_dropped` []
     the (token, expert) choices that exceeded the capacity, in training or in validation.
