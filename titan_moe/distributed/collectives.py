@@ -205,6 +205,7 @@ class _StartRows(torch.autograd.Function):
         ctx.exchange = exchange  # type: ignore[attr-defined]
         in_flight = exchange.start(x_RD).detach()  # In a group of one that is x itself.
         ctx.mark_non_differentiable(in_flight)
+        ctx.set_materialize_grads(False)  # Else the backward makes zeros of all rows for it.
         return x_RD.new_empty(1).expand(x_RD.shape), in_flight
 
     @staticmethod
