@@ -92,7 +92,7 @@ class LocalDispatcher(Dispatcher):
     def send(self, x_TD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> ExpertRows:
         return ExpertRows(
             x_RD=gather_rows(x_TD, plan.tokens),
-            weights_R=gather_rows(weights_TK.reshape(-1, 1), plan.slots)[:, 0],
+            weights_R=gather_rows(weights_TK.reshape(-1, 1), plan.slots).flatten(),
             offsets_E=plan.offsets_E,
         )
 

@@ -119,7 +119,7 @@ class ExchangeDispatcher(Dispatcher):
             weights_N1 = all_gather_rows(weights_N1, route.weights_gathered, self.etp_group)
         return ExpertRows(
             x_RD=gather_rows(x_ND, order.rows),
-            weights_R=gather_rows(weights_N1, order.weights)[:, 0],
+            weights_R=gather_rows(weights_N1, order.weights).flatten(),
             offsets_E=order.offsets_E,
         )
 
