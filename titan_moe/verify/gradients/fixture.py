@@ -25,6 +25,7 @@ from titan_moe.verify.gradients.reference import (
     Step,
     without_balance_losses,
 )
+from titan_moe.verify.gradients.token_by_token import TokenByToken
 
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
@@ -98,13 +99,14 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
 
 def seed_weights(model: Decoder, seed: int) -> dict[str, Tensor]:
     """Every parameter: norms around 1, biases around 0, matrices that keep the scale of what they
-    multiply."""
+    multiply; recurrent states that last for tens of tokens."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
             drawn = 0.1 * noise + (0 if name.endswith("bias") else 1)
+            drawn -= 5 if "A_log" in name else 0
         else:
             drawn = noise if "embeddings" in name else noise * parameter.shape[-1] ** -0.5
         weights[name] = drawn.double()
@@ -204,8 +206,9 @@ class AllPairs:
 
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
-    core = AllPairs(mask_documents=job.training.mask_documents)
-    return Decoder(without_balance_losses(config), core)
+    masked = job.training.mask_documents
+    cores = AllPairs(mask_documents=masked), TokenByToken(mask_documents=masked)
+    return Decoder(without_balance_losses(config), *cores)
 
 
 def _production_weights(job: JobConfig, config: ModelConfig) -> dict[str, Tensor]:

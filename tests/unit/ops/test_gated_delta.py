@@ -1,0 +1,222 @@
+"""The gated delta rule in chunks and its convolution, against one token after another."""
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.ops import gated_delta
+from titan_moe.ops.gated_delta import (
+    Recurrence,
+    choose_rule,
+    chunked_rule,
+    fla_kernel,
+    fla_rule,
+    short_convolution,
+)
+from titan_moe.verify.gradients.token_by_token import TokenByToken, recur
+
+# Sequence length, chunk size, key heads, value heads of each, channels of keys, of values.
+SHAPES = [
+    (1, 64, 1, 1, 1, 1),
+    (5, 1, 1, 2, 3, 2),
+    (16, 4, 2, 1, 4, 4),
+    (17, 4, 2, 2, 4, 6),
+    (33, 16, 1, 3, 8, 5),
+    (40, 64, 2, 2, 4, 6),
+    (96, 7, 2, 1, 5, 3),
+    (130, 64, 1, 2, 6, 4),
+]
+BATCH = 3
+
+
+def _rows(shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v, decay, beta, the rows before heads, and the state before the rows."""
+    length, _, groups, each, keys, values = shape
+    torch.manual_seed(seed)
+    heads = groups * each
+    q, k = torch.randn(2, BATCH, length, groups, keys)
+    v = torch.randn(BATCH, length, heads, values)
+    # From states that hardly decay to those that are gone after a token.
+    decay = -torch.rand(BATCH, length, heads) * torch.logspace(-3, 1.5, heads)
+    beta, state = torch.rand(BATCH, length, heads), torch.randn(BATCH, heads, keys, values)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, decay, beta, state)]
+
+
+def _documents(length: int, seed: int = 0) -> Tensor:
+    """A row of one document, one of many, one of single tokens at its ends."""
+    torch.manual_seed(seed)
+    begins = torch.stack([torch.zeros(length), torch.rand(length) < 0.2, torch.zeros(length)])
+    begins[2, [1 % length, length - 1]] = 1
+    begins[:, 0] = 0
+    return begins.cumsum(1).long()
+
+
+def _places(documents: Tensor, *, continued: bool) -> Tensor:
+    """Counted token by token; the first documents began 7 tokens before the row, if continued."""
+    places = torch.zeros_like(documents)
+    places[:, 0] = 7 * continued
+    for t in range(1, documents.shape[1]):
+        same = documents[:, t] == documents[:, t - 1]
+        places[:, t] = (places[:, t - 1] + 1) * same
+    return places
+
+
+def _slow(q, k, v, decay, beta, state, documents):
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    o, last = recur(*heads_first, documents, decay.mT, beta.mT, state)
+    return o.transpose(1, 2), last
+
+
+def _close(found: Tensor, wanted: Tensor, bound: float = 1e-12) -> None:
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() <= bound * wanted.norm().clamp_min(1e-3)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_are_the_recurrence(shape, continued: bool):
+    rows, documents = _rows(shape), _documents(shape[0])
+    *tensors, state = rows
+    wanted = _slow(*tensors, state if continued else None, documents)
+    places = _places(documents, continued=continued)
+    # Without a document that goes on, a state before the row is there and is not seen.
+    found = chunked_rule(*tensors, places, state, chunk_size=shape[1])
+    upstream = [torch.randn_like(x) for x in wanted]
+    inputs = rows if continued else tensors
+    wanted_grads = torch.autograd.grad(wanted, inputs, upstream)
+    for ours, theirs in zip(found, wanted, strict=True):
+        _close(ours, theirs)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, upstream), wanted_grads, strict=True
+    ):
+        _close(ours, theirs)
+
+
+@pytest.mark.parametrize("at", [1, 5, 16, 31])
+def test_state_goes_on_where_a_row_is_cut(at: int):
+    rows, documents = _rows(SHAPES[4]), _documents(33)
+    *tensors, state = rows
+    places = _places(documents, continued=True)
+    whole, last = chunked_rule(*tensors, places, state)
+    first, between = chunked_rule(*(x[:, :at] for x in tensors), places[:, :at], state)
+    second, end = chunked_rule(*(x[:, at:] for x in tensors), places[:, at:], between)
+    _close(torch.cat([first, second], 1), whole)
+    _close(end, last)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolution_is_the_slow_one(width: int):
+    torch.manual_seed(0)
+    x, weight = torch.randn(BATCH, 20, 6).double(), torch.randn(6, 1, width).double()
+    upstream, documents = torch.randn_like(x), _documents(20)
+    grads = []
+    slow = TokenByToken(mask_documents=True)
+    plain = Recurrence(chunked_rule, mask_documents=True)
+    for core in (slow, plain):
+        given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = core.convolve(*given, core.mask(documents))
+        grads.append([y, *torch.autograd.grad(y, given, upstream)])
+    for theirs, ours in zip(*grads, strict=True):
+        _close(ours, theirs)
+
+
+def test_convolution_goes_on_where_a_row_is_cut():
+    torch.manual_seed(0)
+    x, weight = torch.randn(BATCH, 20, 6).double(), torch.randn(6, 1, 4).double()
+    places = _places(_documents(20), continued=False)
+    whole = short_convolution(x, weight, places)
+    second = short_convolution(x[:, 9:], weight, places[:, 9:], x[:, 6:9])
+    _close(second, whole[:, 9:])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_place_in_the_document_is_the_mask(masked: bool):
+    documents = _documents(20)
+    mask = Recurrence(chunked_rule, mask_documents=masked).mask(documents)
+    wanted = documents if masked else torch.zeros_like(documents)
+    assert torch.equal(mask.expand(BATCH, -1), _places(wanted, continued=False))
+
+
+def test_arguments_alone_are_kept_for_the_backward():
+    *tensors, state = _rows(SHAPES[7])
+    places, kept = _places(_documents(130), continued=False), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        chunked_rule(*tensors, places, state)
+        short_convolution(tensors[2].flatten(2), torch.randn(8, 1, 4).double(), places)
+    given = {x.data_ptr() for x in (*tensors, state, places)}
+    assert len(kept) == 10 and sum(x.data_ptr() not in given for x in kept) == 1  # The weight.
+
+
+def test_half_precision_is_computed_in_float32():
+    *tensors, state = _rows(SHAPES[7], dtype=torch.bfloat16)
+    places = _places(_documents(130), continued=True)
+    o, last = chunked_rule(*tensors, places, state)
+    wide, wide_last = chunked_rule(*(x.float() for x in tensors), places, state.float())
+    assert o.dtype == torch.bfloat16 and last.dtype == torch.float32
+    assert torch.equal(o, wide.bfloat16()) and torch.equal(last, wide_last)
+
+
+# --- the kernels of fla ---
+
+
+def _kernel(
+    q, k, v, g, beta, initial_state=None, output_final_state=False, *,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+):  # fmt: skip
+    """What fla's documentation promises, one sequence after another."""
+    assert len(q) == 1 and output_final_state and use_qk_l2norm_in_kernel
+    assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
+    assert cu_seqlens.dtype == torch.int64 and cu_seqlens[0] == 0 and cu_seqlens[-1] == q.shape[1]
+    assert g.dtype == torch.float32 and q.dtype == v.dtype == beta.dtype
+    outputs, states = [], []
+    for n, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        assert begin < end
+        own = (x[:, begin:end] for x in (q, k, v, g, beta))
+        state = None if initial_state is None else initial_state[n : n + 1].to(v.dtype)
+        o, state = _slow(*own, state, torch.zeros(1, end - begin))
+        outputs.append(o)
+        states.append(state)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+@pytest.fixture
+def installed(monkeypatch) -> Callable[[], None]:
+    """A stand-in for the package."""
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = _kernel  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fla_kernel.cache_clear()
+    yield
+    fla_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[1:5])
+def test_kernels_are_called_with_each_document(installed, shape, continued: bool):
+    *tensors, state = rows = _rows(shape, dtype=torch.float32)
+    places = _places(_documents(shape[0]), continued=continued)
+    given = state if continued else None
+    inputs = rows if continued else tensors
+    found, wanted = fla_rule(*tensors, places, given), chunked_rule(*tensors, places, given)
+    grads = [torch.autograd.grad([o.sum(), last.sum()], inputs) for o, last in (found, wanted)]
+    for ours, theirs in zip([*found, *grads[0]], [*wanted, *grads[1]], strict=True):
+        _close(ours, theirs, 1e-4)
+
+
+def test_kernels_are_for_cuda_and_16_bits(installed):
+    assert choose_rule("cuda", torch.bfloat16) is fla_rule
+    assert choose_rule("cuda", torch.float32) is choose_rule("cpu", torch.bfloat16) is chunked_rule
+
+
+def test_without_the_package_torch_computes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    fla_kernel.cache_clear()
+    assert choose_rule("cuda", torch.bfloat16) is gated_delta.chunked_rule
+    fla_kernel.cache_clear()

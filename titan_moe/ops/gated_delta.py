@@ -1,0 +1,304 @@
+"""The gated delta rule, a linear recurrence over tokens, and the short convolution before it.
+
+Each head has a state S [K, V]. Token t lets it decay, replaces what it holds for the token's key by
+the token's value, to the degree beta, and reads it (arXiv 2412.06464, equation 10):
+
+    S <- exp(decay_t) S;  S <- S + k_t (beta_t (v_t - S^T k_t))^T;  o_t = S^T q_t / sqrt(K)
+
+with keys and queries of unit length. The state begins at zero in every document. So a mask is one
+number per token: its place in its document, counted from 0.
+
+In plain torch the tokens of a chunk are computed together (section 3.3 there, the WY
+representation): products of matrices within all chunks at once, and one state after each chunk.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from titan_moe.ops.attention import first_seen_in_rows
+from titan_moe.ops.cross_entropy import at_least_float32
+
+CHUNK_SIZE = 64
+_EPS = 1e-6
+
+
+class DeltaRule(Protocol):
+    """A gated delta rule over rows, differentiable once: plain torch's or a kernel's."""
+
+    def __call__(
+        self,
+        q_BSGK: Tensor,
+        k_BSGK: Tensor,
+        v_BSHV: Tensor,
+        decay_BSH: Tensor,
+        beta_BSH: Tensor,
+        place_BS: Tensor,
+        state_BHKV: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns o_BSHV, in the values' type, and the state after each row, in at least float32.
+
+        Args:
+            q_BSGK, k_BSGK: of any length; G divides H, and consecutive heads share one of them.
+            decay_BSH: logarithm of the factor that is left of the state, 0 or less.
+            beta_BSH: from 0 to 1.
+            place_BS: each token's place in its document; [1, S] where all rows' are the same.
+            state_BHKV: the state before a row, seen by its tokens up to the next document's first
+                one, whose place is 0. None: zero.
+        """
+
+
+class RecurrentCore(Protocol):
+    """Convolves and recurs, between a recurrent layer's projections, and builds their mask."""
+
+    def mask(self, documents_BS: Tensor) -> Tensor:
+        """Returns the place of this rank's tokens in their documents, [B, S] or [1, S].
+
+        Args:
+            documents_BS: numbers each row's packed documents, from 0.
+        """
+
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+        """`short_convolution` of rows whose tokens may be on several ranks."""
+
+    def __call__(
+        self,
+        q_BGSK: Tensor,
+        k_BGSK: Tensor,
+        v_BHSV: Tensor,
+        place_BS: Tensor,
+        decay_BHS: Tensor,
+        beta_BHS: Tensor,
+    ) -> Tensor:
+        """Returns o_BHSV of the gated delta rule, as `DeltaRule` explains it."""
+
+
+class Recurrence:
+    """Whole rows on one device."""
+
+    def __init__(self, rule: DeltaRule, *, mask_documents: bool) -> None:
+        self.rule = rule
+        self._mask_documents = mask_documents
+
+    def mask(self, documents_BS: Tensor) -> Tensor:
+        masked = self._mask_documents
+        first_BS = first_seen_in_rows(documents_BS, None, mask_documents=masked)
+        return torch.arange(first_BS.shape[1], device=first_BS.device) - first_BS
+
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+        return short_convolution(x_BSC, weight_C1W, place_BS)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
+    ) -> Tensor:
+        heads = (q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS)
+        o_BSHV, _ = self.rule(*(x.transpose(1, 2) for x in heads), place_BS)
+        return o_BSHV.transpose(1, 2)
+
+
+def choose_rule(device_type: str, dtype: torch.dtype) -> DeltaRule:
+    """The kernels of the package `fla` on CUDA in 16-bit types, if it is installed; else torch's
+    own operations."""
+    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fla_kernel():
+        return fla_rule
+    return chunked_rule
+
+
+# --- in plain torch ---
+
+
+def short_convolution(
+    x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, before_BNC: Tensor | None = None
+) -> Tensor:
+    """silu of each channel's weighted sum over a token and the W - 1 before it in its document.
+
+    Keeps its arguments alone for the backward. Sums are in at least float32.
+
+    Args:
+        weight_C1W: the last is the token's own.
+        before_BNC: the W - 1 tokens before each row, seen as far as places allow; None: zeros.
+    """
+    if torch.compiler.is_compiling():
+        return _convolved(x_BSC, weight_C1W, place_BS, before_BNC)
+    return _Recomputed.apply(_convolved, x_BSC, weight_C1W, place_BS, before_BNC)
+
+
+def _convolved(
+    x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, before_BNC: Tensor | None
+) -> Tensor:
+    wide, length, width = at_least_float32(x_BSC), x_BSC.shape[1], weight_C1W.shape[-1]
+    if before_BNC is None:
+        before_BNC = x_BSC.new_zeros(len(x_BSC), width - 1, x_BSC.shape[2])
+    x, weight = torch.cat([before_BNC, x_BSC], 1).to(wide), weight_C1W.to(wide)
+    y = x[:, width - 1 :] * weight[:, 0, -1]
+    for back in range(1, width):
+        begins = width - 1 - back
+        unseen = (place_BS < back)[..., None]
+        y = y + (x[:, begins : begins + length] * weight[:, 0, begins]).masked_fill(unseen, 0)
+    return F.silu(y).to(x_BSC.dtype)
+
+
+def chunked_rule(  # type: ignore[no-untyped-def]
+    q_BSGK,
+    k_BSGK,
+    v_BSHV,
+    decay_BSH,
+    beta_BSH,
+    place_BS: Tensor,
+    state_BHKV: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """The `DeltaRule` of torch's own operations, on any device and in any type.
+
+    Computes in at least float32. Keeps its arguments alone for the backward, which computes all
+    again, and holds for that time the chunks' matrices [C, C], a few rows of K and V channels per
+    token and head, and a state [K, V] per chunk and head.
+    """
+    tensors = (q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV)
+    return _Recomputed.apply(partial(_in_chunks, chunk_size), *tensors)
+
+
+def _in_chunks(  # type: ignore[no-untyped-def]
+    chunk_size: int, q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV
+) -> tuple[Tensor, Tensor]:
+    """N chunks of C tokens; the H heads are G groups of R."""
+    dtype, wide, length = v_BSHV.dtype, at_least_float32(v_BSHV), v_BSHV.shape[1]
+    groups = q_BSGK.shape[2]
+
+    def chunks(x_BSH: Tensor) -> Tensor:
+        """Returns [B, G, R, N, C, ...]; tokens of no effect fill the last chunk."""
+        x = x_BSH.to(wide).unflatten(2, (groups, -1))
+        x = F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -length % chunk_size))
+        return x.unflatten(1, (-1, chunk_size)).movedim((3, 4), (1, 2))
+
+    q, k, v = chunks(_unit(q_BSGK)), chunks(_unit(k_BSGK)), chunks(v_BSHV)
+    beta, total = chunks(beta_BSH), chunks(decay_BSH).cumsum(-1)
+    sees, sees_state = _seen(place_BS, length, chunk_size)
+    # From the token of a column to that of a row; of a token, from before the chunk; to its end.
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~sees, -torch.inf).exp()
+    since = total.exp() * sees_state
+    until = between[..., -1, :]
+
+    kk, qk = k @ k.mT, q @ k.mT
+    system = (beta[..., None] * kk * between).tril(-1)
+    wanted = torch.cat([v, k * since[..., None]], -1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    reads, writes = q * since[..., None], (k * until[..., None]).mT
+    scores, kept = qk * between, since[..., -1, None, None]
+
+    shape = (*v.shape[:3], k.shape[-1], v.shape[-1])
+    state = v.new_zeros(shape) if state_BHKV is None else state_BHKV.to(wide).reshape(shape)
+    outputs = []
+    for n in range(v.shape[3]):
+        new = values[..., n, :, :] - keys[..., n, :, :] @ state
+        outputs.append(reads[..., n, :, :] @ state + scores[..., n, :, :] @ new)
+        state = kept[..., n, :, :] * state + writes[..., n, :, :] @ new
+    o = torch.cat(outputs, 3)[..., :length, :] * q.shape[-1] ** -0.5
+    return o.flatten(1, 2).transpose(1, 2).to(dtype), state.flatten(1, 2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    x = x.to(at_least_float32(x))
+    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+
+
+def _seen(place_BS: Tensor, length: int, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Which tokens of its chunk a token sees, [B, 1, 1, N, C, C], and whether it sees what was
+    before the chunk, [B, 1, 1, N, C]."""
+    opens_BS = F.pad(place_BS == 0, (0, -length % chunk_size))
+    document = opens_BS.unflatten(1, (-1, chunk_size)).cumsum(-1)[:, None, None]
+    same = document[..., :, None] == document[..., None, :]
+    return same.tril(), document == 0
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps a function's arguments, and computes it again in the backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, function: Callable[..., Any], *args: Tensor | None) -> Any:
+        ctx.function = function  # type: ignore[attr-defined]
+        ctx.save_for_backward(*args)
+        return function(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # type: ignore[override, no-untyped-def]
+        args = [None if x is None else x.detach() for x in ctx.saved_tensors]
+        wanted = [x for x, needs in zip(args, ctx.needs_input_grad[1:], strict=True) if needs]
+        with torch.enable_grad():
+            for x in wanted:
+                x.requires_grad_()
+            outputs = ctx.function(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found = iter(torch.autograd.grad(outputs, wanted, grads))
+        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+
+
+# --- by the kernels of fla ---
+
+
+@cache
+def fla_kernel() -> Callable[..., Any] | None:
+    """`chunk_gated_delta_rule` of the package `fla` (flash-linear-attention); None: not
+    installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
+
+
+class _Pieces(NamedTuple):
+    """Documents, or parts of them, in rows that lie end to end."""
+
+    starts_N1: Tensor
+    first_B: Tensor
+    """The number of each row's first piece."""
+    continues_B: Tensor
+    """Whether the state before a row is its first piece's."""
+
+
+def _pieces(place_BS: Tensor, batch: int) -> _Pieces:
+    """Waits for the device: the kernels want to know how many there are."""
+    opens_BS = (place_BS == 0).expand(batch, -1)
+    cuts_BS = opens_BS.clone()
+    cuts_BS[:, 0] = True
+    starts_N = cuts_BS.flatten().nonzero()[:, 0]
+    first_B = F.pad(cuts_BS.sum(1).cumsum(0), (1, -1))
+    return _Pieces(F.pad(starts_N, (0, 1), value=cuts_BS.numel()), first_B, ~opens_BS[:, 0])
+
+
+def fla_rule(  # type: ignore[no-untyped-def]
+    q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV=None
+) -> tuple[Tensor, Tensor]:
+    """The `DeltaRule` of fla's kernels: CUDA, 16-bit types."""
+    kernel = fla_kernel()
+    assert kernel is not None
+    batch, length, heads, _ = v_BSHV.shape
+    pieces = _pieces(place_BS, batch)
+    initial = None
+    if state_BHKV is not None:
+        count = len(pieces.starts_N1) - 1
+        initial = state_BHKV.new_zeros(count, *state_BHKV.shape[1:], dtype=torch.float32)
+        own_BHKV = state_BHKV.float() * pieces.continues_B[:, None, None, None]
+        initial = initial.index_copy(0, pieces.first_B, own_BHKV)
+    # The kernels know as many keys as values.
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q_BSGK, k_BSGK))
+    in_one_row = (
+        x.flatten(0, 1)[None] for x in (q, k, v_BSHV, decay_BSH.float(), beta_BSH.to(v_BSHV.dtype))
+    )
+    o_1THV, states_NHKV = kernel(
+        *in_one_row,
+        initial_state=initial,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=pieces.starts_N1,
+    )
+    last_B = F.pad(pieces.first_B[1:], (0, 1), value=len(pieces.starts_N1) - 1) - 1
+    return o_1THV[0].unflatten(0, (batch, length)), states_NHKV[last_B]
