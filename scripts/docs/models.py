@@ -86,6 +86,9 @@ def _attention(config: ModelConfig) -> str:
     elif isinstance(attention, MLAConfig):
         channels = f"{attention.nope_dim}+{attention.rope_dim}"
         words = f"MLA {attention.num_heads} x {channels}, latent {attention.kv_rank}"
+    if recurrent := config.recurrent:
+        state = f"{recurrent.key_dim}x{recurrent.value_dim}"
+        words += f" in 1 of {recurrent.attention_every}, {recurrent.num_value_heads} states {state}"
     if config.local is not None:
         words += f", {config.local.kind} {config.local.size:,}"
     return words + (", sinks" if attention.sinks else "")

@@ -20,7 +20,7 @@ from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.ranks import run_on_ranks
 
-FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
+FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3", "qwen3_next")
 LAYOUTS = {
     "one rank": {},
     "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},

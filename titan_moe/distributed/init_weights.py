@@ -19,12 +19,13 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 def fill_initial_weights(
     model: nn.Module,
     seed: int,
-    std_of: Callable[[str], float | None],
+    std_of: Callable[[str], float | tuple[float, float] | None],
     *,
     drawn_as: Mapping[str, str] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> None:
-    """Fill every parameter: ones where `std_of(name)` is None, else normal with that deviation.
+    """Fill every parameter: ones where `std_of(name)` is None, normal with that deviation where it
+    is a number, else the logarithm of numbers that are uniform between the two.
 
     Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same
     values; on `device`, wherever the parameter is kept (left out: there). A name in `drawn_as` gets
@@ -36,6 +37,7 @@ def fill_initial_weights(
         if std is None:
             local_part(parameter).fill_(1.0)
         elif ".experts." in name:
+            assert isinstance(std, float)
             _fill_experts(parameter, f"{seed}/{name}", std, device or parameter.device)
         else:
             whole = _draw(parameter.shape, device or parameter.device, f"{seed}/{name}", std)
@@ -50,9 +52,12 @@ def _fill_experts(parameter: Tensor, key: str, std: float, device: torch.device)
         local[row].copy_(whole[tuple(inner)])
 
 
-def _draw(shape: torch.Size, device: torch.device, key: str, std: float) -> Tensor:
+def _draw(
+    shape: torch.Size, device: torch.device, key: str, std: float | tuple[float, float]
+) -> Tensor:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(shape, dtype=torch.float32, device=device).normal_(
-        0.0, std, generator=generator
-    )
+    drawn = torch.empty(shape, dtype=torch.float32, device=device)
+    if isinstance(std, tuple):
+        return drawn.uniform_(*std, generator=generator).log_()
+    return drawn.normal_(0.0, std, generator=generator)

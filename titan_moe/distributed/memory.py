@@ -261,7 +261,7 @@ def _exchanged_per_token(config: ModelConfig, parallelism: Parallelism) -> float
 
 def _values_per_token(config: ModelConfig) -> float:
     """Elements that one token's forward through the largest layer leaves for the backward."""
-    own = attention_stats(config.attention, config.dim).saved
+    own = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
@@ -276,7 +276,7 @@ def _values_per_token(config: ModelConfig) -> float:
 def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
     input, attention with all it keeps, the results of products, and the exchanged rows."""
-    own = attention_stats(config.attention, config.dim).results
+    own = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
         routed: float = moe.top_k * (2 * moe.hidden_dim + config.dim)

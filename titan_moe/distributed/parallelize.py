@@ -19,6 +19,7 @@ from titan_moe.distributed.context_parallel.apply import (
     context_parallel_core,
     local_positions,
 )
+from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     apply_expert_parallel,
@@ -58,6 +59,7 @@ from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
+from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
 from titan_moe.runtime.log import logger
 from titan_moe.runtime.process import backend_timeout
 
@@ -224,7 +226,8 @@ def lay_out(
     `device` is where the model will run.
     """
     # 2. The plain model, without memory, and the stages of it that this rank holds.
-    plain = _plain_model(job, config, _attention_core(job, config, meshes, device))
+    cores = _attention_core(job, config, meshes, device), _recurrence(job, config, meshes, device)
+    plain = _plain_model(job, config, *cores)
     copies = first_names(config)
     names = [name for name, _ in plain.named_parameters() if name not in copies]
     stages = _stages(job, config)
@@ -258,7 +261,7 @@ def lay_out(
             blocks,
             job.compile,
             recompute,
-            eager_attention=_is_eager(part.core, meshes),
+            eager_attention=_is_eager(part, meshes),
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
             pipelined_tp=meshes.group("tp") if pipelines_tp and meshes.dims.tp > 1 else None,
         )
@@ -269,9 +272,11 @@ def lay_out(
     return Parts(parts, partial_over_tp, names, stages, accumulation)
 
 
-def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
-    """Returns whether attention must not be traced: it exchanges tensors or is compiled already."""
-    return meshes.dims.cp > 1 or isinstance(core, FlexCore)
+def _is_eager(part: Decoder, meshes: Meshes) -> bool:
+    """Returns whether attention must not be traced: it exchanges tensors, is compiled already, or
+    is a loop over a row."""
+    loops = part.config.recurrent is not None
+    return meshes.dims.cp > 1 or isinstance(part.core, FlexCore) or loops
 
 
 def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
@@ -283,9 +288,11 @@ def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
     return blocks
 
 
-def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> Decoder:
+def _plain_model(
+    job: JobConfig, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore | None
+) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(config, core)
+        model = Decoder(config, core, recurrence)
     for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
         parameter.data = parameter.data.to(stored_dtype(job))
     return model
@@ -308,6 +315,18 @@ def _attention_core(
         mask_documents=masked,
         device_type=device.type,
     )
+
+
+def _recurrence(
+    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> RecurrentCore | None:
+    if config.recurrent is None:
+        return None
+    rule, masked = choose_rule(device.type, compute_dtype(job)), job.training.mask_documents
+    if meshes.dims.cp == 1:
+        return Recurrence(rule, mask_documents=masked)
+    balanced = _is_balanced(job.parallelism)
+    return SegmentedRecurrence(rule, meshes.group("cp"), balanced=balanced, mask_documents=masked)
 
 
 def _positions(parallelism: Parallelism, meshes: Meshes) -> Positions:
@@ -335,7 +354,10 @@ def _own_parts(
         return [plain]
     schedule = schedule_of(job.parallelism)
     own = stages_of_rank(schedule, dims.coordinate(meshes.rank, "pp"), dims.pp, len(stages))
-    return [keep_only(_plain_model(job, plain.config, plain.core), stages[stage]) for stage in own]
+    return [
+        keep_only(_plain_model(job, plain.config, plain.core, plain.recurrence), stages[stage])
+        for stage in own
+    ]
 
 
 def _execution(

@@ -16,6 +16,7 @@ from titan_moe.models.config import (
     PositionTemperature,
     RopeConfig,
 )
+from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops.attention import AttentionCore, choose_core
 from titan_moe.ops.varlen_attention import takes
@@ -46,6 +47,7 @@ def _(attention: GQAConfig, config: ModelConfig, layer: int, core: AttentionCore
         attention,
         config.rope,
         norm_eps=config.norm_eps,
+        norm=norm_of(config),
         core=core,
         rotary=config.rotates(layer),
     )
@@ -62,6 +64,7 @@ class GQA(Attention):
     Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k may be normed.
 
     Args:
+        norm: makes the norms of learned `qk_norm`.
         rotary: whether positions rotate queries and keys; else `config.temperature` may scale them.
     """
 
@@ -72,6 +75,7 @@ class GQA(Attention):
         rope: RopeConfig,
         *,
         norm_eps: float,
+        norm: Callable[[int], nn.Module],
         core: AttentionCore,
         rotary: bool = True,
     ) -> None:
@@ -79,21 +83,24 @@ class GQA(Attention):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5 * softmax_factor(rope)
         self.core = core
-        self.wq = nn.Linear(dim, config.num_heads * config.head_dim, bias=config.bias)
+        self.output_gate = config.output_gate
+        queries = config.num_heads * config.head_dim * (1 + config.output_gate)
+        self.wq = nn.Linear(dim, queries, bias=config.bias)
         self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
         self.wv = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
         self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.bias)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm == "learned":
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
-        self.sinks = Sinks(config.num_heads) if config.sinks else None
+            self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
+        self.sinks = PerHead(config.num_heads) if config.sinks else None
         self.place = _placement(config, rope, norm_eps, rotary)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
+        if self.output_gate:  # Each head's channels lie beside their gates.
+            q, gate = (x.flatten(2) for x in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         q_BSHC = self.q_norm(q.unflatten(-1, heads))
         k_BSHC = self.k_norm(k.unflatten(-1, heads))
         v_BSHC = v.unflatten(-1, heads)
@@ -101,18 +108,20 @@ class GQA(Attention):
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
         sinks_H = None if self.sinks is None else self.sinks()
         o_BHSC = self.core(q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
-        return self.wo(o_BHSC.transpose(1, 2).flatten(2))
+        o_BSD = o_BHSC.transpose(1, 2).flatten(2)
+        return self.wo(o_BSD * gate.sigmoid() if self.output_gate else o_BSD)
 
 
-class Sinks(nn.Module):
-    """A logit per head that joins each of its softmaxes: `weight` [H].
+class PerHead(nn.Module):
+    """Numbers of each head, such as its sink, a logit that joins each of its softmaxes: `weight`,
+    heads or their channels first.
 
     A module, so that tensor parallelism can hand over a rank's heads.
     """
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads))
+        self.weight = nn.Parameter(torch.empty(shape))
 
     def forward(self) -> Tensor:
         return self.weight

@@ -64,6 +64,11 @@ class GQAConfig:
     one after it, in layers that rotate (Llama 4)."""
     bias: bool = False
     """All four projections have a bias: Hugging Face's `attention_bias`."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's channels that positions rotate: the first ones."""
+    output_gate: bool = False
+    """Queries are projected beside a gate of each channel, whose sigmoid multiplies the heads'
+    output (Qwen3-Next)."""
     sinks: bool = False
     """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
     temperature: PositionTemperature | None = None
@@ -72,7 +77,7 @@ class GQAConfig:
     @property
     def rope_dim(self) -> int:
         """Channels of a head that positions rotate."""
-        return self.head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def qk_dim(self) -> int:
@@ -116,12 +121,32 @@ class MLAConfig:
         return self.nope_dim + self.rope_dim
 
 
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Layers with a recurrent state in place of attention: the gated delta rule
+    (arXiv 2412.06464)."""
+
+    num_key_heads: int
+    """Heads of queries and keys."""
+    num_value_heads: int
+    """A multiple of it: consecutive heads share a key head. Each has a state [key_dim, value_dim].
+    """
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    """Tokens that a channel's convolution sees, its own among them."""
+    attention_every: int
+    """Layers attention_every - 1, 2 * attention_every - 1, ... attend; 0: none does."""
+
+
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig
 """The variants. A further one has num_heads, num_kv_heads, rope_dim, qk_dim, v_dim and sinks too,
 its module in models/attention.py and its counts in models/stats.py."""
+TokenMixer = AttentionConfig | GatedDeltaConfig
+"""What passes values from token to token in a layer."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +167,9 @@ class ModelConfig:
     """Interval of MoE layers: moe_every - 1, 2 * moe_every - 1, ..., unless `num_dense_layers`
     makes them dense."""
     local: LocalAttention | None = None
+    recurrent: GatedDeltaConfig | None = None
+    zero_centred_norms: bool = False
+    """Norms multiply by 1 + weight; but for that of a recurrent layer's output."""
     tied_embeddings: bool = False
     """The output layer's weight is the embedding's."""
     num_mtp_layers: int = 0
@@ -159,6 +187,24 @@ class ModelConfig:
         layer = min(layer, self.num_layers - 1)
         interleaved = (layer + 1) % self.moe_every == 0
         return self.moe is not None and layer >= self.num_dense_layers and interleaved
+
+    def mixer(self, layer: int) -> TokenMixer:
+        """The attention or recurrence of a layer; one beyond the last, which multi-token prediction
+        has, attends."""
+        recurrent = self.recurrent
+        if recurrent is None or layer >= self.num_layers:
+            return self.attention
+        every = recurrent.attention_every
+        return self.attention if every and (layer + 1) % every == 0 else recurrent
+
+    @property
+    def mixers(self) -> set[TokenMixer]:
+        """The kinds of `mixer` that any layer has."""
+        return {self.mixer(layer) for layer in range(self.num_layers)}
+
+    def recurs(self, layer: int) -> bool:
+        """Returns whether a layer has a recurrent state."""
+        return self.mixer(layer) is self.recurrent
 
     @property
     def local_or_sinks(self) -> bool:

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.models.attention import build_attention
-from titan_moe.models.config import ModelConfig
-from titan_moe.models.mtp import MultiTokenPrediction
-from titan_moe.models.output import Embedding, Output
+from titan_moe.models.attention import Attention, build_attention
+from titan_moe.models.config import GatedDeltaConfig, ModelConfig
+from titan_moe.models.gated_delta_net import GatedDeltaNet
+from titan_moe.models.mtp import MultiTokenPrediction, Sees
+from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, Sdpa
+from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.profiling.regions import region
 
@@ -38,6 +40,13 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
     "*.attention.sinks": "heads",
+    # Recurrent layers: key heads in order, and the value heads of each.
+    "*.attention.in_proj.*": "colwise",
+    "*.attention.gates.*": "colwise",
+    "*.attention.conv.*": "heads",
+    "*.attention.A_log": "heads",
+    "*.attention.dt_bias": "heads",
+    "*.attention.out_proj": "rowwise",
     "*.attention.wo": "rowwise",
     # MLA's down-projections and their norms see all tokens and feed the heads of every rank.
     "*.attention.wq_a": "whole",
@@ -50,6 +59,8 @@ TENSOR_PLAN: TensorPlan = {
     "*.moe.shared_experts.w1": "colwise",
     "*.moe.shared_experts.w2": "rowwise",
     "*.moe.shared_experts.w3": "colwise",
+    # Multiplies what lies before w2, where each rank has its part of the channels.
+    "*.moe.shared_experts.gate": "whole",
     "*norm": "whole",
     # Of multi-token prediction, on a rank's part of the tokens.
     "*.projection": "whole",
@@ -60,38 +71,47 @@ module with parameters is named, also where it stays whole, but for routers and 
 
 
 class FeedForward(nn.Module):
-    """Dense SwiGLU (arXiv 2002.05202): w2 (silu(w1 x) * w3 x)."""
+    """Dense SwiGLU (arXiv 2002.05202): w2 (silu(w1 x) * w3 x); if gated, times sigmoid(gate x).
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    That number per token is applied before w2, which is linear.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, *, gated: bool = False) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.gate = nn.Linear(dim, 1, bias=False) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        hidden = F.silu(self.w1(x)) * self.w3(x)
+        return self.w2(hidden if self.gate is None else hidden * self.gate(x).sigmoid())
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a dense or MoE feed-forward, each added to the stream.
+    """Pre-norm attention or recurrence, then a dense or MoE feed-forward, each added to the stream.
 
-    `local` says which of the decoder's masks is the block's. Two attributes are strategies, set
-    once when the model is laid out: `execute` runs `compute`, maybe compiled, or recomputed in the
-    backward; `call_moe` calls the MoE layer, outside of a compiled block's graph.
+    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. Two
+    attributes are strategies, set once when the model is laid out: `execute` runs `compute`, maybe
+    compiled, or recomputed in the backward; `call_moe` calls the MoE layer, outside of a compiled
+    block's graph.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, core: AttentionCore) -> None:
+    def __init__(
+        self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
+    ) -> None:
         super().__init__()
-        self.local = config.local_in(layer)
-        self.attention = build_attention(config.attention, config, layer, core)
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.sees: Sees = "state" if config.recurs(layer) else config.local_in(layer)
+        self.attention = _mixer(layer, config, core, recurrence)
+        self.attention_norm = norm_of(config)(config.dim)
+        self.ffn_norm = norm_of(config)(config.dim)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         if config.is_moe_layer(layer):
             assert config.moe is not None
             shared_dim = config.moe.num_shared_experts * config.moe.hidden_dim
-            shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+            gated = config.moe.shared_gate
+            shared = FeedForward(config.dim, shared_dim, gated=gated) if shared_dim else None
             self.moe = MoE(config.dim, config.moe, shared)
         else:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim)
@@ -115,6 +135,15 @@ class Block(nn.Module):
         return x_BSD + h_BSD
 
 
+def _mixer(
+    layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
+) -> Attention:
+    mixer = config.mixer(layer)
+    if isinstance(mixer, GatedDeltaConfig):
+        return GatedDeltaNet(config.dim, mixer, norm_eps=config.norm_eps, core=recurrence)
+    return build_attention(mixer, config, layer, core)
+
+
 def _call(moe: MoE, x_BSD: Tensor) -> Tensor:
     return moe(x_BSD)
 
@@ -122,18 +151,24 @@ def _call(moe: MoE, x_BSD: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Token ids to logits or to the loss."""
 
-    def __init__(self, config: ModelConfig, core: AttentionCore | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        core: AttentionCore | None = None,
+        recurrence: RecurrentCore | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.core = core or Sdpa()
+        self.recurrence = recurrence or Recurrence(chunked_rule, mask_documents=False)
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.rope = Rope(config.attention.rope_dim, config.rope)
-        make_block = partial(Block, config=config, core=self.core)
+        make_block = partial(Block, config=config, core=self.core, recurrence=self.recurrence)
         # A dict, not a list: a pipeline stage keeps the numbers of the layers that it holds.
         self.layers = nn.ModuleDict(
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = norm_of(config)(config.dim)
         self.output = Output(config.dim, config.vocab_size)
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
@@ -187,10 +222,14 @@ class Decoder(nn.Module):
         are tokens ahead, one for each depth of multi-token prediction."""
         x_BSD = self.tok_embeddings(tokens_BS)
         rotation = self.rope(positions_BS, x_BSD.dtype)
-        locals_ = dict.fromkeys(block.local for block in self.blocks().values())
-        masks = {local: self.core.mask(documents_BS, local, bounds) for local in locals_}
+        masks = {
+            sees: self.recurrence.mask(documents_BS)
+            if sees == "state"
+            else self.core.mask(documents_BS, sees, bounds)
+            for sees in dict.fromkeys(block.sees for block in self.blocks().values())
+        }
         for block in self.layers.values():
-            x_BSD = block(x_BSD, rotation, masks[block.local])  # type: ignore[index]
+            x_BSD = block(x_BSD, rotation, masks[block.sees])  # type: ignore[index]
         x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
@@ -263,14 +302,19 @@ def is_bias(name: str) -> bool:
     return last.endswith("bias") or last in _BIASES
 
 
-def initial_std(name: str, config: ModelConfig) -> float | None:
-    """Standard deviation that a parameter is drawn with; None for a norm's weight: ones."""
+def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:
+    """Standard deviation that a parameter is drawn with; None: ones, as a norm's weight; two
+    numbers: the logarithm of one that is uniform between them."""
     parts = name.split(".")
+    if "A_log" in parts:  # As published: exp(A_log) is the rate at which a state decays.
+        return 0.01, 16.0
+    if "dt_bias" in parts or "out_norm" in parts:
+        return None
     if is_bias(name):
         return 0.0
     if any(part.endswith("norm") for part in parts):
-        return None
-    if "wo" in parts or "w2" in parts:
+        return 0.0 if config.zero_centred_norms else None
+    if {"wo", "w2", "out_proj"} & set(parts):
         return config.init_std / (2 * config.num_layers) ** 0.5
     return config.init_std
 

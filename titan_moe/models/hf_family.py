@@ -105,6 +105,12 @@ def gqa_defaults(settings: Settings) -> dict[str, Any]:
     }
 
 
+def partial_rotary_factor(settings: Settings, default: float) -> float:
+    """The share of a head's channels that rotate, by either form of config.json."""
+    factor = (settings.get("rope_parameters") or {}).get("partial_rotary_factor")
+    return given(settings, "partial_rotary_factor", default) if factor is None else factor
+
+
 def make_config(fields: Fields, attention: type[Any]) -> ModelConfig:
     """The dimensions with these fields, dense where none of them is under `moe`."""
     tables: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "moe": {}}
@@ -229,6 +235,15 @@ def period(key: str, layers: Sequence[bool]) -> int:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows `first` to `last` of each group of `size` rows of theirs, one group after another."""
+
+    first: int
+    last: int
+    size: int
+
+
+@dataclass(frozen=True)
 class HFWeight:
     """One way in which a tensor of ours is stored."""
 
@@ -237,9 +252,9 @@ class HFWeight:
     a stack is stored whole, experts first, like ours."""
     transposed: bool = False
     """Their last two dims are ours swapped."""
-    part: Literal["whole", "first half", "second half", "even", "odd"] = "whole"
-    """Which rows of theirs are ours, where gate and up projections share a tensor: of a matrix, its
-    second last dim in our order; of a bias, its last."""
+    part: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
+    """Which rows of theirs are ours, where projections share a tensor: of a matrix, its second last
+    dim in our order; of a bias, its last; `Rows` of the first dim."""
 
 
 # Our name -> the ways it may be stored; the first is how it is published, and exported. What is

@@ -6,17 +6,19 @@ layer. Order of the projection's inputs and norms are those of the published wei
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.output import Embedding
+from titan_moe.models.output import Embedding, norm_of
 from titan_moe.models.rope import Rotation
 from titan_moe.ops.local_attention import LocalAttention
 
-Masks = Mapping[LocalAttention | None, Any]
+Sees = LocalAttention | Literal["state"] | None
+"""How a layer gets at the past: how far its attention sees, or by a recurrent state."""
+Masks = Mapping[Sees, Any]
 
 
 class MTPLayer(nn.Module):
@@ -28,11 +30,11 @@ class MTPLayer(nn.Module):
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.embedding_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.embedding_norm = norm_of(config)(config.dim)
+        self.hidden_norm = norm_of(config)(config.dim)
         self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.block = block
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = norm_of(config)(config.dim)
 
     def forward(
         self, tokens_BS: Tensor, hidden_BSD: Tensor, rotation: Rotation, mask: Any
@@ -75,7 +77,7 @@ class MultiTokenPrediction(nn.Module):
         """
         hidden = [hidden_BSD]
         for layer, tokens_BS in zip(self.layers.values(), tokens_BKS.unbind(1), strict=True):
-            mask = masks[layer.block.local]  # type: ignore[union-attr, index]
+            mask = masks[layer.block.sees]  # type: ignore[union-attr, index]
             hidden.append(layer(tokens_BS, hidden[-1], rotation, mask))
         return hidden[1:]
 

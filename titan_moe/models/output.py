@@ -1,11 +1,13 @@
 """The layers around the blocks: the embedding, the norm, and the output layer with the loss."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.models.config import LOSS_CHUNKS
+from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.profiling.regions import region
@@ -21,6 +23,20 @@ class Embedding(nn.Embedding):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         with region("embedding"):
             return super().forward(tokens_BS)
+
+
+class ZeroCentredRMSNorm(nn.RMSNorm):
+    """Multiplies by 1 + weight, which one rounding adds up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        return torch.addcmul(normed, normed, self.weight)
+
+
+def norm_of(config: ModelConfig) -> Callable[[int], nn.RMSNorm]:
+    """Returns what makes a model's norms, given their number of channels."""
+    kind = ZeroCentredRMSNorm if config.zero_centred_norms else nn.RMSNorm
+    return partial(kind, eps=config.norm_eps)
 
 
 class Output(nn.Linear):

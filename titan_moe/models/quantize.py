@@ -1,7 +1,8 @@
 """Which products of a model run in float8: chosen before anything cuts their weights.
 
 Parameters stay what they were, in type, name and shape. Routers stay in at least float32, since a
-rounded score sends a token elsewhere; embeddings and the output layer in the compute type.
+rounded score sends a token elsewhere; embeddings, the output layer and the gates of recurrent
+layers in the compute type.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,8 @@ def _linears(
         if not isinstance(module, nn.Linear) or id(module) in inside:
             continue
         aligned = all(size % unit == 0 for size in module.weight.shape)
-        if aligned and name != "output" and not _has_word(name, left_alone):
+        kept = name == "output" or ".gates." in name
+        if aligned and not kept and not _has_word(name, left_alone):
             yield name, module
 
 

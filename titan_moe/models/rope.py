@@ -46,8 +46,14 @@ class Rope(nn.Module):
 
 
 def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str) -> Tensor:
-    """Rotate pairs of channels by their position's angle; computes in the rotation's type."""
+    """Rotate pairs of channels by their position's angle; computes in the rotation's type.
+
+    Of wider heads the first channels rotate, as many as there are angles for.
+    """
     assert pairing in ("halves", "neighbours"), pairing
+    width = 2 * rotation.cos_BSC.shape[-1]
+    if width < x_BSHC.shape[-1]:
+        return torch.cat([rotate(x_BSHC[..., :width], rotation, pairing), x_BSHC[..., width:]], -1)
     cos, sin = rotation.cos_BSC[:, :, None], rotation.sin_BSC[:, :, None]
     x = x_BSHC.to(cos.dtype)
     if pairing == "halves":

@@ -12,16 +12,17 @@ from titan_moe.config import pipeline
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Parallelism, Training
 from titan_moe.models.config import (
-    AttentionConfig,
+    GatedDeltaConfig,
     GQAConfig,
     MLAConfig,
     ModelConfig,
+    TokenMixer,
 )
 from titan_moe.ops.local_attention import mean_seen
 
 
 class AttentionStats(NamedTuple):
-    """Holds sizes and costs of one layer's attention."""
+    """Holds sizes and costs of one layer's attention or recurrence."""
 
     parameters: int
     matrices: int
@@ -33,10 +34,12 @@ class AttentionStats(NamedTuple):
     results: int
     """Elements of a token that recomputation by operation keeps: products, and attention with all
     that it saves."""
+    state_products: int = 0
+    """Multiplications of a token with a recurrent state."""
 
 
 @singledispatch
-def attention_stats(attention: AttentionConfig, dim: int) -> AttentionStats:
+def attention_stats(attention: TokenMixer, dim: int) -> AttentionStats:
     """For a residual stream of `dim`. TypeError for a variant that has registered no counts."""
     raise TypeError(f"models/stats.py has no counts for a {type(attention).__name__}")
 
@@ -44,15 +47,16 @@ def attention_stats(attention: AttentionConfig, dim: int) -> AttentionStats:
 @attention_stats.register
 def _(attention: GQAConfig, dim: int) -> AttentionStats:
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    matrices = 2 * dim * (heads + kv_heads) * head_dim
-    biases = attention.bias * ((heads + 2 * kv_heads) * head_dim + dim)
+    queries = heads * (1 + attention.output_gate)
+    matrices = dim * (queries + heads + 2 * kv_heads) * head_dim
+    biases = attention.bias * ((queries + 2 * kv_heads) * head_dim + dim)
     norms = 2 * head_dim * (attention.qk_norm == "learned")
     return AttentionStats(
         parameters=matrices + biases + norms + attention.sinks * heads,
         matrices=matrices,
         score_channels=heads * 2 * head_dim,
-        saved=(3 * heads + 3 * kv_heads) * head_dim,
-        results=2 * (heads + 2 * kv_heads) * head_dim + heads * head_dim,
+        saved=(3 * heads + 3 * kv_heads + 2 * heads * attention.output_gate) * head_dim,
+        results=2 * (heads + 2 * kv_heads) * head_dim + queries * head_dim,
     )
 
 
@@ -72,6 +76,24 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
         score_channels=heads * (qk_dim + v_dim),
         saved=heads * (by_head + 2 * v_dim) + 2 * (kv_rank + (q_rank or 0)),
         results=heads * (by_head + 3 * v_dim) + latent + (q_rank or 0),
+    )
+
+
+@attention_stats.register
+def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
+    heads = attention.num_value_heads
+    values = heads * attention.value_dim
+    convolved = 2 * attention.num_key_heads * attention.key_dim + values
+    # A convolution multiplies each channel's tokens with its weights.
+    matrices = dim * (convolved + 2 * values + 2 * heads) + convolved * attention.conv_size
+    return AttentionStats(
+        parameters=matrices + 2 * heads + attention.value_dim,
+        matrices=matrices,
+        score_channels=0,
+        saved=2 * convolved + 5 * values,
+        results=2 * convolved + 2 * values + 2 * heads,
+        # The state is read twice, by the key and by the query, and written once.
+        state_products=3 * values * attention.key_dim,
     )
 
 
@@ -137,22 +159,24 @@ def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 
 def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     seen = mean_seen(config.local_in(layer), seq_len)
-    attention = attention_stats(config.attention, config.dim)
-    products = 2.0 * (attention.matrices + attention.score_channels * seen)
+    attention = attention_stats(config.mixer(layer), config.dim)
+    products = attention.matrices + attention.score_channels * seen + attention.state_products
+    products *= 2.0
     moe = config.moe
     if not config.is_moe_layer(layer) or moe is None:
         return products + 2.0 * 3 * config.dim * config.hidden_dim
     active = moe.top_k + moe.num_shared_experts
-    return products + 2.0 * config.dim * (moe.num_experts + 3 * active * moe.hidden_dim)
+    gates = moe.num_experts + moe.shared_gate
+    return products + 2.0 * config.dim * (gates + 3 * active * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
-    dense = 2 * config.dim + attention_stats(config.attention, config.dim).parameters
+    dense = 2 * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
     moe = config.moe
     if not config.is_moe_layer(layer) or moe is None:
         return Size(dense + 3 * config.dim * config.hidden_dim)
     expert = 3 * config.dim * moe.hidden_dim
-    router = moe.num_experts * (config.dim + moe.router_bias)
+    router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
     biases = moe.projection_bias * (2 * moe.hidden_dim + config.dim)
     return Size(
         dense + router + moe.num_shared_experts * expert, moe.num_experts * (expert + biases)

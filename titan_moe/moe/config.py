@@ -15,6 +15,8 @@ class MoEConfig:
     top_k: int
     hidden_dim: int
     num_shared_experts: int = 0
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by a number per token, sigmoid(gate x)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = False
     """Divide the chosen scores by their sum, so that a token's weights add up to route_scale."""

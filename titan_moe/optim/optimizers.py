@@ -13,8 +13,9 @@ from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon
 
 # Muon is for what maps hidden states to hidden states, as its author has it: lookup tables, the
-# output layer and the routers' gates, whose rows are single tokens or experts, stay with AdamW.
-_NOT_HIDDEN = {"tok_embeddings", "output", "router"}
+# output layer and gates, whose rows are single tokens or experts, and convolutions of single
+# channels stay with AdamW.
+_NOT_HIDDEN = {"tok_embeddings", "output", "router", "gate", "gates", "conv"}
 
 
 def build_optimizer(

@@ -140,7 +140,8 @@ def _layers_of_all_kinds(job: JobConfig, config: ModelConfig) -> int:
     period = int(every) if every.isdecimal() else 1
 
     def kind(layer: int) -> tuple:
-        return config.is_moe_layer(layer), config.local_in(layer), layer % period
+        mixer = config.recurs(layer), config.local_in(layer)
+        return config.is_moe_layer(layer), *mixer, layer % period
 
     kinds = [kind(layer) for layer in range(config.num_layers)]
     return max(kinds.index(each) for each in set(kinds)) + 1

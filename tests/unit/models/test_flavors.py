@@ -31,6 +31,7 @@ PUBLISHED = {
     ("qwen3", "32B"): (32.8, None, True),
     ("qwen3", "30B-A3B"): (30.5, 3.3, True),
     ("qwen3", "235B-A22B"): (235, 22, True),
+    ("qwen3_next", "80B-A3B"): (80, None, True),  # "3B" active, of 3.25 without embeddings.
 }
 # To the last parameter, as counted in torchtitan 0.2.2 for the same dimensions.
 EXACT = {("deepseek_v3", "debugmodel"): 33_014_016, ("qwen3", "debugmodel_moe"): 14_428_672}

@@ -57,6 +57,7 @@ def test_record_of_dimensions_gives_them_back(family, flavor):
 
 V3, V2, QWEN3 = ("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("qwen3", "30B-A3B")
 OSS, SCOUT, MIXTRAL = ("gpt_oss", "20b"), ("llama4", "gate"), ("mixtral", "8x7B")
+NEXT = ("qwen3_next", "gate")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,11 @@ OSS, SCOUT, MIXTRAL = ("gpt_oss", "20b"), ("llama4", "gate"), ("mixtral", "8x7B"
         (OSS, {"rope_scaling": None}, "rope_scaling is missing"),
         (SCOUT, {"moe_layers": [0, 3]}, "moe_layers must repeat"),
         (SCOUT, {"no_rope_layers": [1, 0, 0, 1] * 2}, "no_rope_layers must repeat"),
+        (NEXT, {"layer_types": ["linear_attention"] * 7 + ["full_attention"] * 9}, "must repeat"),
+        (NEXT, {"layer_types": ["sliding_attention"] * 8}, "only linear_attention or full_att"),
+        (NEXT, {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
+        (NEXT, {"shared_expert_intermediate_size": 40}, "must be a multiple of moe_intermediate"),
+        (NEXT, {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
     ],
 )
 def test_unsupported_settings_are_named(flavor, change, words, tmp_path):

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from titan_moe.distributed.boxes import Box
-from titan_moe.models.hf_family import HFWeight
+from titan_moe.models.hf_family import HFWeight, Rows
 
 _STEP = {"even": (0, 2), "odd": (1, 2)}
 
@@ -40,7 +40,9 @@ class Stored(NamedTuple):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors of theirs that hold it."""
         shape = list(self.shape[1:] if self.one_by_one else self.shape)
-        if self.way.part != "whole":
+        if isinstance(rows := self.way.part, Rows):
+            shape[0] = shape[0] // (rows.last - rows.first) * rows.size
+        elif rows != "whole":
             shape[self._shared_dim(len(shape))] *= 2
         if self.way.transposed:
             shape[-2:] = shape[:-3:-1]
@@ -51,6 +53,10 @@ class Stored(NamedTuple):
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """The pieces that cover a box of ours, each element once."""
+        if isinstance(self.way.part, Rows):
+            for theirs, ours in _grouped_rows(box[0], self.way.part):
+                yield Piece(self.way.name, (theirs, *box[1:]), (ours, *box[1:]), transposed=False)
+            return
         if not self.one_by_one:
             yield Piece(self.way.name, self._theirs(box), box, self.way.transposed)
             return
@@ -71,10 +77,11 @@ class Stored(NamedTuple):
 
     def _theirs(self, box: Box) -> Box:
         theirs = list(box)
-        if self.way.part != "whole":
+        if (part := self.way.part) != "whole":
+            assert isinstance(part, str)
             dim = self._shared_dim(len(box))
             size = self.shape[dim - len(box)]
-            theirs[dim] = _shared_rows(box[dim], self.way.part, size)
+            theirs[dim] = _shared_rows(box[dim], part, size)
         if self.way.transposed:
             theirs[-2:] = theirs[:-3:-1]
         return tuple(theirs)
@@ -86,6 +93,15 @@ def _shared_rows(rows: slice, part: str, size: int) -> slice:
         return slice(step * rows.start + first, step * rows.stop, step)
     shift = size if part == "second half" else 0
     return slice(rows.start + shift, rows.stop + shift)
+
+
+def _grouped_rows(box: slice, rows: Rows) -> Iterator[tuple[slice, slice]]:
+    """Yields theirs and ours, group by group."""
+    own = rows.last - rows.first
+    for group in range(box.start // own, -(-box.stop // own)):
+        begin, end = max(box.start, group * own), min(box.stop, (group + 1) * own)
+        shift = group * (rows.size - own) + rows.first
+        yield slice(begin + shift, end + shift), slice(begin, end)
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -40,6 +40,8 @@ def _tensor(run: Run) -> Iterator[str]:
         "num_kv_heads": model.attention.num_kv_heads,
         "vocab_size": model.vocab_size,
     }
+    if model.recurrent is not None:
+        sizes["linear_num_key_heads"] = model.recurrent.num_key_heads
     if not all(map(model.is_moe_layer, range(model.num_layers))):
         sizes["hidden_dim"] = model.hidden_dim
     if model.moe is not None and model.moe.num_shared_experts:
@@ -86,6 +88,21 @@ def _sequence_slices(run: Run) -> Iterator[str]:
                 f"{headtail} and tensor_parallel_degree={tp}: choose "
                 f"{either(legal) if legal else 'smaller degrees'}"
             )
+
+
+def _recurrent_segments(run: Run) -> Iterator[str]:
+    degrees, recurrent = run.job.parallelism, run.model.recurrent
+    cp, length = degrees.context_parallel_degree, run.job.training.seq_len
+    balanced = degrees.context_parallel_load_balancer == "headtail"
+    segments = cp * (2 if balanced else 1)
+    if recurrent is None or cp == 1 or length // segments >= recurrent.conv_size - 1:
+        return
+    back = recurrent.conv_size - 1
+    yield (
+        f"training.seq_len={length} in {segments} segments for context_parallel_degree={cp} leaves "
+        f"less than the {back} tokens that the convolutions of {run.flavor} look back: choose "
+        f"{segments * back} or more, or a smaller degree"
+    )
 
 
 def _ulysses(run: Run) -> Iterator[str]:
@@ -139,6 +156,7 @@ RULES: list[Rule] = [
     _tensor,
     _async_tensor,
     _sequence_slices,
+    _recurrent_segments,
     _ulysses,
     _pipeline,
     _order_of_stages,

@@ -50,7 +50,7 @@ def local_positions(
 
     `seq_len` divides by `cp_size`, by twice that if balanced.
     """
-    held = _chunks_of_ranks(cp_size, balanced)
+    held = chunks_of_ranks(cp_size, balanced)
     chunks = torch.arange(seq_len, device=device).chunk(cp_size * len(held[0]))
     return torch.cat([chunks[chunk] for chunk in held[cp_rank]])
 
@@ -196,7 +196,7 @@ class RingAttention:
 
 def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
     """The ranks' parts [cp, B, H, S/cp, E] -> whole rows [B, H, S, E], in their order."""
-    held = _chunks_of_ranks(len(parts_PBHSE), balanced)
+    held = chunks_of_ranks(len(parts_PBHSE), balanced)
     chunks = {
         chunk: x
         for part, numbers in zip(parts_PBHSE.unbind(), held, strict=True)
@@ -207,12 +207,12 @@ def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
 
 def cut_row(x_BHSE: Tensor, cp_size: int, *, balanced: bool) -> Tensor:
     """The inverse of `join_row`."""
-    held = _chunks_of_ranks(cp_size, balanced)
+    held = chunks_of_ranks(cp_size, balanced)
     chunks = x_BHSE.chunk(cp_size * len(held[0]), 2)
     return torch.stack([torch.cat([chunks[chunk] for chunk in numbers], 2) for numbers in held])
 
 
-def _chunks_of_ranks(cp_size: int, balanced: bool) -> list[list[int]]:
+def chunks_of_ranks(cp_size: int, balanced: bool) -> list[list[int]]:
     """Which of a row's chunks each rank holds."""
     if not balanced:
         return [[rank] for rank in range(cp_size)]

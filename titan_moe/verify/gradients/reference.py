@@ -239,7 +239,7 @@ class Reference:
     def _is_for_muon(self, name: str) -> bool:
         """Weights of layers that map hidden states to hidden states."""
         parts = name.split(".")
-        elsewhere = parts[-1] in _BIASES or {"tok_embeddings", "output", "router"} & set(parts)
+        elsewhere = parts[-1] in _BIASES or _BY_ADAM & set(parts)
         matrix = self.parameters[name].ndim > 1 and not elsewhere
         return self.optimizer.name == "Muon" and matrix
 
@@ -264,6 +264,7 @@ class Reference:
 
 
 _BIASES = ("bias", "b1", "b2", "b3")
+_BY_ADAM = {"tok_embeddings", "output", "router", "gate", "gates", "conv"}
 
 
 def _matrices(weight: Tensor) -> list[Tensor]:

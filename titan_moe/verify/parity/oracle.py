@@ -57,7 +57,7 @@ class Oracle(nn.Module):
     Args:
         settings: a config.json, `model_type` among it.
         seed: of the weights: norms around 1, biases around 0, matrices that keep the scale of what
-            they multiply, nothing at its neutral value.
+            they multiply, recurrent states that last for some tokens, nothing at its neutral value.
         expert_scale: a factor on the experts' first matrices, to reach limits of activations.
     """
 
@@ -106,11 +106,15 @@ class Oracle(nn.Module):
 @torch.no_grad()
 def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
+    # Models with recurrent layers: norms multiply by 1 + weight.
+    zero_centred = any("linear_attn" in name for name in tensors)
     for name, tensor in tensors.items():
         # Drawn in float32, so that both types start from the same weights.
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         if "norm" in name:
-            drawn = 1 + 0.1 * noise
+            drawn = (0 if zero_centred and "linear_attn" not in name else 1) + 0.1 * noise
+        elif "A_log" in name:
+            drawn = noise - 2
         elif name.endswith("bias"):
             drawn = 0.1 * noise
         elif tensor.ndim == 1 or "embed" in name:

@@ -9,7 +9,7 @@ import pytest
 
 from titan_moe.checkpoint.hf.pieces import Stored, cut, whole
 from titan_moe.distributed.boxes import inside, sizes
-from titan_moe.models.hf_family import HFWeight
+from titan_moe.models.hf_family import HFWeight, Rows
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 6
 PARTS = ("whole", "first half", "second half", "even", "odd")
@@ -27,10 +27,18 @@ CASES = [
     for transposed in (False, True)
     if not transposed or len(shape) - ("{expert}" in theirs) - (theirs[0] == "b") >= 2
 ]
+CASES += [
+    ("layers.1.attention.in_proj.q.weight", (ROWS, *inner), HFWeight("w", part=Rows(*rows)))
+    for rows in ((0, 2, 5), (3, 5, 5), (1, 2, 3), (2, 6, 7))
+    for inner in ((COLUMNS,), (1, 3))
+]
 
 
 def _slow(theirs, name, way):
     """All of ours from all of theirs: one expert's tensor, or the stack."""
+    if isinstance(rows := way.part, Rows):
+        mine = [row for row in range(len(theirs)) if rows.first <= row % rows.size < rows.last]
+        return theirs[mine]
     if way.transposed:
         theirs = np.swapaxes(theirs, -1, -2)
     is_bias = theirs.ndim - (".experts." in name and "{expert}" not in way.name) == 1

@@ -20,7 +20,7 @@ from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.runtime.errors import RunError
 
-FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
+FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3", "qwen3_next")
 CPU = torch.device("cpu")
 
 

@@ -1,0 +1,70 @@
+"""Recurrent layers in a whole model: packed documents, initial values, costs."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.registry import model_config
+from titan_moe.models.stats import attention_stats
+from titan_moe.ops.attention import choose_core
+from titan_moe.ops.gated_delta import Recurrence, chunked_rule
+from titan_moe.verify.gradients.token_by_token import recur
+
+CONFIG = replace(model_config("qwen3_next", "gate"), num_layers=4)
+
+
+def _model(*, mask_documents: bool = True) -> Decoder:
+    core = choose_core(mask_documents=mask_documents, device_type="cpu")
+    model = Decoder(CONFIG, core, Recurrence(chunked_rule, mask_documents=mask_documents))
+    fill_initial_weights(model, 0, partial(initial_std, config=CONFIG))
+    return model.double().eval()
+
+
+def _gradients(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_packed_documents_are_trained_as_one_by_one():
+    lengths = (1, 2, 17, 70, 6)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, CONFIG.vocab_size, (1, sum(lengths)))
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    packed, alone = _model(), _model(mask_documents=False)
+    logits = packed(tokens, number)
+    upstream = torch.randn_like(logits)
+    logits.backward(upstream)
+    parts = tokens.split(lengths, 1), logits.split(lengths, 1), upstream.split(lengths, 1)
+    for document, wanted, gradient in zip(*parts, strict=True):
+        found = alone(document)
+        found.backward(gradient)
+        assert (found - wanted).norm() <= 1e-11 * wanted.norm()
+    found, wanted = _gradients(packed), _gradients(alone)
+    assert found.keys() == wanted.keys() and "layers.0.attention.conv.q.weight" in found
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+
+
+def test_first_values_are_the_published_ones():
+    weights = dict(_model().named_parameters())
+    rate = weights["layers.0.attention.A_log.weight"].exp()
+    assert ((rate > 0.01) & (rate < 16)).all() and rate.max() > 4 * rate.min()
+    assert (weights["layers.0.attention.dt_bias.weight"] == 1).all()
+    assert (weights["layers.0.attention.out_norm.weight"] == 1).all()
+    for name in ("norm", "layers.0.attention_norm", "layers.1.attention.q_norm"):
+        assert (weights[f"{name}.weight"] == 0).all()
+
+
+def test_cost_of_the_recurrence_is_that_of_its_products():
+    recurrent = CONFIG.recurrent
+    assert recurrent is not None
+    heads, keys, values = recurrent.num_value_heads, recurrent.key_dim, recurrent.value_dim
+    q, k = torch.randn(2, 1, recurrent.num_key_heads, 5, keys)
+    gates = torch.zeros(2, 1, heads, 5)
+    with FlopCounterMode(display=False) as counter:
+        recur(q, k, torch.randn(1, heads, 5, values), torch.zeros(1, 5), *gates)
+    counted = attention_stats(recurrent, CONFIG.dim).state_products
+    assert counter.get_total_flops() == 5 * 2 * counted

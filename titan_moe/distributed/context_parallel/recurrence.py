@@ -1,0 +1,107 @@
+"""Recurrent layers whose rows are cut over the ranks of `cp`.
+
+No token moves: each rank computes on the segments of the row that it holds, one, or two where
+head-tail balance deals them out for attention's sake. What a segment makes of the state before it
+is an affine map, S -> N + M S, and so is what its tokens read of it. So a rank computes both at
+once, with K more channels of values whose state begins as the identity; all ranks then exchange
+their segments' M and N, chain those before their own, and add what that state gives.
+
+The price is the rule on K more channels of values, and an all-gather of the maps: for each row,
+head and segment K (V + K) numbers. The convolution's is the last tokens of each segment.
+"""
+
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titan_moe.distributed.collectives import gather_parts, linear, reduce_scatter_rows
+from titan_moe.distributed.context_parallel.apply import chunks_of_ranks, local_positions
+from titan_moe.ops.gated_delta import DeltaRule, Recurrence, short_convolution
+
+
+class SegmentedRecurrence:
+    """The RecurrentCore of rows that are cut over a group. Collective, but for `mask`.
+
+    Args:
+        rule: of whole rows, here of segments.
+        group: the ranks of `cp`, two or more.
+        balanced: head-tail balance; else consecutive positions.
+        mask_documents: whether documents packed into a row are kept apart.
+    """
+
+    def __init__(
+        self, rule: DeltaRule, group: ProcessGroup, *, balanced: bool, mask_documents: bool
+    ) -> None:
+        self.rule, self._group = rule, group
+        self._whole = Recurrence(rule, mask_documents=mask_documents)
+        held = chunks_of_ranks(group.size(), balanced)
+        self._own = held[group.rank()]
+        dealt = [segment for of_rank in held for segment in of_rank]
+        self._order = [dealt.index(segment) for segment in range(len(dealt))]
+        self._positions = cache(partial(local_positions, balanced=balanced))
+
+    def mask(self, documents_BS: Tensor) -> Tensor:
+        place_BS = self._whole.mask(documents_BS)
+        size, rank, length = self._group.size(), self._group.rank(), place_BS.shape[1]
+        return place_BS[:, self._positions(length, size, rank, device=place_BS.device)]
+
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+        x_NSC = self._cut(x_BSC)
+        last_NWC = x_NSC[:, x_NSC.shape[1] - weight_C1W.shape[-1] + 1 :]
+        ends = self._of_all(last_NWC)
+        before_NWC = self._own_of(torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]))
+        place_NS = self._cut(place_BS.expand(len(x_BSC), -1))
+        return self._join(short_convolution(x_NSC, weight_C1W, place_NS, before_NWC))
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
+    ) -> Tensor:
+        keys, values = k_BGSK.shape[-1], v_BHSV.shape[-1]
+        tensors = (q_BGSK, k_BGSK, F.pad(v_BHSV, (0, keys)), decay_BHS, beta_BHS)
+        segments = [self._cut(x.transpose(1, 2)) for x in tensors]
+        place_NS = self._cut(place_BS.expand(len(v_BHSV), -1))
+        identity_KE = F.pad(
+            torch.eye(keys, dtype=decay_BHS.dtype, device=q_BGSK.device), (values, 0)
+        )
+        shape = len(place_NS), v_BHSV.shape[1], -1, -1
+        o_NSHE, map_NHKE = self.rule(*segments, place_NS, identity_KE.expand(shape))
+        own, reads = o_NSHE.transpose(1, 2).split([values, keys], -1)
+        state_NHKV = self._own_of(self._chained(self._of_all(map_NHKE), values))
+        o_NHSV = own + (reads.to(state_NHKV.dtype) @ state_NHKV).to(own.dtype)
+        return self._join(o_NHSV.transpose(1, 2)).transpose(1, 2)
+
+    def _chained(self, maps_ZBHKE: Tensor, values: int) -> Tensor:
+        """Returns the state before each segment of the row, [Z, B, H, K, V]. All depend on all
+        maps, so that every rank's backward reaches the exchange."""
+        shift, factor = maps_ZBHKE.split([values, maps_ZBHKE.shape[-1] - values], -1)
+        states = [torch.zeros_like(shift[0])]
+        for segment in range(len(maps_ZBHKE) - 1):
+            states.append(shift[segment] + factor[segment] @ states[-1])
+        return torch.stack(states)
+
+    def _cut(self, x_BS: Tensor) -> Tensor:
+        """Rows [B, S, ...] -> segments of rows, [segments * B, S / segments, ...]."""
+        return torch.cat(x_BS.chunk(len(self._own), 1))
+
+    def _join(self, x_NS: Tensor) -> Tensor:
+        return torch.cat(x_NS.chunk(len(self._own)), 1)
+
+    def _of_all(self, own_N: Tensor) -> Tensor:
+        """Own segments' [segments * B, ...] -> all segments' in the row's order, [Z, B, ...].
+
+        Backward: all ranks' gradients, summed in rank order.
+        """
+        size, group = self._group.size(), self._group
+
+        def scatter(grad: Tensor) -> Tensor:
+            return reduce_scatter_rows(grad, [1] * size, group)[0]
+
+        own = own_N.unflatten(0, (len(self._own), -1))
+        return linear(own, partial(gather_parts, group=group), scatter).flatten(0, 1)[self._order]
+
+    def _own_of(self, all_ZB: Tensor) -> Tensor:
+        """The inverse of `_of_all`, without an exchange."""
+        return all_ZB[self._own].flatten(0, 1)

@@ -1,0 +1,61 @@
+"""Gated DeltaNet (arXiv 2412.06464), the recurrent layer of Qwen3-Next."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.models.attention import Attention, PerHead
+from titan_moe.models.config import GatedDeltaConfig
+from titan_moe.models.rope import Rotation
+from titan_moe.ops.cross_entropy import at_least_float32
+from titan_moe.ops.gated_delta import RecurrentCore
+
+
+class GatedDeltaNet(Attention):
+    """A state per head instead of keys and values of the past; positions have no part in it.
+
+    Queries, keys and values are projected and pass a short convolution over their documents' last
+    tokens. Two gates per head say how the state changes: it decays by
+    exp(-exp(A_log) softplus(a x + dt_bias)), and is overwritten to the degree sigmoid(b x). What a
+    query reads of it is normed in each head, multiplied by silu(z x), and projected.
+
+    Two strategies, which the layout of the tokens sets: `core`, called as a RecurrentCore, and
+    `convolve`, its method.
+    """
+
+    def __init__(
+        self, dim: int, config: GatedDeltaConfig, *, norm_eps: float, core: RecurrentCore
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.core, self.convolve = core, core.convolve
+        heads = config.num_value_heads
+        keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
+        widths = {"q": keys, "k": keys, "v": values}
+        self.conv = nn.ModuleDict(
+            {x: PerHead(width, 1, config.conv_size) for x, width in widths.items()}
+        )
+        widths["z"] = values
+        self.in_proj = nn.ModuleDict(
+            {x: nn.Linear(dim, width, bias=False) for x, width in widths.items()}
+        )
+        self.gates = nn.ModuleDict({x: nn.Linear(dim, heads, bias=False) for x in ("a", "b")})
+        self.A_log = PerHead(heads)
+        self.dt_bias = PerHead(heads)
+        self.out_norm = nn.RMSNorm(config.value_dim, eps=norm_eps)
+        self.out_proj = nn.Linear(values, dim, bias=False)
+
+    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Tensor) -> Tensor:
+        config, wide = self.config, at_least_float32(x_BSD)
+        widths = ("q", config.key_dim), ("k", config.key_dim), ("v", config.value_dim)
+        mixed = [self.convolve(self.in_proj[x](x_BSD), self.conv[x](), mask) for x, _ in widths]
+        q, k, v = (
+            x.unflatten(-1, (-1, channels)).transpose(1, 2)
+            for x, (_, channels) in zip(mixed, widths, strict=True)
+        )
+        rate_BSH = F.softplus(self.gates["a"](x_BSD).to(wide) + self.dt_bias().to(wide))
+        decay_BSH = -self.A_log().to(wide).exp() * rate_BSH
+        beta_BSH = self.gates["b"](x_BSD).to(wide).sigmoid()
+        o_BHSV = self.core(q, k, v, mask, decay_BSH.transpose(1, 2), beta_BSH.transpose(1, 2))
+        o_BSHV = self.out_norm(o_BHSV.transpose(1, 2))
+        z_BSHV = self.in_proj["z"](x_BSD).unflatten(-1, (-1, config.value_dim))
+        return self.out_proj((o_BSHV * F.silu(z_BSHV)).flatten(2))

@@ -1,0 +1,208 @@
+"""Qwen3-Next: gated delta rule layers (arXiv 2412.06464) with gated attention between them, from
+the config.json file of Qwen/Qwen3-Next-80B-A3B-Instruct.
+
+The text models of Qwen3.5 (`qwen3_5_moe`) differ in the names of their tensors alone. They are
+read, alone or inside the published models, whose vision tower is left out, and written as
+Qwen3-Next. Multi-token prediction's layers are left out.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
+from titan_moe.models.hf_family import (
+    BLOCK_NORMS,
+    DEFAULTS,
+    EMBEDDINGS,
+    EXPERTS,
+    FEED_FORWARD,
+    GQA,
+    GQA_BIASES,
+    GQA_KEYS,
+    QK_NORMS,
+    HFCopies,
+    HFKeys,
+    HFWeight,
+    Rows,
+    Settings,
+    attention_of,
+    given,
+    gqa_defaults,
+    in_layers,
+    make_config,
+    needed,
+    only,
+    partial_rotary_factor,
+    period,
+    read_fields,
+    rope_from_hf,
+    rope_to_hf,
+    write_fields,
+)
+
+_FAMILY = "qwen3_next"
+MODEL_TYPES = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+IGNORED = ("mtp.*", "model.visual.*")
+COPIES: HFCopies = {}
+
+_KEYS = {
+    **GQA_KEYS,
+    "moe.num_experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "moe_intermediate_size",
+    "moe.normalize_top_k": "norm_topk_prob",
+    "moe_every": "decoder_sparse_step",
+}
+_RECURRENT_KEYS = {
+    "recurrent.num_key_heads": "linear_num_key_heads",
+    "recurrent.num_value_heads": "linear_num_value_heads",
+    "recurrent.key_dim": "linear_key_head_dim",
+    "recurrent.value_dim": "linear_value_head_dim",
+    "recurrent.conv_size": "linear_conv_kernel_dim",
+}
+_DEFAULTS = DEFAULTS | {
+    "max_position_embeddings": 32_768,
+    "head_dim": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+_KINDS = ("linear_attention", "full_attention")
+
+
+def from_hf(settings: Settings) -> ModelConfig:
+    """The dimensions of a config.json. Raises ConfigError for what is not supported."""
+    settings = given(settings, "text_config", settings)
+    only(settings, hidden_act=("silu",), mlp_only_layers=([],))
+    # A layer of all experts has no other feed-forward.
+    unread = {"intermediate_size": needed(settings, "moe_intermediate_size")}
+    fields = read_fields(settings, _KEYS, gqa_defaults(settings) | _DEFAULTS | unread)
+    recurrent = read_fields(settings, _RECURRENT_KEYS, {})
+    fields |= {
+        "attention.qk_norm": "learned",
+        "attention.output_gate": True,
+        "attention.partial_rotary_factor": partial_rotary_factor(settings, 0.25),
+        "rope": rope_from_hf(settings),
+        "recurrent": GatedDeltaConfig(
+            **{path.removeprefix("recurrent."): value for path, value in recurrent.items()},
+            attention_every=_attention_every(settings),
+        ),
+        "zero_centred_norms": True,
+        "moe.num_shared_experts": _shared_experts(settings),
+        "moe.shared_gate": True,
+    }
+    return make_config(fields, GQAConfig)
+
+
+def _attention_every(settings: Settings) -> int:
+    kinds, every = settings.get("layer_types"), given(settings, "full_attention_interval", 4)
+    if kinds is None:
+        return every
+    if unknown := set(kinds) - set(_KINDS):
+        raise ConfigError([f"config.json: layer_types: only {' or '.join(_KINDS)}, not {unknown}"])
+    return period("layer_types", [kind == "full_attention" for kind in kinds])
+
+
+def _shared_experts(settings: Settings) -> int:
+    width, expert = needed(settings, "shared_expert_intermediate_size"), "moe_intermediate_size"
+    if width % settings[expert]:
+        raise ConfigError(
+            [
+                f"config.json: shared_expert_intermediate_size={width} must be a multiple of "
+                f"{expert}={settings[expert]}"
+            ]
+        )
+    return width // settings[expert]
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of these dimensions."""
+    attention, _ = _mixers(config)
+    assert config.moe is not None
+    attends = [not config.recurs(layer) for layer in range(config.num_layers)]
+    return {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_act": "silu",
+        "layer_types": [_KINDS[each] for each in attends],
+        "mlp_only_layers": [],
+        "partial_rotary_factor": attention.partial_rotary_factor,
+        "shared_expert_intermediate_size": config.moe.num_shared_experts * config.moe.hidden_dim,
+        **write_fields(config, _KEYS),
+        **write_fields(config, _RECURRENT_KEYS),
+        **rope_to_hf(config.rope),
+    }
+
+
+def _mixers(config: ModelConfig) -> tuple[GQAConfig, GatedDeltaConfig]:
+    attention = attention_of(config, GQAConfig, _FAMILY)
+    if config.recurrent is None or config.moe is None:
+        raise ConfigError([f"the Hugging Face form of {_FAMILY} has recurrent layers and experts"])
+    return attention, config.recurrent
+
+
+_SHARED: HFKeys = {
+    "moe.shared_experts.gate.weight": (HFWeight("mlp.shared_expert_gate.weight"),),
+    **{
+        f"moe.{name.replace('feed_forward', 'shared_experts')}": tuple(
+            HFWeight(way.name.replace("mlp.", "mlp.shared_expert.")) for way in ways
+        )
+        for name, ways in FEED_FORWARD.items()
+    },
+}
+_RECURRENT: HFKeys = {
+    f"attention.{ours}": (HFWeight(f"linear_attn.{theirs}"),)
+    for ours, theirs in (
+        ("A_log.weight", "A_log"),
+        ("dt_bias.weight", "dt_bias"),
+        ("out_norm.weight", "norm.weight"),
+        ("out_proj.weight", "out_proj.weight"),
+    )
+}
+
+
+def keys(config: ModelConfig) -> HFKeys:
+    """Names of each tensor. Biases of the routing have no place."""
+    attention, recurrent = _mixers(config)
+    block = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS, **_SHARED, **GQA, **QK_NORMS}
+    block |= _recurrent(recurrent)
+    if attention.bias:
+        block |= GQA_BIASES
+    return {
+        name: (*ways, *(replace(way, name=_inside(way.name)) for way in ways))
+        for name, ways in {**EMBEDDINGS, **in_layers(block)}.items()
+    }
+
+
+def _inside(name: str) -> str:
+    """A tensor's name in a published model with a vision tower."""
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def _recurrent(config: GatedDeltaConfig) -> HFKeys:
+    """Names of a recurrent layer's tensors: as Qwen3-Next has the projections, one key head's after
+    another, and as Qwen3.5 has them, where the gates' have tensors of their own."""
+    keys, values = config.key_dim, config.num_value_heads * config.value_dim
+    each = values // config.num_key_heads
+    heads = config.num_value_heads // config.num_key_heads
+    mixed = _sections("linear_attn.in_proj_qkvz.weight", q=keys, k=keys, v=each, z=each)
+    gates = _sections("linear_attn.in_proj_ba.weight", b=heads, a=heads)
+    all_keys = keys * config.num_key_heads
+    conv = _sections("linear_attn.conv1d.weight", q=all_keys, k=all_keys, v=values)
+    joined = _sections("linear_attn.in_proj_qkv.weight", q=all_keys, k=all_keys, v=values)
+    joined |= {gate: HFWeight(f"linear_attn.in_proj_{gate}.weight") for gate in "zba"}
+    return {
+        **_RECURRENT,
+        **{f"attention.in_proj.{x}.weight": (way, joined[x]) for x, way in mixed.items()},
+        **{f"attention.gates.{x}.weight": (way, joined[x]) for x, way in gates.items()},
+        **{f"attention.conv.{x}.weight": (way,) for x, way in conv.items()},
+    }
+
+
+def _sections(name: str, **sizes: int) -> dict[str, HFWeight]:
+    """The parts of a tensor whose rows are groups of these sections."""
+    found, first, size = {}, 0, sum(sizes.values())
+    for section, rows in sizes.items():
+        found[section] = HFWeight(name, part=Rows(first, first + rows, size))
+        first += rows
+    return found
