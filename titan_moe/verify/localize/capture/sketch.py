@@ -42,12 +42,15 @@ def sketch_rows(x_NF: Tensor, first: int = 0) -> Tensor:
 
 
 def sketch_box(x: Tensor, box: Sequence[slice]) -> Tensor:
-    """The sketch [BOX_SIGNS] of a part of a vector or a matrix that lies at `box` in the whole.
+    """The sketch [BOX_SIGNS] of a part of a vector, a matrix or a convolution's weight [C, 1, W]
+    that lies at `box` in the whole.
 
     An element's sign is the product of its row's and its column's.
     """
     if x.ndim == 1:
         x, box = x[:, None], (*box, slice(0, 1))
+    elif x.ndim == 3:
+        x, box = x.flatten(1), (box[0], box[2])
     rows_P, columns_P = (
         _signs(span.start, span.stop - span.start, BOX_SIGNS, 1 + dim).to(x.device)
         for dim, span in enumerate(box)
