@@ -17,6 +17,8 @@ from tests.support.paths import REPO
 
 # scripts/first_hour, the gate on GPUs and their tests came later, and replaced 69 lines.
 FIRST_HOUR = {"titan_moe": 0, "tests": 150, "scripts": 460}
+# GLM-4.5 and MiniMax-M2 came later.
+GLM_AND_MINIMAX = {"titan_moe": 200, "tests": 0, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -66,7 +68,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
         if size > PACKAGES.get(package, size)
     ]
     total = sum(sizes.values())
-    budget = BUDGETS[folder] + FIRST_HOUR[folder]
+    budget = BUDGETS[folder] + FIRST_HOUR[folder] + GLM_AND_MINIMAX[folder]
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 

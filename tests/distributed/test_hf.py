@@ -18,9 +18,9 @@ from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import Checkpoint, JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
+from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.ranks import run_on_ranks
 
-FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3", "qwen3_next")
 LAYOUTS = {
     "one rank": {},
     "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},

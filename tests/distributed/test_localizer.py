@@ -11,6 +11,7 @@ from tests.support.capturing import captured, setting
 from tests.support.catching import BUGS
 from tests.support.gates import Gates
 from tests.support.tiers import split, tiered
+from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
 from titan_moe.verify.localize.capture_reader import Capture
 from titan_moe.verify.localize.localize import locate, uncompared
@@ -86,7 +87,7 @@ def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: s
     tiered(
         [("deepseek_v3", HARMLESS[0])],
         slow=[("deepseek_v3", HARMLESS[1])],
-        full=product(["deepseek_v3", "qwen3", "gpt_oss", "llama4", "mixtral"], MORE_HARMLESS),
+        full=product(FAMILIES, MORE_HARMLESS),
     ),
 )
 def test_localizer_finds_nothing_in_layout_alone(

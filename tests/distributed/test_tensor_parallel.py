@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.tiers import tiered
 from titan_moe.runtime.ranks import run_on_ranks
@@ -57,6 +58,47 @@ def test_a_loss_without_its_reductions_is_seen():
     _, grad = whole_cross_entropy(1.0)
     _, grads = zip(*run_on_ranks(cut_cross_entropy, 2, 1.0, True), strict=True)
     assert not torch.allclose(torch.cat(grads, -1), grad, rtol=1e-3)
+
+
+def cut_norm(dtype: torch.dtype, planted: bool = False):
+    """This rank's channels of a norm over all of them, and the gradients of input and weight."""
+    from titan_moe.distributed import tensor_parallel
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if planted:
+        tensor_parallel.sum_over_ranks = lambda x, group: x * size
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    norm, x, grad = norm_and_inputs(dtype)
+    weight = norm.weight.detach().chunk(size)[rank]
+    cut = tensor_parallel.ColumnParallelNorm(norm, mesh, mesh.get_group())
+    cut.weight.data.to_local().copy_(weight)
+    own = x.chunk(size, -1)[rank].clone().requires_grad_()
+    out = cut(own)
+    out.backward(grad.chunk(size, -1)[rank])
+    return out.detach(), own.grad, cut.weight.grad.to_local()
+
+
+def norm_and_inputs(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, ROWS, SEQ_LEN, 24, generator=generator).to(dtype)
+    norm = torch.nn.RMSNorm(24, eps=0.01).to(dtype)
+    torch.nn.init.normal_(norm.weight, generator=generator)
+    return norm, x * torch.arange(24) / 12, grad
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_norm_over_the_channels_of_all_ranks_is_the_whole_norm(
+    dtype: torch.dtype, bound: float, planted: bool
+):
+    norm, x, grad = norm_and_inputs(dtype)
+    x.requires_grad_()
+    out = norm(x)
+    out.backward(grad)
+    found = zip(*run_on_ranks(cut_norm, 2, dtype, planted), strict=True)
+    for parts, whole in zip(found, (out, x.grad, norm.weight.grad), strict=True):
+        error = (torch.cat(parts, -1) - whole).norm() / whole.norm()
+        assert error > 0.1 if planted else error < bound
 
 
 def widest_logits(world_size: int) -> int:

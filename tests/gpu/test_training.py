@@ -42,8 +42,10 @@ def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
     [
         ("deepseek_v3", "debugmodel"),
         ("deepseek_v3", "gate"),  # With multi-token prediction.
+        ("glm4_moe", "debugmodel"),
         ("gpt_oss", "debugmodel"),
         ("llama4", "debugmodel"),
+        ("minimax_m2", "debugmodel"),
         ("mixtral", "debugmodel"),
         ("qwen3", "debugmodel"),
         ("qwen3", "debugmodel_moe"),

@@ -38,6 +38,7 @@ _KEPT = _EXCHANGES | {
     torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_grouped_mm.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
 }
 
 Contexts = tuple[AbstractContextManager, AbstractContextManager]

@@ -161,6 +161,12 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     return linear(x, partial(_scatter_tokens, group=group), partial(_gather_tokens, group=group))
 
 
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks, which each of them gets. Backward: the same, since each rank's gradient
+    is a part of a sum."""
+    return linear(x, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
+
+
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
     return _gathered(x, group).view(group.size(), *x.shape)
@@ -197,6 +203,10 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
     own = sizes[dist.get_rank(group)]
     terms_RD = _exchange(x_RD, sizes, [own] * len(sizes), group)
     return terms_RD.unflatten(0, (len(sizes), own)).sum(0)
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 class _StartRows(torch.autograd.Function):

@@ -6,6 +6,7 @@ same parameter names:
 
     gather         a pre-forward hook gathers the input's parts: the module sees all tokens
     colwise        ColumnParallelLinear
+    colwise_norm   ColumnParallelNorm
     rowwise        RowParallelLinear
     vocab_rows     VocabParallelEmbedding
     vocab_columns  gather, then the output layer works on this rank's rows of its weight: logits
@@ -31,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.collectives import gather_tokens, scatter_tokens
+from titan_moe.distributed.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.mesh import Meshes
@@ -147,6 +148,25 @@ class ColumnParallelLinear(nn.Module):
         return self.product(x, local_part(self.weight), bias)
 
 
+class ColumnParallelNorm(nn.Module):
+    """An RMSNorm over all channels of a ColumnParallelLinear's outputs, of which each rank has its
+    part, and that part of the weight. One number a token travels: the sum of squares."""
+
+    weight: nn.Parameter
+
+    def __init__(self, norm: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.width, self.eps = group, norm.weight.numel(), norm.eps
+        self.register_parameter("weight", norm.weight)
+        cut_parameter(self, "weight", mesh, [0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.group)
+        scale = (squares / self.width + self.eps).rsqrt()
+        return (wide * scale * local_part(self.weight)).to(x.dtype)
+
+
 class RowParallelLinear(nn.Module):
     """A Linear whose inputs are cut (weight dim 1): partial outputs are summed and scattered to
     parts of the sequence. A bias is whole, added after the sum."""
@@ -255,6 +275,7 @@ def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Mod
 _WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "gather": _gathered,
     "colwise": lambda linear, mesh, group: ColumnParallelLinear(linear, mesh),
+    "colwise_norm": ColumnParallelNorm,
     "rowwise": RowParallelLinear,
     "vocab_rows": VocabParallelEmbedding,
     "vocab_columns": _vocab_columns,

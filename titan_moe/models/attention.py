@@ -88,10 +88,17 @@ class GQA(Attention):
         self.wq = nn.Linear(dim, queries, bias=config.bias)
         self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
         self.wv = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
-        self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.bias)
+        output_bias = config.bias and config.output_bias
+        self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=output_bias)
+        # Norms of whole projections, over all heads; norms of each head.
+        self.wq_norm: nn.Module = nn.Identity()
+        self.wk_norm: nn.Module = nn.Identity()
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm == "learned":
+        if config.qk_norm == "across_heads":
+            self.wq_norm = nn.RMSNorm(self.wq.out_features, eps=norm_eps)
+            self.wk_norm = nn.RMSNorm(self.wk.out_features, eps=norm_eps)
+        elif config.qk_norm == "learned":
             self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
         self.sinks = PerHead(config.num_heads) if config.sinks else None
         self.place = _placement(config, rope, norm_eps, rotary)
@@ -101,8 +108,8 @@ class GQA(Attention):
         q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
         if self.output_gate:  # Each head's channels lie beside their gates.
             q, gate = (x.flatten(2) for x in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
-        q_BSHC = self.q_norm(q.unflatten(-1, heads))
-        k_BSHC = self.k_norm(k.unflatten(-1, heads))
+        q_BSHC = self.q_norm(self.wq_norm(q).unflatten(-1, heads))
+        k_BSHC = self.k_norm(self.wk_norm(k).unflatten(-1, heads))
         v_BSHC = v.unflatten(-1, heads)
         q_BSHC, k_BSHC = self.place(q_BSHC, k_BSHC, rotation)
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))

@@ -59,11 +59,14 @@ class GQAConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qk_norm: Literal["none", "learned", "unweighted"] = "none"
+    qk_norm: Literal["none", "learned", "unweighted", "across_heads"] = "none"
     """RMS norm of each query and key head: with a weight before the rotation (Qwen3), or without
-    one after it, in layers that rotate (Llama 4)."""
+    one after it, in layers that rotate (Llama 4). "across_heads": of all query heads together and
+    all key heads together, with a weight before the rotation (MiniMax-M2)."""
     bias: bool = False
     """All four projections have a bias: Hugging Face's `attention_bias`."""
+    output_bias: bool = True
+    """`bias` includes the output projection's; not in GLM-4.5."""
     partial_rotary_factor: float = 1.0
     """Share of a head's channels that positions rotate: the first ones."""
     output_gate: bool = False

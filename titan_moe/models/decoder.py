@@ -27,8 +27,12 @@ _BIASES = ("b1", "b2", "b3")
 _ENDS = ("tok_embeddings", "norm", "output")
 
 TensorPlan = dict[
-    str, Literal["gather", "colwise", "rowwise", "vocab_rows", "vocab_columns", "heads", "whole"]
-]
+    str,
+    Literal[
+        "gather", "colwise", "colwise_norm", "rowwise", "vocab_rows", "vocab_columns", "heads",
+        "whole",
+    ],
+]  # fmt: skip
 
 TENSOR_PLAN: TensorPlan = {
     "*tok_embeddings": "vocab_rows",
@@ -37,6 +41,8 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq": "colwise",
     "*.attention.wk": "colwise",
     "*.attention.wv": "colwise",
+    "*.attention.wq_norm": "colwise_norm",
+    "*.attention.wk_norm": "colwise_norm",
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
     "*.attention.sinks": "heads",

@@ -49,6 +49,25 @@ GQA_KEYS = {
     "attention.num_kv_heads": "num_key_value_heads",
     "attention.head_dim": "head_dim",
 }
+# Of routers with sigmoid scores and a bias, and of DeepSeek-V2's.
+ROUTER_KEYS = {
+    "moe.num_experts": "n_routed_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "moe_intermediate_size",
+    "moe.num_shared_experts": "n_shared_experts",
+    "moe.normalize_top_k": "norm_topk_prob",
+    "moe.route_scale": "routed_scaling_factor",
+    "moe.num_groups": "n_group",
+    "moe.top_groups": "topk_group",
+    "num_dense_layers": "first_k_dense_replace",
+}
+# Of models whose layers all have experts, and no biases.
+BLOCK_SPARSE_KEYS = {
+    **{path: key for path, key in GQA_KEYS.items() if path != "attention.bias"},
+    "moe.num_experts": "num_local_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "intermediate_size",
+}
 DEFAULTS = {
     "attention_bias": False,
     "tie_word_embeddings": False,
@@ -105,10 +124,22 @@ def gqa_defaults(settings: Settings) -> dict[str, Any]:
     }
 
 
-def partial_rotary_factor(settings: Settings, default: float) -> float:
-    """The share of a head's channels that rotate, by either form of config.json."""
+def partial_rotary_factor(settings: Settings, head_dim: int, default: float) -> float:
+    """The share of a head's channels that rotate, by either form of config.json.
+
+    Raises ConfigError for an odd number of channels.
+    """
     factor = (settings.get("rope_parameters") or {}).get("partial_rotary_factor")
-    return given(settings, "partial_rotary_factor", default) if factor is None else factor
+    if factor is None:
+        factor = given(settings, "partial_rotary_factor", default)
+    if (rotated := int(head_dim * factor)) % 2:
+        raise ConfigError(
+            [
+                f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
+                "channels: only an even number is supported"
+            ]
+        )
+    return factor
 
 
 def make_config(fields: Fields, attention: type[Any]) -> ModelConfig:
@@ -293,10 +324,14 @@ QK_NORMS: HFKeys = {
     f"attention.{norm}.weight": (HFWeight(f"self_attn.{norm}.weight"),)
     for norm in ("q_norm", "k_norm")
 }
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 FEED_FORWARD: HFKeys = {
-    "feed_forward.w1.weight": (HFWeight("mlp.gate_proj.weight"),),
-    "feed_forward.w2.weight": (HFWeight("mlp.down_proj.weight"),),
-    "feed_forward.w3.weight": (HFWeight("mlp.up_proj.weight"),),
+    f"feed_forward.{ours}.weight": (HFWeight(f"mlp.{theirs}.weight"),)
+    for ours, theirs in _PROJECTIONS.items()
+}
+SHARED_EXPERTS: HFKeys = {
+    f"moe.shared_experts.{ours}.weight": (HFWeight(f"mlp.shared_experts.{theirs}.weight"),)
+    for ours, theirs in _PROJECTIONS.items()
 }
 # As published by Qwen and DeepSeek, or as transformers 5 keeps them in memory.
 EXPERTS: HFKeys = {
@@ -314,6 +349,43 @@ EXPERTS: HFKeys = {
         HFWeight("mlp.experts.gate_up_proj", part="second half"),
     ),
 }
+ROUTING_BIAS: HFKeys = {
+    "moe.router.expert_bias": (HFWeight("mlp.gate.e_score_correction_bias"),),
+}
+# As published by Mistral and MiniMax: one tensor per expert.
+BLOCK_SPARSE_EXPERTS: HFKeys = {
+    "moe.router.gate.weight": (
+        HFWeight("block_sparse_moe.gate.weight"),
+        *EXPERTS["moe.router.gate.weight"],
+    ),
+    **{
+        f"moe.experts.{w}": (
+            HFWeight(f"block_sparse_moe.experts.{{expert}}.{w}.weight"),
+            *EXPERTS[f"moe.experts.{w}"],
+        )
+        for w in ("w1", "w2", "w3")
+    },
+}
+# Around the block of a multi-token prediction layer, as published by DeepSeek and Z.ai.
+_MTP: HFKeys = {
+    "embedding_norm.weight": (HFWeight("enorm.weight"),),
+    "hidden_norm.weight": (HFWeight("hnorm.weight"),),
+    "projection.weight": (HFWeight("eh_proj.weight"),),
+    "norm.weight": (HFWeight("shared_head.norm.weight"),),
+}
+MTP_COPIES: HFCopies = {
+    "model.layers.{layer}.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{layer}.shared_head.head.weight": "output.weight",
+}
+
+
+def with_mtp(block: HFKeys, num_mtp_layers: int) -> HFKeys:
+    """The keys of a model with this block in each layer, multi-token prediction's too."""
+    keys = {**EMBEDDINGS, **in_layers(block)}
+    if num_mtp_layers:
+        keys |= in_layers(block, ours="mtp.layers.{layer}.block.")
+        keys |= in_layers(_MTP, ours="mtp.layers.{layer}.")
+    return keys
 
 
 def in_layers(

@@ -16,7 +16,16 @@ from typing import Any, TypeVar
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import ModelConfig
 
-FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3", "qwen3_next")
+FAMILIES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "llama4",
+    "minimax_m2",
+    "mixtral",
+    "qwen3",
+    "qwen3_next",
+)
 
 T = TypeVar("T")
 

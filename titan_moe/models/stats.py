@@ -49,8 +49,9 @@ def _(attention: GQAConfig, dim: int) -> AttentionStats:
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     queries = heads * (1 + attention.output_gate)
     matrices = dim * (queries + heads + 2 * kv_heads) * head_dim
-    biases = attention.bias * ((queries + 2 * kv_heads) * head_dim + dim)
-    norms = 2 * head_dim * (attention.qk_norm == "learned")
+    biases = attention.bias * ((queries + 2 * kv_heads) * head_dim + attention.output_bias * dim)
+    normed_heads = {"learned": 2, "across_heads": heads + kv_heads}
+    norms = normed_heads.get(attention.qk_norm, 0) * head_dim
     return AttentionStats(
         parameters=matrices + biases + norms + attention.sinks * heads,
         matrices=matrices,

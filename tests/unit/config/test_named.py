@@ -40,7 +40,7 @@ def test_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "says"),
     [
         ("qwen3/debugmodel_mo", "or qwen3/debugmodel_moe, which titan_moe brings along?"),
-        ("debugmodel", "did you mean deepseek_v3/debugmodel or gpt_oss/debugmodel or llama4/"),
+        ("debugmodel", "did you mean deepseek_v3/debugmodel or glm4_moe/debugmodel or gpt_oss/"),
         ("nowhere.toml", "nor does titan_moe bring a configuration of this name along"),
     ],
 )

@@ -58,6 +58,7 @@ def test_record_of_dimensions_gives_them_back(family, flavor):
 V3, V2, QWEN3 = ("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("qwen3", "30B-A3B")
 OSS, SCOUT, MIXTRAL = ("gpt_oss", "20b"), ("llama4", "gate"), ("mixtral", "8x7B")
 NEXT = ("qwen3_next", "gate")
+GLM, MINIMAX = ("glm4_moe", "GLM-4.5"), ("minimax_m2", "MiniMax-M2")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,16 @@ NEXT = ("qwen3_next", "gate")
         (OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
         (OSS, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "must repeat"),
         (OSS, {"rope_scaling": None}, "rope_scaling is missing"),
+        (GLM, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        (GLM, {"partial_rotary_factor": 0.3, "head_dim": 90}, "rotates 27 of 90 channels"),
+        (GLM, {"n_routed_experts": None}, "n_routed_experts is missing"),
+        (
+            MINIMAX,
+            {"attn_type_list": [0, 1]},
+            "attn_type_list=[0, 1] is not supported: only [1]",
+        ),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "only 'per_layer'"),
+        (MINIMAX, {"sliding_window": 4096}, "sliding_window=4096 is not supported: only None"),
         (SCOUT, {"moe_layers": [0, 3]}, "moe_layers must repeat"),
         (SCOUT, {"no_rope_layers": [1, 0, 0, 1] * 2}, "no_rope_layers must repeat"),
         (NEXT, {"layer_types": ["linear_attention"] * 7 + ["full_attention"] * 9}, "must repeat"),

@@ -17,7 +17,7 @@ from titan_moe.ops.local_attention import LocalAttention, mean_seen
 _SEQ_LEN = 64
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "minimax_m2", "qwen3"])
 @pytest.mark.parametrize("low_rank_query", [True, False])
 def test_weights_are_the_flops_of_a_token(
     family: str, low_rank_query: bool, monkeypatch: pytest.MonkeyPatch

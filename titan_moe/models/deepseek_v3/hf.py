@@ -14,33 +14,32 @@ from titan_moe.models.hf_family import (
     BLOCK_NORMS,
     DECODER_KEYS,
     DEFAULTS,
-    EMBEDDINGS,
     EXPERTS,
     FEED_FORWARD,
+    MTP_COPIES,
+    ROUTER_KEYS,
+    ROUTING_BIAS,
+    SHARED_EXPERTS,
     Fields,
-    HFCopies,
     HFKeys,
     HFWeight,
     Settings,
     attention_of,
     given,
-    in_layers,
     make_config,
     needed,
     only,
     read_fields,
     rope_from_hf,
     rope_to_hf,
+    with_mtp,
     write_fields,
 )
 
 _FAMILY = "deepseek_v3"
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-COPIES: HFCopies = {
-    "model.layers.{layer}.embed_tokens.weight": "tok_embeddings.weight",
-    "model.layers.{layer}.shared_head.head.weight": "output.weight",
-}
+COPIES = MTP_COPIES
 
 _KEYS = {
     **DECODER_KEYS,
@@ -51,18 +50,7 @@ _KEYS = {
     "attention.v_dim": "v_head_dim",
     "num_mtp_layers": "num_nextn_predict_layers",
 }
-_EXPERT_KEYS = {
-    "moe.num_experts": "n_routed_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_dim": "moe_intermediate_size",
-    "moe.num_shared_experts": "n_shared_experts",
-    "moe.score": "scoring_func",
-    "moe.normalize_top_k": "norm_topk_prob",
-    "moe.route_scale": "routed_scaling_factor",
-    "moe.num_groups": "n_group",
-    "moe.top_groups": "topk_group",
-    "num_dense_layers": "first_k_dense_replace",
-}
+_EXPERT_KEYS = {**ROUTER_KEYS, "moe.score": "scoring_func"}
 _DEFAULTS = DEFAULTS | {
     "q_lora_rank": None,
     "max_position_embeddings": 4096,
@@ -144,17 +132,6 @@ _BIASES = {
     "wkv_a.bias": "kv_a_proj_with_mqa.bias",
     "wo.bias": "o_proj.bias",
 }
-_SHARED_EXPERTS = {
-    "w1.weight": "gate_proj.weight",
-    "w2.weight": "down_proj.weight",
-    "w3.weight": "up_proj.weight",
-}
-_MTP = {
-    "embedding_norm.weight": "enorm.weight",
-    "hidden_norm.weight": "hnorm.weight",
-    "projection.weight": "eh_proj.weight",
-    "norm.weight": "shared_head.norm.weight",
-}
 
 
 def keys(config: ModelConfig) -> HFKeys:
@@ -163,17 +140,9 @@ def keys(config: ModelConfig) -> HFKeys:
     names = _KEYS_AND_VALUES | (_DIRECT_QUERY if attention.q_rank is None else _LATENT_QUERY)
     if attention.bias:
         names |= _BIASES
-    block: dict[str, tuple[HFWeight, ...]] = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS}
-    block |= _under("attention.", "self_attn.", names)
-    block |= _under("moe.shared_experts.", "mlp.shared_experts.", _SHARED_EXPERTS)
+    block = {**BLOCK_NORMS, **FEED_FORWARD, **SHARED_EXPERTS, **EXPERTS}
+    for ours, theirs in names.items():
+        block[f"attention.{ours}"] = (HFWeight(f"self_attn.{theirs}"),)
     if config.moe is not None and config.moe.score == "sigmoid":
-        block["moe.router.expert_bias"] = (HFWeight("mlp.gate.e_score_correction_bias"),)
-    found = {**EMBEDDINGS, **in_layers(block)}
-    if config.num_mtp_layers:
-        found |= in_layers(block, ours="mtp.layers.{layer}.block.")
-        found |= in_layers(_under("", "", _MTP), ours="mtp.layers.{layer}.")
-    return found
-
-
-def _under(ours: str, theirs: str, names: dict[str, str]) -> dict[str, tuple[HFWeight, ...]]:
-    return {ours + name: (HFWeight(theirs + other),) for name, other in names.items()}
+        block |= ROUTING_BIAS
+    return with_mtp(block, config.num_mtp_layers)

@@ -6,14 +6,13 @@ from typing import Any
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
+    BLOCK_SPARSE_EXPERTS,
+    BLOCK_SPARSE_KEYS,
     DEFAULTS,
     EMBEDDINGS,
-    EXPERTS,
     GQA,
-    GQA_KEYS,
     HFCopies,
     HFKeys,
-    HFWeight,
     Settings,
     attention_of,
     gqa_defaults,
@@ -32,12 +31,6 @@ MODEL_TYPES = ("mixtral",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {}
 
-_KEYS = {
-    **{path: key for path, key in GQA_KEYS.items() if path != "attention.bias"},
-    "moe.num_experts": "num_local_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_dim": "intermediate_size",
-}
 _DEFAULTS = DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 
 
@@ -45,7 +38,7 @@ def from_hf(settings: Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
     window = settings.get("sliding_window")
-    fields = read_fields(settings, _KEYS, _DEFAULTS | gqa_defaults(settings))
+    fields = read_fields(settings, BLOCK_SPARSE_KEYS, _DEFAULTS | gqa_defaults(settings))
     fields |= {
         "rope": rope_from_hf(settings),
         "local": None if window is None else LocalAttention("window", window, global_every=0),
@@ -63,28 +56,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "router_jitter_noise": 0.0,
         "sliding_window": None if config.local is None else config.local.size,
-        **write_fields(config, _KEYS),
+        **write_fields(config, BLOCK_SPARSE_KEYS),
         **rope_to_hf(config.rope),
     }
-
-
-# As published, one tensor per expert; then as transformers 5 keeps them in memory.
-_EXPERTS: HFKeys = {
-    "moe.router.gate.weight": (
-        HFWeight("block_sparse_moe.gate.weight"),
-        *EXPERTS["moe.router.gate.weight"],
-    ),
-    **{
-        f"moe.experts.{w}": (
-            HFWeight(f"block_sparse_moe.experts.{{expert}}.{w}.weight"),
-            *EXPERTS[f"moe.experts.{w}"],
-        )
-        for w in ("w1", "w2", "w3")
-    },
-}
 
 
 def keys(config: ModelConfig) -> HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
     attention_of(config, GQAConfig, _FAMILY)
-    return {**EMBEDDINGS, **in_layers({**BLOCK_NORMS, **GQA, **_EXPERTS})}
+    return {**EMBEDDINGS, **in_layers({**BLOCK_NORMS, **GQA, **BLOCK_SPARSE_EXPERTS})}

@@ -78,10 +78,11 @@ def from_hf(settings: Settings) -> ModelConfig:
     unread = {"intermediate_size": needed(settings, "moe_intermediate_size")}
     fields = read_fields(settings, _KEYS, gqa_defaults(settings) | _DEFAULTS | unread)
     recurrent = read_fields(settings, _RECURRENT_KEYS, {})
+    rotated = partial_rotary_factor(settings, fields["attention.head_dim"], 0.25)
     fields |= {
         "attention.qk_norm": "learned",
         "attention.output_gate": True,
-        "attention.partial_rotary_factor": partial_rotary_factor(settings, 0.25),
+        "attention.partial_rotary_factor": rotated,
         "rope": rope_from_hf(settings),
         "recurrent": GatedDeltaConfig(
             **{path.removeprefix("recurrent."): value for path, value in recurrent.items()},

@@ -19,6 +19,7 @@ HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1}
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 _CUT_BY_TP = {
     "colwise": {"weight": 0, "bias": 0},
+    "colwise_norm": {"weight": 0},
     "rowwise": {"weight": 1},
     "vocab_rows": {"weight": 0},
     "vocab_columns": {"weight": 0, "bias": 0},

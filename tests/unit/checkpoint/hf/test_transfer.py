@@ -18,9 +18,9 @@ from titan_moe.checkpoint.hf.names import model_shapes
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.errors import RunError
 
-FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3", "qwen3_next")
 CPU = torch.device("cpu")
 
 

@@ -77,6 +77,8 @@ _MISTAKES = {
     "QK norm": ("llama4: plain", _attention(qk_norm="none")),
     "route_scale": ("deepseek_v3: plain", _moe(route_scale=1.0)),
     "groups": ("deepseek_v3: plain", _moe(num_groups=1, top_groups=1)),
+    "rotated half": ("glm4_moe: plain", _attention(partial_rotary_factor=1.0)),
+    "bias in the choice of groups": ("glm4_moe: groups", _moe(group_score_top=1)),
     "mscale": ("deepseek_v2: YaRN, beyond its original length", _scaling(mscale_all_dim=0.0)),
 }
 

@@ -38,7 +38,8 @@ def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> ExitStack:
 
 
 def _watch_module(name: str, module: nn.Module, watcher: Watcher, stack: ExitStack) -> None:
-    cut_input, cut_output = _is(name, "rowwise"), _is(name, "colwise")
+    cut_input = _is(name, "rowwise", "colwise_norm")
+    cut_output = _is(name, "colwise", "colwise_norm")
 
     def given(tensor: str, x: Tensor) -> Tensor:
         return watcher.given(name, tensor, x, watcher.by_token(cut=cut_input or x.ndim == 4))
@@ -63,8 +64,8 @@ def _watch_module(name: str, module: nn.Module, watcher: Watcher, stack: ExitSta
     stack.callback(module.register_forward_hook(after).remove)
 
 
-def _is(name: str, way: str) -> bool:
-    return any(how == way and fnmatchcase(name, pattern) for pattern, how in TENSOR_PLAN.items())
+def _is(name: str, *ways: str) -> bool:
+    return any(how in ways and fnmatchcase(name, pattern) for pattern, how in TENSOR_PLAN.items())
 
 
 def _watch_core(name: str, module: Attention, watcher: Watcher, stack: ExitStack) -> None:
