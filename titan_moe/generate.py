@@ -14,7 +14,7 @@ from titan_moe.runtime.launch import run_as_command
 
 @dataclass(frozen=True)
 class Sampling:
-    """How new tokens are chosen."""
+    """Says how new tokens are chosen."""
 
     max_new_tokens: int = 200
     temperature: float = 0.0

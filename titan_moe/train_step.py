@@ -19,7 +19,7 @@ from titan_moe.config.job_config import Parallelism, Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.collectives import read, sum_over_world
-from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
@@ -66,7 +66,7 @@ class StepResult:
 class Observer(Protocol):
     """Watches a step, and changes nothing."""
 
-    def reads(self, batch: Batch, local: Microbatch) -> None:
+    def reads(self, batch: Batch, local: LocalBatch) -> None:
         """Runs before the forward of a batch; this rank reads `local` of it."""
 
     def accumulated(self) -> None:
@@ -140,10 +140,11 @@ class TrainStep:
         dropped and the model stops on overflow, nor in a step without a target token.
         """
         for moe in self._moe_layers.values():
-            moe.counts_traffic = logged or self._sharded.compiled
+            in_graph = self._sharded.compiled and not moe.dispatcher.waits_for_host
+            moe.counts_traffic = logged or in_graph
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
-            result = self._reduce(loss_sum, batches, logged, parameter_norms)
+            result = self._total(loss_sum, batches, logged, parameter_norms)
         overflows = result.rows_dropped > 0 and self._sharded.stops_on_overflow
         if not result.accepted or overflows:
             return result
@@ -174,8 +175,8 @@ class TrainStep:
             if observer is not None:
                 observer.reads(batch, local)
             loss_sum += self._sharded.execution.train(local, last=number == len(batches))
-        if self._sharded.shared_by_tp:
-            tensor_parallel.sum_grads(self._sharded.shared_by_tp, self._tp_group, self._device)
+        if self._sharded.partial_over_tp:
+            tensor_parallel.sum_grads(self._sharded.partial_over_tp, self._tp_group, self._device)
         if self._sharded.tied_weights.copies:
             sum_tied_grads(self._sharded.tied_weights, self._pp_group, self._device)
         if observer is not None:
@@ -183,7 +184,7 @@ class TrainStep:
         return loss_sum
 
     @torch.no_grad()
-    def _reduce(
+    def _total(
         self, loss_sum: Tensor, batches: list[Batch], logged: bool, parameter_norms: bool
     ) -> StepResult:
         """Sum over all ranks, in one all-reduce, the numbers of the update and of the log."""
@@ -274,7 +275,7 @@ def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
     )
 
 
-def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
+def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> LocalBatch:
     """Returns this rank's positions of whole sequences, and the documents of all positions.
 
     Whole sequences are copied, since they lie in page-locked memory, and cut on the device.
@@ -288,7 +289,7 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Mi
     num_rows, seq_len = whole.tokens_BS.shape
     positions_S = sharded.positions(seq_len, device=device)
     own = slice(None) if len(positions_S) == seq_len else positions_S
-    local = Microbatch(
+    local = LocalBatch(
         tokens_BS=whole.tokens_BS[:, own],
         labels_BS=whole.labels_BS[:, own],
         documents_BS=whole.documents_BS,

@@ -81,13 +81,13 @@ class Trainer:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
-        self._lay_out(job)
+        self._build_model(job)
         self._prepare_updates()
         self.progress = Progress()
         self.losses: tuple[float, float | None] = (math.nan, None)
         """The last step's loss, and the loss of the validation after it."""
 
-    def _lay_out(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
+    def _build_model(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
         """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
         self.job = job
         self.sharded = sharded = build_sharded_model(
@@ -103,7 +103,7 @@ class Trainer:
         mark_layers(sharded.parts)
         self._ran = False
         if self.process.is_main:
-            describe_layout(job, sharded)
+            describe_layout(job, sharded, self.process.device)
 
     def _prepare_updates(self) -> None:
         """Build optimizer, train step, replica check and checkpointer for the model."""
@@ -334,7 +334,7 @@ class Trainer:
         last_step = self.checkpointer.finish()
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
-        self._lay_out(job, self.meshes.groups)
+        self._build_model(job, self.meshes.groups)
         moved = move(weights, model_tensors(self.sharded.parts))
         self._prepare_updates()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scripts.bench.measure import options, print_table, take_turns, write_json
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
-from titan_moe.distributed.memory import memory
+from titan_moe.distributed.memory import Plan, memory
 from titan_moe.optim.schedules import set_lr
 
 _MIB = 2**20
@@ -119,8 +119,8 @@ def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> 
     tensors += [x for x in states if torch.is_tensor(x)]
     way.held = float(sum(x.numel() * x.element_size() for x in tensors))
     job = training.job
-    sections = (job.training, job.parallelism, job.activation_checkpoint)
-    found = memory(training.sharded.config, *sections, 1)
+    sections = (job.training, job.parallelism, job.activation_checkpoint, job.optimizer)
+    found = memory(Plan(training.sharded.config, *sections, 1))
     way.must, way.estimate = found.stored + found.kept, found.total
     return training.run
 

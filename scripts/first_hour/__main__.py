@@ -47,35 +47,41 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     machine = _machine(options)
-    chosen = [part for part in all_parts(machine) if options.only in part.name]
-    if machine.nodes > 1:
-        chosen = [part for part in chosen if part.many_nodes]
+    parts = {
+        options.folder / part.name.replace(" ", "-").replace("/", "-"): part
+        for part in all_parts(machine)
+        if machine.nodes == 1 or part.many_nodes
+    }
+    chosen = {folder: part for folder, part in parts.items() if options.only in part.name}
     if not chosen:
-        names = ", ".join(part.name for part in all_parts(machine))
+        names = ", ".join(part.name for part in parts.values())
         print(f"error: --only {options.only}: choose from {names}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
-    results: list[Result] = []
-    for number, part in enumerate(chosen, 1):
+    failed = 0
+    for number, (folder, part) in enumerate(chosen.items(), 1):
         print(f"{number}/{len(chosen)} {part.name}: {part.question}", flush=True)
-        folder = options.folder / part.name.replace(" ", "-").replace("/", "-")
-        result = _passed_before(folder) or run_part(part, machine, folder)
+        result = _known(folder, machine)
+        if result is None or result.verdict != "passed":
+            result = run_part(part, machine, folder)
         print(f"    {result.verdict} in {result.seconds:.0f} s: {result.line}", flush=True)
-        results.append(result)
+        failed += result.verdict == "failed"
         if machine.node == 0:
-            _write(options.folder, results, len(chosen), machine)
-    failed = sum(result.verdict == "failed" for result in results)
-    print(f"{failed} of {len(results)} parts failed; {options.folder / 'first_hour.html'}")
+            write_whole(folder / "result.json", json.dumps(asdict(result), indent=1))
+            _write(options.folder, list(parts), machine)
+    print(f"{failed} of {len(chosen)} parts failed; {options.folder / 'first_hour.html'}")
     return 1 if failed else 0
 
 
 def run_part(part: Part, machine: Machine, folder: Path) -> Result:
-    """Runs a part in an empty folder; whatever it raises is its result."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Runs a part in a folder that the first node empties; whatever it raises is its result."""
+    if machine.node == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     began, figures = time.monotonic(), {}
+    session = Session(machine, folder, part.limit_s)
     try:
-        seen = part.run(Session(machine, folder, part.limit_s))
+        seen = part.run(session)
         verdict, line, figures = "passed", seen.line, dict(seen.figures)
     except UnseenError as reason:
         verdict, line = "not seen", str(reason)
@@ -83,40 +89,47 @@ def run_part(part: Part, machine: Machine, folder: Path) -> Result:
         verdict, line = "failed", str(reason)
     except Exception as error:  # A mistake of this script costs the other parts nothing.
         verdict, line = "failed", f"{type(error).__name__}: {error}"
-        (folder / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
-    result = Result(
+        with session.log.open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)
+    return Result(
         name=part.name,
         question=part.question,
         verdict=verdict,
         line=line,
         seconds=round(time.monotonic() - began, 1),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        code=_code(),
+        code=_code(machine),
         figures=figures,
     )
-    write_whole(folder / "result.json", json.dumps(asdict(result), indent=1))
-    return result
 
 
-def _passed_before(folder: Path) -> Result | None:
-    """Returns an earlier result, if the part passed with the code that runs now."""
+def _known(folder: Path, machine: Machine) -> Result | None:
+    """Returns a part's last result, on the first node, by this code and on as many ranks."""
     file = folder / "result.json"
     if not file.is_file():
         return None
     result = Result(**json.loads(file.read_text(encoding="utf-8")))
-    return result if result.verdict == "passed" and result.code == _code() else None
+    return result if result.code == _code(machine) else None
 
 
-def _code() -> str:
-    """Names the commit and a hash of the package's files."""
-    return code_in_words({**running_code(), "folder": "titan_moe"})
+def _code(machine: Machine) -> str:
+    """Names the commit, a hash of the package's files, and the ranks."""
+    code = code_in_words({**running_code(), "folder": "titan_moe"})
+    return f"{code} on {machine.ranks} {machine.device} ranks"
 
 
-def _write(folder: Path, results: Sequence[Result], of: int, machine: Machine) -> None:
-    facts = {**describe(machine.device), **asdict(machine), "code": _code()}
+def _write(folder: Path, parts: Sequence[Path], machine: Machine) -> None:
+    """Writes the page and the JSON of the parts whose results are known.
+
+    Args:
+        parts: the folders of all parts.
+    """
+    results = [result for part in parts if (result := _known(part, machine)) is not None]
+    facts = {**describe(machine.device), **asdict(machine), "code": _code(machine)}
     whole = {"machine": facts, "parts": [asdict(result) for result in results]}
     write_whole(folder / "first_hour.json", json.dumps(whole, indent=1))
-    page = render("first_hour.html", title="The first hour", facts=facts, results=results, of=of)
+    values = {"facts": facts, "results": results, "of": len(parts)}
+    page = render("first_hour.html", title="The first hour", **values)
     write_whole(folder / "first_hour.html", page)
 
 

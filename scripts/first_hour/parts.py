@@ -198,7 +198,8 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
     rates = [line["tokens_per_second_per_device"] for line in lines]
     rate = statistics.median(rates)
     tflops = statistics.median(line["tflops_per_device"] for line in lines)
-    peak, estimate = max(x["memory/peak_gib"] for x in lines), _estimate(session, config)
+    memory = "memory/used_gib" if session.machine.on_gpus else "memory/peak_gib"
+    peak, estimate = max(x[memory] for x in lines), _estimate(session, config)
     figures = {"tokens_per_second": rate, "tflops": tflops, "peak": peak, "estimate": estimate}
     line = f"{rate:,.0f} tokens/s and {tflops:.2f} TFLOPS per device, {peak:.1f} GiB"
     if session.machine.on_gpus:

@@ -52,7 +52,7 @@ class Session:
     """Runs the commands of one part.
 
     Args:
-        folder: gets log.txt, and whatever the commands write.
+        folder: one for all nodes; gets log.txt, and whatever the commands write.
         limit_s: seconds that all commands of the part may take together.
     """
 
@@ -143,5 +143,8 @@ class Session:
 
     @property
     def log(self) -> Path:
-        """The output of all commands of the part."""
-        return self.folder / "log.txt"
+        """The output of all commands of the part. That of a node other than the first lies beside
+        the folder, which the first one empties."""
+        node = self.machine.node
+        name = f"{self.folder.name}-node{node}.txt"
+        return self.folder.with_name(name) if node else self.folder / "log.txt"

@@ -10,7 +10,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
-from titan_moe.distributed.memory import GIB, choose_accumulation
+from titan_moe.distributed.memory import GIB, Plan, choose_accumulation
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
@@ -129,8 +129,8 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     parallelism = job.parallelism
     if layers is not None and parallelism.pipeline_parallel_degree == 1:
         # What fits beside the whole model, not beside its first layers.
-        sections = (job.training, parallelism, job.activation_checkpoint)
-        shared = choose_accumulation(config, *sections, world_size, _GPU_BYTES)
+        sections = (job.training, parallelism, job.activation_checkpoint, job.optimizer)
+        shared = choose_accumulation(Plan(config, *sections, world_size), _GPU_BYTES)
         job = with_tables(job, {"parallelism": {"fsdp_accumulation": shared.word}})
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"

@@ -14,9 +14,10 @@ from scripts.rehearsal.places import Place, here, place_of
 from scripts.rehearsal.standins import Launch, stand_ins
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
-from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.fake_rank import empty_batch, fake_world
 from titan_moe.train_step import StepResult, TrainStep
 
@@ -35,19 +36,19 @@ class Rehearsal:
     """Triton kernels of ours, as they were specialised."""
 
 
-def rehearse(case: Case) -> Rehearsal:
+def rehearse(case: Case, microbatches: int = _MICROBATCHES) -> Rehearsal:
     """Trains two steps. Raises ConfigError if the case's job is refused."""
     found, job = Rehearsal(), case.resolved()
     with fake_world(case.rank, case.world_size), fake_cuda() as mode, stand_ins(mode) as noted:
         found.launches = noted
         try:
-            _train(job, case, mode, found)
+            _train(job, case, mode, found, microbatches)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
             found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
     return found
 
 
-def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal) -> None:
+def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microbatches: int) -> None:
     ledger = mode.ledger
     torch.cuda.set_device(CUDA)
     sharded = build_sharded_model(
@@ -58,6 +59,7 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal) -> None
         ranks_per_node=_GPUS_OF_A_NODE,
         draw_weights=False,
     )
+    mode.groups = axes_of_groups(sharded.meshes)  # Without them no collective is counted.
     # Every float that is read is 1: that of dropped rows may not stop a step.
     sharded = replace(sharded, stops_on_overflow=False)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
@@ -67,12 +69,12 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal) -> None
         mode.clear()
         ledger.begin_step()
         marks = Marks(mode)
-        step([empty_batch(job)] * _MICROBATCHES, logged=logged, observer=marks)
+        step([empty_batch(job)] * microbatches, logged=logged, observer=marks)
         ledger.end_step()
         found.findings += [
             finding
             for finding in ledger.judged(
-                num_moe_layers=waits_in, num_microbatches=_MICROBATCHES * _pieces(job)
+                num_moe_layers=waits_in, num_microbatches=microbatches * _pieces(job)
             )
             if finding not in found.findings
         ]
@@ -115,7 +117,7 @@ class Marks:
         self._mode = mode
         self._seen: list[Counts] = []
 
-    def reads(self, batch: Batch, local: Microbatch) -> None:
+    def reads(self, batch: Batch, local: LocalBatch) -> None:
         self.end()
 
     def accumulated(self) -> None:

@@ -18,13 +18,15 @@ else:
 _OF_TORCH = {"triton"}
 # What `titan-moe verify parity` and the metrics services ask for when they are used.
 _OF_EXTRAS = {"transformers", "wandb", "mlflow"}
+# Kernels that take the place of torch's operations where they are installed.
+_KERNELS = {"fla"}
 
 
 def undeclared(repo: Path, dependencies: list[str]) -> set[str]:
     """Imported packages of other projects that no requirement brings."""
     required = {_normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in dependencies}
     projects = metadata.packages_distributions()
-    known = {*sys.stdlib_module_names, "titan_moe", *_OF_TORCH, *_OF_EXTRAS}
+    known = {*sys.stdlib_module_names, "titan_moe", *_OF_TORCH, *_OF_EXTRAS, *_KERNELS}
     return {
         package
         for path in repo.glob("titan_moe/**/*.py")

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby, product
@@ -29,6 +30,7 @@ _FOLDERS = ("titan_moe", "configs", "tests", "scripts", "docs")
 _PATH = re.compile(rf"(?:\./)?((?:{'|'.join(_FOLDERS)})/[\w./{{}},*<>-]*)(?::[\w.: ]+)?$")
 _TORCHTITANS = {"tests/assets/c4_test"}
 """Paths of torchtitan's repository, which its files name."""
+_STALE = "```diff\n--- a/README.md\n+++ b/README.md\n@@ -1 +1 @@\n-no such line\n+a\n```"
 _ELSEWHERE = re.compile(r"[a-z]+:")
 
 
@@ -147,11 +149,22 @@ def link_problems(page: str, text: str, repo: Path) -> list[str]:
     return found
 
 
+def diff_problems(page: str, text: str, repo: Path) -> list[str]:
+    """A line for each diff that does not apply to the repository, whose code has changed."""
+    found = []
+    for fence in fences(text):
+        if fence.language == "diff":
+            words = ["git", "apply", "--check", "-"]
+            done = subprocess.run(words, cwd=repo, input=fence.text, capture_output=True, text=True)
+            found += [f"{page}:{fence.line}: {line}" for line in done.stderr.splitlines()[:1]]
+    return found
+
+
 Rule = Callable[[str, str, Path], list[str]]
 
 
-@pytest.mark.parametrize("rule", [command_problems, path_problems, link_problems])
-def test_commands_paths_and_links_of_pages_exist(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [command_problems, path_problems, link_problems, diff_problems])
+def test_commands_paths_links_and_diffs_of_pages_fit(rule: Rule) -> None:
     found = []
     for path in pages():
         page = path.relative_to(REPO).as_posix()
@@ -178,6 +191,7 @@ def test_pages_named_by_messages_exist() -> None:
         (path_problems, "`titan_moe/moe/{layer,no_router}.py`", "no titan_moe/moe/no_router.py"),
         (link_problems, "# A\n[a](#no-such)", "#no-such: no such heading"),
         (link_problems, "[a](no_such.md)", "no_such.md: no such file"),
+        (diff_problems, _STALE, "error: patch failed: README.md:1"),
     ],
 )
 def test_rules_find_planted_problems(rule: Rule, text: str, problem: str) -> None:

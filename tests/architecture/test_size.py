@@ -15,10 +15,12 @@ import pytest
 
 from tests.support.paths import REPO
 
-# scripts/first_hour, the gate on GPUs and their tests came later, and replaced 69 lines.
-FIRST_HOUR = {"titan_moe": 0, "tests": 150, "scripts": 460}
+# What the first hour on GPUs needs came later: scripts/first_hour, the gate on GPUs, and tests.
+FIRST_HOUR = {"titan_moe": 0, "tests": 220, "scripts": 340}
 # GLM-4.5 and MiniMax-M2 came later.
-GLM_AND_MINIMAX = {"titan_moe": 200, "tests": 0, "scripts": 0}
+GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 65, "scripts": 5}
+# Qwen3-Next, with recurrent layers, came later.
+QWEN3_NEXT = {"titan_moe": 680, "tests": 270, "scripts": 5}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -68,7 +70,8 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
         if size > PACKAGES.get(package, size)
     ]
     total = sum(sizes.values())
-    budget = BUDGETS[folder] + FIRST_HOUR[folder] + GLM_AND_MINIMAX[folder]
+    later = FIRST_HOUR[folder] + GLM_AND_MINIMAX[folder] + QWEN3_NEXT[folder]
+    budget = BUDGETS[folder] + later
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import tiered
 from tests.support.tiny import FirstGradients, batch_of, make_job, tiny_step
@@ -92,6 +93,33 @@ def test_replicas_are_summed_once(word: str, sums: int):
             if "dp_replicate" in flow.axis.split("+")
         }
         assert over_replicas == {"all_reduce": sums}
+
+
+class Reductions(TorchDispatchMode):
+    """Counts what FSDP reduces, over one rank too."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.fsdp.chunk_cat.default
+        return func(*args, **(kwargs or {}))
+
+
+def reductions(word: str) -> tuple[int, dict[str, Any]]:
+    """Two steps, with experts on one rank each in three layers, in bfloat16."""
+    degrees = {"expert_parallel_degree": 2, "fsdp_accumulation": word}
+    mixed = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
+    with Reductions() as seen:
+        found = trained(make_job("qwen3", parallelism=degrees, training=mixed))
+    return seen.calls, found["gradients"]
+
+
+def test_experts_of_one_rank_add_up_without_a_reduction_in_each_microbatch():
+    each, once = (run_on_ranks(reductions, 2, word) for word in ("reduce_each", "keep_gathered"))
+    for (calls, ours), (fewest, theirs) in zip(each, once, strict=True):
+        assert (calls, fewest) == (2 * (MICROBATCHES * UNITS + 3), 2 * (UNITS + 3))
+        experts = [name for name in ours if ".experts." in name]
+        assert experts and all(torch.equal(ours[name], theirs[name]) for name in experts)
 
 
 # --- numbers ---

@@ -106,7 +106,7 @@ def _travel(case: Case) -> Seen:
     y_TD = dispatcher.combine(_experts(rows, share * w_EDD[first:]), plan)
     kept_TK = torch.ones_like(weights_TK).bool()
     if case.name == CAPACITY:
-        kept_TK = plan.rows.wait().rows_TK >= 0
+        kept_TK = plan.rows.rows_TK >= 0
     expected_TD = sum(
         (weights_TK * kept_TK)[:, k, None]
         * torch.einsum("td,tde->te", x_TD, w_EDD[experts_TK[:, k]])

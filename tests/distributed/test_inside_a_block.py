@@ -11,6 +11,8 @@ def types_in_a_block(job: JobConfig) -> dict[str, str]:
     """The types that meet in an MoE block."""
     from titan_moe.data.batch import Batch
     from titan_moe.distributed.parallelize import build_sharded_model
+    from titan_moe.moe import experts
+    from titan_moe.ops.gated import gated_rows
     from titan_moe.train_step import local_batch
 
     device = torch.device("cpu")
@@ -21,13 +23,13 @@ def types_in_a_block(job: JobConfig) -> dict[str, str]:
     def note_block(block, args):
         types.update(stream=str(args[0].dtype), cos=str(args[1].cos_BSC.dtype))
 
-    def note_experts(experts, args):
-        rows = args[0]
-        types.update(rows=str(rows.x_RD.dtype), weights=str(rows.weights_R.dtype))
+    def noted(gate_RF, up_RF, weights_R1, activation):
+        types.update(rows=str(gate_RF.dtype), weights=str(weights_R1.dtype))
+        return gated_rows(gate_RF, up_RF, weights_R1, activation)
 
+    experts.gated_rows = noted
     moe_block = list(model.layers.values())[-1]
     moe_block.register_forward_pre_hook(note_block)
-    moe_block.moe.experts.register_forward_pre_hook(note_experts)
     moe_block.moe.router.register_forward_hook(
         lambda router, args, scores: types.update(scores=str(scores.scores_TE.dtype))
     )

@@ -68,7 +68,8 @@ def matches(text: str, patterns: str) -> bool:
 def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: str, tmp_path: Path):
     bug = BUGS[name]
     layout, (phase, module, tensor) = bug.caught_on, bug.localized
-    candidate = captured(setting(gates(bug.family), layout, layout), tmp_path, bug)
+    task = setting(gates(bug.family, bug.kind), layout, layout)
+    candidate = captured(task, tmp_path, bug)
     finding = locate(baselines(bug.family, layout), candidate)
     assert finding is not None
     said = "\n".join(finding.lines())
@@ -83,17 +84,20 @@ def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: s
 
 
 @pytest.mark.parametrize(
-    "family, layout",
+    "family, kind, layout",
     tiered(
-        [("deepseek_v3", HARMLESS[0])],
-        slow=[("deepseek_v3", HARMLESS[1])],
-        full=product(FAMILIES, MORE_HARMLESS),
+        [("deepseek_v3", "AdamW", HARMLESS[0])],
+        slow=[
+            ("deepseek_v3", "AdamW", HARMLESS[1]),
+            ("deepseek_v3", "overlap", "tp=2,ep=2,recompute=full"),
+        ],
+        full=product(FAMILIES, ["AdamW"], MORE_HARMLESS),
     ),
 )
 def test_localizer_finds_nothing_in_layout_alone(
-    gates: Gates, baselines: Baselines, family: str, layout: str, tmp_path: Path
+    gates: Gates, baselines: Baselines, family: str, kind: str, layout: str, tmp_path: Path
 ):
-    candidate = captured(setting(gates(family), layout, layout), tmp_path)
+    candidate = captured(setting(gates(family, kind), layout, layout), tmp_path)
     finding = locate(baselines(family, layout), candidate)
     assert finding is None, "\n".join(finding.lines())
     assert uncompared(baselines(family, layout), candidate) == []

@@ -108,12 +108,12 @@ def build(tables: dict):
 def train_once(sharded) -> None:
     import torch.distributed as dist
 
-    from titan_moe.distributed.execution import Microbatch
+    from titan_moe.distributed.execution import LocalBatch
 
     rank = dist.get_rank()
     tokens, labels, documents = (x[rank : rank + 1] for x in global_batch(0, 96))
     positions = torch.arange(SEQ_LEN).expand(1, -1)
-    sharded.execution.train(Microbatch(tokens, labels, documents, positions))
+    sharded.execution.train(LocalBatch(tokens, labels, documents, positions))
 
 
 def log_of_a_step(recompute: str, planted: str) -> list[tuple[str, list[str]]]:

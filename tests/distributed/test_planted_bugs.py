@@ -18,7 +18,7 @@ HARMLESS = [name for name, bug in BUGS.items() if bug.harmless_on]
 @pytest.mark.parametrize("name", split(HARMLESS, HARMLESS[:1], HARMLESS[1::6]))
 def test_gate_passes_layout_without_the_bug_s_axis(gates: Gates, name: str, monkeypatch):
     bug = BUGS[name]
-    result, _ = judge(gates(bug.family, bug.optimizer), bug, bug.harmless_on, monkeypatch)
+    result, _ = judge(gates(bug.family, bug.kind), bug, bug.harmless_on, monkeypatch)
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 

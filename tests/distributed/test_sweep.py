@@ -52,7 +52,7 @@ def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankCheck:
 
 
 def _nodes_of_four() -> Any:
-    return mock.patch.object(expert_parallel, "_ranks_on_node", lambda *_: 4)
+    return mock.patch.object(parallel_dims.ParallelDims, "ranks_on_node", lambda *_: 4)
 
 
 _ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"

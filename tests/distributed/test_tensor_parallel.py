@@ -104,7 +104,7 @@ def test_a_norm_over_the_channels_of_all_ranks_is_the_whole_norm(
 def widest_logits(world_size: int) -> int:
     """The most logits a token has in anything that is computed after the output layer."""
     from titan_moe.config.job_config import JobConfig
-    from titan_moe.distributed.execution import Microbatch
+    from titan_moe.distributed.execution import LocalBatch
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
 
@@ -128,7 +128,7 @@ def widest_logits(world_size: int) -> int:
             return result
 
     with Watch():
-        sharded.execution.train(Microbatch(tokens, tokens, torch.zeros_like(tokens), tokens % 16))
+        sharded.execution.train(LocalBatch(tokens, tokens, torch.zeros_like(tokens), tokens % 16))
     # Gathered weights are [V/tp, D]; D is none of these widths.
     widths = {config.vocab_size, config.vocab_size // world_size}
     return max(shape[-1] for shape in seen if shape and shape[-1] in widths)

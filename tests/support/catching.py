@@ -38,7 +38,7 @@ def judge(
 
 
 def caught(gates: Gates, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gates(bug.family, bug.optimizer)
+    gate = gates(bug.family, bug.kind)
     result, found = judge(gate, bug, layout, monkeypatch)
     said = "\n".join([*result.lines, result.traceback])
     assert result.status == "failed" and found, said

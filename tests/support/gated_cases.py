@@ -12,8 +12,10 @@ from titan_moe.ops.gated import ACTIVATIONS, gated_rows, gated_rows_backward
 
 # (rows, F): odd, one column, several tiles wide, several programs, none at all.
 SIZES = [(5, 3), (3, 1), (7, 1100), (70, 96), (0, 8)]
-# Of a wide type the arithmetic's, of a narrow one its own rounding.
+# Of a wide type the arithmetic's, of a narrow one its own rounding in every pass.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
+# Of kernels, by a result's type: beside the exact result as they store it, which they do once.
+ROUNDED_ONCE = TOLERANCES | {torch.bfloat16: 5e-4}
 
 
 class Case(NamedTuple):
@@ -24,15 +26,16 @@ class Case(NamedTuple):
 
 
 def cases(dtype: torch.dtype, device: str = "cpu") -> Iterator[Case]:
-    """Wide enough that both sides of every clamp occur."""
+    """Wide enough that both sides of every clamp occur. Weights are in at least float32."""
     drawn = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=drawn, dtype=torch.float64).to(dtype).to(device)
 
     for name, weighted, (rows, dim) in product(ACTIVATIONS, (False, True), SIZES):
         gate_up = 6 * draw(rows, dim), 6 * draw(rows, dim)
-        yield Case(name, gate_up, draw(rows, 1) if weighted else None, draw(rows, dim))
+        yield Case(name, gate_up, draw(rows, 1, dtype=wide) if weighted else None, draw(rows, dim))
 
 
 def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
@@ -43,7 +46,14 @@ def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def check(dtype: torch.dtype, device: str = "cpu") -> int:
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As a kernel stores it; Triton's interpreter cuts bfloat16 off and does not round."""
+    if x.is_cuda or dtype != torch.bfloat16:
+        return x.to(dtype)
+    return (x.float().view(torch.int32) & -65536).view(torch.float32)
+
+
+def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False) -> int:
     """Values and gradients against autograd in float64; how many cases there were."""
     count = 0
     for case in cases(dtype, device):
@@ -61,10 +71,13 @@ def check(dtype: torch.dtype, device: str = "cpu") -> int:
         grads = [found.gate_RF, found.up_RF, *([] if weights is None else [found.weights_R1])]
         results = [hidden, found.hidden_RF, *grads]
         for ours, theirs in zip(results, [expected, expected, *wanted], strict=True):
-            assert ours is not None and ours.dtype == dtype and ours.shape == theirs.shape
-            assert ours.is_contiguous()
+            assert ours is not None and ours.shape == theirs.shape and ours.is_contiguous()
+            is_of_weights = weights is not None and ours is found.weights_R1
+            assert ours.dtype == (case.weights_R1 if is_of_weights else case.grad_RF).dtype
+            limit = ROUNDED_ONCE[ours.dtype] if rounds_once else TOLERANCES[dtype]
+            theirs = stored(theirs.detach(), ours.dtype).double() if rounds_once else theirs
             error, size = (ours.double() - theirs).norm(), theirs.norm()
-            assert error <= TOLERANCES[dtype] * size, (case.name, ours.shape, error / size)
+            assert error <= limit * size, (case.name, ours.shape, error / size)
         assert all(torch.equal(a, b) for a, b in zip(kept, case.gate_up, strict=True))
         count += 1
     return count

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from titan_moe.ops.permute_indices import count_copies, count_experts, place_copies, sort_by_expert
+from titan_moe.ops.permute_indices import (
+    copy_to_ranks,
+    count_experts,
+    reached_ranks,
+    rows_on_ranks,
+    sort_by_expert,
+)
 
 # (tokens, K, experts, experts of a rank): one of each, odd numbers, many tokens, many ranks.
 SIZES = [
@@ -49,30 +55,29 @@ def check(device: str = "cpu") -> None:
         order_TK = [[place[token, k] for k in range(top_k)] for token in range(len(choices))]
         assert tokens.rows_TK.tolist() == order_TK
         assert slots.rows_TK.flatten().tolist() == [n for row in order_TK for n in row]
-        _check_copies(on_device, tokens.rows_TK, choices, num_local, num_ranks)
+        _check_copies(on_device, choices, num_local, num_ranks)
 
 
 def _check_copies(
-    experts_TK: Tensor, order_TK: Tensor, choices: list[list[int]], num_local: int, num_ranks: int
+    experts_TK: Tensor, choices: list[list[int]], num_local: int, num_ranks: int
 ) -> None:
     sent = [
         [t for t, row in enumerate(choices) if any(e // num_local == rank for e in row)]
         for rank in range(num_ranks)
     ]
     copies = [(rank, token) for rank, tokens in enumerate(sent) for token in tokens]
-    counts_P = count_copies(experts_TK, num_local, num_ranks)
-    assert counts_P.tolist() == [len(tokens) for tokens in sent]
-    (source_R, rows_TK), row_N = place_copies(experts_TK, order_TK, num_local, num_ranks)
-    assert source_R[: len(copies)].tolist() == [token for _, token in copies]
+    reached_TP = reached_ranks(experts_TK, num_local, num_ranks)
+    assert reached_TP.sum(0).tolist() == [len(tokens) for tokens in sent]
     top_k = experts_TK.shape[1]
-    most, most_here = min(top_k, num_ranks), min(top_k, num_local)
+    most = min(top_k, num_ranks)
+    source_R, rows_TK = copy_to_ranks(reached_TP, most)
+    assert source_R[: len(copies)].tolist() == [token for _, token in copies]
     assert rows_TK.shape == (len(choices), most) and len(source_R) == len(choices) * most
-    expected_N = [0] * experts_TK.numel()
+    slots_TK = rows_on_ranks(experts_TK, reached_TP, num_local)
+    assert slots_TK.dtype == torch.int32
     for token, row in enumerate(choices):
         places = [n for n, (_, copied) in enumerate(copies) if copied == token]
         assert rows_TK[token].tolist() == places + [-1] * (most - len(places))
         for k, expert in enumerate(row):
-            rank = expert // num_local
-            nth = sum(e // num_local == rank for e in row[:k])
-            expected_N[int(order_TK[token, k])] = sent[rank].index(token) * most_here + nth
-    assert row_N.dtype == torch.int32 and row_N.tolist() == expected_N
+            row_there = sent[expert // num_local].index(token)
+            assert slots_TK[token, k] == row_there * top_k + k

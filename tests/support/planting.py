@@ -29,7 +29,8 @@ class Bug(NamedTuple):
     spared: tuple[str, ...] = ()
     harmless_on: str = ""
     family: str = "deepseek_v3"
-    optimizer: str = "AdamW"
+    kind: str = "AdamW"
+    """The kind of gate (`gates.KINDS`)."""
     quick: bool = False
     localized: tuple[str, ...] = ()
     whole_phase: bool = False

@@ -1,10 +1,13 @@
 """Saving and loading a run.
 
 <dump_folder>/<checkpoint.folder>/step-N/
-    .metadata, *.distcp     tensors, by torch.distributed.checkpoint: readable in any layout
-    train_state.json        step, data position, random states (not if model only)
-    manifest.json           what the above holds, with a checksum per tensor, and who wrote it
-    SHA256SUMS              a digest of every file
+    *.distcp            tensors, by torch.distributed.checkpoint: readable in any layout
+    .metadata           DCP's index of the tensors
+    train_state.json    step, data position, random states (not if model only)
+    manifest.json       what the above holds, with a checksum per tensor, and who wrote it
+    SHA256SUMS          a digest of every file
+
+Each rank writes its *.distcp, rank 0 the other files.
 
 Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's end of it. With
 checkpoint.async_mode DCP copies the tensors and does the rest in a thread of each rank.
@@ -38,7 +41,7 @@ from titan_moe.checkpoint.manifest import (
     compare_checksums,
     gather_specs,
 )
-from titan_moe.checkpoint.saves import Save, commit, make_stager
+from titan_moe.checkpoint.saves import Save, make_stager, publish
 from titan_moe.checkpoint.tensors import (
     MODEL,
     OPTIMIZER,
@@ -176,7 +179,7 @@ class Checkpointer:
         aside, contents = self._begin(step, target, tensors, None if model_only else state)
         writer = FolderWriter(
             aside,
-            lambda digests: commit(aside, target, contents, digests, keep),
+            lambda digests: publish(aside, target, contents, digests, keep),
             # A thread beside training leaves the GPU alone.
             copy_ahead=10_000_000 if wait else 0,
         )

@@ -21,7 +21,7 @@ class Found(NamedTuple):
     model_only: bool
     """Only its model is wanted."""
     excluded: frozenset[str]
-    """Its parts that are not wanted."""
+    """Parts of the checkpoint that are not to be loaded."""
 
     @property
     def remark(self) -> str:

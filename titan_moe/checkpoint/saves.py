@@ -25,7 +25,7 @@ class Save(NamedTuple):
     aside: Path
     """The folder that becomes `target`."""
     began: float
-    """On the clock of time.perf_counter."""
+    """The start, on the clock of time.perf_counter."""
     future: Future[Any]
 
     @property
@@ -57,14 +57,15 @@ class Save(NamedTuple):
             raise
 
 
-def commit(
+def publish(
     aside: Path,
     target: Path,
     contents: Mapping[str, Any],
     digests: Mapping[str, str],
     keep_latest_k: int,
 ) -> None:
-    """Rank 0's end of a save: make a folder visible in which all ranks' files are on disk.
+    """Rank 0's end of a save: add the JSON files and digests to a folder in which all ranks' files
+    are on disk, and make it visible.
 
     Args:
         contents: JSON files to add, by name.

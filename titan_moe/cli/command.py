@@ -49,15 +49,15 @@ class Command:
     """
 
     run: Callable[[argparse.Namespace], Answer]
-    """Its namespace has `json`, and `overrides`: the arguments that the parser does not know.
+    """Runs the command. The namespace has `json`, and `overrides`: arguments unknown to the parser.
     Progress may be printed; ConfigError and RunError may be raised."""
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     overrides: bool = False
     """Takes --config FILE and --table.key value too."""
     help_of_keys: bool = False
-    """Its --help is that of the keys, which `run` prints."""
+    """The help lists configuration keys, and `run` prints it."""
     resumable: bool = False
-    """The same command goes on where it was interrupted."""
+    """The same command continues an interrupted run."""
     ends_at_once: bool = False
     """A signal ends it without any Python, as a rank that waits in a collective needs; else it is
     a KeyboardInterrupt."""

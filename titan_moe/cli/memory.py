@@ -3,8 +3,9 @@
     titan-moe memory --config FILE --ranks 64
 
 Prints the number of parameters, a line of GiB or MiB, and one more for each training stage; what
-microbatches share on such a GPU; and whether all of it fits. In a pipeline the rank that needs most
-is counted, as an upper bound. titan_moe/distributed/memory.py says what is counted. Needs no GPU.
+microbatches share on such a GPU; and whether all of it fits, with communicators and a rank of
+experts that gets twice an even share of rows. In a pipeline the rank that needs most is counted, as
+an upper bound. titan_moe/distributed/memory.py says what is counted. Needs no GPU.
 
 Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
@@ -24,51 +25,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.stages import stage_jobs
-    from titan_moe.distributed.memory import GIB, RESERVED, choose_accumulation, memory
-    from titan_moe.distributed.parallel_dims import parallel_dims
+    from titan_moe.distributed.memory import GIB, Plan, choose_accumulation, memory
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
 
-    job = job_of(options)
+    job, gpu = job_of(options), options.gpu_gib * GIB
     config = model_of_job(job.model)
     size = total(config)
     active = size.active(config)
-    found, needed = {}, 0.0
+    plans = {}
     for step, stage in stage_jobs(job):
-        sections = (stage.training, stage.parallelism, stage.activation_checkpoint)
-        found[step] = memory(config, *sections, world_size=options.ranks)
-        try:
-            parallel_dims(stage.parallelism, options.ranks)
-        except ValueError as error:
-            raise ConfigError(
-                [f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"]
-            ) from error
-        needed = max(needed, found[step].total + RESERVED)
-    first = found.pop(1)
-    sections = (job.training, job.parallelism, job.activation_checkpoint)
-    shared = choose_accumulation(config, *sections, options.ranks, options.gpu_gib * GIB)
-    fits = needed <= options.gpu_gib * GIB
+        sections = (stage.training, stage.parallelism, stage.activation_checkpoint, stage.optimizer)
+        plans[step] = Plan(config, *sections, options.ranks)
+    try:
+        found = {step: memory(plan) for step, plan in plans.items()}
+    except ValueError as error:
+        line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
+        raise ConfigError([line]) from error
+    most = max(found.values(), key=lambda estimate: estimate.needed)
+    shared, fits = choose_accumulation(plans[1], gpu), most.needed <= gpu
+    (_, first), *later = found.items()
     data = {
         "parameters": sum(size),
         "active_parameters": active,
         "bytes": asdict(first),
         "accumulation": asdict(shared),
-        "needed": needed,
+        "needed": most.needed,
         "fits": fits,
     }
     verdict = "fits" if fits else "does not fit"
-    stages = [{"from_step": step, "bytes": asdict(stage)} for step, stage in found.items()]
+    stages = [{"from_step": step, "bytes": asdict(stage)} for step, stage in later]
     piped = job.parallelism.pipeline_parallel_degree > 1
     return Answer(
         data | ({"stages": stages} if stages else {}),
         [
             f"{_count(sum(size))} parameters, {_count(active)} active",
             f"{first.unit}: {first}",
-            *(f"{stage.unit} from step {step}: {stage}" for step, stage in found.items()),
+            *(f"{stage.unit} from step {step}: {stage}" for step, stage in later),
             *(["the rank of the pipeline that needs most, an upper bound"] if piped else []),
             *([shared.line] if shared.line else []),
-            f"{verdict}: {needed / GIB:.1f} of {options.gpu_gib:.1f} GiB, "
-            f"with {RESERVED / GIB:.0f} GiB for CUDA, NCCL and the allocator",
+            f"{verdict}: {most.margin(gpu)}",
         ],
         exit_code=0 if fits else 1,
     )

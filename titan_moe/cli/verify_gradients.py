@@ -6,7 +6,8 @@
     titan-moe verify gradients --config FILE --all --ranks 4 --optimizer.name Muon
     titan-moe verify gradients --config FILE --sample 12 --device cuda
 
-Options that no argument fixes rotate over the layouts. An interrupted run goes on where it stopped:
+With --all and --sample, options that no argument fixes rotate over the layouts. An interrupted run
+goes on where it stopped:
 results.jsonl in the output folder holds what passed with the same code. The folder also gets
 results.json and results.html.
 

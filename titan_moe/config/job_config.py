@@ -218,6 +218,9 @@ class LRScheduler(Section):
 
 
 DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")
+DATASETS_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
+LOCAL_DATASETS = (*DATASETS_WITHOUT_COLUMNS, "json", "parquet")
+"""Kinds that are not read from the Hugging Face hub."""
 
 
 class Dataset(Section):
@@ -491,7 +494,7 @@ class ActivationCheckpoint(Section):
     """'full': every layer; 'selective': what selective_ac_option says."""
     selective_ac_option: str = Field("2", pattern="^([1-9][0-9]*|op)$")
     """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
-    products, attention and collectives, whose results are kept."""
+    products, attention, reduce-scatters and all-to-alls, whose results are kept."""
     keep_exchanged_rows: bool = False
     """In layers that are recomputed whole, keep the rows that expert parallelism brought to a
     rank's experts instead of exchanging them again: four exchanges a layer instead of five, for

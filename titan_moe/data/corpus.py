@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH
+from titan_moe.config.job_config import LOCAL_DATASETS
 from titan_moe.data.order import Document
 
 FORMATS = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
@@ -54,7 +54,7 @@ class Source:
     @property
     def is_stream(self) -> bool:
         """True for a hub dataset: read from its beginning on, its length not known."""
-        return self.dataset not in (*DATASETS_WITHOUT_PATH, "tokens", *FORMATS)
+        return self.dataset not in LOCAL_DATASETS
 
 
 def import_datasets() -> Any:

@@ -42,7 +42,8 @@ class StepReader:
         self.parts = parts
         self._streams = streams
         self._local_batch_size = local_batch_size
-        # Positions at which the sequences begin, by part and partition.
+        # By part and partition, the position from which on the sequences take documents: 0, until
+        # a training stage changes the batch size.
         self._first = [[0] * part.order.num_partitions for part in parts]
         self._step = 0
 
@@ -239,7 +240,7 @@ def continue_state(state: dict[str, Any], saved: Identity, identity: Identity) -
 
 
 def _first_unbegun(first: Sequence[int], read: Mapping[int, int]) -> list[int]:
-    """By partition of one part, the position after the last document that any sequence has begun.
+    """Returns, by partition, the position after the last document that any sequence has begun.
 
     first: by partition, the position where the sequences began.
     read: by sequence, the documents that it has begun.

@@ -35,10 +35,8 @@ def open_source(source: Source, tokenizer: str, seed: int) -> Corpus | HubStream
     Raises ConfigError if it is missing, empty, unreadable or made for another tokenizer.
     """
     check_source(source, tokenizer)
-    if source.dataset == "stdlib":
-        return StdlibCorpus()
-    if source.dataset == "synthetic":
-        return SyntheticCorpus(seed)
+    if source.dataset in DATASETS_WITHOUT_PATH:
+        return StdlibCorpus() if source.dataset == "stdlib" else SyntheticCorpus(seed)
     if source.dataset == "tokens":
         return _open_tokens(source, tokenizer)
     return FileCorpus(source) if source.dataset in FORMATS else HubStream(source)

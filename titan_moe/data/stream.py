@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import LOCAL_DATASETS
 from titan_moe.data.corpus import (
     FORMATS,
     Source,
@@ -68,7 +69,7 @@ class HubStream:
                 [
                     f"{source.path_name if place else source.name} cannot be opened: "
                     f"{first_cause(error)}; name a whole local copy with {source.key}dataset_path, "
-                    "or use stdlib, synthetic, json, parquet, text or tokens"
+                    f"or use {', '.join(LOCAL_DATASETS)}"
                 ]
             ) from None
         self._files = [place] if place and place.is_file() else []

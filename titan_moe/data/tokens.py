@@ -46,7 +46,7 @@ class Manifest:
     without_text: int
     """Documents of the corpus that had no text and are empty here."""
     sha256: dict[str, str]
-    """By file."""
+    """The checksum of each file, by the file's name."""
 
 
 class TokenCorpus:

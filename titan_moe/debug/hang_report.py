@@ -31,7 +31,7 @@ class _Group:
     axes: str
     ranks: list[int]
     calls: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    """By rank and number."""
+    """The calls by rank, then by the call's number in its group."""
 
     @property
     def words(self) -> str:

@@ -213,8 +213,11 @@ class _StartRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange  # type: ignore[attr-defined]
-        in_flight = exchange.start(x_RD).detach()  # In a group of one that is x itself.
+        in_flight = exchange.start(x_RD)
+        if in_flight is x_RD:  # In a group of one.
+            in_flight = x_RD.detach()
         ctx.mark_non_differentiable(in_flight)
+        ctx.set_materialize_grads(False)  # Else the backward makes zeros of all rows for it.
         return x_RD.new_empty(1).expand(x_RD.shape), in_flight
 
     @staticmethod

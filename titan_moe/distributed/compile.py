@@ -105,7 +105,7 @@ class Compiled(NamedTuple):
 
 
 def compiled_so_far() -> Compiled:
-    """By this process, forward and backward."""
+    """Returns what this process has compiled so far, forward and backward."""
     from torch._dynamo.utils import calculate_time_spent, counters
 
     return Compiled(

@@ -21,8 +21,8 @@ from titan_moe.distributed.sharding import Sharding
 
 
 def sharding_of(tensor: Tensor) -> tuple[Sharding, Axes]:
-    """How a tensor lies, and its mesh's axes with their sizes. A plain tensor is whole, on a mesh
-    without axes.
+    """Returns a tensor's sharding, and its mesh's axes with their sizes. A plain tensor is whole,
+    on a mesh without axes.
 
     The order of cuts is that of `_StridedShard` placements, as fully_shard makes them, or else that
     of an explicit `shard_order`.

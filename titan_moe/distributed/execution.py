@@ -1,4 +1,4 @@
-"""How a rank runs its part of the model over a batch of rows: whole, or as stages of a pipeline."""
+"""Runs a rank's part of the model over a batch of rows: whole, or as stages of a pipeline."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -9,23 +9,25 @@ from titan_moe.distributed.fsdp import StepSync
 from titan_moe.ops.varlen_attention import DocumentBounds
 
 
-class Microbatch(NamedTuple):
-    """Holds what a rank reads of some rows; S/cp is its part of each sequence."""
+class LocalBatch(NamedTuple):
+    """Holds what a rank reads of a `data.batch.Batch`; S/cp is its part of each sequence.
+
+    In a pipeline a schedule cuts it into microbatches."""
 
     tokens_BS: Tensor
     """[B, S/cp] token ids."""
     labels_BS: Tensor
     """[B, S/cp] the next token of each; IGNORE_INDEX where there is no target."""
     documents_BS: Tensor
-    """[B, S] the document of every token of the whole rows: masks look beyond the own part."""
+    """[B, S] the document of every token of the whole sequences: masks look beyond the own part."""
     positions_BS: Tensor
-    """[B, S/cp] position of each own token in its row."""
+    """[B, S/cp] position of each own token in its sequence."""
     ahead_tokens_BKS: Tensor | None = None
     """[B, K, S/cp] the tokens 1, 2, ..., K positions on, for multi-token prediction."""
     ahead_labels_BKS: Tensor | None = None
     """[B, K, S/cp] their next tokens, as `labels_BS`."""
     bounds: DocumentBounds | None = None
-    """Upper bounds on the documents of any part of the rows; None: not known on the host."""
+    """Upper bounds on the documents of any part of the batch; None: not known on the host."""
 
     def beside_tokens(self) -> dict[str, Any]:
         """Returns the arguments of a decoder's forward besides the token ids, without any None."""
@@ -37,13 +39,13 @@ class Execution(Protocol):
     """Runs forward and backward. Ranks of one `cp` or `tp` group compute one sum of cross-entropies
     together: each returns its own share of the value, and each runs backward from the whole sum."""
 
-    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
-        """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum.
+    def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
+        """Add the batch's gradients, as plain sums; returns this rank's share of the loss sum.
 
-        Gradients stand where the optimizer looks for them after the `last` rows of a step.
+        Gradients stand where the optimizer looks for them after the `last` batch of a step.
         """
 
-    def evaluate(self, rows: Microbatch) -> Tensor:
+    def evaluate(self, batch: LocalBatch) -> Tensor:
         """This rank's share of the loss sum, without gradients."""
 
 
@@ -54,15 +56,15 @@ class WholeModel:
         self._model = model
         self._sync = sync
 
-    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
+    def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
         self._sync.begin(last=last)
-        loss = self._forward(rows)
+        loss = self._forward(batch)
         loss.backward()
         return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self, rows: Microbatch) -> Tensor:
-        return self._forward(rows)
+    def evaluate(self, batch: LocalBatch) -> Tensor:
+        return self._forward(batch)
 
-    def _forward(self, rows: Microbatch) -> Tensor:
-        return self._model(rows.tokens_BS, **rows.beside_tokens())
+    def _forward(self, batch: LocalBatch) -> Tensor:
+        return self._model(batch.tokens_BS, **batch.beside_tokens())

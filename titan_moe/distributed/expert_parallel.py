@@ -63,7 +63,7 @@ def choose_dispatcher(
     Where ep spans nodes, nodes are counted, between which rows are dearest.
     """
     ep, top_k = dims.ep, config.top_k
-    on_node = _ranks_on_node(dims, ranks_per_node)
+    on_node = dims.ranks_on_node(ranks_per_node)
     places, word = (ep, "ranks") if on_node is None else (ep // on_node, "nodes")
     reached = places_reached(top_k, places)
     name = "deduplicated" if deduplication_pays(top_k, places, ep) else "standard"
@@ -155,9 +155,8 @@ def on_local_shards(compute: Compute, etp_group: ProcessGroup) -> Compute:
 
 
 def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
-    """None where the ep group is on one node, where each node has one rank of it, and where nodes
-    do not cut it evenly. Collective over the group."""
-    dims, size = meshes.dims, _ranks_on_node(meshes.dims, ranks_per_node)
+    """Returns None as `ParallelDims.ranks_on_node` does. Collective over the group."""
+    dims, size = meshes.dims, meshes.dims.ranks_on_node(ranks_per_node)
     if size is None:
         return None
     ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
@@ -166,10 +165,3 @@ def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
         across=meshes.groups.get(ranks[place % size :: size], options, "ep across nodes"),
         within=meshes.groups.get(ranks[first : first + size], options, "ep within a node"),
     )
-
-
-def _ranks_on_node(dims: ParallelDims, ranks_per_node: int) -> int | None:
-    """Ranks of an ep group on each of several nodes; None as in `nodes_of`."""
-    size = ranks_per_node // dims.etp
-    even = ranks_per_node % dims.etp == 0 and size > 0 and dims.ep % size == 0
-    return size if even and size not in (1, dims.ep) else None

@@ -29,7 +29,7 @@ from titan_moe.moe.layer import MoE
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """How parameters are kept and gathered."""
+    """Says in which types parameters are kept and computed, and how long they stay gathered."""
 
     stored_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -92,18 +92,30 @@ class StepSync:
     """Tells FSDP before each microbatch whether it frees parameters and reduces gradients.
 
     With "keep_gathered" only the last microbatch does; until then gradients add up on the device
-    in `reduce_dtype`.
+    in `reduce_dtype`. A unit on a mesh of one rank, such as experts whose `edp` is 1, adds them up
+    so with either word: there they are no larger than their shards, and torch would write each
+    microbatch's gradients two times more, to reduce them over one rank.
 
     Args:
         model: the root that `apply_fsdp` has sharded.
         accumulation: `parallelism.fsdp_accumulation`, "auto" resolved: "reduce_each" or
             "keep_gathered".
+        cpu_offload: whether gradients leave the device after each microbatch.
     """
 
-    def __init__(self, model: nn.Module, accumulation: str) -> None:
-        keeps = accumulation == "keep_gathered"
+    def __init__(
+        self, model: nn.Module, meshes: Meshes, accumulation: str, *, cpu_offload: bool
+    ) -> None:
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._units = units if keeps else []
+        experts = {id(moe.experts) for moe in _moe_layers(model)}
+
+        def is_alone(unit: FSDPModule) -> bool:
+            return _data_mesh(meshes, "edp" if id(unit) in experts else "fsdp").size() == 1
+
+        self._gathered = units if accumulation == "keep_gathered" else []
+        self._summed = self._gathered
+        if not self._summed and not cpu_offload:
+            self._summed = [unit for unit in units if is_alone(unit)]
         self._is_last = True
 
     def begin(self, *, last: bool) -> None:
@@ -111,8 +123,9 @@ class StepSync:
         if last == self._is_last:
             return
         self._is_last = last
-        for unit in self._units:
+        for unit in self._summed:
             unit.set_requires_gradient_sync(last, recurse=False)
+        for unit in self._gathered:
             unit.set_reshard_after_backward(last, recurse=False)
 
 

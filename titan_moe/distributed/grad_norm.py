@@ -86,7 +86,8 @@ class ParameterNorms:
         return found
 
     def by_name(self, squares: Tensor, divisor: float) -> dict[str, list[float]]:
-        """Each parameter's norms from the sum over the world: [1], of a stack of experts [E]."""
+        """Returns norms by name, from squares summed over the world. A parameter has one norm, a
+        stack has one for each expert."""
         norms = (squares.sqrt() / divisor).tolist()
         return {name: norms[place] for name, place in self._places.items()}
 

@@ -1,24 +1,32 @@
 """Estimates by arithmetic what a run keeps in a GPU's memory. Imports no torch.
 
-Experts are taken to get equally many tokens. Peaks that do not quite meet (the logits', one
-layer's backward) are added. `RESERVED` stands for CUDA, NCCL and a fragmented allocator. A
-pipeline's rank is counted with all its stages gathered, which is an upper bound. Nothing of it has
-been compared with a GPU.
+Peaks that do not quite meet (the logits', one layer's backward) are added. A pipeline's rank is
+counted with all its stages gathered, which is an upper bound. Nothing of it has been compared with
+a GPU; a run logs what it measures beside it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
+from titan_moe.config.job_config import ActivationCheckpoint, Optimizer, Parallelism, Training
+from titan_moe.distributed.communicators import NODE, communicator_bytes
+from titan_moe.distributed.parallel_dims import (
+    GROUP_AXES,
+    TOKEN_AXES,
+    ParallelDims,
+    parallel_dims,
+)
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.models.stats import Share, Size, attention_stats, shares_of_ranks
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 GIB = 2**30
-RESERVED = 6 * GIB
-"""Memory for CUDA and a fragmented allocator, about 3 GiB, and for NCCL's buffers, about as much
-where eight ranks of a node exchange rows."""
+RESERVED = 3 * GIB
+"""Memory for CUDA's context and kernels, and for a fragmented allocator."""
+SKEW = 2.0
+"""Rows of a rank's experts that must fit, as a multiple of an even share."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -46,28 +54,44 @@ class Memory:
     """Symmetric memory of the dispatcher that has some."""
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
+    skew: float
+    """Activations of a rank whose experts get `SKEW` times an even share of rows in every layer,
+    or as many as bounded buffers hold: what they add to the others' terms."""
+    communicators: float
+    """Buffers of NCCL."""
 
     @property
-    def total(self) -> float:
-        """On the GPU."""
-        terms = (self.stored, self.gathered, self.kept, self.layer, self.logits)
-        return sum(terms) + self.accumulated + self.exchange
-
-    def __str__(self) -> str:
-        """One line, in GiB; in MiB where the sum is below 1 GiB."""
-        named = {
+    def terms(self) -> dict[str, float]:
+        """Bytes of the tensors on the GPU, with even shares of rows."""
+        return {
             "stored": self.stored,
             "gathered": self.gathered,
             "kept": self.kept,
             "one layer": self.layer,
             "logits": self.logits,
+            "accumulated": self.accumulated,
+            "symmetric memory": self.exchange,
         }
-        if self.accumulated:
-            named["accumulated"] = self.accumulated
-        if self.exchange:
-            named["symmetric memory"] = self.exchange
+
+    @property
+    def total(self) -> float:
+        """Tensors on the GPU, with even shares of rows."""
+        return sum(self.terms.values())
+
+    @property
+    def needed(self) -> float:
+        """All that a GPU must have room for."""
+        return self.total + self.skew + self.communicators + RESERVED
+
+    def __str__(self) -> str:
+        """One line of tensors, in GiB; in MiB where the sum is below 1 GiB."""
+        optional = ("accumulated", "symmetric memory")
         unit = GIB if self.unit == "GiB" else 2**20
-        terms = [f"{name} {size / unit:.1f}" for name, size in named.items()]
+        terms = [
+            f"{name} {size / unit:.1f}"
+            for name, size in self.terms.items()
+            if size or name not in optional
+        ]
         host = f"; in the host's memory {self.host / unit:.1f}" if self.host else ""
         return f"{' + '.join(terms)} = {self.total / unit:.1f}{host}"
 
@@ -76,55 +100,76 @@ class Memory:
         """The unit of the line."""
         return "GiB" if self.total + self.host >= GIB else "MiB"
 
+    def margin(self, gpu: float) -> str:
+        """Returns a line on what is left of a GPU of so many bytes."""
+        left, skew, nccl = (gpu - self.needed) / GIB, self.skew / GIB, self.communicators / GIB
+        word = f"{left:.1f} left" if left >= 0 else f"{-left:.1f} short"
+        more = f"{skew:.1f} for rows skewed {SKEW:g}x, {nccl:.1f} for communicators and "
+        more += f"{RESERVED / GIB:g} for CUDA and the allocator"
+        return f"{self.needed / GIB:.1f} of {gpu / GIB:.1f} GiB, {word}, with {more}"
 
-def memory(
-    config: ModelConfig,
-    training: Training,
-    parallelism: Parallelism,
-    recompute: ActivationCheckpoint,
-    world_size: int,
-) -> Memory:
+
+class Plan(NamedTuple):
+    """Holds all that the estimate reads."""
+
+    config: ModelConfig
+    training: Training
+    parallelism: Parallelism
+    recompute: ActivationCheckpoint
+    optimizer: Optimizer
+    world_size: int
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Raises ValueError for degrees that do not fit the world."""
+        return parallel_dims(self.parallelism, self.world_size)
+
+    def deduplicates(self, places: int) -> bool:
+        """Returns whether tokens are sent once to each of `places`, ranks or nodes."""
+        moe, backend = self.config.moe, self.parallelism.expert_parallel_comm_backend
+        if moe is None or self.parallelism.expert_parallel_capacity_factor is not None:
+            return False
+        pays = deduplication_pays(moe.top_k, places, self.parallelism.expert_parallel_degree)
+        return backend == "deduplicated" or (backend == "auto" and pays)
+
+
+def memory(plan: Plan) -> Memory:
     """The estimate for one rank: in a pipeline, for the one that needs most.
 
-    Raises ConfigError for a pipeline that this model cannot be cut into.
+    Raises ConfigError for a pipeline that this model cannot be cut into, and as `Plan.dims`.
     """
-    sections = (config, training, parallelism, recompute, world_size)
-    shares = shares_of_ranks(config, training, parallelism)
-    return max((_of_rank(*sections, share) for share in shares), key=lambda found: found.total)
+    shares = shares_of_ranks(plan.config, plan.training, plan.parallelism)
+    return max((_of_rank(plan, share) for share in shares), key=lambda found: found.needed)
 
 
-def _of_rank(
-    config: ModelConfig,
-    training: Training,
-    parallelism: Parallelism,
-    recompute: ActivationCheckpoint,
-    world_size: int,
-    share: Share,
-) -> Memory:
-    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    pp = parallelism.pipeline_parallel_degree
-    shards = world_size // (parallelism.data_parallel_replicate_degree * pp)
+def _of_rank(plan: Plan, share: Share) -> Memory:
+    config, training, parallelism, _, optimizer, world_size = plan
+    dims = plan.dims
     wide = _BYTES[training.dtype]
     compute = _BYTES["float64"] if wide == 8 else _BYTES[training.mixed_precision_param]
+    moment = _BYTES["bfloat16"] if optimizer.state_dtype == "bfloat16" else wide
     parts = share.parts
-    stored = sum(sum(size) for size in parts.values()) * 4 * wide / shards
+    owned = sum(sum(size) for size in parts.values()) * dims.dp_replicate * dims.pp / world_size
+    stored = owned * (2 * wide + 2 * moment)
 
     def whole(size: Size) -> float:
-        experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
-        return size.dense / tp + size.routed / experts
+        return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)
 
     reduced = max(wide, 4)
     all_of_it = sum(whole(size) for size in parts.values())
     accumulated = 0.0
-    if pp > 1 or parallelism.fsdp_accumulation == "keep_gathered":
+    if dims.pp > 1 or parallelism.fsdp_accumulation == "keep_gathered":
         # The shards of gradients, which `stored` has, are made from these sums and free them.
         accumulated = all_of_it * (reduced + compute)
-        accumulated -= 0.0 if training.enable_cpu_offload else stored / 4
+        accumulated -= 0.0 if training.enable_cpu_offload else owned * wide
     layers = [size for name, size in parts.items() if name.startswith("layers.")]
-    layer = max(map(whole, layers))
-    tokens = share.rows * training.seq_len / cp
-    values = tokens * _values_per_token(config) / tp * compute
-    vocabulary = config.vocab_size / tp
+    layer = max(map(whole, layers), default=0.0)
+    tokens = share.rows * training.seq_len / dims.cp
+    own_tokens = tokens / dims.tp
+    most_rows = _most_rows(config, parallelism, max(round(own_tokens), 1))
+    kept, one_layer = _activations(plan, share, own_tokens * compute, rows=1.0)
+    with_most_rows = _activations(plan, share, own_tokens * compute, rows=most_rows)
+    vocabulary = config.vocab_size / dims.tp
     chunk = training.loss_chunk_size
     whole_part = LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens
     # Of the stream as the output layer sees it, gathered, and of its weight, added up wide.
@@ -137,26 +182,24 @@ def _of_rank(
     return Memory(
         stored=0.0 if offload else stored,
         gathered=layer * 3 * compute
-        + _in_reduction(layers, parallelism, whole) * reduced
+        + _in_reduction(layers, dims, whole) * reduced
         + whole(output) * (2 * compute + reduced),
-        kept=_kept(config, parallelism, recompute, tokens / tp * compute, share.layers)
-        + share.streams * tokens / tp * config.dim * compute,
-        layer=2 * values,
+        kept=kept,
+        layer=one_layer,
         logits=logits if output.dense else 0.0,
         accumulated=accumulated,
-        exchange=_symmetric_memory(config, parallelism, round(tokens / tp), compute),
+        exchange=_symmetric_memory(config, parallelism, own_tokens * most_rows, compute),
         host=stored if offload else 0.0,
+        skew=sum(with_most_rows) - kept - one_layer,
+        communicators=sum(communicators(plan).values()),
     )
 
 
-def _in_reduction(
-    layers: list[Size], parallelism: Parallelism, whole: Callable[[Size], float]
-) -> float:
+def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size], float]) -> float:
     """Elements of the reductions that are under way at once: of two units in a row where experts
     are units of their own. `whole`: of a part, those that a rank gathers."""
-    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
-    layer = max(map(whole, layers))
-    if parallelism.tensor_parallel_degree * ep * etp == 1:
+    layer = max(map(whole, layers), default=0.0)
+    if dims.tp * dims.ep * dims.etp == 1:
         return layer
     apart = [part for size in layers for part in (Size(size.dense), Size(0, size.routed))]
     return max(map(sum, pairwise(size for size in map(whole, apart) if size)), default=layer)
@@ -164,123 +207,145 @@ def _in_reduction(
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Holds the resolved `parallelism.fsdp_accumulation`, and the estimate if that chose it."""
+    """Holds the resolved `parallelism.fsdp_accumulation`, and the memory of a rank with it."""
 
     word: str
     """Value of `parallelism.fsdp_accumulation`: "reduce_each" or "keep_gathered", never "auto"."""
     microbatches: int
     """Number of microbatches in a step; 1 in a pipeline."""
-    needed: float | None = None
-    """Bytes of a GPU by the estimate; None unless the estimate has chosen "keep_gathered"."""
-    usable: float | None = None
-    """Bytes of a GPU that it may fill."""
+    estimate: Memory
 
     @property
     def line(self) -> str:
         """Returns the line for a log; empty if a step has one microbatch."""
         if self.microbatches == 1:
             return ""
-        line = f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}"
-        if self.needed is None or self.usable is None:
-            return line
-        return f"{line}, {self.needed / GIB:.1f} of {self.usable / GIB:.1f} GiB by arithmetic"
+        kept = self.estimate.accumulated / GIB
+        more = f", for {kept:.1f} GiB more" if kept else ""
+        return f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}{more}"
 
 
-def choose_accumulation(
-    config: ModelConfig,
-    training: Training,
-    parallelism: Parallelism,
-    recompute: ActivationCheckpoint,
-    world_size: int,
-    device_bytes: float | None,
-) -> Accumulation:
+def choose_accumulation(plan: Plan, device_bytes: float | None) -> Accumulation:
     """Resolves `parallelism.fsdp_accumulation`. `device_bytes`: a GPU's memory; None: a CPU."""
-    degrees = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    piped = parallelism.pipeline_parallel_degree > 1
-    sequences = world_size // degrees * training.local_batch_size
-    microbatches = 1 if piped else max(training.global_batch_size // sequences, 1)
+    training, parallelism, dims = plan.training, plan.parallelism, plan.dims
+    sequences = dims.size("batch") * training.local_batch_size
+    microbatches = 1 if dims.pp > 1 else max(training.global_batch_size // sequences, 1)
+
+    def with_word(word: str) -> Accumulation:
+        resolved = parallelism.model_copy(update={"fsdp_accumulation": word})
+        return Accumulation(word, microbatches, memory(plan._replace(parallelism=resolved)))
+
     if parallelism.fsdp_accumulation != "auto":
-        return Accumulation(parallelism.fsdp_accumulation, microbatches)
-    if microbatches == 1 or device_bytes is None:
-        return Accumulation("reduce_each", microbatches)
-    usable = device_bytes - RESERVED
-    keeping = parallelism.model_copy(update={"fsdp_accumulation": "keep_gathered"})
-    needed = memory(config, training, keeping, recompute, world_size).total
-    if needed <= usable:
-        return Accumulation("keep_gathered", microbatches, needed, usable)
-    return Accumulation("reduce_each", microbatches)
+        return with_word(parallelism.fsdp_accumulation)
+    if microbatches > 1 and device_bytes is not None:
+        keeping = with_word("keep_gathered")
+        if keeping.estimate.needed <= device_bytes:
+            return keeping
+    return with_word("reduce_each")
 
 
 def _symmetric_memory(
-    config: ModelConfig, parallelism: Parallelism, num_tokens: int, width: int
+    config: ModelConfig, parallelism: Parallelism, num_tokens: float, width: int
 ) -> float:
     """Three buffers of rows, two to send from and one to receive in, and of routing weights, which
-    take 64 bytes each. `width`: bytes of an element."""
+    take 64 bytes each. `num_tokens`: of whose rows each has room; `width`: bytes of an element."""
+    symmetric = parallelism.expert_parallel_comm_backend == "symmetric"
+    if config.moe is None or parallelism.expert_parallel_degree == 1 or not symmetric:
+        return 0.0
+    return 3.0 * num_tokens * config.moe.top_k * (config.dim * width + 64)
+
+
+def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
+    """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
+
+    A key is the ranks, and whether tokens travel between them (`process_groups.Traffic`). Groups
+    that Muon joins, and exchanges of a change of layout, are left out.
+    """
+    dims, parallelism, muon = plan.dims, plan.parallelism, plan.optimizer.name == "Muon"
+    cp = parallelism.context_parallel_rotate_method != "allgather"
+    sends = {"ep": True, "pp": True, "cp": cp, "fsdp": muon, "edp": muon}
+    found = {(tuple(range(plan.world_size)), False): False}
+    for axis in (*GROUP_AXES, "cp", "sequence"):
+        kind = dims.group_of(0, axis), axis in TOKEN_AXES
+        found[kind] = found.get(kind, False) or sends.get(axis, False)
+    on_node = dims.ranks_on_node(parallelism.expert_parallel_ranks_per_node or NODE)
+    if on_node and plan.deduplicates(places=dims.ep // on_node):
+        ranks = dims.group_of(0, "ep")
+        found[ranks[:on_node], True] = found[ranks[::on_node], True] = True
+    return {kind: communicator_bytes(kind[0], found[kind]) for kind in found if len(kind[0]) > 1}
+
+
+def _most_rows(config: ModelConfig, parallelism: Parallelism, num_tokens: int) -> float:
+    """Rows that a rank's experts must have room for, as a multiple of an even share. Symmetric
+    memory without a bound has room for all that can come."""
     ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
     moe = config.moe
-    if moe is None or ep == 1 or parallelism.expert_parallel_comm_backend != "symmetric":
-        return 0.0
-    received = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
-    return 3.0 * max(received, num_tokens * moe.top_k) * (config.dim * width + 64)
+    if moe is None or ep == 1:
+        return 1.0
+    if parallelism.expert_parallel_comm_backend != "symmetric":
+        factor = factor or SKEW
+    most = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
+    return max(most / (num_tokens * moe.top_k), 1.0)
 
 
-def _kept(
-    config: ModelConfig,
-    parallelism: Parallelism,
-    recompute: ActivationCheckpoint,
-    bytes_: float,
-    num_layers: int,
-) -> float:
-    """A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
-    what those return, another all its values. `bytes_`: of one value of every token."""
-    values = _values_per_token(config)
-    if recompute.mode == "none":
-        return num_layers * values * bytes_
+def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[float, float]:
+    """Bytes of values that the forward keeps, and of one layer's values and their gradients.
+
+    A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
+    what those return, another all its values. `bytes_`: of one value of every token. `rows`: those
+    of the rank's experts, as a multiple of an even share.
+    """
+    config, recompute, num_layers = plan.config, plan.recompute, share.layers
+    values = _values_per_token(config, rows)
     whole = float(config.dim)
     if recompute.keep_exchanged_rows:
-        whole += _exchanged_per_token(config, parallelism)
-    if recompute.mode == "full":
-        return num_layers * whole * bytes_
-    if recompute.selective_ac_option == "op":
-        return num_layers * _results_per_token(config, parallelism) * bytes_
-    recomputed = -(-num_layers // int(recompute.selective_ac_option))
-    return (recomputed * whole + (num_layers - recomputed) * values) * bytes_
+        whole += _exchanged_per_token(plan, rows)
+    if recompute.mode == "none":
+        kept = num_layers * values
+    elif recompute.mode == "full":
+        kept = num_layers * whole
+    elif recompute.selective_ac_option == "op":
+        kept = num_layers * _results_per_token(plan, rows)
+    else:
+        recomputed = -(-num_layers // int(recompute.selective_ac_option))
+        kept = recomputed * whole + (num_layers - recomputed) * values
+    kept += share.streams * config.dim
+    return kept * bytes_, 2 * values * bytes_
 
 
-def _exchanged_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
+def _exchanged_per_token(plan: Plan, rows: float) -> float:
     """Elements of a token's rows that arrive at its experts' ranks; with the deduplicating
-    dispatcher, at as many ranks as a balanced router draws."""
-    ranks = parallelism.expert_parallel_degree
-    if config.moe is None or ranks == 1:
+    dispatcher, at as many ranks as a balanced router draws, at most at all of them."""
+    moe, ranks = plan.config.moe, plan.parallelism.expert_parallel_degree
+    if moe is None or ranks == 1:
         return 0.0
-    top_k, backend = config.moe.top_k, parallelism.expert_parallel_comm_backend
-    chosen = backend == "auto" and deduplication_pays(top_k, ranks, ranks)
-    once = chosen or backend == "deduplicated"
-    return (places_reached(top_k, ranks) if once else top_k) * config.dim
+    once = min(rows * places_reached(moe.top_k, ranks), ranks)
+    return (once if plan.deduplicates(ranks) else rows * moe.top_k) * plan.config.dim
 
 
-def _values_per_token(config: ModelConfig) -> float:
+def _values_per_token(config: ModelConfig, rows: float) -> float:
     """Elements that one token's forward through the largest layer leaves for the backward."""
     own = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
         # Of a routed row x, gate and up: the rest is made again.
-        routed = moe.top_k * (config.dim + 2 * moe.hidden_dim)
+        routed = rows * moe.top_k * (config.dim + 2 * moe.hidden_dim)
         shared = 4 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)
     # Both norms' outputs and both sums with the stream.
     return 4 * config.dim + own + feed_forward
 
 
-def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
+def _results_per_token(plan: Plan, rows: float) -> float:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
     input, attention with all it keeps, the results of products, and the exchanged rows."""
+    config = plan.config
     own = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        routed: float = moe.top_k * (2 * moe.hidden_dim + config.dim)
-        routed += _exchanged_per_token(config, parallelism)
+        routed = rows * moe.top_k * (2 * moe.hidden_dim + config.dim)
+        routed += _exchanged_per_token(plan, rows)
         shared = 2 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
     return 2 * config.dim + own + feed_forward

@@ -21,17 +21,15 @@ from titan_moe.distributed.parallel_dims import (
     AXES,
     DENSE_AXES,
     DERIVED_AXES,
+    GROUP_AXES,
     SPARSE_AXES,
+    TOKEN_AXES,
     Names,
     ParallelDims,
     primary_axes,
 )
 from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
 from titan_moe.distributed.torch_mesh import register_flattened, root_mesh, set_groups, unflatten
-
-# All ranks make these groups first, in this order.
-_EVERY_RUN = ("pp", "dp_replicate", "fsdp", "tp", "edp", "ep", "etp")
-_TOKEN_AXES = frozenset({"pp", "cp", "tp", "sequence", "ep", "etp"})
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Meshes:
         return next(same, primary or names)
 
     def _options(self, names: Names) -> GroupOptions:
-        tokens = isinstance(names, str) and names in _TOKEN_AXES
+        tokens = isinstance(names, str) and names in TOKEN_AXES
         return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout)
 
     def _description(self, names: Names) -> str:
@@ -137,7 +135,7 @@ def build_mesh(
     groups = ProcessGroups() if groups is None else groups
     root = root_mesh(device_type, torch.arange(dims.world_size))
     meshes = Meshes(dims, dist.get_rank(), root, groups, timeout)
-    for axis in _EVERY_RUN:
+    for axis in GROUP_AXES:
         meshes.group(axis)
     meshes["fsdp"]  # Torch then knows that it joins two axes.
     return meshes

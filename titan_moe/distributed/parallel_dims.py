@@ -24,6 +24,10 @@ DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
     "loss": ("dp_replicate", "dp_shard", "cp"),
     "sequence": ("cp", "tp"),
 }
+GROUP_AXES = ("pp", "dp_replicate", "fsdp", "tp", "edp", "ep", "etp")
+"""The axes whose groups all ranks make first, in this order."""
+TOKEN_AXES = frozenset({"pp", "cp", "tp", "sequence", "ep", "etp"})
+"""The axes over which tokens travel, and not parameters."""
 
 Names = str | Sequence[str]
 """One axis, primary or derived, or several."""
@@ -103,6 +107,13 @@ class ParallelDims:
     def group_of(self, rank: int, names: Names) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along these axes, itself included, ascending."""
         return tuple(group_of(rank, primary_axes(names), self._view(names)))
+
+    def ranks_on_node(self, ranks_per_node: int) -> int | None:
+        """Returns the number of ranks of an ep group on each of several nodes. None where the group
+        is on one node, where each node has one rank of it, and where nodes do not cut it evenly."""
+        size = ranks_per_node // self.etp
+        even = ranks_per_node % self.etp == 0 and size > 0 and self.ep % size == 0
+        return size if even and size not in (1, self.ep) else None
 
     def _view(self, names: Names) -> Axes:
         view = DENSE_AXES if set(primary_axes(names)) <= set(DENSE_AXES) else SPARSE_AXES

@@ -74,7 +74,7 @@ class ShardedModel:
     meshes: Meshes
     execution: Execution
     positions: Positions
-    shared_by_tp: list[nn.Parameter]
+    partial_over_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
     tied_weights: TiedWeights
     """Copies of parameters whose gradients are still to be summed over them."""
@@ -159,7 +159,7 @@ def build_sharded_model(
         # 9. Who runs it: all layers at once, or a pipeline's schedule.
         execution=_execution(parts, job, config, meshes, device, accumulation.word),
         positions=_positions(job.parallelism, meshes),
-        shared_by_tp=[named[name] for name in named if name in partial_over_tp],
+        partial_over_tp=[named[name] for name in named if name in partial_over_tp],
         tied_weights=find_tied_weights(
             tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))
         ),
@@ -280,7 +280,7 @@ def _is_eager(part: Decoder, meshes: Meshes) -> bool:
 
 
 def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
-    """By their place in the whole model; multi-token prediction's come after all others."""
+    """Returns blocks by their number in the whole model; multi-token prediction's come last."""
     blocks: dict[str, nn.Module] = dict(part.layers.items())
     if part.mtp is not None:
         for depth, layer in part.mtp.layers.items():
@@ -376,7 +376,9 @@ def _execution(
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
             part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
     if dims.pp == 1:
-        return WholeModel(parts[0], StepSync(parts[0], accumulation))
+        offloads = job.training.enable_cpu_offload
+        sync = StepSync(parts[0], meshes, accumulation, cpu_offload=offloads)
+        return WholeModel(parts[0], sync)
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
 
     return Pipeline(

@@ -31,16 +31,18 @@ class GroupOptions:
     timeout: timedelta | None = None
     """Longest wait for a collective; None: the backend's own, not that of the world."""
 
-    def of_backend(self) -> Any:
-        """NCCL's options; None for other backends, which take none."""
+    def of_backend(self) -> dict[str, Any]:
+        """The arguments of `new_group` that make a group of NCCL alone, if the world has it: with
+        gloo beside it, torch would also connect every pair of ranks, for tensors of the host, which
+        only control groups send. Other backends take none."""
         if "nccl" not in dist.get_backend_config():
-            return None
+            return {}
         options = dist.ProcessGroupNCCL.Options()
         # A layer waits for tokens, for parameters only if they were not gathered early enough.
         options.is_high_priority_stream = self.traffic is Traffic.TOKENS
         if self.timeout is not None:
             options._timeout = self.timeout
-        return options
+        return {"backend": "nccl", "pg_options": options}
 
 
 _Key = tuple[tuple[int, ...], GroupOptions | None]
@@ -69,7 +71,7 @@ class ProcessGroups:
         group = dist.new_group(
             list(ranks),
             timeout=options.timeout,
-            pg_options=options.of_backend(),
+            **options.of_backend(),
             use_local_synchronization=True,
             group_desc=description or None,
         )

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
     op: str
     axes: tuple[str, ...]
-    """That take part."""
+    """The mesh axes that take part."""
     before: Sharding
     after: Sharding
     bytes: int
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How to get from one sharding to another."""
+    """Holds the steps from one sharding to another."""
 
     source: Sharding
     target: Sharding
@@ -190,8 +190,8 @@ class _Run(NamedTuple):
         return local
 
     def exchanged(self, local: Tensor, *, add: bool) -> Tensor:
-        """Each rank of the axes sends to each other one what that holds afterwards; `add`: they all
-        hold terms of it, else each a piece."""
+        """Sends every rank of the axes the boxes that it holds afterwards. With `add`, what arrives
+        are terms of a sum, else pieces."""
         members = group_of(self.mesh.rank, self.step.axes, self.mesh.axes)
         return exchange_boxes(
             local,

@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh, as a value.
+"""Describes how a tensor is laid out on a mesh, as a value.
 
     P[tp]S(0)[ep,edp]S(1)[etp]
 

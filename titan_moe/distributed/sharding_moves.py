@@ -45,7 +45,7 @@ class State(NamedTuple):
 class Move(NamedTuple):
     op: str
     axes: tuple[str, ...]
-    """That take part."""
+    """The mesh axes that take part."""
     after: State
 
 

@@ -46,7 +46,7 @@ def pipeline_summary(
     weights: Mapping[str, float],
     rows: int,
 ) -> str:
-    """Which modules each stage holds, its share of the work, and the bubble to expect.
+    """Describes the modules and the share of the work of each stage, and the bubble to expect.
 
     Args:
         stages: the modules of each stage.

@@ -113,7 +113,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]]) -> Non
 
 
 def _places(pieces: list[list[Tensor]], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each piece with its bytes in the buffer of all."""
+    """Yields each piece with its part of the common byte buffer."""
     first = 0
     for piece in chain.from_iterable(pieces):
         yield piece, buffer[first : first + piece.nbytes]

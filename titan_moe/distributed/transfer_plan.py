@@ -84,7 +84,7 @@ class TransferPlan:
 
     world_size: int
     buckets: tuple[tuple[Pieces, ...], ...]
-    """In order; each is one all-to-all, or copies only."""
+    """Buckets in their order; each is one all-to-all, or only local copies."""
 
     @property
     def bytes(self) -> np.ndarray:

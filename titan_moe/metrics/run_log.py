@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
-from titan_moe.runtime.device import describe_device, peak_flops
+from titan_moe.runtime.device import describe_device, memory_of, peak_flops
 from titan_moe.runtime.files import replacing, write_whole
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import Process
@@ -141,6 +141,7 @@ class RunLog:
             num_devices=self._process.world_size,
             peak_tflops=_peak_tflops(job, self._process.device),
         )
+        self._estimate, self._is_over = sharded.accumulation.estimate, False
         self._first_step = resume_step + 1
         self._tokens_since = 0
         self._last_log = time.perf_counter()
@@ -196,6 +197,8 @@ class RunLog:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:
             values |= expert_load(result.counts_LE, self._layers)
+        if self._process.is_main:
+            self._compare_memory(step, values)
         for sink in self._sinks:
             sink.write(step, values)
         if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
@@ -203,6 +206,22 @@ class RunLog:
         if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
             norms.write(step, result.parameter_norms)
         self._tokens_since, self._last_log = 0, time.perf_counter()
+
+    def _compare_memory(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a layout's first step beside the estimate of its memory; warn once of a step that
+        takes more. A CPU's process has Python and torch too, and is not compared."""
+        peak, tensors = values["memory/peak_gib"], self._estimate.total + self._estimate.skew
+        line, is_over = f"the process {peak:.2f} GiB, tensors {tensors / GIB:.2f} estimated", False
+        if (used := values.get("memory/used_gib")) is not None:
+            needed, reserved = self._estimate.needed / GIB, values["memory/reserved_gib"]
+            line = f"tensors {peak:.1f} of {tensors / GIB:.1f} GiB estimated, "
+            line += f"reserved {reserved:.1f}, the GPU {used:.1f} of {needed:.1f}"
+            is_over = peak > tensors / GIB or used > needed
+        if is_over and not self._is_over:
+            logger.warning("step %d takes more memory than estimated: %s", step, line)
+        elif step == self._first_step:
+            logger.info("memory at step %d: %s", step, line)
+        self._is_over |= is_over
 
     def close(self, unit: str, choices: int, *, draws: bool = True) -> None:
         """End the sinks and draw the curves, which takes seconds that a run asked to stop may not
@@ -223,14 +242,18 @@ class RunLog:
             )
 
 
-def describe_layout(job: JobConfig, sharded: ShardedModel) -> None:
-    """Log how the world and the parameters are cut; the main rank's job."""
-    parameters = dict(sharded.named_parameters())
+def describe_layout(job: JobConfig, sharded: ShardedModel, device: torch.device) -> None:
+    """Log how the world and the parameters are cut, and the memory that this needs by arithmetic;
+    the main rank's job."""
+    parameters, estimate = dict(sharded.named_parameters()), sharded.accumulation.estimate
     logger.info("%s", layout_summary(parameters, sharded.meshes, sharded.accumulation.line))
     if sharded.meshes.dims.pp > 1:
         weights = part_weights(sharded.config, job.training.seq_len)
         size = job.training.local_batch_size
         logger.info("%s", pipeline_summary(job.parallelism, sharded.stages, weights, size))
+    logger.info("memory of a rank by arithmetic, %s: %s", estimate.unit, estimate)
+    if (gpu := memory_of(device)) is not None:
+        logger.info("%s", estimate.margin(gpu))
 
 
 def describe_run(job: JobConfig, process: Process, data: Identity) -> None:
@@ -304,7 +327,8 @@ def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Returns what this rank holds, in GiB; CUDA peaks are those since the last call.
 
-    On CUDA "memory/peak_gib" (tensors), "memory/reserved_gib" (with the allocator's reserve) and
+    On CUDA "memory/peak_gib" (tensors), "memory/reserved_gib" (with the allocator's reserve),
+    "memory/used_gib" (now, of all the GPU: with NCCL's buffers, CUDA and other processes) and
     "memory/allocation_retries": how often, since the start, the allocator had to free its cache for
     a new tensor. Anything but 0 there costs time: the run needs nearly all of the GPU's memory.
     On the CPU "memory/resident_gib" and "memory/peak_gib", the most since the process started,
@@ -316,11 +340,12 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def _cuda_metrics(device: torch.device) -> dict[str, float]:
-    stats = torch.cuda.memory_stats(device)
+    stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {
         "memory/peak_gib": stats["allocated_bytes.all.peak"] / GIB,
         "memory/reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "memory/used_gib": (total - free) / GIB,
         "memory/allocation_retries": stats["num_alloc_retries"],
     }
 

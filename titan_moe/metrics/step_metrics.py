@@ -27,7 +27,7 @@ class DeviceMetric:
     """The sum of scalars over the layers of all ranks, divided by another such sum."""
 
     name: str
-    """In metrics.jsonl."""
+    """The key in metrics.jsonl."""
     sums: Sequence[Tensor]
     """Scalars of this rank's layers; ranks without such a layer have none."""
     per: Sequence[Tensor] | None = None

@@ -51,7 +51,7 @@ class HFModel:
 
     @property
     def copies(self) -> HFCopies:
-        """Their names of copies in multi-token prediction layers -> our names."""
+        """Maps Hugging Face's names of copies in multi-token prediction layers to our names."""
         return family_module(self.family).COPIES if self.config.num_mtp_layers else {}
 
     @property
@@ -61,7 +61,7 @@ class HFModel:
 
     @cached_property
     def first_of_group(self) -> dict[str, str]:
-        """Each copy of a tied weight -> the parameter that it is a copy of."""
+        """Maps each copy of a tied weight to the parameter that it copies."""
         return {copy: first for first, *others in tied_weights(self.config) for copy in others}
 
     def settings(self) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def model_of(folder: Path) -> HFModel:
 
 
 def _mtp_layers(folder: Path, config: ModelConfig) -> int:
-    """How many of the layers that config.json names have weights; all where no list of them can be
-    read, about which reading them will complain."""
+    """Returns how many multi-token prediction layers of config.json have weights. Returns all if
+    the list of weights cannot be read: reading them raises the error."""
     names = _tensor_names(folder)
     layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     have = [any(f"layers.{layer}." in name for name in names) for layer in layers]

@@ -1,4 +1,4 @@
-"""Which products of a model run in float8: chosen before anything cuts their weights.
+"""Chooses the products of a model that run in float8, before its weights are sharded.
 
 Parameters stay what they were, in type, name and shape. Routers stay in at least float32, since a
 rounded score sends a token elsewhere; embeddings, the output layer and the gates of recurrent

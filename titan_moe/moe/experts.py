@@ -63,8 +63,10 @@ def expert_outputs(
         multiply: `grouped_mm`, or a product in lower precision.
     """
     offsets_E = rows.offsets_E
-    weights_R1 = rows.weights_R[:, None].to(rows.x_RD.dtype)
-    before_R1, after_R1 = (weights_R1, None) if scale_inputs else (None, weights_R1)
+    weights_R1 = rows.weights_R[:, None]
+    # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
+    before_R1 = weights_R1.to(rows.x_RD.dtype) if scale_inputs else None
+    after_R1 = None if scale_inputs else weights_R1
     gate_RF, up_RF = projections(rows.x_RD, before_R1, weights.w1, weights.w3, offsets_E, multiply)
     gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
     up_RF = add_bias(up_RF, weights.b3, offsets_E)
@@ -143,9 +145,7 @@ def activated_projection(
     """
     if multiply is grouped_mm:
         return _ActivatedProjection.apply(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E, activation)
-    hidden_RF = _Activated.apply(gate_RF, up_RF, activation)
-    if weights_R1 is not None:
-        hidden_RF = hidden_RF * weights_R1
+    hidden_RF = _Activated.apply(gate_RF, up_RF, weights_R1, activation)
     return multiply(hidden_RF, w2_EDF, offsets_E)
 
 
@@ -169,17 +169,19 @@ def projections(
 
 class _Activated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate_RF, up_RF)
+    def forward(
+        ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+    ) -> Tensor:
+        ctx.save_for_backward(gate_RF, up_RF, weights_R1)  # type: ignore[arg-type]
         ctx.activation = activation  # type: ignore[attr-defined]
-        return gated_rows(gate_RF, up_RF, None, activation)
+        return gated_rows(gate_RF, up_RF, weights_R1, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        gate_RF, up_RF = ctx.saved_tensors
-        grads = gated_rows_backward(grad_RF.clone(), gate_RF, up_RF, None, ctx.activation)
-        return grads.gate_RF, grads.up_RF, None
+        gate_RF, up_RF, weights_R1 = ctx.saved_tensors
+        grads = gated_rows_backward(grad_RF.clone(), gate_RF, up_RF, weights_R1, ctx.activation)
+        return grads.gate_RF, grads.up_RF, grads.weights_R1, None
 
 
 class _ActivatedProjection(torch.autograd.Function):

@@ -9,11 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AsyncRows
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher
-from titan_moe.moe.dispatch.exchange import ExchangeDispatcher
 from titan_moe.moe.experts import Experts, RowsInParts
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
@@ -83,8 +81,8 @@ class MoE(nn.Module):
     `gating_weights`. `routing_memo` is shared with the activation checkpoint around this layer;
     `sequence_group` are the ranks that hold parts of the same sequences, None: this one alone.
 
-    `counts_traffic` says whether this step's traffic is measured, which only a log reads; in
-    compiled layers it is measured always.
+    `counts_traffic` says whether this step's traffic is measured, which only a log reads; where a
+    graph holds the whole layer it is measured always.
 
     Buffers: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens; `rows_dropped` []
     the (token, expert) choices that exceeded the capacity, in training or in validation.
@@ -148,13 +146,11 @@ class MoE(nn.Module):
             with region("combine"):
                 return dispatcher.combine(y_RD, plans[0])
 
-        assert isinstance(dispatcher, ExchangeDispatcher)
-
         def receive(sent: Any, part: int) -> ExpertRows:
             with region("dispatch"):
                 return dispatcher.receive(sent, plans[part])
 
-        def send_back(y_RD: Tensor, part: int) -> AsyncRows:
+        def send_back(y_RD: Tensor, part: int) -> Any:
             with region("combine"):
                 return dispatcher.combine_start(y_RD, plans[part])
 

@@ -96,7 +96,8 @@ class Router(nn.Module):
         if self.config.normalize_top_k:
             # As in DeepSeek's reference: sigmoid scores may all underflow.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK * self.config.route_scale
+        scale = self.config.route_scale
+        return weights_TK if scale == 1 else weights_TK * scale
 
 
 class _GatherSelected(torch.autograd.Function):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.ops.blockwise_attention import MAX_SEQ_LEN, attend_in_blocks
+from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.varlen_attention import (
     DocumentBounds,
@@ -161,108 +162,6 @@ class MasksByLength:
         if key not in self._made:
             self._made[key] = self._make(documents_BS, local)
         return self._made[key]
-
-
-def _first_seen_by(first_BS: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the lookup of a query's first key.
-
-    If all rows are alike, it does not index by row: flex attention copies an index that is a Python
-    number to the device, and waits.
-    """
-    if len(first_BS) > 1:
-        return lambda b, query: first_BS[b, query]
-    (first_S,) = first_BS
-    return lambda b, query: first_S[query]
-
-
-class Flex:
-    """Flex attention, which skips tiles where no key is seen.
-
-    Compiled, it is CUDA's fast kernel; torch has no backward of it on the CPU.
-    """
-
-    def __init__(self, *, compiled: bool) -> None:
-        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
-        self._attend: Any = torch.compile(flex_attention) if compiled else flex_attention
-        self._compiled = compiled
-        self._create = create_block_mask
-        self._with_lse = AuxRequest(lse=True)
-
-    def row_mask(self, first_BS: Tensor) -> Any:
-        """The mask of whole rows from `first_seen_in_rows`."""
-        first_seen = _first_seen_by(first_BS)
-
-        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (first_seen(b, query) <= key) & (key <= query)
-
-        return self._mask(sees, first_BS, first_BS.shape[1])
-
-    def block_mask(self, queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Any:
-        """The mask of some queries and keys of a row, as in `is_seen`; all on one device.
-
-        Its making holds [B, queries, keys] bools for a moment.
-        """
-        first_seen = _first_seen_by(first_BS)
-
-        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            key_at = keys_S[key]
-            return (first_seen(b, query) <= key_at) & (key_at <= queries_S[query])
-
-        return self._mask(sees, first_BS, len(keys_S))
-
-    def _mask(self, sees: Any, first_BS: Tensor, num_keys: int) -> Any:
-        num_rows, num_queries = first_BS.shape
-        rows = None if num_rows == 1 else num_rows
-        device = first_BS.device.type
-        return self._create(sees, rows, None, num_queries, num_keys, device=device)
-
-    def attend(
-        self,
-        q_BHSC: Tensor,
-        k_BHSC: Tensor,
-        v_BHSC: Tensor,
-        mask: Any,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """o_BHSC, differentiable."""
-        if sinks_H is None:
-            return self._run(q_BHSC, k_BHSC, v_BHSC, mask, scale)
-        o_BHSC, lse_BHS = self.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
-        share_BHS = torch.sigmoid(lse_BHS - sinks_H[:, None])
-        # Outside of the compiled kernel, at the price of another pass over the output.
-        return (o_BHSC * share_BHS[..., None]).to(o_BHSC.dtype)
-
-    def with_lse(
-        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """o_BHSC and the natural logarithm lse_BHS of the softmax's divisor, differentiable.
-
-        A query that sees no key gets 0 and -inf.
-        """
-        o_BHSC, more = self._run(q_BHSC, k_BHSC, v_BHSC, mask, scale, return_aux=self._with_lse)
-        return o_BHSC, more.lse
-
-    def _run(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, **options: Any
-    ) -> Any:
-        return self._attend(
-            q_BHSC,
-            k_BHSC,
-            v_BHSC,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
-            kernel_options=self._kernel_options(q_BHSC.dtype),
-            **options,
-        )
-
-    def _kernel_options(self, dtype: torch.dtype) -> dict[str, Any] | None:
-        if not self._compiled or dtype is not torch.float32:
-            return None  # As torch has them.
-        # With torch's 4 warps a tile of an H100 spills 10,828 bytes (heads of 128), with 8 none.
-        return {"fwd_num_warps": 8}
 
 
 class Sdpa:

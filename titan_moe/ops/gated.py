@@ -2,7 +2,8 @@
 
 In plain torch each is a chain of elementwise passes over rows that are F wide; on CUDA the chain is
 one Triton kernel forward and one backward. While a graph is traced the plain form stays, which the
-compiler fuses itself.
+compiler fuses itself. Routing weights may be wider than the rows: the kernels multiply with them as
+they are, and plain torch, each of whose passes rounds, rounds them too.
 """
 
 from collections.abc import Callable
@@ -71,7 +72,7 @@ def gated_rows_reference(
 ) -> Tensor:
     """`gated_rows` in plain torch."""
     hidden_RF = ACTIVATIONS[activation].hidden(gate_RF, up_RF)
-    return hidden_RF if weights_R1 is None else hidden_RF.mul_(weights_R1)
+    return hidden_RF if weights_R1 is None else hidden_RF.mul_(weights_R1.to(hidden_RF.dtype))
 
 
 def gated_rows_backward_reference(
@@ -81,7 +82,8 @@ def gated_rows_backward_reference(
     hidden_RF, pull = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
     grad_weights_R1 = None
     if weights_R1 is not None:
-        grad_weights_R1 = (hidden_RF * grad_RF).sum(-1, keepdim=True)
+        grad_weights_R1 = (hidden_RF * grad_RF).sum(-1, keepdim=True).to(weights_R1.dtype)
+        weights_R1 = weights_R1.to(hidden_RF.dtype)
         hidden_RF.mul_(weights_R1)
         grad_RF.mul_(weights_R1)
     return *pull(grad_RF), grad_weights_R1, hidden_RF

@@ -96,8 +96,8 @@ class Recurrence:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
     ) -> Tensor:
-        heads = (q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS)
-        o_BSHV, _ = self.rule(*(x.transpose(1, 2) for x in heads), place_BS)
+        q, k, v = (x.transpose(1, 2) for x in (q_BGSK, k_BGSK, v_BHSV))
+        o_BSHV, _ = self.rule(q, k, v, decay_BHS.mT, beta_BHS.mT, place_BS)
         return o_BSHV.transpose(1, 2)
 
 
@@ -223,14 +223,15 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, function: Callable[..., Any], *args: Tensor | None) -> Any:
         ctx.function = function  # type: ignore[attr-defined]
-        ctx.save_for_backward(*args)
+        ctx.save_for_backward(*args)  # type: ignore[arg-type]
         return function(*args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # type: ignore[override, no-untyped-def]
         args = [None if x is None else x.detach() for x in ctx.saved_tensors]
-        wanted = [x for x, needs in zip(args, ctx.needs_input_grad[1:], strict=True) if needs]
+        needed = zip(args, ctx.needs_input_grad[1:], strict=True)
+        wanted = [x for x, needs in needed if needs and x is not None]
         with torch.enable_grad():
             for x in wanted:
                 x.requires_grad_()

@@ -177,4 +177,4 @@ def _gated_rows_backward_kernel(
         tl.store(grad_up_ptr + place, grad_up.to(out), mask=inside)
         tl.store(grad_ptr + place, (hidden * weight[:, None]).to(out), mask=inside)
     if HAS_WEIGHTS:
-        tl.store(grad_weights_ptr + row, grad_weight.to(out), mask=is_row)
+        tl.store(grad_weights_ptr + row, grad_weight, mask=is_row)

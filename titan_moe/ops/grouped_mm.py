@@ -150,7 +150,7 @@ class _AddBias(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(bias_EF, offsets_E, weights_R1)  # type: ignore[arg-type]
         rows_RF = _spread(bias_EF, offsets_E, len(y_RF))
-        return y_RF + (rows_RF if weights_R1 is None else rows_RF.mul_(weights_R1))
+        return y_RF + (rows_RF if weights_R1 is None else rows_RF.mul_(weights_R1.to(y_RF.dtype)))
 
     @staticmethod
     @once_differentiable
@@ -163,10 +163,10 @@ class _AddBias(torch.autograd.Function):
         if weights_R1 is None:
             return grad_RF, rows_ER @ masked_RF, None, None
         spread_RF = _spread(bias_EF, offsets_E, len(grad_RF))
-        grad_weights_R1 = spread_RF.mul_(masked_RF).sum(-1, keepdim=True)
+        grad_weights_R1 = spread_RF.mul_(masked_RF).sum(-1, keepdim=True).to(weights_R1.dtype)
         # A weight past the last offset belongs to no expert either, and may be anything.
         tail_R = (expert_R == len(offsets_E))[:, None]
-        masked_RF.mul_(weights_R1.masked_fill(tail_R, 0))
+        masked_RF.mul_(weights_R1.masked_fill(tail_R, 0).to(grad_RF.dtype))
         return grad_RF, rows_ER @ masked_RF, None, grad_weights_R1
 
 

@@ -1,4 +1,4 @@
-"""How far back a layer's attention sees. No torch."""
+"""Describes how far back a layer's attention sees. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +19,7 @@ class LocalAttention:
 
 
 def mean_seen(local: LocalAttention | None, seq_len: int) -> float:
-    """How many tokens of a row of `seq_len` a token sees on average, itself among them."""
+    """Returns how many tokens of a row a token sees on average, itself included."""
     if local is None:
         return (seq_len + 1) / 2
     size = min(local.size, seq_len)

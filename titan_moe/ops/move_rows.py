@@ -5,6 +5,7 @@ Each reads and writes every row once, which is what bounds it; sums run in a fix
 is added atomically, so that a repeat gives the same bits on any device.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class RowMap(NamedTuple):
-    """Which rows are copies of which tokens, by row and by token."""
+    """Maps rows to the tokens that they copy, and tokens to their rows."""
 
     source_R: Tensor
     """int64: the token of each row, -1 for padding."""
@@ -22,37 +23,46 @@ class RowMap(NamedTuple):
     """int64: the rows that each token is copied to, at most K; -1 for none."""
 
 
-def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
-    """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
-    return _GatherRows.apply(x_TD, row_map)
+def gather_rows(x_TD: Tensor, row_map: RowMap, num_rows: Callable[[], int] | None = None) -> Tensor:
+    """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`.
+
+    Args:
+        num_rows: how many of the map's rows are wanted, the first ones; None: all. Called once the
+            gather has begun, because the answer may be under way.
+    """
+    return _GatherRows.apply(x_TD, row_map, num_rows)
 
 
 def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
     """y_TD, the sum of each token's rows in the order of k. Backward: `gather_rows`.
 
-    Padding rows are not read. Sums of narrow types are float32 and rounded once.
+    Padding rows are not read, nor the map's sources past the rows. Sums of narrow types are float32
+    and rounded once.
     """
     return _CombineRows.apply(y_RD, row_map)
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, row_map: RowMap) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x_TD: Tensor, row_map: RowMap, num_rows: Callable[[], int] | None
+    ) -> Tensor:
         ctx.save_for_backward(row_map.rows_TK)
-        return copy_rows(x_TD, row_map.source_R)
+        x_RD = copy_rows(x_TD, row_map.source_R)
+        return x_RD if num_rows is None else x_RD[: num_rows()]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
         (rows_TK,) = ctx.saved_tensors
-        return add_rows(grad_RD, rows_TK), None
+        return add_rows(grad_RD, rows_TK), None, None
 
 
 class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, y_RD: Tensor, row_map: RowMap) -> Tensor:
         # Not saved_for_backward: a recomputation would have to come as far as this to find it.
-        ctx.source_R = row_map.source_R  # type: ignore[attr-defined]
+        ctx.source_R = row_map.source_R[: len(y_RD)]  # type: ignore[attr-defined]
         return add_rows(y_RD, row_map.rows_TK)
 
     @staticmethod

@@ -190,59 +190,33 @@ def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     return reached_TP.scatter_(1, experts_TK // num_local, True)
 
 
-def count_copies(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    """How many tokens have an expert on each rank of `num_local` experts: counts_P, int64."""
-    return reached_ranks(experts_TK, num_local, num_ranks).sum(0)
-
-
-class Copies(NamedTuple):
-    """Tokens copied to the ranks of their experts, once to each."""
-
-    tokens: RowMap
-    """Map of tokens to copies by `copy_to_ranks`; `source_R` is meaningless past the last copy."""
-    row_N: Tensor
-    """int32: of each choice, in the order of experts, its row among those that its rank is sent
-    from here, times J = min(K, num_local), plus how many of that row's choices come before it."""
-
-
-def place_copies(experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int) -> Copies:
-    """One copy of each token for each rank of `num_local` experts that has some of its experts.
-
-    Args:
-        order_TK: each choice's place in the order of experts.
-    """
+def rows_on_ranks(experts_TK: Tensor, reached_TP: Tensor, num_local: int) -> Tensor:
+    """Slots of choices on their experts' ranks, int32 [T, K]: a choice's row, among those that its
+    rank is sent from here, times K, plus its k."""
     top_k = experts_TK.shape[1]
-    reached_TP = reached_ranks(experts_TK, num_local, num_ranks)
-    rank_TK = experts_TK // num_local
-    nth_TK = (rank_TK[:, :, None] == rank_TK[:, None]).tril(-1).sum(2)
-    most_here = min(top_k, num_local)
-    row_TK = (reached_TP.cumsum(0) - 1).gather(1, rank_TK) * most_here + nth_TK
-    row_N = torch.empty_like(order_TK, dtype=torch.int32).flatten()
-    row_N[order_TK.flatten()] = row_TK.flatten().int()
-    return Copies(copy_to_ranks(reached_TP, min(top_k, num_ranks)), row_N)
+    row_TK = reached_TP.cumsum(0).gather(1, experts_TK // num_local)  # Counted from 1.
+    k_K = torch.arange(-top_k, 0, device=row_TK.device)
+    return torch.add(k_K, row_TK, alpha=top_k).int()
 
 
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
     """A copy of each row for each rank that it reaches: rank after rank, in the order of rows.
 
-    Without a wait for the device: the map's `source_R` holds up to `most` copies of each row, and
-    what follows the last copy has no meaning.
+    Without a wait for the device: the map's `source_R` has room for `most` copies of each row, and
+    -1 after the last copy.
 
     Args:
         reached_TP: bool.
         most: ranks that one row can reach.
     """
     num_rows, num_ranks = reached_TP.shape
-    # Meaningless where there is no copy, as is nth_TP: those go to one place past the end.
-    place_TP = (reached_TP.t().flatten().cumsum(0).view(num_ranks, num_rows) - 1).t()
-    nth_TP = reached_TP.cumsum(1) - 1
-    row_TP = torch.arange(num_rows, device=reached_TP.device)[:, None].expand_as(reached_TP)
-    past = num_rows * most
-    source = row_TP.new_zeros(past + 1)
-    source.scatter_(0, place_TP.where(reached_TP, past).flatten(), row_TP.flatten())
-    rows = row_TP.new_full((num_rows, most + 1), -1)
-    rows.scatter_(1, nth_TP.where(reached_TP, most), place_TP)
-    return RowMap(source[:past], rows[:, :most].contiguous())
+    reached_PT = reached_TP.t().contiguous()
+    source = reached_PT.nonzero_static(size=num_rows * most)[:, 1].contiguous()
+    # What is no copy goes to a column before the first, which is cut off.
+    nth_TP = reached_TP.cumsum(1) * reached_TP
+    place_TP = (reached_PT.flatten().cumsum(0) - 1).view(num_ranks, num_rows).t()
+    rows = place_TP.new_full((num_rows, most + 1), -1)
+    return RowMap(source, rows.scatter_(1, nth_TP, place_TP)[:, 1:].contiguous())
 
 
 def starts(counts: Tensor) -> Tensor:

@@ -26,14 +26,14 @@ class DocumentBounds(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Which tokens of a stream see each other."""
+    """Cuts a stream into pieces; tokens attend only within their piece."""
 
     starts_N1: Tensor
     """int32 [N + 1]: where each piece begins, and the stream's end. Empty ones are allowed."""
     longest: int
     """No piece has more tokens."""
     window: int | None
-    """How many tokens a token sees at most, itself among them; None: its piece up to itself."""
+    """The most tokens that a token sees, itself included; None: its piece up to itself."""
 
 
 def bounds_of(documents_BS: Tensor) -> DocumentBounds:

@@ -46,8 +46,8 @@ JoinedGroup = Callable[[tuple[str, ...]], ProcessGroup]
 
 
 def orthogonalized(x_NAB: Tensor, num_steps: int) -> Tensor:
-    """Each matrix with its singular values brought near 1, to 0.7 to 1.2: U V^T, nearly; zeros stay
-    zeros. In the type it comes in, all matrices in batched products."""
+    """Returns matrices close to U V^T of each one's singular value decomposition: singular values
+    come to lie between 0.7 and 1.2, and zeros stay zeros. Keeps the type; products are batched."""
     a, b, c = COEFFICIENTS
     tall = x_NAB.shape[-2] > x_NAB.shape[-1]
     x = x_NAB.mT if tall else x_NAB
@@ -135,13 +135,13 @@ class Muon(Adam):
 
 
 def narrowed(x_NAB: Tensor, dtype: str) -> Tensor:
-    """In the type that Muon's `dtype` says."""
+    """Converts matrices to the type that Muon's `dtype` names."""
     on_gpu = x_NAB.is_cuda and x_NAB.dtype == torch.float32
     return x_NAB.bfloat16() if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else x_NAB
 
 
 class Cut(NamedTuple):
-    """How ranks share every matrix of a batch."""
+    """Describes how ranks share every matrix of a batch."""
 
     group: ProcessGroup
     place: int
@@ -237,7 +237,7 @@ def redistribute_matrices(
 
 
 def _shares(number: int, num_ranks: int) -> list[slice]:
-    """Which of the matrices each rank works on: of some one more than of others."""
+    """Assigns matrices to ranks, as evenly as possible."""
     edges = [
         rank * (number // num_ranks) + min(rank, number % num_ranks)
         for rank in range(num_ranks + 1)

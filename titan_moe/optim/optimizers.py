@@ -104,8 +104,8 @@ BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": partial(_adam, decoupled=False),
     "Muon": _muon,
 }
-"""Each is given the groups, the learning rate, and what OPTIMIZER_KEYS says that it reads; Muon the
-joined groups besides."""
+"""Constructors by name. Arguments are the groups, the learning rate and the keys in OPTIMIZER_KEYS;
+Muon gets the joined groups too."""
 
 
 def decays(name: str, param: nn.Parameter) -> bool:

@@ -1,8 +1,10 @@
 """The device that a rank computes on, and its peak performance."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
@@ -55,6 +57,18 @@ def _unusable(num_gpus: int) -> str:
     )
 
 
+def use_flash_attention_3(device: torch.device) -> None:
+    """Lets torch run the kernels of FlashAttention-3 in place of its own flash attention.
+
+    Does nothing unless the GPU is of capability 9.x and the package is installed. torch keeps its
+    own kernels for whatever the package lacks, and asks it for deterministic ones in need.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    if find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
+
+
 def backend_for(device: torch.device) -> str:
     """Returns torch.distributed's backends; with a GPU also gloo, for objects and checkpoints."""
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
@@ -63,8 +77,10 @@ def backend_for(device: torch.device) -> str:
 def describe_device(device: torch.device) -> dict[str, str]:
     """Returns the device's name, and the capability that decides which kernels torch takes."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return {"device": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}"}
+        kernels = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if (implementation := current_flash_attention_impl()) is not None:
+            kernels += f" with {implementation}"
+        return {"device": torch.cuda.get_device_name(device), "capability": kernels}
     return {"device": "cpu", "capability": torch.backends.cpu.get_cpu_capability()}
 
 

@@ -60,7 +60,7 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended."""
+    """Describes how one rank failed."""
 
     time: float
     """Seconds since the epoch."""

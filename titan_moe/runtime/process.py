@@ -16,7 +16,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_moe.config.job_config import Comm, Debug
-from titan_moe.runtime.device import backend_for, pick_device
+from titan_moe.runtime.device import backend_for, pick_device, use_flash_attention_3
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
 from titan_moe.runtime.stopping import attempt_folder
@@ -55,6 +55,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
     device = pick_device(launch, count_gpus(environment))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        use_flash_attention_3(device)
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
     # torch reads it when it makes the first group. The environment's size goes first.

@@ -16,9 +16,12 @@ FOLDER = "TITAN_MOE_FAILURES"
 _REQUEST, _ANSWER = "stop", "stopped"
 
 
-def request_stop(folder: Path) -> None:
-    """Ask the ranks of this node to stop. May run in a signal handler, and again."""
+def request_stop(folder: Path) -> bool:
+    """Ask the ranks of this node to stop; returns whether this is the first request. May run in a
+    signal handler, and again."""
+    is_first = not (folder / _REQUEST).exists()
     (folder / _REQUEST).touch()
+    return is_first
 
 
 def has_stopped(folder: Path) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -78,7 +79,7 @@ class Nodes:
     endpoint: str = ""
     """host:port of machine 0, where all meet; "" for one machine."""
     max_restarts: int = 0
-    """How often all ranks start again after one has failed."""
+    """The number of restarts of all ranks after one has failed."""
 
 
 def hold_requests() -> None:
@@ -187,9 +188,7 @@ class _Torchrun:
         asks = number == signal.SIGUSR1 or (number == signal.SIGTERM and not self._is_second())
         if self._stop_timeout_s is None or not asks:
             return self._end(EXIT_CODES[signal.Signals(number)])
-        is_first = not (self._records / "stop").exists()
-        request_stop(self._records)
-        if is_first:
+        if request_stop(self._records):
             signal.alarm(self._stop_timeout_s)
             _say("asked to stop: the state is saved after this step (SIGTERM: end without)")
 
@@ -225,6 +224,8 @@ def _say(line: str) -> None:
 
 def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str, str]) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    if can_bind(ranks, environment):
+        torchrun += ["--numa-binding", "node"]
     if nodes.max_restarts:
         torchrun += ["--max-restarts", str(nodes.max_restarts)]
     if nodes.number == 1:
@@ -236,6 +237,19 @@ def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str,
     name = ["--rdzv-id", environment.get("SLURM_JOB_ID", "titan_moe")]
     host = ["--rdzv-conf", f"is_host={int(nodes.this == 0)}"]
     return [*torchrun, "--nnodes", str(nodes.number), *meeting, *name, *host]
+
+
+def can_bind(ranks: int, environment: Mapping[str, str]) -> bool:
+    """Returns whether torchrun can bind each rank to the CPUs of its GPU's NUMA node.
+
+    torchrun does so by numactl. It ends, or its ranks do, where that is missing or may not bind, as
+    in some containers, and where this process may use no CPU of a node.
+    """
+    cpus, numactl = os.sched_getaffinity(0), shutil.which("numactl", path=environment.get("PATH"))
+    if numactl is None or ranks > count_gpus(environment) or len(cpus) != os.cpu_count():
+        return False
+    trial = [numactl, f"--physcpubind={min(cpus)}", "true"]
+    return subprocess.run(trial, capture_output=True).returncode == 0
 
 
 def allocators(environment: Mapping[str, str]) -> dict[str, str]:
@@ -334,4 +348,5 @@ def explain(records: Path, log: Path, endpoint: str) -> tuple[list[str], int]:
     if _UNREACHABLE.search(text):
         line = f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {log}"
         return [f"{line} (docs/troubleshooting.md#the-nodes-could-not-meet)"], 1
-    return [f"torchrun ended without naming a rank; its output is in {log}"], 1
+    last = text.strip().rpartition("\n")[2]
+    return [f"torchrun ended without naming a rank ({last}); its output is in {log}"], 1

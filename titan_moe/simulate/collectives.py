@@ -148,7 +148,7 @@ def _layers_of_all_kinds(job: JobConfig, config: ModelConfig) -> int:
 
 
 def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
-    """That fill the stages of a pipeline; all of them where their sizes are given."""
+    """Returns the fewest layers that fill a pipeline's stages; all if stages have given sizes."""
     given = (
         parallelism.pipeline_parallel_layers_per_stage,
         parallelism.module_fqns_per_model_part,

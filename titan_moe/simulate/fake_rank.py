@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.data.batch import Batch
-from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
@@ -215,7 +215,7 @@ class StepVolumes:
         self.total: dict[Flow, Volume] = {}
         self.has_updated = False
 
-    def reads(self, batch: Batch, local: Microbatch) -> None:
+    def reads(self, batch: Batch, local: LocalBatch) -> None:
         self._before.append(self._counter.volumes())
 
     def accumulated(self) -> None:
@@ -244,7 +244,7 @@ class StepVolumes:
 
 
 def microbatches_to_run(parallelism: Parallelism) -> int:
-    """How many it takes to know what a further one adds; a pipeline's first one differs, and so
-    does one that gathers for all."""
+    """Returns how many microbatches tell what a further one adds. The first one differs in a
+    pipeline, and where parameters stay gathered for all."""
     same = parallelism.fsdp_accumulation != "keep_gathered"  # "auto" of a CPU keeps none.
     return 2 if same and parallelism.pipeline_parallel_degree == 1 else 3

@@ -170,7 +170,7 @@ class RecordingRank(FakeCommCounter):
 
 
 def _reduction(op: Any) -> str:
-    """Its name, in whichever form it is passed."""
+    """Returns the name of a reduction, which torch passes in several forms."""
     return op if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name.lower()
 
 

@@ -51,8 +51,8 @@ def one_rank(about: LayerOfRank) -> _Choice:
 
 
 def scattered(about: LayerOfRank) -> _Choice:
-    """Each rank sends all of its tokens to the same few experts, which differ by rank and layer: of
-    a rank's experts one may get everything, and the others nothing."""
+    """Sends all tokens of a rank to the same few experts, which differ by rank and layer. One
+    expert of a rank may get everything, and the others nothing."""
     first = crc32(f"{about.rank} {about.layer}".encode()) % about.num_experts
     stride = max(1, about.num_experts // about.top_k)
     return _always((first + k * stride) % about.num_experts for k in range(about.top_k))

@@ -121,16 +121,19 @@ def memory_of_torch() -> float:
 def run_round(row: Row, order: Sequence[str], jobs: Jobs, steps: int) -> None:
     """Runs each program once; the round counts as a whole or not at all."""
     runs = {program: jobs.run(program, row, steps) for program in order}
-    if problem := different_models(row.model, [run.num_parameters for run in runs.values()]):
+    if problem := different_models(row.model, runs["torchtitan"].num_parameters):
         sys.exit(problem)
     for program, run in runs.items():
         row.runs.setdefault(program, []).append(run)
 
 
-def different_models(model: Model, printed: Sequence[int | None]) -> str | None:
-    """Returns why the programs' models cannot be compared, if they cannot."""
+def different_models(model: Model, theirs: int | None) -> str | None:
+    """Returns why the programs' models cannot be compared, if they cannot.
+
+    theirs: the parameters of torchtitan's model, which it prints; titan_moe prints none.
+    """
     size = total(model.config)
-    counts = {size.dense + size.routed, *printed}
+    counts = {size.dense + size.routed, theirs}
     if counts == {model.num_parameters}:
         return None
     return f"{model.name}: programs have {counts} parameters, expected {model.num_parameters:,}"

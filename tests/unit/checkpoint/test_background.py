@@ -155,11 +155,11 @@ def test_copies_of_a_tied_weight_that_differ_are_not_saved(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_folder_that_nodes_do_not_share_is_one_line(tmp_path, monkeypatch, mode):
-    def commit(aside, *how):
+    def publish(aside, *how):
         (aside / "__0_0.distcp").unlink()  # It is on the disk of another node.
-        saves.commit(aside, *how)
+        saves.publish(aside, *how)
 
-    monkeypatch.setattr(module, "commit", commit)
+    monkeypatch.setattr(module, "publish", publish)
     run = _run(tmp_path, async_mode=mode)
     with pytest.raises(RunError, match=r"__0_0.distcp is missing: it was removed, or job.dump"):
         _step(run, 1)

@@ -122,6 +122,14 @@ def test_broken_rule_is_one_line_with_a_remedy(arguments: str, ranks: int, words
     assert words in line and WELL_FORMED.fullmatch(line)
 
 
+def test_a_further_dispatcher_has_no_bounded_buffers_until_the_rule_names_it() -> None:
+    job = job_of(f"ep 2 {_EP}_capacity_factor 1.5")
+    backend = {"expert_parallel_comm_backend": "further"}
+    further = job.model_copy(update={"parallelism": job.parallelism.model_copy(update=backend)})
+    (line,) = check(further, MODEL, 2)
+    assert "not of further: choose one" in line
+
+
 _DEGREE = st.integers(1, 8)
 _PARALLELISM = {
     "pipeline_parallel_degree": _DEGREE,
@@ -304,10 +312,13 @@ _PARTS = (
         (f"{_EP}_capacity_factor 1.5", MODEL, "parallelism.expert_parallel_capacity_factor=1.5 ha"),
         (f"{_EP}_overlap true", MODEL, "parallelism.expert_parallel_overlap=true has no effect: e"),
         (f"ep 2 {_EP}_overflow drop", MODEL, "parallelism.expert_parallel_overflow=drop has no ef"),
-        (
-            f"ep 2 {_EP}_comm_backend standard {_EP}_ranks_per_node 2",
-            MODEL,
-            "parallelism.expert_parallel_ranks_per_node=2 has no effect: expert_parallel_comm_back",
+        *(
+            (
+                f"ep 2 {_EP}_comm_backend {backend} {_EP}_ranks_per_node 2",
+                MODEL,
+                "parallelism.expert_parallel_ranks_per_node=2 has no effect: expert_parallel_comm_",
+            )
+            for backend in ("standard", "symmetric")
         ),
         ("--p.enable_async_tensor_parallel", MODEL, "parallelism.enable_async_tensor_parallel=tru"),
         ("pp 2 --p.fsdp_accumulation reduce_each", MODEL, "parallelism.fsdp_accumulation=reduce_"),

@@ -31,17 +31,14 @@ def test_every_position_is_held_once_and_positions_ascend(cp_size: int, balanced
 
 def _visible(documents_BS: torch.Tensor, local: Local | None) -> torch.Tensor:
     """Pair by pair: [B, S, S]."""
-    num_rows, seq_len = documents_BS.shape
-    seen = torch.zeros(num_rows, seq_len, seq_len, dtype=torch.int64)
-    for b, query, key in product(range(num_rows), range(seq_len), range(seq_len)):
-        near = True
-        if local:
-            in_window = query - key < local.size
-            in_chunk = query // local.size == key // local.size
-            near = in_window if local.kind == "window" else in_chunk
-        same = documents_BS[b, query] == documents_BS[b, key]
-        seen[b, query, key] = near and key <= query and same
-    return seen
+    at = torch.arange(documents_BS.shape[1])
+    distance = at[:, None] - at
+    seen = (documents_BS[:, :, None] == documents_BS[:, None]) & (distance >= 0)
+    if local and local.kind == "window":
+        seen &= distance < local.size
+    elif local:
+        seen &= at[:, None] // local.size == at // local.size
+    return seen.long()
 
 
 @pytest.mark.parametrize("local", LOCALS)

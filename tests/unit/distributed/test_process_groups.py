@@ -1,15 +1,18 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch.distributed as dist
 
+from titan_moe.distributed.agreement import control_group
 from titan_moe.distributed.mesh import build_mesh
-from titan_moe.distributed.parallel_dims import (
-    DENSE_AXES,
-    SPARSE_AXES,
-    ParallelDims,
-)
-from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
+from titan_moe.simulate.fake_rank import fake_world
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},
@@ -19,39 +22,41 @@ LAYOUTS = [
 ]
 
 
-def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tuple[int, list, list]:
-    """Ranks of each new_group call, and the ranks of each axis's group, in a fake world."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    calls: list[tuple[int, ...]] = []
-    new_group = dist.new_group
-
-    def counting(ranks, *args, **kwargs):
-        calls.append(tuple(ranks))
-        return new_group(ranks, *args, **kwargs)
-
-    dist.new_group = counting
-    meshes = build_mesh(ParallelDims(world_size, **degrees), "cpu")
-    axes = sorted({*DENSE_AXES, *SPARSE_AXES} - {"dp_shard", "cp"} | {"fsdp"})
-    ranks = [dist.get_process_group_ranks(meshes[axis].get_group()) for axis in axes]
-    assert len(calls) == len(meshes.groups.all())
-    dist.barrier = lambda: None
-    return axes, ranks, calls
+def new_groups(world_size: int, degrees: dict[str, int], rank: int) -> int:
+    """Returns the number of groups that a rank of a fake world makes."""
+    with (
+        fake_world(rank, world_size),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+    ):
+        meshes = build_mesh(ParallelDims(world_size, **degrees), "cpu")
+        assert new_group.call_count == len(meshes.groups.all())
+    return new_group.call_count
 
 
 @pytest.mark.parametrize("world_size", [8, 64, 4096])
 @pytest.mark.parametrize("degrees", LAYOUTS)
 def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degrees: dict[str, int]):
-    rank = world_size - 3
-    axes, ranks, calls = run_on_ranks(count_new_groups, 1, world_size, degrees, rank)[0]
-    dims = ParallelDims(world_size, **degrees)
-    for axis, members in zip(axes, ranks, strict=True):
-        assert tuple(members) == dims.group_of(rank, axis), axis
+    dims, rank = ParallelDims(world_size, **degrees), world_size - 3
     tokens = {dims.group_of(rank, axis) for axis in ("pp", "tp", "ep", "etp")}
     parameters = {dims.group_of(rank, axis) for axis in ("dp_replicate", "fsdp", "edp")}
     parameters -= {tuple(range(world_size))}  # The world's own group serves these.
     alone = {(rank,)} & (tokens | parameters)
     expected = len(tokens - alone) + len(parameters - alone) + len(alone)
-    assert len(calls) == expected
+    assert new_groups(world_size, degrees, rank) == expected
+
+
+def test_on_gpus_only_control_groups_have_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = {
+        "get_backend_config": lambda group=None: "cuda:nccl,cpu:gloo",
+        "get_world_size": lambda: 4,
+        "new_group": (new_group := mock.Mock()),
+        "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(dist, name, value, raising=False)
+    monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())
+    ProcessGroups().get((0, 1), GroupOptions(Traffic.TOKENS, timedelta(seconds=5)))
+    control_group()
+    own, control = new_group.call_args_list
+    assert own.kwargs["backend"] == "nccl" and control.args[2] == "gloo"
+    assert own.kwargs["pg_options"]._timeout == own.kwargs["timeout"]  # Else torch warns.

@@ -1,13 +1,16 @@
 """Phases with a made-up clock, rates against values computed by hand, memory after an
 allocation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from titan_moe.config.job_config import Job, JobConfig, Training
 from titan_moe.config.parse import as_toml
 from titan_moe.data.reader import Identity
-from titan_moe.metrics.run_log import Phases, Throughput, describe_run, memory_metrics
+from titan_moe.distributed.memory import GIB
+from titan_moe.metrics.run_log import Phases, RunLog, Throughput, describe_run, memory_metrics
 from titan_moe.runtime.process import Process
 
 
@@ -63,3 +66,16 @@ def test_describe_run_keeps_an_earlier_configuration(tmp_path):
     kept = {path.name: path.read_text() for path in tmp_path.glob("*config*")}
     names = ("config.1.toml", "config.2.toml", "config.toml")
     assert kept == dict(zip(names, map(as_toml, jobs[1:]), strict=True))
+
+
+def test_memory_above_the_estimate_is_a_warning_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    estimate = SimpleNamespace(total=6 * GIB, skew=GIB, needed=10 * GIB)
+    for over in ({"memory/peak_gib": 7.1}, {"memory/used_gib": 10.1}):
+        log = SimpleNamespace(_estimate=estimate, _is_over=False, _first_step=1)
+        fits = {"memory/peak_gib": 7.0, "memory/reserved_gib": 8.0, "memory/used_gib": 10.0}
+        for step, values in enumerate((fits, fits, fits | over, fits | over), start=1):
+            RunLog._compare_memory(log, step, values)  # type: ignore[arg-type]
+        levels = [record.levelname for record in caplog.records]
+        assert levels == ["INFO", "WARNING"] and "step 3 takes more" in caplog.messages[1]
+        caplog.clear()

@@ -1,38 +1,54 @@
-"""What queries see, pair by pair; sinks in low precision."""
+"""Flex attention's tiles; sinks in low precision."""
 
 from itertools import product
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from titan_moe.ops.attention import first_seen_in_rows, is_seen, sdpa
+from titan_moe.distributed.context_parallel.apply import local_positions
+from titan_moe.ops.attention import first_seen_in_rows, sdpa
+from titan_moe.ops.flex_attention import Flex
+from titan_moe.ops.local_attention import LocalAttention
 
 
-class LocalAttention(NamedTuple):
-    kind: str
-    size: int
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had which any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
 
 
-SIZES = [1, 2, 5, 12, 13, 100]
-
-
-@pytest.mark.parametrize("mask_documents", [True, False])
-@pytest.mark.parametrize("kind", ["window", "chunk"])
-def test_rows_are_seen_pair_by_pair_as_the_rules_say(kind: str, mask_documents: bool) -> None:
-    documents_BS = torch.tensor([[0] * 6 + [1] + [2] * 6, [0] * 13, [7] * 2 + [3] * 11])
-    queries_S, keys_S = torch.tensor([2, 5, 6, 11, 12]), torch.tensor([0, 1, 4, 6, 9, 12])
-    for size in SIZES:
-        local = LocalAttention(kind, size)
-        first_BS = first_seen_in_rows(documents_BS.int(), local, mask_documents=mask_documents)
-        assert len(first_BS) == (3 if mask_documents else 1)
-        seen = is_seen(queries_S, keys_S, first_BS[:, queries_S]).expand(3, -1, -1)
-        for b, (i, query), (j, key) in product(
-            range(3), enumerate(queries_S.tolist()), enumerate(keys_S.tolist())
-        ):
-            near = query - key < size if kind == "window" else query // size == key // size
-            same = documents_BS[b, query] == documents_BS[b, key] or not mask_documents
-            assert bool(seen[b, i, j]) == (key <= query and near and bool(same))
+@pytest.mark.parametrize("local", [None, ("window", 300), ("chunk", 512)], ids=str)
+@pytest.mark.parametrize(("seq_len", "cp", "jumps"), [(1281, 1, 0), (2048, 2, 0), (1000, 5, 1)])
+def test_flex_tiles_are_those_of_all_pairs(
+    seq_len: int, cp: int, jumps: bool, local: tuple[Any, int] | None
+) -> None:
+    """Tiles in which positions jump from chunk to chunk may also count as seen by mistake."""
+    opens_BS = torch.rand(2, seq_len, generator=torch.Generator().manual_seed(0)) < 5 / seq_len
+    layers = local and LocalAttention(*local, global_every=0)
+    first_BS = first_seen_in_rows(opens_BS.cumsum(1), layers, mask_documents=True)
+    parts = [local_positions(seq_len, cp, rank, balanced=True) for rank in range(cp)]
+    for queries_S, keys_S in product(parts, [torch.arange(seq_len), *parts]):
+        with Largest() as largest:
+            ours = Flex(compiled=False).block_mask(queries_S, keys_S, first_BS[:, queries_S])
+        assert largest.elements <= 4 * seq_len
+        theirs = create_block_mask(ours.mask_mod, 2, None, *ours.seq_lengths, device="cpu")
+        if jumps:
+            assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+            assert (ours.to_dense() >= theirs.to_dense()).all()
+            continue
+        for a, b in zip(ours.as_tuple(), theirs.as_tuple(), strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.place_cases import check
-from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
+from titan_moe.ops.move_rows import combine_rows, gather_rows
 from titan_moe.ops.permute_indices import copy_to_ranks
 
 
@@ -18,26 +18,26 @@ def _reached(num_rows: int, degree: int, most: int, seed: int) -> torch.Tensor:
     return reached_MP
 
 
-def _copies(reached_MP: torch.Tensor, most: int) -> RowMap:
-    copies = copy_to_ranks(reached_MP, most)
-    return copies._replace(source_R=copies.source_R[: int(reached_MP.sum())])
-
-
 @pytest.mark.parametrize("num_rows, degree, most", [(9, 5, 3), (1, 2, 1), (30, 9, 4), (0, 3, 2)])
 def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree: int, most: int):
     reached_MP = _reached(num_rows, degree, most, seed=num_rows)
-    copies = _copies(reached_MP, most)
+    copies = copy_to_ranks(reached_MP, most)
     expected = [m for p in range(degree) for m in range(num_rows) if reached_MP[m, p]]
-    assert copies.source_R.tolist() == expected
+    unused = [-1] * (num_rows * most - len(expected))
+    assert copies.source_R.tolist() == expected + unused
+
+    def sent_of(x_MD: torch.Tensor) -> torch.Tensor:
+        return gather_rows(x_MD, copies, lambda: len(expected))
+
     x_MD = torch.randn(num_rows, 4, dtype=torch.float64, requires_grad=True)
     y_RD = torch.randn(len(expected), 4, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(gather_rows(x_MD, copies), x_MD[expected])
+    assert torch.equal(sent_of(x_MD), x_MD[expected])
     sums_MD = torch.zeros(num_rows, 4, dtype=torch.float64)
     for place, row in enumerate(expected):
         sums_MD[row] += y_RD[place].detach()
     torch.testing.assert_close(combine_rows(y_RD, copies), sums_MD)
     if num_rows:
-        assert torch.autograd.gradcheck(lambda x: gather_rows(x, copies), x_MD)
+        assert torch.autograd.gradcheck(sent_of, x_MD)
         assert torch.autograd.gradcheck(lambda y: combine_rows(y, copies), y_RD)
 
 

@@ -76,12 +76,13 @@ def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, clamped: int) 
     rows, columns = kernels._tile(dim)
     constants = {"DIM": dim, "HAS_WEIGHTS": 1, "CLAMPED": clamped, "LIMIT": 7, "SLOPE": 2}
     constants |= {"ROWS": rows, "COLUMNS": columns, "WIDE": 0}
-    pointers = dict.fromkeys(["gate_ptr", "up_ptr", "weights_ptr", "hidden_ptr"], "*bf16")
+    pointers = dict.fromkeys(["gate_ptr", "up_ptr", "hidden_ptr"], "*bf16")
+    pointers |= {"weights_ptr": "*fp32"}
     asm = compiled(kernels._gated_rows_kernel, pointers, ["num_rows"], **constants)
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
 
     pointers = {"grad_ptr": "*bf16", **pointers, "grad_gate_ptr": "*bf16", "grad_up_ptr": "*bf16"}
-    pointers |= {"grad_weights_ptr": "*bf16"}
+    pointers |= {"grad_weights_ptr": "*fp32"}
     del pointers["hidden_ptr"]
     asm = compiled(kernels._gated_rows_backward_kernel, pointers, ["num_rows"], **constants)
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])

@@ -6,15 +6,24 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import restore_flash_attention_impl
+from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime import device as device_module
-from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
+from titan_moe.runtime.device import (
+    backend_for,
+    describe_device,
+    peak_flops_of,
+    pick_device,
+    use_flash_attention_3,
+)
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.log import logger, start_logging
@@ -81,6 +90,24 @@ def test_store_of_one_machine_is_a_file_of_the_attempt(tmp_path: Path) -> None:
     assert [store.check(["address"]) for store in stores] == [True, True, False]
     with pytest.raises(RuntimeError):
         stores[0].wait(["nothing"], timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "capability"),
+    [(9, True, "9.0 with FA3"), (9, False, "9.0"), (8, True, "8.0")],
+)
+def test_flash_attention_3_is_used_if_installed_on_capability_9(
+    monkeypatch: pytest.MonkeyPatch, major: int, installed: bool, capability: str
+) -> None:
+    gpu, handle = torch.device("cuda"), SimpleNamespace(remove=lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(device_module, "find_spec", lambda name: installed or None)
+    monkeypatch.setitem(_FLASH_ATTENTION_IMPLS, "FA3", lambda: handle)
+    use_flash_attention_3(gpu)
+    described = describe_device(gpu)
+    restore_flash_attention_impl(_raise_warn=False)
+    assert described == {"device": "NVIDIA H100", "capability": capability}
 
 
 def test_pick_device_refuses_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,13 @@ from titan_moe.cli.train import COMMAND
 from titan_moe.config.job_config import Checkpoint, Job, JobConfig, Training
 from titan_moe.runtime import torchrun
 from titan_moe.runtime.errors import Failure, RunError
+from titan_moe.runtime.launch import cpu_threads
 from titan_moe.runtime.torchrun import Nodes, allocators, explain, start_ranks
 
 _ALONE = Nodes()
 Monkeypatch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
+Start = Callable[..., int]
 
 
 @pytest.fixture(autouse=True)
@@ -33,60 +35,47 @@ def _hangs_up() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def start(
-    monkeypatch: Monkeypatch,
-    folder: Path,
-    script: str,
-    *words: str,
-    nodes: Nodes = _ALONE,
-    stop_timeout_s: int | None = None,
-) -> int:
-    """Run a Python script in torchrun's place; its arguments are those for torchrun."""
-    plain = torchrun._torchrun
-    monkeypatch.setattr(
-        torchrun, "_torchrun", lambda *all: [sys.executable, "-c", script, *plain(*all)[3:]]
-    )
-    environment = {**os.environ, "SLURM_JOB_ID": "77"}
-    environment.pop("OMP_NUM_THREADS", None)
-    numbers = [*torchrun.EXIT_CODES, signal.SIGALRM]
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: Monkeypatch) -> Iterator[Start]:
+    """Runs a Python script in torchrun's place, whose arguments are those for torchrun."""
+    plain, numbers = torchrun._torchrun, [*torchrun.EXIT_CODES, signal.SIGALRM]
     handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        return start_ranks(
-            ["train", *words],
-            ranks=3,
-            nodes=nodes,
-            folder=folder,
-            stop_timeout_s=stop_timeout_s,
-            environment=environment,
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def run(script: str, *words: str, **chosen: Any) -> int:
+        monkeypatch.setattr(
+            torchrun, "_torchrun", lambda *all: [sys.executable, "-c", script, *plain(*all)[3:]]
         )
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        settings = {"folder": tmp_path, "nodes": _ALONE, "stop_timeout_s": None} | chosen
+        return start_ranks(["train", *words], ranks=3, environment=os.environ, **settings)
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+_MEET = "--rdzv-backend c10d --rdzv-endpoint"
 
 
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        (
-            Nodes(),
-            "--nproc-per-node 3 --rdzv-backend c10d --rdzv-endpoint RECORDS/meeting "
-            "--rdzv-conf store_type=file,keep_alive_interval=3600",
-        ),
+        (Nodes(), f"{_MEET} RECORDS/meeting --rdzv-conf store_type=file,keep_alive_interval=3600"),
         (
             Nodes(2, 1, "node0:29500", max_restarts=4),
-            "--nproc-per-node 3 --max-restarts 4 --nnodes 2 --rdzv-backend c10d "
-            "--rdzv-endpoint node0:29500 --rdzv-id 77 --rdzv-conf is_host=0",
+            f"--max-restarts 4 --nnodes 2 {_MEET} node0:29500 --rdzv-id 77 --rdzv-conf is_host=0",
         ),
     ],
 )
 def test_torchrun_command_names_ranks_and_meeting(
-    nodes: Nodes, words: str, tmp_path: Path, monkeypatch: Monkeypatch, capsys: Capture
+    nodes: Nodes, words: str, tmp_path: Path, start: Start, capsys: Capture
 ) -> None:
     out = tmp_path / "words"
     script = f"import sys; print(*sys.argv[1:], file=open({str(out)!r}, 'w'))"
-    assert start(monkeypatch, tmp_path, script, "--training.steps=3", nodes=nodes) == 0
+    assert start(script, "--training.steps=3", nodes=nodes) == 0
     assert re.sub(r"\S+(?=/meeting)", "RECORDS", out.read_text()) == (
-        f"{words} -m titan_moe train --training.steps=3\n"
+        f"--nproc-per-node 3 {words} -m titan_moe train --training.steps=3\n"
     )
     (log,) = (tmp_path / "launch").iterdir()
     assert log.read_text().endswith(out.read_text())
@@ -130,6 +119,7 @@ def test_ranks_get_loopback_and_allocators_unless_the_user_sets_them(
     expected: dict[str, str | None],
     tmp_path: Path,
     monkeypatch: Monkeypatch,
+    start: Start,
 ) -> None:
     for name in (*_LOOPBACK, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -137,7 +127,7 @@ def test_ranks_get_loopback_and_allocators_unless_the_user_sets_them(
         monkeypatch.setenv(name, value)
     out = tmp_path / "variables"
     script = f"import json, os; json.dump(dict(os.environ), open({str(out)!r}, 'w'))"
-    assert start(monkeypatch, tmp_path, script, nodes=nodes) == 0
+    assert start(script, nodes=nodes) == 0
     variables = json.loads(out.read_text())
     assert {name: variables.get(name) for name in expected} == expected
     assert int(variables["OMP_NUM_THREADS"]) >= 1
@@ -158,6 +148,26 @@ def test_allocators_tune_glibc_on_the_cpu_only(
 ) -> None:
     monkeypatch.setattr(torchrun, "count_gpus", lambda environment: num_gpus)
     assert ("GLIBC_TUNABLES" in allocators(chosen)) is kept
+
+
+def test_ranks_are_bound_to_numa_nodes_where_numactl_can(
+    tmp_path: Path, monkeypatch: Monkeypatch
+) -> None:
+    (numactl := tmp_path / "numactl").touch(0o755)
+
+    def is_bound(ends: str = "0", *, gpus: int = 3, cpus: int = cpu_threads(1)) -> bool:
+        numactl.write_text(f"#!/bin/sh\nexit {ends}\n")
+        monkeypatch.setattr(torchrun, "count_gpus", lambda environment: gpus)
+        monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+        command = torchrun._torchrun(3, _ALONE, tmp_path, {"PATH": str(numactl.parent)})
+        return "--nproc-per-node 3 --numa-binding node --rdzv" in " ".join(command)
+
+    assert is_bound()
+    assert not is_bound("1")  # As in a container that forbids it.
+    assert not is_bound(gpus=2)  # The ranks say that there are too few.
+    assert not is_bound(cpus=10_000)  # Those of a node may be others'.
+    numactl.chmod(0o644)
+    assert not is_bound()
 
 
 # A stub of all ranks: signals its launcher, and answers the request that is left for it.
@@ -197,17 +207,17 @@ _ASKED = [("SIGTERM", 0)]
     ],
 )
 def test_request_to_stop_ends_with_75_once_saved(
-    signals: list, end: str, code: int, tmp_path: Path, monkeypatch: Monkeypatch
+    signals: list, end: str, code: int, tmp_path: Path, monkeypatch: Monkeypatch, start: Start
 ) -> None:
     monkeypatch.setenv("TITAN_MOE_STOPPED", str(tmp_path / "marked"))
     script = _ASKS.format(signals=signals, code=end)
-    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == code
+    assert start(script, stop_timeout_s=30) == code
     assert (tmp_path / "marked").exists() == (code == 75)
 
 
 @pytest.mark.parametrize(("stop_timeout_s", "code"), [(30, 75), (None, 143)])
 def test_request_during_checks_waits_for_torchrun(
-    stop_timeout_s: int | None, code: int, tmp_path: Path, monkeypatch: Monkeypatch
+    stop_timeout_s: int | None, code: int, tmp_path: Path, monkeypatch: Monkeypatch, start: Start
 ) -> None:
     job = JobConfig(
         job=Job(dump_folder=str(tmp_path)),
@@ -222,7 +232,7 @@ def test_request_during_checks_waits_for_torchrun(
     def starts(words: Sequence[str], **settings: Any) -> int:
         assert settings["stop_timeout_s"] == stop_timeout_s
         script = _ASKS.format(signals=[], code=0)
-        return start(monkeypatch, tmp_path, script, stop_timeout_s=stop_timeout_s)
+        return start(script, stop_timeout_s=stop_timeout_s)
 
     monkeypatch.setattr("titan_moe.train.check_all", check)
     monkeypatch.setattr(torchrun, "start_ranks", starts)
@@ -248,32 +258,26 @@ def test_request_during_checks_waits_for_torchrun(
     ],
 )
 def test_second_sigterm_and_other_signals_end_the_run_at_once(
-    signals: list,
-    timeout_s: int | None,
-    seconds: float,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: Monkeypatch,
-    capsys: Capture,
+    signals: list, timeout_s: int | None, seconds: float, code: int, start: Start, capsys: Capture
 ) -> None:
     script = _ASKS.format(signals=signals, code="time.sleep(60)")
     began = time.monotonic()
-    assert start(monkeypatch, tmp_path, script, stop_timeout_s=timeout_s) == code
+    assert start(script, stop_timeout_s=timeout_s) == code
     assert seconds <= time.monotonic() - began < seconds + 20
     *_, interrupted, last = capsys.readouterr().out.splitlines()
     assert interrupted.startswith("interrupted; ")
     assert ("goes on from the last checkpoint" in interrupted) == (timeout_s is not None)
-    assert last == f"the files of this run are in {tmp_path}"
+    assert last.startswith("the files of this run are in /")
 
 
-def test_run_under_nohup_outlives_its_terminal(tmp_path: Path, monkeypatch: Monkeypatch) -> None:
+def test_run_under_nohup_outlives_its_terminal(start: Start) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     script = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.3)"
-    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == 0
+    assert start(script, stop_timeout_s=30) == 0
 
 
 def test_log_has_the_page_of_torchrun_and_stacks_of_crashes(
-    tmp_path: Path, monkeypatch: Monkeypatch, capsys: Capture
+    tmp_path: Path, start: Start, capsys: Capture
 ) -> None:
     Failure(1.0, 0, 2, ["no such thing"], expected=True).save(tmp_path)
     script = (
@@ -281,18 +285,16 @@ def test_log_has_the_page_of_torchrun_and_stacks_of_crashes(
         f"shutil.copy({str(tmp_path / 'rank-0.json')!r}, attempt)\n"
         "def crashes():\n    os.abort()\ncrashes()"
     )
-    assert start(monkeypatch, tmp_path, script) == 2
+    assert start(script) == 2
     assert capsys.readouterr().err == "error: no such thing\n"
     (log,) = (tmp_path / "launch").iterdir()
     assert " -m titan_moe train\na page\n" in log.read_text() and "in crashes" in log.read_text()
 
 
-def test_folder_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: Monkeypatch
-) -> None:
+def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write to job\.dump_folder=.*: Not a directory"):
-        start(monkeypatch, tmp_path / "file" / "outputs", "")
+        start("", folder=tmp_path / "file" / "outputs")
 
 
 _PAGE = """
@@ -305,35 +307,23 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : {root} (pid: 10)
 """
+_LATE = Failure(3.0, 0, 1, ["late"], expected=True)
+_FIRST = Failure(2.0, 1, 2, ["first", "and second"], expected=True)
 _LOST = Failure(1.0, 2, 1, ["rank 2: RuntimeError: connection closed"], expected=False)
 
 
 @pytest.mark.parametrize(
     ("failures", "page", "says", "code"),
     [
-        (
-            [
-                Failure(3.0, 0, 1, ["late"], expected=True),
-                Failure(2.0, 1, 2, ["first", "and second"], expected=True),
-                _LOST,
-            ],
-            _PAGE.format(first=2, root=1),
-            "first and second",
-            2,
-        ),
+        ([_LATE, _FIRST, _LOST], _PAGE.format(first=2, root=1), "first and second", 2),
         ([_LOST], _PAGE.format(first=-9, root=1), "rank 1 was killed by SIGKILL (often: out", 137),
         ([], _PAGE.format(first=-15, root=-7), "SIGBUS (often: a file was cut short", 135),
         ([], _PAGE.format(first=-15, root=-11), "rank 0 was killed by SIGSEGV;", 139),
         ([_LOST], _PAGE.format(first=-15, root=1), "connection closed (traceback in ", 1),
         ([], _PAGE.format(first=-15, root=3), "rank 0 ended with exit code 3", 3),
-        (
-            [],
-            "DistNetworkError: ... port: 29500 EADDRINUSE",
-            "port of RDZV_ENDPOINT=node0:29500",
-            1,
-        ),
+        ([], "DistNetworkError: ... port: 29500 EADDRINUSE", "port of RDZV_ENDPOINT=node0:", 1),
         ([], "RendezvousConnectionError: failed", "meet at RDZV_ENDPOINT=node0:29500", 1),
-        ([], "", "without naming a rank", 1),
+        ([], "Traceback\nValueError: no\n", "without naming a rank (ValueError: no)", 1),
     ],
 )
 def test_explain_names_the_first_cause(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,10 +126,21 @@ def test_program_whose_loss_is_nan_is_not_compared(monkeypatch: pytest.MonkeyPat
 
 def test_different_models_are_not_compared() -> None:
     for model in {row.model for row in compare.all_rows()}:
-        assert compare.different_models(model, [model.num_parameters] * 2) is None
-        problem = compare.different_models(model, [model.num_parameters + 1])
-        assert problem and "expected" in problem
-        assert compare.different_models(model, [None])
+        assert compare.different_models(model, model.num_parameters) is None
+        for other in (model.num_parameters + 1, None):
+            problem = compare.different_models(model, other)
+            assert problem and "expected" in problem
+
+
+def test_round_compares_programs_of_which_torchtitan_alone_prints_its_parameters() -> None:
+    row, steps = compare.all_rows()[0], 12
+    seen = {
+        "titan_moe": jobs.Observed(),
+        "torchtitan": jobs.Observed(num_parameters=row.model.num_parameters),
+    }
+    runner = SimpleNamespace(run=lambda program, row, steps: seen[program])
+    compare.run_round(row, jobs.PROGRAMS, runner, steps)
+    assert row.runs == {program: [run] for program, run in seen.items()}
 
 
 def test_lines_of_both_programs_are_read_once_per_step() -> None:

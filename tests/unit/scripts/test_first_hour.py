@@ -1,46 +1,35 @@
 """The first hour: a part that fails stops no other, and a second start goes on."""
 
 import json
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from scripts.first_hour import __main__ as first_hour
 from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts
-from scripts.first_hour.session import Machine, Session, UnseenError
+from scripts.first_hour.session import REPO, Machine, Session, UnseenError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 
-def passes(session: Session) -> Seen:
-    return Seen(session.run(sys.executable, "-c", "print(6 * 7)").strip(), {"answer": 42})
+def prints(session: Session, code: str) -> Seen:
+    return Seen(session.run(sys.executable, "-c", code).strip(), {"answer": 42})
 
 
-def fails(session: Session) -> Seen:
-    session.run(sys.executable, "-c", "print('no such GPU'); raise SystemExit(3)")
-    raise AssertionError
-
-
-def hangs(session: Session) -> Seen:
-    return Seen(session.run(sys.executable, "-c", "import time; time.sleep(600)"))
-
-
-def has_a_mistake(session: Session) -> Seen:
-    raise KeyError("loss")
-
-
-def is_not_seen(session: Session) -> Seen:
-    raise UnseenError("needs a GPU")
+def raises(session: Session, error: Exception) -> Seen:
+    raise error
 
 
 PARTS = [
-    Part("fails", "?", fails, 60),
-    Part("hangs", "?", hangs, 1),
-    Part("has a mistake", "?", has_a_mistake, 60),
-    Part("is not seen", "?", is_not_seen, 60),
-    Part("passes", "?", passes, 60),
+    Part("fails", "?", partial(prints, code="print('no such GPU'); raise SystemExit(3)"), 60),
+    Part("hangs", "?", partial(prints, code="import time; time.sleep(600)"), 1),
+    Part("has a mistake", "?", partial(raises, error=KeyError("loss")), 60),
+    Part("is not seen", "?", partial(raises, error=UnseenError("needs a GPU")), 60),
+    Part("passes", "?", partial(prints, code="print(6 * 7)"), 60, many_nodes=True),
 ]
 
 
@@ -65,16 +54,34 @@ def test_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "no such GPU" in (tmp_path / "fails" / "log.txt").read_text()
 
 
-def test_second_start_runs_what_has_not_passed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_second_start_runs_what_has_not_passed_and_shows_all_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [str(tmp_path), "--device", "cpu"]
     first_hour.main(arguments)
     marks = {part.name: tmp_path / part.name.replace(" ", "-") / "mark" for part in PARTS}
     for mark in marks.values():
         mark.touch()
-    first_hour.main(arguments)
-    assert [name for name, mark in marks.items() if mark.exists()] == ["passes"]
+    for name in ("fails", "passes"):
+        first_hour.main([*arguments, "--only", name])
+    assert [name for name, mark in marks.items() if not mark.exists()] == ["fails"]
+    assert "5 of 5 parts run, 3 failed" in (tmp_path / "first_hour.html").read_text()
+    monkeypatch.setattr(first_hour, "_CPU_RANKS", 2)  # Other ranks, other answers.
+    first_hour.main([*arguments, "--only", "passes"])
+    assert not marks["passes"].exists()
+    assert "1 of 5 parts run, 0 failed" in (tmp_path / "first_hour.html").read_text()
+
+
+def test_other_nodes_empty_no_folder_and_write_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    (tmp_path / "passes").mkdir()
+    (tmp_path / "passes" / "begun").touch()
+    assert first_hour.main([str(tmp_path), "--device", "cpu"]) == 0
+    names = sorted(path.name for path in tmp_path.rglob("*"))
+    assert names == ["begun", "passes", "passes-node1.txt"]
 
 
 def test_unknown_part_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +100,14 @@ def test_benchmarks_are_those_of_the_machine(device: str, ranks: int) -> None:
 )
 def test_layouts_that_are_compared_are_legal(ranks: int, layout: str) -> None:
     parallel_dims(apply_layout(JobConfig(), parse(layout)).parallelism, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(45 * 60)
+def test_first_hour_on_cpu_ranks_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever has GPUs is not its first user."""
+    script = [str(REPO / "scripts" / "first_hour.sh"), str(tmp_path), "--device", "cpu"]
+    assert subprocess.run(script).returncode == 0, capfd.readouterr().out
+    parts = json.loads((tmp_path / "first_hour.json").read_text())["parts"]
+    assert [part["name"] for part in parts] == [part.name for part in all_parts(Machine("cpu", 4))]
+    assert [part["name"] for part in parts if part["verdict"] != "passed"] == ["kernels", "memory"]

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     theirs: Box
     ours: Box
     transposed: bool
-    """Their last two dims are ours swapped."""
+    """The stored tensors have the last two dims of ours swapped."""
 
 
 class Stored(NamedTuple):
@@ -30,11 +30,11 @@ class Stored(NamedTuple):
     name: str
     shape: tuple[int, ...]
     way: HFWeight
-    """With the layer's number filled in."""
+    """How the tensor is stored; the name has the layer's number filled in."""
 
     @property
     def one_by_one(self) -> bool:
-        """Each expert has a tensor of its own."""
+        """Tells whether each expert is stored in a tensor of its own."""
         return "{expert}" in self.way.name
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -54,8 +54,8 @@ class Stored(NamedTuple):
     def pieces(self, box: Box) -> Iterator[Piece]:
         """The pieces that cover a box of ours, each element once."""
         if isinstance(self.way.part, Rows):
-            for theirs, ours in _grouped_rows(box[0], self.way.part):
-                yield Piece(self.way.name, (theirs, *box[1:]), (ours, *box[1:]), transposed=False)
+            for there, here in _grouped_rows(box[0], self.way.part):
+                yield Piece(self.way.name, (there, *box[1:]), (here, *box[1:]), transposed=False)
             return
         if not self.one_by_one:
             yield Piece(self.way.name, self._theirs(box), box, self.way.transposed)

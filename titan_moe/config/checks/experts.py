@@ -44,11 +44,10 @@ def _dispatch(run: Run) -> Iterator[str]:
     degrees = run.job.parallelism
     factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
     ranks = degrees.expert_parallel_ranks_per_node
-    if factor is not None and backend == "deduplicated":
+    if factor is not None and backend not in ("auto", "standard", "symmetric"):
         yield (
             f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
-            f"expert_parallel_comm_backend=standard and symmetric alone, not of {backend}: choose "
-            f"one"
+            f"expert_parallel_comm_backend=standard and symmetric, not of {backend}: choose one"
         )
     travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
     if ranks is not None and factor is None and travels and run.world_size % ranks:

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_moe.config.checks.base import Run, flat
 from titan_moe.config.job_config import (
-    DATASETS_WITHOUT_PATH,
+    DATASETS_WITHOUT_COLUMNS,
     OPTIMIZER_KEYS,
     JobConfig,
     Optimizer,
@@ -21,7 +21,6 @@ from titan_moe.config.job_config import (
 from titan_moe.config.stages import stage_jobs
 from titan_moe.models.config import ModelConfig
 
-_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
 _GPU_ONLY = {
     "training.enable_cpu_offload": "parameters are in host memory",
     "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
@@ -73,10 +72,11 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
     )
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
-    yield "training.text_column", training.dataset in _WITHOUT_COLUMNS, "the data has no columns"
+    plain = training.dataset in DATASETS_WITHOUT_COLUMNS
+    yield "training.text_column", plain, "the data has no columns"
     yield (
         "validation.text_column",
-        job.validation.dataset is None or job.validation.dataset in _WITHOUT_COLUMNS,
+        job.validation.dataset is None or job.validation.dataset in DATASETS_WITHOUT_COLUMNS,
         "validation.dataset names no data with columns",
     )
     yield "checkpoint.load_only", not job.checkpoint.enable, "checkpoint.enable is false"
@@ -93,7 +93,7 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
 def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     degrees = run.job.parallelism
     factor, has_experts = degrees.expert_parallel_capacity_factor, run.model.moe is not None
-    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    backend = degrees.expert_parallel_comm_backend
     yield (
         "moe.* parallelism.expert_* debug.moe_force_load_balance debug.routing_re*",
         not has_experts,
@@ -101,7 +101,7 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     )
     yield (
         "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap",
-        has_experts and not travels,
+        has_experts and degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree == 1,
         "expert_parallel_degree is 1",
     )
     yield (
@@ -111,7 +111,7 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     )
     yield (
         "parallelism.expert_parallel_ranks_per_node",
-        has_experts and (degrees.expert_parallel_comm_backend == "standard" or factor is not None),
+        has_experts and (backend not in ("auto", "deduplicated") or factor is not None),
         "expert_parallel_comm_backend=deduplicated alone reads it",
     )
 

@@ -61,13 +61,13 @@ class SegmentedRecurrence:
     ) -> Tensor:
         keys, values = k_BGSK.shape[-1], v_BHSV.shape[-1]
         tensors = (q_BGSK, k_BGSK, F.pad(v_BHSV, (0, keys)), decay_BHS, beta_BHS)
-        segments = [self._cut(x.transpose(1, 2)) for x in tensors]
+        q, k, v, decay, beta = (self._cut(x.transpose(1, 2)) for x in tensors)
         place_NS = self._cut(place_BS.expand(len(v_BHSV), -1))
         identity_KE = F.pad(
             torch.eye(keys, dtype=decay_BHS.dtype, device=q_BGSK.device), (values, 0)
         )
         shape = len(place_NS), v_BHSV.shape[1], -1, -1
-        o_NSHE, map_NHKE = self.rule(*segments, place_NS, identity_KE.expand(shape))
+        o_NSHE, map_NHKE = self.rule(q, k, v, decay, beta, place_NS, identity_KE.expand(shape))
         own, reads = o_NSHE.transpose(1, 2).split([values, keys], -1)
         state_NHKV = self._own_of(self._chained(self._of_all(map_NHKE), values))
         o_NHSV = own + (reads.to(state_NHKV.dtype) @ state_NHKV).to(own.dtype)

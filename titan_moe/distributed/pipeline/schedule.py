@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
-from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.mesh import Meshes
 
 # Forwards only, with a placement's stages; these take any number of microbatches.
@@ -36,7 +36,7 @@ class Activations(NamedTuple):
 
 
 def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
-    """It has computed the loss itself. A copy, no view: torch detaches both in place."""
+    """Copies the loss, which the last stage has computed itself: torch detaches it in place."""
     return loss.clone()
 
 
@@ -78,38 +78,38 @@ class Pipeline:
         if self._schedule.splits_backward:
             _keep_gathered(parts)
 
-    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
-        shape = rows.tokens_BS.shape
+    def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
+        shape = batch.tokens_BS.shape
         if shape not in self._training:
             self._training[shape] = self._build(self._schedule.name, shape, self._microbatch_size)
-        return self._run(self._training[shape].step, rows)
+        return self._run(self._training[shape].step, batch)
 
     @torch.no_grad()
-    def evaluate(self, rows: Microbatch) -> Tensor:
-        shape = rows.tokens_BS.shape
+    def evaluate(self, batch: LocalBatch) -> Tensor:
+        shape = batch.tokens_BS.shape
         if shape not in self._evaluation:
             # Stages of its own: torch would exchange shapes and allocate anew at every change
             # between training and evaluation. One shape is kept: its buffers hold every microbatch.
             size = self._microbatch_size if shape[0] % self._microbatch_size == 0 else 1
             name = _EVALUATION[self._schedule.placement]
             self._evaluation = {shape: self._build(name, shape, size)}
-        return self._run(self._evaluation[shape].eval, rows)
+        return self._run(self._evaluation[shape].eval, batch)
 
-    def _run(self, step: Any, rows: Microbatch) -> Tensor:
+    def _run(self, step: Any, batch: LocalBatch) -> Tensor:
         losses: list[Tensor] = []
         step(
-            *([rows.tokens_BS] if 0 in self._stages else []),
-            target=rows.labels_BS if self._num_stages - 1 in self._stages else None,
+            *([batch.tokens_BS] if 0 in self._stages else []),
+            target=batch.labels_BS if self._num_stages - 1 in self._stages else None,
             losses=losses,
             return_outputs=False,
-            **rows.beside_tokens(),
+            **batch.beside_tokens(),
         )
         if losses:
             return torch.stack(losses).detach().sum()
         return torch.zeros((), dtype=self._activations.loss_dtype, device=self._device)
 
     def _build(self, name: str, shape: torch.Size, microbatch_size: int) -> Any:
-        """A schedule of torch for rows of this shape; collective over the pipeline when it runs."""
+        """Builds torch's schedule for batches of this shape; it is collective over the pipeline."""
         stages = [
             self._build_stage(index, part, microbatch_size, shape[1])
             for index, part in zip(self._stages, self._parts, strict=True)
@@ -125,7 +125,7 @@ class Pipeline:
         )
 
     def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
-        """With shapes given, torch neither runs the model to learn them nor sends pickles."""
+        """Gives torch the shapes, or it would run the model to learn them and send pickles."""
         dim, dtype = self._activations
         tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
         like = {"dtype": dtype, "device": "meta", "requires_grad": True}

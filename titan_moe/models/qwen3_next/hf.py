@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta rule layers (arXiv 2412.06464) with gated attention between them, from
-the config.json file of Qwen/Qwen3-Next-80B-A3B-Instruct.
+"""Gated delta rule layers (arXiv 2412.06464) and gated attention, from the config.json file of
+Qwen/Qwen3-Next-80B-A3B-Instruct.
 
 The text models of Qwen3.5 (`qwen3_5_moe`) differ in the names of their tensors alone. They are
 read, alone or inside the published models, whose vision tower is left out, and written as

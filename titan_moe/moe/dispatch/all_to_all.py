@@ -30,7 +30,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
         tokens, slots = sort_by_expert(experts_TK)
         num_rows = experts_TK.numel()
         return ExchangePlan(
-            rows=Pending(lambda: tokens),
+            rows=tokens,
             weights=slots,
             route=Pending(lambda: self._route(sent_PE, received.wait(), num_rows)),
         )
@@ -44,11 +44,11 @@ class AllToAllDispatcher(ExchangeDispatcher):
             sent, received, gathered = to_host(
                 sent_PE.sum(1), received_PE.sum(1), gathered_QPE.sum((1, 2))
             )
-        order = self.expert_order(gathered_QPE.flatten(0, 1), sum(gathered), self.num_local)
+        counts_PE, num_rows = gathered_QPE.flatten(0, 1), sum(gathered)
         return Route(
             rows=self.all_to_all(sent, received),
             weights=AllToAll(sent, received, self.ep_group),
             rows_gathered=gathered,
             weights_gathered=gathered,
-            expert_order=Pending(lambda: order),
+            expert_order=Pending(lambda: self.expert_order(counts_PE, num_rows, self.num_local)),
         )

@@ -1,11 +1,11 @@
-"""How tokens reach their experts: the protocol, and the dispatcher for experts that are all local.
+"""The protocol that moves tokens to their experts and back, and the dispatcher of local experts.
 
-A dispatcher works in four steps. `plan` computes, without gradients, where every row goes, and is
-what recomputation replays instead of running. `send`, `receive` and `combine` move rows along a
-plan and are differentiable; what is computed between the first two, and its backward, overlaps with
-the exchange. Where ranks must exchange counts first, `plan` starts that exchange, and only the
-first use of its result waits for it: sorting and gathering go on meanwhile, and a replay waits for
-nothing.
+`plan` computes, without gradients, where every row goes, and is what recomputation replays instead
+of running. `send` and `receive` move rows along a plan to their experts, `combine_start` and
+`combine_wait` move them back. All four are differentiable; what is computed between the two of a
+pair, and its backward, overlaps with the exchange. Where ranks must exchange counts first, `plan`
+starts that exchange, and only the first use of its result waits for it: sorting and gathering go on
+meanwhile, and a replay waits for nothing.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -51,8 +51,15 @@ class Dispatcher(Protocol):
     def receive(self, sent: Any, plan: Any) -> ExpertRows:
         """The rows of this rank's experts, once they are here."""
 
+    def combine_start(self, y_RD: Tensor, plan: Any) -> Any:
+        """Start to send the experts' outputs back: what `combine_wait` takes."""
+
+    def combine_wait(self, home: Any, plan: Any) -> Tensor:
+        """The sum of each token's K rows, once they are here: y_TD."""
+
     def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
         """Send the experts' outputs back and add up each token's K rows: y_TD."""
+        return self.combine_wait(self.combine_start(y_RD, plan), plan)
 
     def dropped(self, plan: Any) -> Tensor | None:
         """How many of the T*K rows exceeded the capacity, [] int64, without a wait for the device;
@@ -92,12 +99,15 @@ class LocalDispatcher(Dispatcher):
     def send(self, x_TD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> ExpertRows:
         return ExpertRows(
             x_RD=gather_rows(x_TD, plan.tokens),
-            weights_R=gather_rows(weights_TK.reshape(-1, 1), plan.slots)[:, 0],
+            weights_R=gather_rows(weights_TK.reshape(-1, 1), plan.slots).flatten(),
             offsets_E=plan.offsets_E,
         )
 
     def receive(self, sent: ExpertRows, plan: LocalPlan) -> ExpertRows:
         return sent
 
-    def combine(self, y_RD: Tensor, plan: LocalPlan) -> Tensor:
+    def combine_start(self, y_RD: Tensor, plan: LocalPlan) -> Tensor:
         return combine_rows(y_RD, plan.tokens)
+
+    def combine_wait(self, home: Tensor, plan: LocalPlan) -> Tensor:
+        return home

@@ -62,7 +62,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         received = exchange_counts(kept_PE, self.ep_group)
         buffers = self._buffers(sorted_rows, counts_PE.sum(1), kept_PE.sum(1), kept_N, capacity)
         return ExchangePlan(
-            rows=Pending(lambda: buffers.tokens),
+            rows=buffers.tokens,
             weights=buffers.slots,
             route=Pending(lambda: self._route(received.wait(), capacity)),
             dropped=dropped,

@@ -28,12 +28,11 @@ from titan_moe.moe.dispatch.exchange import (
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
     copy_to_ranks,
-    count_copies,
     follow,
     permute_indices,
-    place_copies,
     reached_ranks,
     row_map,
+    rows_on_ranks,
     sort_by_expert,
     starts,
 )
@@ -78,13 +77,13 @@ class _Draft(NamedTuple):
     """Holds the inputs of a route that are known before the counts arrive."""
 
     copies: RowMap
-    """Copies of this rank's tokens, one per rank or node; `source_R` is not yet cut to length."""
+    """Copies of this rank's tokens, one per rank or node; with room for more in `source_R`."""
     copies_P: Tensor
     """How many for each."""
-    reached_TP: Tensor | None
-    """Which ranks each token reaches; None without nodes."""
-    row_N: Tensor
-    """Slot of each choice among the rows sent to its expert's rank: `Copies.row_N`."""
+    reached_TP: Tensor
+    """Which ranks each token reaches."""
+    slot_N: Tensor
+    """`rows_on_ranks` of the choices in the order of experts."""
     num_tokens: int
 
 
@@ -107,8 +106,6 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
     ) -> None:
         super().__init__(ep_group, etp_group, config)
         self.nodes = nodes
-        self._most_here = min(self.top_k, self.num_local)
-        """J: experts of a token on one rank."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Counts rows sent to other ranks, or with nodes to other nodes only: [2] int64, equal."""
@@ -123,31 +120,25 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         degree, num_local = self.ep_group.size(), self.num_local
-        copies_P = count_copies(experts_TK, num_local, degree)
+        reached_TP = copied_TP = reached_ranks(experts_TK, num_local, degree)
+        copies_P = reached_TP.sum(0)
         # Exchanged first: choices by expert, rows, and what nodes need to know.
-        counts, reached_TP = [counts_E.view(degree, -1), copies_P[:, None]], None
+        counts = [counts_E.view(degree, -1), copies_P[:, None]]
         if self.nodes is not None:
-            reached_TP = reached_ranks(experts_TK, num_local, degree)
             counts.append(self.nodes.counts_to_send(reached_TP))
+            copied_TP = self.nodes.by_node(reached_TP).any(2)
+            copies_P = copied_TP.sum(0)
         sent_PX = torch.cat(counts, 1)
         received = exchange_counts(sent_PX, self.ep_group)
 
         _, slots = sort_by_expert(experts_TK)
-        order_TK = slots.rows_TK.view_as(experts_TK)
-        copies, row_N = place_copies(experts_TK, order_TK, num_local, degree)
-        if self.nodes is not None:
-            size = self.nodes.within.size()
-            copies, _ = place_copies(experts_TK, order_TK, num_local * size, degree // size)
-            copies_P = count_copies(experts_TK, num_local * size, degree // size)
-        draft = _Draft(copies, copies_P, reached_TP, row_N, len(experts_TK))
+        slot_N = rows_on_ranks(experts_TK, reached_TP, num_local).flatten()[slots.source_R]
+        copies = copy_to_ranks(copied_TP, min(self.top_k, copied_TP.shape[1]))
+        draft = _Draft(copies, copies_P, reached_TP, slot_N, len(experts_TK))
         route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
-
-        def rows() -> RowMap:
-            exchange = route.wait().rows
-            assert isinstance(exchange, AllToAll)
-            return _cut(copies, sum(exchange.sent))
-
-        return ExchangePlan(rows=Pending(rows), weights=slots, route=route)
+        return ExchangePlan(
+            rows=copies, weights=slots, route=route, num_rows=lambda: _num_sent(route.wait())
+        )
 
     def _route(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Route:
         num_local = self.num_local
@@ -177,10 +168,10 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             from_nodes, onward, through = sizes[6:]
             rows = self.all_to_all(sent, from_nodes, self.nodes.across)
             second_hop = self._second_hop(draft, rows, onward, through)
-        row_N = exchange_counts(draft.row_N, self.ep_group, choices_sent, choices_received)
+        slot_N = exchange_counts(draft.slot_N, self.ep_group, choices_sent, choices_received)
 
         def order() -> ExpertOrder:
-            return self._order(row_N.wait(), counts_QPE, rows_QP, rows_gathered, choices_gathered)
+            return self._order(slot_N.wait(), counts_QPE, rows_QP, rows_gathered, choices_gathered)
 
         return Route(
             rows=rows,
@@ -193,7 +184,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
     def _local_sizes(self, draft: _Draft) -> list[list[int]]:
         """Returns sizes for an ep group of one rank, whose etp ranks have equally many tokens."""
-        tokens, choices, slices = draft.num_tokens, len(draft.row_N), self.etp_group.size()
+        tokens, choices, slices = draft.num_tokens, len(draft.slot_N), self.etp_group.size()
         own = [[tokens], [tokens], [choices], [choices]]
         return [*own, [tokens] * slices, [choices] * slices]
 
@@ -201,7 +192,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
     ) -> Pending[Hop]:
         """From this rank to the others of its node; the ranks that send rows say to which."""
-        assert self.nodes is not None and draft.reached_TP is not None
+        assert self.nodes is not None
         within, num_copies = self.nodes.within, sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(
             draft.copies_P, output_size=num_copies
@@ -212,13 +203,14 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
         def make() -> Hop:
             copies = copy_to_ranks(onward.wait().bool(), min(self.top_k, within.size()))
-            return Hop(_cut(copies, sum(sent)), self.all_to_all(sent, received, within))
+            copies = copies._replace(source_R=copies.source_R[: sum(sent)])
+            return Hop(copies, self.all_to_all(sent, received, within))
 
         return Pending(make)
 
     def _order(
         self,
-        row_N: Tensor,
+        slot_N: Tensor,
         counts_QPE: Tensor,
         rows_QP: Tensor,
         rows_gathered: list[int],
@@ -227,24 +219,24 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         """Returns the map from the gathered rows to padded expert-major order.
 
         Args:
-            row_N: `_Draft.row_N` of the choices that were sent here.
+            slot_N: `_Draft.slot_N` of the choices that were sent here.
         """
-        num_choices, most = sum(choices_gathered), self._most_here
+        num_choices, top_k = sum(choices_gathered), self.top_k
         if (slices := len(choices_gathered)) > 1:
-            own = [len(row_N)] * slices
-            row_N = exchange_counts(
-                row_N.repeat(slices), self.etp_group, own, choices_gathered
+            own = [len(slot_N)] * slices
+            slot_N = exchange_counts(
+                slot_N.repeat(slices), self.etp_group, own, choices_gathered
             ).wait()
         counts_PE = counts_QPE.flatten(0, 1)
         permuted = permute_indices(counts_PE, num_choices, self.row_alignment)
         start_N = self._row_starts(rows_QP).repeat_interleave(
             counts_PE.sum(1), output_size=num_choices
         )
-        slot_N = row_N.long() + start_N * most
-        rows = slot_N.new_full((sum(rows_gathered) * most,), -1)
-        rows_MJ = rows.scatter_(0, slot_N, permuted.position_R).view(-1, most)
+        slot_N = torch.add(slot_N, start_N, alpha=top_k)
+        rows = start_N.new_full((sum(rows_gathered) * top_k,), -1)
+        rows_MK = rows.scatter_(0, slot_N, permuted.position_R).view(-1, top_k)
         return ExpertOrder(
-            rows=RowMap(follow(slot_N // most, permuted.source_R), rows_MJ),
+            rows=RowMap(follow(slot_N // top_k, permuted.source_R), rows_MK),
             weights=row_map(permuted),
             offsets_E=permuted.offsets_E,
         )
@@ -263,6 +255,6 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         return first_QGA.transpose(1, 2).flatten()
 
 
-def _cut(copies: RowMap, sent: int) -> RowMap:
-    """Without what `copy_to_ranks` left unused."""
-    return copies._replace(source_R=copies.source_R[:sent])
+def _num_sent(route: Route) -> int:
+    assert isinstance(route.rows, AllToAll)
+    return sum(route.rows.sent)

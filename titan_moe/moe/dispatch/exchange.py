@@ -7,6 +7,7 @@ Each rank of an ep group holds some of the experts, each rank of an etp group a 
 experts. A dispatcher's `plan` says which rows it sends to whom; everything else is here.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,12 +64,14 @@ class Route(NamedTuple):
 class ExchangePlan(NamedTuple):
     """Holds the maps and the route that rows and routing weights follow."""
 
-    rows: Pending[RowMap]
+    rows: RowMap
     """Tokens to the rows that are sent."""
     weights: RowMap
     """(token, k) slots to the weights that are sent."""
     route: Pending[Route]
     dropped: Tensor | None = None
+    num_rows: Callable[[], int] | None = None
+    """How many rows are sent, where `rows` has room for more; waits for the route."""
 
 
 class RowsInFlight(NamedTuple):
@@ -97,7 +100,7 @@ class ExchangeDispatcher(Dispatcher):
     def send(self, x_TD: Tensor, weights_TK: Tensor, plan: ExchangePlan) -> RowsInFlight:
         # Before the route is waited for: gathering overlaps with the exchange of counts.
         weights_N1 = gather_rows(weights_TK.reshape(-1, 1), plan.weights)
-        x_ND = gather_rows(x_TD, plan.rows.wait())
+        x_ND = gather_rows(x_TD, plan.rows, plan.num_rows)
         route = plan.route.wait()
         return RowsInFlight(
             all_to_all_start(x_ND, route.rows), all_to_all_start(weights_N1, route.weights)
@@ -105,6 +108,7 @@ class ExchangeDispatcher(Dispatcher):
 
     def receive(self, sent: RowsInFlight, plan: ExchangePlan) -> ExpertRows:
         route = plan.route.wait()
+        order = route.expert_order.wait()  # Before the rows are waited for: made as they travel.
         x_ND = all_to_all_wait(sent.x_ND, route.rows)
         weights_N1 = all_to_all_wait(sent.weights_N1, route.weights)
         if route.second_hop is not None:
@@ -113,18 +117,13 @@ class ExchangeDispatcher(Dispatcher):
         if self.etp_group.size() > 1:
             x_ND = all_gather_rows(x_ND, route.rows_gathered, self.etp_group)
             weights_N1 = all_gather_rows(weights_N1, route.weights_gathered, self.etp_group)
-        order = route.expert_order.wait()
         return ExpertRows(
             x_RD=gather_rows(x_ND, order.rows),
-            weights_R=gather_rows(weights_N1, order.weights)[:, 0],
+            weights_R=gather_rows(weights_N1, order.weights).flatten(),
             offsets_E=order.offsets_E,
         )
 
-    def combine(self, y_RD: Tensor, plan: ExchangePlan) -> Tensor:
-        return self.combine_wait(self.combine_start(y_RD, plan), plan)
-
     def combine_start(self, y_RD: Tensor, plan: ExchangePlan) -> AsyncRows:
-        """The first half of `combine`, up to the exchange of rows over ep, which it starts."""
         route = plan.route.wait()
         y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
         with last_of_a_layer():
@@ -136,10 +135,9 @@ class ExchangeDispatcher(Dispatcher):
             return all_to_all_start(y_ND, route.rows.reverse())
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
-        """The second half of `combine`."""
         route = plan.route.wait()
         y_ND = all_to_all_wait(home, route.rows.reverse())
-        return combine_rows(y_ND, plan.rows.wait())
+        return combine_rows(y_ND, plan.rows)
 
     def all_to_all(
         self, sent: list[int], received: list[int], group: ProcessGroup | None = None

@@ -54,7 +54,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         fits = (over_P == 0).all()
         counts_PPE = counts_PPE * fits
         return ExchangePlan(
-            rows=Pending(lambda: tokens),
+            rows=tokens,
             weights=slots,
             route=Pending(
                 lambda: self._device_route(counts_PPE, experts_TK.numel(), most_received)

@@ -12,7 +12,7 @@ from titan_moe.runtime.revision import CHECKOUT, code_in_words, package_hash
 
 REPO = CHECKOUT
 WORKTREES = ".comparison_worktrees"
-"""In the output folder; nothing of a user's has this name."""
+"""The folder of worktrees in the output folder; no user's file has this name."""
 _RUNS = ("titan_moe/**/*.py", "scripts/*", "run_train.sh", "configs/schema.json")
 _SHORT = 12
 

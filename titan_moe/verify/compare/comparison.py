@@ -109,7 +109,7 @@ def _band_lines(band: "Band", check: "BandCheck") -> list[str]:
     return [
         f"largest distance of all steps: {check.statistic:,.3g} times as far as rounding takes it "
         f"(limit {check.limit:.3g}), at step {step}, by {quantity}; measured by the baseline and "
-        f"{len(band.controls) - 1} control runs, one correct run in {1 / band.false_alarms:,.0f} "
+        f"{len(band.curves) - 1} control runs, one correct run in {1 / band.false_alarms:,.0f} "
         "fails",
         f"too small to see at the last step: {' or '.join(widths)} of its value",
     ]

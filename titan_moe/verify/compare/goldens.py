@@ -35,7 +35,7 @@ class Golden:
     run: RunRecord
     """The run that the file holds, with its resolved configuration and its facts."""
     controls: list[Curve]
-    """Its control runs."""
+    """Curves of the golden's control runs."""
     history: list[dict[str, str]]
     """Why it was made and changed: {"date", "reason", "code", "torch"}, the latest last."""
 
@@ -47,7 +47,7 @@ class Golden:
         return [f"the golden {self.path} is of {self.path.stem}; this machine is {here}"]
 
     def write_config(self, path: Path) -> Path:
-        """Its configuration as a TOML file."""
+        """Writes the golden's configuration as a TOML file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(dict(self.run.config)), encoding="utf-8")
         return path

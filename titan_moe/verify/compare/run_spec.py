@@ -90,7 +90,7 @@ class RunSpec:
         return 1 if self.ranks is None else self.ranks
 
     def with_layout(self, layout: Layout) -> "RunSpec":
-        """In another layout, of as many ranks as it has."""
+        """Returns this run in another layout, on as many ranks as that layout has."""
         named = {option for option in _OPTION_KEYS if layout.has(option)}
         return replace(
             self,

@@ -32,7 +32,7 @@ class Entry(Section):
     """One comparison; runs are written as for titan-moe verify losses."""
 
     name: str
-    """Its name in the summary, and of its folder."""
+    """The name in the summary, and of the comparison's folder."""
     expect: Literal["identical", "inside", "different"] = "inside"
     """The gate: identical bits; those or inside the noise band; or a difference that must be
     seen, so that the suite can fail."""
@@ -69,7 +69,7 @@ class SuiteRow:
     """The first difference, or the reason of a failure; may have several lines."""
     seconds: float
     href: str = ""
-    """Its own page, relative to the suite's; empty where there is none."""
+    """The comparison's own page, relative to the suite's; empty if there is none."""
     runs: Sequence[RunRecord] = ()
     """The baseline and the candidate; empty where the comparison failed."""
 

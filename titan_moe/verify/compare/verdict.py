@@ -18,7 +18,7 @@ a band from 24; from 12 it is 1.5 times as large."""
 _TOO_WIDE = 0.5
 """The widest useful band of the loss, from edge to edge, as a logarithm."""
 _UNEVEN = 100
-"""In spreads: bounds of control runs that are of one kind are 5 to 30."""
+"""A bound in spreads that shows control runs of several kinds; of one kind it is 5 to 30."""
 _ENVIRONMENT = ("torch", "device", "capability")
 
 
@@ -50,7 +50,7 @@ def compare_runs(
     if first is not None:
         verdict = Verdict.UNJUDGED
     curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
-    if len(curves) >= FEWEST_CONTROLS:
+    if len(controls) >= FEWEST_CONTROLS:
         band = Band(curves, quantities_of(theirs))
         if first is not None and _is_blind(band, first):
             caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
@@ -179,7 +179,7 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
 
 
 def _tokens_per_step(run: RunRecord) -> str:
-    """In words; empty where run.json does not say it."""
+    """Describes the tokens of a step in words; empty if run.json does not tell."""
     if "tokens_per_step" not in run.facts:
         return ""
     stages = [{"from_step": 1, **run.facts}, *run.facts.get("stages", [])]
@@ -231,7 +231,7 @@ def _is_blind(band: Band, first: FirstDifference) -> bool:
 
 def _weak(band: Band) -> list[str]:
     """Why the band shows less than it could."""
-    lines, number = [], len(band.controls)
+    lines, number = [], len(band.curves) - 1
     if number < _ENOUGH:
         lines.append(
             f"the band rests on {number} control runs and is therefore wide: with "

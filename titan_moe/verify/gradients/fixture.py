@@ -29,7 +29,7 @@ from titan_moe.verify.gradients.token_by_token import TokenByToken
 
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
-"""Each step's factor on the peak learning rate."""
+"""Factors on the peak learning rate, by step."""
 MAX_NORM = 0.5
 """The largest max_norm: below the norm of the first gradients."""
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {

@@ -41,7 +41,7 @@ class Capture:
     rows: Sequence[int]
     """Fingerprints of the global batch's rows, in the order of the ranks."""
     places: Mapping[Place, CapturedTensor]
-    """In the order in which a step makes one from the other, phase by phase."""
+    """Tensors by place, in the order in which a step computes them, phase by phase."""
 
 
 def norms(values: Array) -> Array:
@@ -77,7 +77,7 @@ def _order(place: Place, records: Sequence[dict[str, Any]]) -> tuple[int, int, i
 
 
 def _whole(records: Sequence[dict[str, Any]]) -> CapturedTensor:
-    """Of copies the first counts; parts are added."""
+    """Joins the records of one place: the first of several copies counts, parts are added."""
     keys, parts, values = (
         torch.cat([record[name] for record in records]).numpy()
         for name in ("keys", "parts", "values")

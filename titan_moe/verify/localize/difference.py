@@ -1,4 +1,4 @@
-"""How far each place of a step differs between two captures, and how far rounding may."""
+"""Measures how far each place of a step differs between two captures, and how far rounding may."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +11,8 @@ from titan_moe.verify.localize.capture_reader import Array, Capture, CapturedTen
 
 
 class Rounding(NamedTuple):
-    """What rounding may do where the control runs say no more, relative to the norm of a token, an
-    expert or a tensor."""
+    """Bounds what rounding may do if the control runs show less, relative to the norm of a token,
+    an expert or a tensor."""
 
     bound: float
     calibrated: float
@@ -34,15 +34,16 @@ ROUNDING = {
     "float16": Rounding(2e-2, 2e-3, update=0.1, stored=1e-6, weak=1.0),
     "bfloat16": Rounding(6e-2, 1e-2, update=0.3, stored=1e-6, weak=1.0),
 }
-"""By the type of activations."""
+"""Least bounds, by the type of activations."""
 _EXACT = {"data": 0.0, "counts": 0.0, "start": 1e-12, "choice": 0.0, "num_targets": 0.0}
 """Bounds of phases and of tensors that rounding hardly reaches."""
 _CONTROL_FACTOR, _OF_NUMBERS = 8.0, 32.0
-"""On what a control run differs by; of single numbers, where controls may agree by chance."""
+"""Factors on a control run's difference. That of single numbers is larger: controls may agree by
+chance."""
 
 
 class PlaceDifference(NamedTuple):
-    """How far a place is from itself in the other capture."""
+    """The difference of one place between two captures."""
 
     place: Place
     error: float

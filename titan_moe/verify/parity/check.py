@@ -48,7 +48,7 @@ class ParityResult:
 
     logits: float
     gradients: dict[str, float]
-    """By our name; the sum for a tied weight."""
+    """Differences by our name of the parameter; a tied weight has the sum's."""
     losses: float
     """The largest difference of the steps."""
     exported: float | None
@@ -195,7 +195,8 @@ def _their_loss(oracle: Oracle, config: ModelConfig, rows: _Rows) -> Tensor:
 
 
 def _their_gradients(oracle: Oracle, found: HFModel) -> dict[str, Tensor]:
-    """Their gradients by our names: written as a folder, buffers beside them, and imported."""
+    """Returns the oracle's gradients by our names: writes them and the buffers as a folder, and
+    imports it."""
     holder = Decoder(found.config)
     tensors = {n: t if t.grad is None else t.grad for n, t in oracle.tensors().items()}
     with TemporaryDirectory() as folder:
@@ -254,7 +255,8 @@ def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 def _gradient_distances(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], case: ParityCase
 ) -> dict[str, float]:
-    """By name; of a gradient that is zero but for rounding, relative to the largest one."""
+    """Returns relative distances by name. A gradient that is zero but for rounding is compared
+    with the largest one."""
     largest = max(gradient.norm().item() for gradient in theirs.values())
     return {
         name: worst([ours[name].norm().item(), gradient.norm().item()]) / largest

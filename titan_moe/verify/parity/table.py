@@ -17,7 +17,7 @@ _HEADER = """\
 |---|---|---|---|---|---|---|---|---|"""
 
 Found = dict[ParityCase, dict[torch.dtype, list[ParityResult]]]
-"""Each case's differences in each type, one a seed."""
+"""Differences by case and type, one for each seed."""
 
 
 def compare_all(name: str, num_seeds: int) -> Found:

@@ -279,7 +279,7 @@ def _draw_noise(axes: "Axes", quantity: str, band: Band) -> None:
     floor = np.full(len(half), FLOAT32 / 10)
     style: Any = {"color": BAND, "alpha": 0.35, "lw": 0, "label": "half width of the band"}
     axes.fill_between(band.steps, floor, half, **style)
-    for i, control in enumerate(band.controls[:_MOST_CONTROLS]):
+    for i, control in enumerate(band.curves[:_MOST_CONTROLS]):
         label = "" if i else "control runs from the band's middle"
         values = _positive(middle, band.values(control, quantity))
         _draw_line(axes, label, band.steps, values, SOFT, width=0.4)

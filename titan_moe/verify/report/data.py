@@ -40,7 +40,7 @@ class Load:
     """"expert load", or "busiest experts" where single experts are too many or not logged."""
     steps: Sequence[int]
     layers: Mapping[str, Array]
-    """By MoE layer, rows over the mean of the layer's experts: [experts, S] or [1, S]."""
+    """Rows over the mean of the layer's experts, by MoE layer: [experts, S] or [1, S]."""
     signed: bool = False
 
 

@@ -107,7 +107,7 @@ def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(l
 def test_noise_is_inside_and_a_learning_rate_is_not(launcher):
     found = compare(plan("layout=tp=2"), launcher, silent)
     assert found.verdict is Verdict.INSIDE and found.band is not None
-    assert len(found.band.controls) == 1 + 8, "a pass rests on all"
+    assert len(found.band.curves) == 1 + 8, "a pass rests on all"
     orders = [run.get("debug.permute_rows") for run in calls(launcher)[3:]]
     assert orders == list("12345678")
     before = len(calls(launcher))

@@ -5,14 +5,14 @@ In float32 and bfloat16 two correct layouts train different bits, and small diff
 band is not a chosen tolerance: it is measured from control runs, trainings that differ only in the
 order of their sums (debug.permute_rows; verify/compare/control_runs.py).
 
-Compared are the logarithms of loss and gradient norm, and each layer's expert load: the share of
-its rows that went to other experts than in the controls' mean. At each step the controls give a
-location and a spread. A difference is divided by the spread, and looked at
-alone and as a mean over the last 2, 4, 8, ... steps: noise from step to step averages out, what a
-mistake does to every step does not. Each mean has a spread of its own, again from the controls. No
-spread is less than a few roundings of float32 or one row, nor than what the steps after it show on
-average: one token that goes to another expert may start at any step what most controls only do
-later (the sign rule of the routing bias turns one row into many).
+The baseline counts among the controls here. Compared are the logarithms of loss and gradient norm,
+and each layer's expert load: the share of its rows that went to other experts than in the controls'
+mean. At each step the controls give a location and a spread. A difference is divided by the spread,
+and looked at alone and as a mean over the last 2, 4, 8, ... steps: noise from step to step averages
+out, what a mistake does to every step does not. Each mean has a spread of its own, again from the
+controls. No spread is less than a few roundings of float32 or one row, nor than what the steps
+after it show on average: one token that goes to another expert may start at any step what most
+controls only do later (the sign rule of the routing bias turns one row into many).
 
 A curve's statistic is its largest distance in spreads over all steps and means: one for the loss,
 one for the gradient norm, one for all loads. Steps, means and layers depend on each other, so no
@@ -78,22 +78,22 @@ class Band:
     """The noise of one training, measured from its control runs.
 
     Args:
-        controls: at least FEWEST_CONTROLS curves over the same steps.
-        quantities: those to compare, as far as all controls have them.
+        curves: the baseline and at least FEWEST_CONTROLS control runs of it, over the same steps.
+        quantities: those to compare, as far as all curves have them.
 
     Raises ConfigError for curves that are too few, not finite, or have none of the quantities.
     """
 
-    def __init__(self, controls: Sequence[Curve], quantities: Sequence[str]) -> None:
-        if len(controls) < FEWEST_CONTROLS:
+    def __init__(self, curves: Sequence[Curve], quantities: Sequence[str]) -> None:
+        if len(curves) <= FEWEST_CONTROLS:
             raise ConfigError(
-                [f"{len(controls)} control runs: a band needs {FEWEST_CONTROLS} or more"]
+                [f"{len(curves) - 1} control runs: a band needs {FEWEST_CONTROLS} or more"]
             )
-        self.steps = list(controls[0].steps)
-        self.controls = list(controls)
+        self.steps = list(curves[0].steps)
+        self.curves = list(curves)
         self.false_alarms = FALSE_ALARMS
-        known = set(quantities).intersection(*map(quantities_of, controls))
-        self.quantities = tuple(q for q in quantities_of(controls[0]) if q in known)
+        known = set(quantities).intersection(*map(quantities_of, curves))
+        self.quantities = tuple(q for q in quantities_of(curves[0]) if q in known)
         """"loss", "grad_norm", "load of LAYER", in this order."""
         if not self.quantities:
             raise ConfigError(
@@ -103,7 +103,7 @@ class Band:
             kind: self._part(kind) for kind in dict.fromkeys(map(_kind, self.quantities))
         }
         self.bounds: dict[str, float] = {}
-        """In spreads, by kind of quantity: what a correct curve reaches as seldom as stated."""
+        """Bounds in spreads, by kind of quantity; correct curves exceed one at the stated rate."""
         own_KN = []
         rate = self.false_alarms / len(self._parts)
         for kind, part in self._parts.items():
@@ -115,11 +115,11 @@ class Band:
             )
         bounds_K = np.array(list(self.bounds.values()))
         self.statistics: list[float] = (np.stack(own_KN) / bounds_K[:, None]).max(0).tolist()
-        """Each control run's, measured against the others."""
+        """The statistic of each of the curves, measured against the others."""
         self.limit = max(1.0, *self.statistics)
 
     def check(self, candidate: Curve) -> BandCheck:
-        """Compares a curve that was not among the controls, has their steps and all quantities of
+        """Compares a curve that is not among the band's own, has their steps and all quantities of
         the band; a value that is not finite is outside."""
         statistic, furthest = 0.0, (self.steps[0], self.quantities[0])
         hits: list[tuple[int, int, float, str]] = []
@@ -191,13 +191,13 @@ class Band:
     def as_json(self) -> dict[str, Any]:
         """The control runs' statistics, and the bounds that follow from them."""
         return {
-            "repeats": [control.name for control in self.controls],
+            "repeats": [curve.name for curve in self.curves],
             "statistics": self.statistics,
             "bounds": self.bounds,
             "limit": self.limit,
             "false_alarms": {
                 "if_log_normal": self.false_alarms,
-                "at_most": 1 / (len(self.controls) + 1),
+                "at_most": 1 / (len(self.curves) + 1),
             },
             "quantities": list(self.quantities),
             "steps": self.steps,
@@ -207,13 +207,13 @@ class Band:
         return [q for q in self.quantities if _kind(q) == kind]
 
     def _part(self, kind: str) -> Quantities:
-        values = [self._compared(control, kind) for control in self.controls]
-        for control, values_QES in zip(self.controls, values, strict=True):
+        values = [self._compared(curve, kind) for curve in self.curves]
+        for curve, values_QES in zip(self.curves, values, strict=True):
             if not np.isfinite(values_QES).all():
-                raise ConfigError([f"the control run {control.name}: {kind} is not finite"])
+                raise ConfigError([f"{curve.name}: {kind} is not finite"])
         if kind != "load":
             return Scalar(np.stack(values), RESOLUTION)
-        num_rows = max(float(np.max(counts[0].sum())) for counts in self.controls[0].loads.values())
+        num_rows = max(float(np.max(counts[0].sum())) for counts in self.curves[0].loads.values())
         return Loads(np.stack(values), 1 / num_rows)
 
     def _compared(self, curve: Curve, kind: str) -> Array:
@@ -222,7 +222,7 @@ class Band:
             with np.errstate(divide="ignore", invalid="ignore"):
                 return np.log(np.asarray(curve.scalars[kind], dtype=np.float64))[None, None]
         counts = [curve.loads[layer.removeprefix(LOAD_OF)] for layer in self._names(kind)]
-        num_experts = self.controls[0].loads[self._names(kind)[0].removeprefix(LOAD_OF)].shape[1]
+        num_experts = self.curves[0].loads[self._names(kind)[0].removeprefix(LOAD_OF)].shape[1]
         if any(counts_SE.shape[1] != num_experts for counts_SE in counts):
             raise ConfigError([f"{curve.name}: its layers have not all {num_experts} experts"])
         return np.stack([shares(counts_SE).T for counts_SE in counts])

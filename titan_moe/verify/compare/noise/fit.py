@@ -30,9 +30,9 @@ class Fit(NamedTuple):
     scale: Array
     """[Q, S]: what a difference at a step is divided by before means are taken."""
     middles: list[Array]
-    """By window [Q, S - window + 1]: the size of what noise alone makes; of scalars 0."""
+    """The size that noise alone gives a quantity, by window [Q, S - window + 1]; 0 for scalars."""
     spreads: list[Array]
-    """By window [Q, S - window + 1]: the standard deviation of another curve's mean."""
+    """The standard deviation of another curve's mean, by window [Q, S - window + 1]."""
 
     @property
     def num_compared(self) -> int:
@@ -60,11 +60,11 @@ class Quantities(ABC):
                 for i, own in enumerate(runs_NQES)
             ]
         )
-        """Each control run's largest distance from the others, in spreads."""
+        """The largest distance of each control run from the others, in spreads."""
 
     def distances(self, values_QES: Array) -> list[tuple[int, Array]]:
-        """In spreads, by window: [Q, S - window + 1]; infinite from the first step on that is not
-        finite."""
+        """Returns distances in spreads, by window: [Q, S - window + 1]. They are infinite from the
+        first step on that is not finite."""
         finite_QES = np.isfinite(values_QES)
         broken_QS = np.logical_or.accumulate(~finite_QES.all(1), -1)
         measured = self._measured(np.where(finite_QES, values_QES, 0.0), self.fit)
@@ -163,7 +163,7 @@ def scan(values: Array) -> list[tuple[int, Array]]:
 
 
 def shares(counts_SE: Array) -> Array:
-    """Each expert's share of a step's rows."""
+    """Returns each expert's share of a step's rows."""
     counts_SE = np.asarray(counts_SE, dtype=np.float64)
     return counts_SE / np.maximum(counts_SE.sum(-1, keepdims=True), 1)
 

@@ -4,18 +4,19 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
+from titan_moe.moe.experts import RowsInParts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.verify.localize.capture.records import EXPERTS, Sketches
 from titan_moe.verify.localize.capture.sketch import sketch_rows
-from titan_moe.verify.localize.capture.watcher import Lay, Watcher
+from titan_moe.verify.localize.capture.watcher import Lay, Watcher, recomputing
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
@@ -38,6 +39,15 @@ def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
     return margin_T
 
 
+class PartPlan(NamedTuple):
+    """The plan of one of the parts in which a microbatch's tokens travel."""
+
+    plan: Any
+    """The plan that the watched dispatcher made."""
+    part: tuple[int, int]
+    """The part's number, and the number of parts."""
+
+
 class MoEHooks(Dispatcher):
     """Record the experts that each token of a layer chose, their weights, and each expert's rows.
 
@@ -47,10 +57,11 @@ class MoEHooks(Dispatcher):
 
     def __init__(self, name: str, moe: MoE, watcher: Watcher, sharded: ShardedModel) -> None:
         self._name, self._moe, self._watcher = name, moe, watcher
-        self._plain = moe.dispatcher
+        self._plain, self.num_parts = moe.dispatcher, moe.dispatcher.num_parts
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
+        self._planned = count()
         self._first = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
 
     def install(self, stack: ExitStack) -> None:
@@ -70,29 +81,33 @@ class MoEHooks(Dispatcher):
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         return self._plain.traffic(experts_TK, counts_E)
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        return self._plain.plan(experts_TK, counts_E)
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> PartPlan:
+        plan = self._plain.plan(experts_TK, counts_E)
+        return PartPlan(plan, (next(self._planned) % self.num_parts, self.num_parts))
 
-    def dropped(self, plan: Any) -> Tensor | None:
-        return self._plain.dropped(plan)
+    def dropped(self, plan: PartPlan) -> Tensor | None:
+        return self._plain.dropped(plan.plan)
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
+    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: PartPlan) -> Any:
         name, given = f"{self._name}.dispatcher.dispatch", self._watcher.given
-        x_TD = given(name, "tokens", x_TD, self._watcher.by_token())
-        weights_TK = given(name, "weights", weights_TK, self._by_expert)
-        return self._plain.send(x_TD, weights_TK, plan)
+        x_TD = given(name, "tokens", x_TD, self._watcher.by_token(part=plan.part))
+        weights_TK = given(name, "weights", weights_TK, self._by_expert(plan.part))
+        return self._plain.send(x_TD, weights_TK, plan.plan)
 
-    def receive(self, sent: Any, plan: Any) -> ExpertRows:
-        name, rows = f"{self._name}.dispatcher.dispatch", self._plain.receive(sent, plan)
+    def receive(self, sent: Any, plan: PartPlan) -> ExpertRows:
+        name, rows = f"{self._name}.dispatcher.dispatch", self._plain.receive(sent, plan.plan)
         lay = self._by_row(rows, whole=True)
         self._watcher.forward(name, "rows", rows.x_RD, lay)
         self._watcher.forward(name, "weights", rows.weights_R, lay)
         return rows
 
-    def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
+    def combine_start(self, y_RD: Tensor, plan: PartPlan) -> Any:
         name, lay = f"{self._name}.dispatcher.combine", self._by_row(self._rows, whole=True)
-        y_TD = self._plain.combine(self._watcher.given(name, "rows", y_RD, lay), plan)
-        self._watcher.forward(name, "output", y_TD, self._watcher.by_token())
+        return self._plain.combine_start(self._watcher.given(name, "rows", y_RD, lay), plan.plan)
+
+    def combine_wait(self, home: Any, plan: PartPlan) -> Tensor:
+        y_TD, name = self._plain.combine_wait(home, plan.plan), f"{self._name}.dispatcher.combine"
+        self._watcher.forward(name, "output", y_TD, self._watcher.by_token(part=plan.part))
         return y_TD
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -117,28 +132,52 @@ class MoEHooks(Dispatcher):
         name, watcher = f"{self._name}.router.weigh", self._watcher
 
         def weighed(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-            def in_order(weights_TK: Tensor) -> Tensor:
-                """Each token's in the order of its experts' numbers."""
-                return weights_TK.gather(1, experts_TK.argsort(1))
+            def by_expert(part: tuple[int, int]) -> Lay:
+                """Sketches each token's weights in the order of its experts' numbers."""
+                number, parts = part
+                order_TK = experts_TK.tensor_split(parts)[number].argsort(1)
+                return watcher.by_token(lambda x_TK: x_TK.gather(1, order_TK), part=part)
 
             scores_TE = watcher.given(name, "scores", scores_TE, watcher.by_token())
             weights_TK = weigh(scores_TE, experts_TK)
-            self._by_expert = watcher.by_token(in_order)
-            watcher.forward(name, "weights", weights_TK, self._by_expert)
+            self._by_expert = by_expert
+            watcher.forward(name, "weights", weights_TK, by_expert((0, 1)))
             return weights_TK
 
         return weighed
 
-    def _before_experts(self, module: Any, args: tuple[ExpertRows]) -> tuple[ExpertRows]:
+    def _before_experts(
+        self, module: Any, args: tuple[ExpertRows | RowsInParts]
+    ) -> tuple[ExpertRows | RowsInParts]:
         (rows,) = args
+        if isinstance(rows, ExpertRows):
+            return (self._given(rows),)
+        receive, send_back = rows.receive, rows.send_back
+
+        def watched_send_back(y_RD: Tensor, part: int) -> Any:
+            if not recomputing():  # Which ends before the last part's output.
+                self._made(y_RD)
+            return send_back(y_RD, part)
+
+        return (
+            RowsInParts(rows.sent, lambda *sent: self._given(receive(*sent)), watched_send_back),
+        )
+
+    def _after_experts(self, module: Any, args: tuple[ExpertRows | RowsInParts], y: Any) -> None:
+        if isinstance(args[0], ExpertRows):
+            self._made(y)
+
+    def _given(self, rows: ExpertRows) -> ExpertRows:
+        """Watches the experts' input."""
         self._rows, name = rows, f"{self._name}.experts"
         lay, given = self._by_row(rows, whole=False), self._watcher.given
         x_RD = given(name, "input", rows.x_RD, lay)
         weights_R = given(name, "weights", rows.weights_R, lay)
-        return (rows._replace(x_RD=x_RD, weights_R=weights_R),)
+        return rows._replace(x_RD=x_RD, weights_R=weights_R)
 
-    def _after_experts(self, module: Any, args: tuple[ExpertRows], y_RD: Tensor) -> None:
-        lay = self._by_row(args[0], whole=False)
+    def _made(self, y_RD: Tensor) -> None:
+        """Watches the experts' output for the rows that they were given last."""
+        lay = self._by_row(self._rows, whole=False)
         self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay)
 
     def _by_row(self, rows: ExpertRows, *, whole: bool) -> Lay:

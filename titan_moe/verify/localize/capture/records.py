@@ -16,7 +16,7 @@ class Place(NamedTuple):
     phase: str
     """One of PHASES."""
     module: str
-    """Its name in the model."""
+    """The module's name in the model."""
     tensor: str
     """Name of one of its tensors; for a gradient, the tensor that it belongs to."""
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
 from titan_moe.distributed.dtensor import local_part, local_slices
-from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.decoder import Decoder
@@ -34,8 +34,7 @@ from titan_moe.verify.localize.capture.records import (
     token_keys,
 )
 from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_experts, sketch_rows
-from titan_moe.verify.localize.capture.watcher import Microbatch as Tokens
-from titan_moe.verify.localize.capture.watcher import Watcher
+from titan_moe.verify.localize.capture.watcher import Microbatch, Watcher
 
 FOLDER = "capture"
 _SUMS = (
@@ -88,7 +87,7 @@ class StepCapture:
             watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
             self._watches.enter_context(watch(sharded, part, watcher))
 
-    def reads(self, batch: Batch, local: Microbatch) -> None:
+    def reads(self, batch: Batch, local: LocalBatch) -> None:
         """Before the forward of a batch: what this rank reads of it."""
         positions_S = self._sharded.positions(batch.tokens_BS.shape[1])
         rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
@@ -152,7 +151,7 @@ class StepCapture:
         }
         self._records.save(folder / FOLDER / f"rank-{self._rank:05d}.pt", facts)
 
-    def _tokens_of(self, documents_BS: Tensor) -> Tokens:
+    def _tokens_of(self, documents_BS: Tensor) -> Microbatch:
         """A pipeline's microbatch is a view of the documents that its rank was given."""
         rows, rows_B, positions_S = self._now
         whole_BS = rows.documents_BS
@@ -160,7 +159,7 @@ class StepCapture:
         first = distance // (whole_BS.stride(0) * whole_BS.element_size())
         last = first + len(documents_BS)
         assert first >= 0 and last <= len(whole_BS), "the microbatch's documents are a copy"
-        return Tokens(rows_B[first:last], positions_S, self._tp, self._tp_rank)
+        return Microbatch(rows_B[first:last], positions_S, self._tp, self._tp_rank)
 
     def _numbers(
         self, place: Place, numbers: Any, order: tuple[int, int], kind: str, *, part: int = 0

@@ -37,16 +37,25 @@ class Microbatch:
         self._gathered_keys_T = torch.cat([keys_BS.flatten() for keys_BS in by_rank])
 
     def lay(
-        self, x: Tensor, /, *, of: Callable[[Tensor], Tensor], cut: bool, gradient: bool
+        self,
+        x: Tensor,
+        /,
+        *,
+        of: Callable[[Tensor], Tensor],
+        cut: bool,
+        part: tuple[int, int],
+        gradient: bool,
     ) -> Sketches | None:
         """Sketches of a tensor [B, S, ...] or [T, F]; None for one that is not by token.
 
         Args:
             of: makes what is sketched of the tensor.
             cut: whether each tp rank has its columns of it, if it has all tokens of it.
+            part: a number and how many; x has this part of the rank's own tokens.
             gradient: then of what each tp rank has all columns, it has a part of a sum.
         """
-        x, own_T, all_T = of(x), self._own_keys_BS.flatten(), self._gathered_keys_T
+        x, all_T, (number, parts) = of(x), self._gathered_keys_T, part
+        own_T = self._own_keys_BS.flatten().tensor_split(parts)[number]
         if x.ndim > 2:
             if x.shape[:2] not in (self._own_keys_BS.shape, self._keys_BS.shape):
                 return None
@@ -57,8 +66,8 @@ class Microbatch:
         if len(x) == len(own_T):
             return Sketches(TOKENS, own_T, sketch_rows(x_TF))
         first = self._tp_rank * x_TF.shape[1] if cut else 0
-        part = first if cut else self._tp_rank * gradient
-        return Sketches(TOKENS, all_T, sketch_rows(x_TF, first), part)
+        summand = first if cut else self._tp_rank * gradient
+        return Sketches(TOKENS, all_T, sketch_rows(x_TF, first), summand)
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -99,9 +108,16 @@ class Watcher:
         """Numbers places as a forward comes by them."""
         return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
-    def by_token(self, of: Callable[[Tensor], Tensor] = _itself, *, cut: bool = False) -> Lay:
-        """Returns the sketch of tensors that have a row for each token of this microbatch."""
-        return partial(self.now.lay, of=of, cut=cut)
+    def by_token(
+        self,
+        of: Callable[[Tensor], Tensor] = _itself,
+        *,
+        cut: bool = False,
+        part: tuple[int, int] = (0, 1),
+    ) -> Lay:
+        """Returns the sketch of tensors that have a row for each token of this microbatch, or of
+        a part of them (see `Microbatch.lay`)."""
+        return partial(self.now.lay, of=of, cut=cut, part=part)
 
     def forward(self, module: str, tensor: str, x: Tensor, lay: Lay) -> None:
         """Records a tensor."""

@@ -87,8 +87,8 @@ def test_means_over_steps_see_what_no_step_shows():
 def test_what_is_no_band_is_refused():
     good = curves(white(np.random.default_rng(8), 6))
     with pytest.raises(ConfigError, match="3 control runs"):
-        Band(good[:3], BOTH)
-    with pytest.raises(ConfigError, match="the control run curve 0: loss is not finite"):
+        Band(good[:4], BOTH)
+    with pytest.raises(ConfigError, match="curve 0: loss is not finite"):
         Band([replace(good[0], scalars={"loss": np.full(STEPS, math.nan)}), *good[1:]], BOTH)
     with pytest.raises(ConfigError, match="no quantity in common"):
         Band(good, LOADS)
