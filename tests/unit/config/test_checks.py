@@ -384,3 +384,20 @@ def test_compilation_without_a_compiler_is_switched_off(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", "")
     job, (line,) = fit_to_cpu(job_of("--compile.enable"), bfloat16_units=True)
     assert not job.compile.enable and "g++ was not found" in line
+
+
+def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:
+    def lines(seq_len: int, tp: int = 1) -> list[str]:
+        degrees = {"context_parallel_degree": 8, "tensor_parallel_degree": tp}
+        tables = {"parallelism": degrees, "training": {"seq_len": seq_len}}
+        model = {"name": "qwen3_next", "flavor": "gate"}
+        return check(
+            JobConfig.model_validate({"model": model, **tables}),
+            model_config("qwen3_next", "gate"),
+            8 * tp,
+        )
+
+    (line,) = lines(32)
+    assert "seq_len=32 in 16 segments" in line and "choose 48 or more" in line
+    assert lines(48) == []
+    assert any("linear_num_key_heads=8" in line for line in lines(768, tp=16))

@@ -207,8 +207,8 @@ class AllPairs:
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
     masked = job.training.mask_documents
-    cores = AllPairs(mask_documents=masked), TokenByToken(mask_documents=masked)
-    return Decoder(without_balance_losses(config), *cores)
+    core, recurrence = AllPairs(mask_documents=masked), TokenByToken(mask_documents=masked)
+    return Decoder(without_balance_losses(config), core, recurrence)
 
 
 def _production_weights(job: JobConfig, config: ModelConfig) -> dict[str, Tensor]:
