@@ -63,7 +63,7 @@ class RecurrentCore(Protocol):
             documents_BS: numbers each row's packed documents, from 0.
         """
 
-    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, /) -> Tensor:
         """`short_convolution` of rows whose tokens may be on several ranks."""
 
     def __call__(
@@ -74,6 +74,7 @@ class RecurrentCore(Protocol):
         place_BS: Tensor,
         decay_BHS: Tensor,
         beta_BHS: Tensor,
+        /,
     ) -> Tensor:
         """Returns o_BHSV of the gated delta rule, as `DeltaRule` explains it."""
 
