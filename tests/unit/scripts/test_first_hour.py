@@ -105,7 +105,7 @@ def test_layouts_that_are_compared_are_legal(ranks: int, layout: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(45 * 60)
 def test_first_hour_on_cpu_ranks_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever has GPUs is not its first user."""
+    """The command for GPUs runs whole on CPU ranks."""
     script = [str(REPO / "scripts" / "first_hour.sh"), str(tmp_path), "--device", "cpu"]
     assert subprocess.run(script).returncode == 0, capfd.readouterr().out
     parts = json.loads((tmp_path / "first_hour.json").read_text())["parts"]
