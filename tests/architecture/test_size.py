@@ -20,7 +20,7 @@ FIRST_HOUR = {"titan_moe": 0, "tests": 220, "scripts": 340}
 # GLM-4.5 and MiniMax-M2 came later.
 GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 75, "scripts": 5}
 # Qwen3-Next, with recurrent layers, came later.
-QWEN3_NEXT = {"titan_moe": 680, "tests": 280, "scripts": 5}
+QWEN3_NEXT = {"titan_moe": 700, "tests": 295, "scripts": 5}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

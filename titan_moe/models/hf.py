@@ -162,7 +162,8 @@ def model_of(folder: Path) -> HFModel:
     family = family_of(settings, folder / CONFIG)
     try:
         config = family_module(family).from_hf(settings)
-        return HFModel(family, replace(config, num_mtp_layers=_mtp_layers(folder, config)))
+        depths = _mtp_layers(folder, HFModel(family, config))
+        return HFModel(family, replace(config, num_mtp_layers=depths))
     except ConfigError as error:
         lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
         raise ConfigError(lines) from None
@@ -170,24 +171,28 @@ def model_of(folder: Path) -> HFModel:
         raise ConfigError([f"{folder / CONFIG} makes no sense: {error}"]) from None
 
 
-def _mtp_layers(folder: Path, config: ModelConfig) -> int:
+def _mtp_layers(folder: Path, model: HFModel) -> int:
     """Returns how many multi-token prediction layers of config.json have weights. Returns all if
     the list of weights cannot be read: reading them raises the error."""
-    names = _tensor_names(folder)
+    names, config = _tensor_names(folder), model.config
+    if not names:
+        return config.num_mtp_layers
+    ways = [way for ours, all_ways in model.keys.items() if "mtp." in ours for way in all_ways]
     layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    have = [any(f"layers.{layer}." in name for name in names) for layer in layers]
-    return sum(have) if names else config.num_mtp_layers
+    return sum(
+        any(way.name.replace("{layer}", str(layer)) in names for way in ways) for layer in layers
+    )
 
 
-def _tensor_names(folder: Path) -> list[str]:
+def _tensor_names(folder: Path) -> set[str]:
     try:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            return list(json.loads(index.read_bytes())["weight_map"])
+            return set(json.loads(index.read_bytes())["weight_map"])
         with safe_open(folder / "model.safetensors", "np") as file:
-            return list(file.keys())
+            return set(file.keys())
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-        return []
+        return set()
 
 
 def family_of(settings: dict[str, Any], path: Path) -> str:

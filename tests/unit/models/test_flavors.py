@@ -36,6 +36,9 @@ PUBLISHED = {
     ("qwen3", "30B-A3B"): (30.5, 3.3, 2),
     ("qwen3", "235B-A22B"): (235, 22, 2),
     ("qwen3_next", "80B-A3B"): (80, None, 2),  # "3B" active, of 3.25 without embeddings.
+    ("qwen3_next", "Qwen3.5-35B-A3B"): (35, 3, 1),
+    ("qwen3_next", "Qwen3.5-122B-A10B"): (122, 10, 2),
+    ("qwen3_next", "Qwen3.5-397B-A17B"): (397, 17, 2),
 }
 # To the last parameter, as counted in torchtitan 0.2.2 for the same dimensions.
 EXACT = {("deepseek_v3", "debugmodel"): 33_014_016, ("qwen3", "debugmodel_moe"): 14_428_672}

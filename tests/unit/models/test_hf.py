@@ -141,9 +141,10 @@ def test_export_is_refused_before_training_where_a_tensor_has_no_place():
     assert "moe.bias_update_speed=0.001" in line and "softmax" in line
     assert export_problems(model, 0.0) == []
     assert export_problems(HFModel("deepseek_v3", model_config("deepseek_v3", "2M")), 0.1) == []
-    section = Model(name="mixtral", flavor="gate", num_mtp_layers=1)
-    (line,) = export_problems(HFModel("mixtral", model_of_job(section)), 0.0)
-    assert "mixtral has no place for model.num_mtp_layers=1: choose 0" in line
+    for family, depths in (("mixtral", 1), ("qwen3_next", 2)):
+        section = Model(name=family, flavor="gate", num_mtp_layers=depths)
+        (line,) = export_problems(HFModel(family, model_of_job(section)), 0.0)
+        assert f"{family} has no place for model.num_mtp_layers={depths}: choose 0" in line
 
 
 def test_flavor_hf_takes_the_dimensions_of_the_folder(tmp_path):

@@ -3,7 +3,10 @@ Qwen/Qwen3-Next-80B-A3B-Instruct.
 
 The text models of Qwen3.5 (`qwen3_5_moe`) differ in the names of their tensors alone. They are
 read, alone or inside the published models, whose vision tower is left out, and written as
-Qwen3-Next. Multi-token prediction's layers are left out.
+Qwen3-Next.
+
+transformers leaves out multi-token prediction. Its one layer attends, has experts, and is built as
+DeepSeek-V3's; config.json of Qwen3-Next does not count it, that of Qwen3.5 does.
 """
 
 from dataclasses import replace
@@ -53,6 +56,7 @@ _KEYS = {
     "moe.hidden_dim": "moe_intermediate_size",
     "moe.normalize_top_k": "norm_topk_prob",
     "moe_every": "decoder_sparse_step",
+    "num_mtp_layers": "mtp_num_hidden_layers",
 }
 _RECURRENT_KEYS = {
     "recurrent.num_key_heads": "linear_num_key_heads",
@@ -66,6 +70,7 @@ _DEFAULTS = DEFAULTS | {
     "head_dim": 256,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
+    "mtp_num_hidden_layers": 1,
 }
 _KINDS = ("linear_attention", "full_attention")
 
@@ -151,6 +156,15 @@ _SHARED: HFKeys = {
         for name, ways in FEED_FORWARD.items()
     },
 }
+_MTP: HFKeys = {
+    f"mtp.layers.{{layer}}.{ours}.weight": (HFWeight(f"mtp.{theirs}.weight"),)
+    for ours, theirs in (
+        ("embedding_norm", "pre_fc_norm_embedding"),
+        ("hidden_norm", "pre_fc_norm_hidden"),
+        ("projection", "fc"),
+        ("norm", "norm"),
+    )
+}
 _RECURRENT: HFKeys = {
     f"attention.{ours}": (HFWeight(f"linear_attn.{theirs}"),)
     for ours, theirs in (
@@ -163,16 +177,20 @@ _RECURRENT: HFKeys = {
 
 
 def keys(config: ModelConfig) -> HFKeys:
-    """Names of each tensor. Biases of the routing have no place."""
+    """Names of each tensor. Biases of the routing have no place, nor has a second layer of
+    multi-token prediction."""
     attention, recurrent = _mixers(config)
     block = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS, **_SHARED, **GQA, **QK_NORMS}
     block |= _recurrent(recurrent)
     if attention.bias:
         block |= GQA_BIASES
-    return {
+    found = {
         name: (*ways, *(replace(way, name=_inside(way.name)) for way in ways))
         for name, ways in {**EMBEDDINGS, **in_layers(block)}.items()
     }
+    if config.num_mtp_layers == 1:
+        found |= _MTP | in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
+    return found
 
 
 def _inside(name: str) -> str:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tests.support.hf_folders import make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.names import find, model_shapes
-from titan_moe.models.hf import HFModel
+from titan_moe.models.hf import HFModel, model_of
 from titan_moe.runtime.errors import RunError
 
 
@@ -87,6 +87,19 @@ def test_multi_token_prediction_that_is_not_there_is_missing(deepseek):
 
     with pytest.raises(RunError, match=r"tensors missing: model\.layers\.4\."):
         _find(folder, model, change)
+
+
+def test_qwen3_next_predicts_ahead_where_the_folder_has_weights_for_it(tmp_path):
+    model = small_model("qwen3_next")
+    tensors = make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    ahead = {name for name in tensors if name.startswith("mtp.")}
+    published = {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+    assert published < ahead and "mtp.layers.0.mlp.experts.7.up_proj.weight" in ahead
+    assert model_of(tmp_path / "in").config.num_mtp_layers == 1
+    save_file(
+        {n: tensors[n] for n in tensors.keys() - ahead}, tmp_path / "in" / "model.safetensors"
+    )
+    assert model_of(tmp_path / "in").config.num_mtp_layers == 0
 
 
 def test_a_tied_output_may_be_there(tmp_path):
