@@ -22,7 +22,7 @@ def find_config(text: str) -> str:
 
 
 def what_is_there(text: str) -> str:
-    """For an error about a file that is not there: which names come near it."""
+    """Returns the end of an error about a missing file: names that are nearly the same."""
     named = _named()
     name = text.removeprefix("configs/").removesuffix(".toml")
     near = _with_stem(name) or get_close_matches(name, named)

@@ -312,7 +312,7 @@ class RoutingTrace:
         world = dist.group.WORLD
         assert world is not None
         everyone = gather_parts(own.to(self._device), world)
-        # Of the ranks that read the same rows, the first.
+        # Ranks that read the same rows have the same fingerprints: the first one's count.
         before = everyone[list(dims.group_of(0, "batch"))][: dims.coordinate(rank, "batch")]
         positions = self._sharded.positions(batches[0].tokens_BS.shape[1])
         part = positions.chunk(dims.tp)[dims.coordinate(rank, "tp")]

@@ -125,7 +125,7 @@ def forget_compiled(section: Compile) -> None:
 
 def _options(backend: str, by_operation: bool) -> dict[str, Any]:
     """Returns the keyword arguments of torch.compile."""
-    if not by_operation or backend == "eager":  # That makes no backward of its own.
+    if not by_operation or backend == "eager":  # "eager" traces no backward.
         return {"backend": backend}
     # Imported here: it imports Inductor.
     from titan_moe.distributed.graph_recompute import aot_eager_keeping_results, keep_results

@@ -150,7 +150,7 @@ class Sharding:
         partial = frozenset(
             axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
         )
-        # From the last axis on: where one stands follows from those to its right that cut before.
+        # The last axis comes first: an axis' place follows from those to its right that cut before.
         for axis, placement in reversed(list(zip(names, placements, strict=True))):
             if placement.is_replicate() or placement.is_partial():
                 continue

@@ -92,7 +92,7 @@ def _by_layout(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, i
 
 
 def _placements(parameter: nn.Parameter) -> str:
-    """The text of its sharding, and its mesh."""
+    """Returns the text of a parameter's sharding, and of its mesh."""
     sharding, axes = sharding_of(parameter)
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     return f"{sharding} on {mesh}" if mesh else "whole on every rank"

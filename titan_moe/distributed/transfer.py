@@ -1,4 +1,4 @@
-"""Tensors from any layout to any other one on the same ranks, by intersection of boxes.
+"""Moves tensors from any layout to any other one on the same ranks, by intersection of boxes.
 
 Who holds which part of a tensor, and who wants which, is all that a transfer looks at: meshes and
 shardings may differ in everything.
@@ -107,7 +107,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]]) -> Non
         space.copy_(piece.contiguous().view(-1).view(torch.uint8))
     dist.all_to_all_single(received, sent, numbers[1], numbers[0])
     for piece, space in _places(incoming, received):
-        if space.storage_offset() % piece.element_size():  # As view() wants it.
+        if space.storage_offset() % piece.element_size():  # view() needs an aligned offset.
             space = space.clone()
         piece.copy_(space.view(piece.dtype).view(piece.shape))
 

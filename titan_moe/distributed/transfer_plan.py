@@ -141,7 +141,7 @@ def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pi
     itemsize = like.dtype.itemsize
     holding, wanting = by_box(holders), by_box(wanters)
     places, bounds, sizes = overlaps(list(holding), list(wanting), len(like.shape))
-    # Of parts that overlap, an element held twice would hide one that nobody holds.
+    # Parts must not overlap: an element held twice would hide one that nobody holds.
     if len(overlaps(list(holding), list(holding), len(like.shape))[0]) > len(holding):
         raise ValueError(f"{name}: ranks hold parts that overlap")
     if missing := sum(map(_elements, wanting)) - int(sizes.sum()):

@@ -108,7 +108,7 @@ def _unequal(
     """Yields the first place at which ranks differ, if there is one."""
     for place in range(max(map(len, calls.values()))):
         nth = f"{_ordinal(place + 1)} {what}"
-        # Where a step was broken off, what it lacks says nothing.
+        # A call that an unfinished step lacks says nothing.
         seen = {
             rank: own[place] if place < len(own) else None
             for rank, own in calls.items()

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ("*.json", "*.model", "*.txt", "*.jinja")
 _LEFT_OUT = ("*.index.json", CONFIG, "LICENSE*", "requirements*.txt")
-# Of an original config.json: what no longer holds.
+# Keys of an original config.json that no longer hold.
 _OUTDATED = {
     "quantization_config",
     "torch_dtype",

@@ -42,7 +42,7 @@ class FirstDifference:
     mean_over: int = 1
     """Steps, this one the last, whose mean is what left the band."""
     distance: float | None = None
-    """At this step, in limits of the band; None without a band."""
+    """Distance at this step, in limits of the band; None without a band."""
 
     def line(self) -> str:
         mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"

@@ -72,7 +72,7 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
     weights = seed_weights(model, job.debug.seed)
     weights |= {copy: weights[first] for copy, first in first_names(config).items()}
     layers = list(model.moe_layers())
-    # Where groups limit the choice, an expert that scores low takes its group with it.
+    # If groups limit the choice, an expert that scores low takes its group with it.
     group_size = config.moe.num_experts // config.moe.num_groups if config.moe.num_groups > 1 else 1
     first = config.moe.num_experts // 2
     idle = (layers[len(layers) // 2], range(first, first + group_size))

@@ -267,7 +267,7 @@ def _gradient_distances(
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of their difference, relative to theirs; infinite where either has NaN."""
+    """Returns the norm of the difference over the norm of `theirs`; infinite for NaN in either."""
     assert ours.shape == theirs.shape
     norm = theirs.double().norm().item()
     difference = (ours.double() - theirs.double()).norm().item()
