@@ -19,7 +19,7 @@ from titan_moe.runtime.device import peak_flops
 
 REPO = Path(__file__).resolve().parents[2]
 TRAIN = ("-m", "titan_moe", "train")
-"""What a job of titan_moe runs."""
+"""Command of a job of titan_moe."""
 MATMUL_SIZES = (512, 1024, 2048)
 _Name = TypeVar("_Name")
 Run = Callable[[], object]

@@ -48,7 +48,7 @@ from titan_moe.runtime.revision import code_in_words, running_code
 WARM_UP = 0.2
 """Share of the steps that is not judged."""
 _MIB, _ONE, _STEP_TIME, _OTHER_TIME = 1.0, 0.5, 0.02, 0.1
-"""What may be added in 1,000 steps: MiB, things, and shares of a time."""
+"""Growth in 1,000 steps that counts as none: MiB, things, and shares of a time."""
 _GRACE_S = 10.0
 _MODEL = {
     "model_type": "qwen3_moe",

@@ -51,7 +51,7 @@ def kernel_findings(launches: Iterable[Launch]) -> Iterator[Finding]:
 def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int
 ) -> Taken:
-    """Compiles a Triton function for sm_90. Tensors start at multiples of 16 bytes, as torch's do."""
+    """Compiles a Triton function for sm_90. Tensors are aligned to 16 bytes, as torch's are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

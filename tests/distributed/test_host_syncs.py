@@ -1,5 +1,5 @@
-"""Where a training step lets the host wait for the device: at its sums, and once in each MoE layer
-whose dispatcher sends as many rows as tokens chose."""
+"""A training step lets the host wait for the device at its sums, and once in each MoE layer whose
+dispatcher sends as many rows as tokens chose."""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +24,7 @@ from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, pa
 TOP_K, LAYERS = 4, 3
 CONFIG = "configs/debug/gate_qwen3.toml"
 SUMS = {"distributed/collectives.py:read": 1}
-# What the size of the result depends on, or a Python number: CUDA would wait for either. A tensor's
+# Their results' sizes depend on values, or they return a Python number: CUDA waits. A tensor's
 # truth, item() and int() are the first.
 _WAITS = {
     "_local_scalar_dense",

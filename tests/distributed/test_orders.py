@@ -106,8 +106,8 @@ def _write(tensors: dict[str, Tensor], folder: Path) -> None:
 def _save_and_load(
     sizes: tuple[int, ...], shape: tuple[int, ...], distances: list[int], folder: Path
 ) -> tuple[int, list[str]]:
-    """How many tensors were saved, and which loads gave other bits. `distances`: how much further
-    in the list of shardings each tensor is loaded."""
+    """Returns the number of saved tensors, and the loads with other bits. A tensor is loaded under
+    the shardings that are `distances` further in the list."""
     whole, mesh = _whole(shape), _mesh(sizes)
     saved = _each_way(whole, mesh)
     _write(dict(saved), folder)

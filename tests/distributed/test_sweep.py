@@ -79,7 +79,7 @@ def test_layout_with_nothing_compared_does_not_pass():
 @pytest.mark.parametrize("bug", _BUGS, ids=lambda bug: bug.__name__.strip("_"))
 def test_sweep_names_planted_bug(bug: Callable):
     with_axis, words, without = _BUGS[bug]
-    # On a rank whose coordinates differ.
+    # Only ranks whose coordinates differ can show it.
     tasks = [(bug, parse(text), 11) for text in (with_axis, without)]
     found = dict(in_fresh_processes(_with_bug, tasks, num_workers=2))
     assert any(words in line for line in found[0].problems), found[0].problems

@@ -42,7 +42,7 @@ def test_permute_indices_is_one_launch_without_a_wait():
 
 
 def kernels_of(piece) -> list[str]:
-    """What one run of `piece` launches, once it is compiled."""
+    """Returns the kernels that one run of `piece` launches, once it is compiled."""
     piece()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:

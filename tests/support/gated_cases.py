@@ -47,7 +47,7 @@ def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a kernel stores it; Triton's interpreter cuts bfloat16 off and does not round."""
+    """Returns `x` as a kernel stores it: Triton's interpreter truncates to bfloat16."""
     if x.is_cuda or dtype != torch.bfloat16:
         return x.to(dtype)
     return (x.float().view(torch.int32) & -65536).view(torch.float32)

@@ -83,12 +83,12 @@ class Run:
 
 
 def step_folder(folder, step):
-    """Of a run's folder."""
+    """Returns the path of a checkpoint in a run's folder."""
     return folder / "checkpoint" / f"step-{step}"
 
 
 def names(folder):
-    """What lies beside the checkpoints of a run."""
+    """Returns the names in a run's folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 

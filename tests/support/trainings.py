@@ -93,7 +93,7 @@ def figures(folder: Path) -> list[tuple]:
 
 
 def checksums(folder: Path, step: int = STEPS) -> dict:
-    """Of every parameter, buffer and optimizer tensor after the last step."""
+    """Returns checksums of every parameter, buffer and optimizer tensor after the last step."""
     return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())["checksums"]
 
 

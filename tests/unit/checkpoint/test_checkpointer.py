@@ -1,4 +1,4 @@
-"""One process: what is saved when, and what is loaded."""
+"""One process: saves, and the choice of the checkpoint that is loaded."""
 
 import json
 import resource
@@ -87,7 +87,7 @@ def test_load_step_takes_effect_once_in_a_folder(saved, keys, caplog):
     assert later.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert torch.equal(later.moment, first.moment)
     assert "step-3.abandoned-1" not in names(saved)
-    other = Run(saved, seed=2, interval=7, **keys)  # With another key, as a new version adds one.
+    other = Run(saved, seed=2, interval=7, **keys)  # A new version of the program may add a key.
     assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     ((key, value),) = keys.items()
     assert f"checkpoint.{key}={value} took effect in this folder before" in caplog.text

@@ -14,7 +14,7 @@ from titan_moe.data.stream import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
-# What follows is compared with the order of a run that holds documents out.
+# The documents are compared with the order of a run that holds some out.
 HELD_OUT = Validation(enable=True)
 TOKENIZER = load_tokenizer("bytes")
 ROWS = 8
@@ -56,7 +56,7 @@ def take(ranks, steps):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # So that the ranks' marks differ.
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # The ranks' marks must differ.
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
         "c4": write_hub(tmp_path / "hub", random_texts(600, seed=1)),

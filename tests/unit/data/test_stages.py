@@ -14,7 +14,7 @@ from titan_moe.data.reader import continue_state, merge_states
 from titan_moe.data.stream import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 
-# What follows is compared with the order of a run that holds documents out.
+# The documents are compared with the order of a run that holds some out.
 HELD_OUT = Validation(enable=True)
 TOKENIZER = load_tokenizer("bytes")
 SEED = 3
@@ -89,12 +89,12 @@ def take(loaders, steps):
 
 
 def position(loaders):
-    """What a checkpoint holds of it."""
+    """Returns the data position of all loaders, as a checkpoint keeps it."""
     return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
 def staged_run(plan, parts):
-    """All global batches."""
+    """Returns the global batches of all stages."""
     batches, loaders = [], []
     for stage in plan:
         before, loaders = loaders, build(stage, parts)

@@ -23,7 +23,7 @@ PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "titan_moe.grouped_mm")
 
 
 class Count(TorchDispatchMode):
-    """How often each operation runs, in graphs too."""
+    """Counts the calls of each operation, in graphs too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Count(TorchDispatchMode):
 class Trained(NamedTuple):
     grads: dict[str, Tensor]
     backward: Counter[str]
-    """What ran, and how often."""
+    """Number of calls by operation."""
     kept_bytes: int
-    """That the forward left for the backward, without parameters."""
+    """Bytes that the forward left for the backward, without parameters."""
 
 
 def products(calls: Counter[str]) -> int:

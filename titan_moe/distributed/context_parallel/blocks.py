@@ -153,7 +153,7 @@ class FlexBlocks:
 
 
 BlockAttention = ExplicitBlocks | FlexBlocks
-"""How a device attends within a block. Keys and values may have fewer heads than queries."""
+"""Attention within a block, by device. Keys and values may have fewer heads than queries."""
 
 
 def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
