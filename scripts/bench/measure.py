@@ -39,7 +39,7 @@ def options(
         parser.add_argument("--repeats", type=int, default=repeats, help=counted)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
     if seeded:
-        parser.add_argument("--seed", type=int, default=0, help="of random inputs; default: 0")
+        parser.add_argument("--seed", type=int, default=0, help="seed of random inputs; default: 0")
     return parser
 
 

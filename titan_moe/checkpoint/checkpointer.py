@@ -9,7 +9,7 @@
 
 Each rank writes its *.distcp, rank 0 the other files.
 
-Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's end of it. With
+Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's files at the end. With
 checkpoint.async_mode DCP copies the tensors and does the rest in a thread of each rank.
 """
 

@@ -100,7 +100,7 @@ def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[
         f"{kind} {listed(names)}"
         for kind, names in (
             ("it lacks", sorted(wanted.keys() - stored.keys())),
-            ("it has, and the model has not,", sorted(stored.keys() - wanted.keys())),
+            ("the model lacks", sorted(stored.keys() - wanted.keys())),
             ("other shape or dtype:", unlike),
         )
         if names

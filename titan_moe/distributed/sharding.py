@@ -43,7 +43,7 @@ class Sharding:
         object.__setattr__(self, "partial", frozenset(self.partial))
         named = [axis for axes in cuts for axis in axes] + sorted(self.partial)
         if twice := sorted({axis for axis in named if named.count(axis) > 1}):
-            raise ValueError(f"{self} names {', '.join(twice)} twice: an axis does one thing")
+            raise ValueError(f"{self} names {', '.join(twice)} twice: name each axis once")
 
     @classmethod
     def parse(cls, text: str) -> "Sharding":

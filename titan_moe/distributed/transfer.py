@@ -1,7 +1,7 @@
 """Moves tensors from any layout to any other one on the same ranks, by intersection of boxes.
 
-Who holds which part of a tensor, and who wants which, is all that a transfer looks at: meshes and
-shardings may differ in everything.
+A transfer looks only at the parts of a tensor that each rank holds and wants: meshes and shardings
+may differ in everything.
 """
 
 from collections.abc import Iterator, Mapping

@@ -40,11 +40,11 @@ class Finding(NamedTuple):
     group: str
     text: str
     number: int
-    """Collectives that the rank which parts had issued before, in any group."""
+    """Number of collectives that the differing rank had issued before, in any group."""
 
 
 def find_desyncs(logs: Mapping[int, RankLog], *, has_failed: bool = False) -> list[Finding]:
-    """Returns all groups whose members part, with the first place of each, the earliest first.
+    """Returns all groups whose members differ, with the first place of each, the earliest first.
 
     Args:
         has_failed: a rank has raised an error, so that others may wait for it.

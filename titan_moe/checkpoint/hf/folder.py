@@ -138,8 +138,8 @@ class HFFolder:
         blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
         if self._shape(name + SCALE_INV) != (*shape[:-2], *blocks):
             raise RunError(
-                f"{name}{SCALE_INV} is {scales.get_shape()} where {list(shape)} in blocks of "
-                f"{list(block)} wants {[*shape[:-2], *blocks]}"
+                f"{name}{SCALE_INV} has shape {scales.get_shape()}, but {list(shape)} in blocks of "
+                f"{list(block)} needs {[*shape[:-2], *blocks]}"
             )
         return Float8(name, shape, block)
 

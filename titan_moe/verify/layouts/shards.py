@@ -98,7 +98,7 @@ class Shards:
             shapes: the shape of every parameter of the whole model.
         """
         wanted = {name for name in shapes if self.holds(rank, name)}
-        lines = [f"{name} is not its own" for name in sorted(held.keys() - wanted)]
+        lines = [f"{name} belongs to another rank" for name in sorted(held.keys() - wanted)]
         lines += [f"{name} is missing" for name in sorted(wanted - held.keys())]
         for name in sorted(held.keys() & wanted):
             sizes = [part.stop - part.start for part in self.box(rank, name, shapes[name])]

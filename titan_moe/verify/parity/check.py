@@ -1,9 +1,10 @@
 """Compares our models with those of `transformers`, on tiny random weights.
 
-One case: a model of theirs is drawn and saved, its folder is read into our plain decoder, and on
-random tokens the logits, the gradient of every weight and the losses of three AdamW steps are
-compared, in float32 or float64. In float32 the trained model is exported too, and what transformers
-loads of that compared again. Differences are norms relative to theirs, tensor by tensor.
+One case: a model of `transformers` is drawn and saved, its folder is read into our plain decoder,
+and on random tokens the logits, the gradient of every weight and the losses of three AdamW steps
+are compared, in float32 or float64. In float32 the trained model is exported too, and what
+transformers loads of that compared again. Differences are norms relative to theirs, tensor by
+tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
