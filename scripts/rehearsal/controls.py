@@ -134,7 +134,7 @@ CONTROLS = [
     Control(
         "sizes read twice a layer",
         "wait",
-        "all_to_all.py:_route",
+        "all_to_all.py:_exchanges",
         _wrapped("titan_moe.moe.dispatch.all_to_all:to_host", _twice),
     ),
     Control(

@@ -147,7 +147,7 @@ def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recomp
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
     file = "all_to_all" if dispatch == "standard" else "deduplicated"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
-    assert seen == {**SUMS, f"moe/dispatch/{file}.py:_route": LAYERS}
+    assert seen == {**SUMS, f"moe/dispatch/{file}.py:_exchanges": LAYERS}
 
 
 _DROPPED = {

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Route
+from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Exchanges
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import SortedRows, invert, reached_ranks, sort_by_expert, starts
 
@@ -64,7 +64,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         return ExchangePlan(
             rows=buffers.tokens,
             weights=buffers.slots,
-            route=Pending(lambda: self._route(received.wait(), capacity)),
+            exchanges=Pending(lambda: self._exchanges(received.wait(), capacity)),
             dropped=dropped,
         )
 
@@ -109,14 +109,14 @@ class CapacityDispatcher(ExchangeDispatcher):
             slots=RowMap(empty[1].scatter_(0, place_N, slot_N)[:-1], place_TK.view(-1, 1)),
         )
 
-    def _route(self, received_PE: Tensor, capacity: int) -> Route:
+    def _exchanges(self, received_PE: Tensor, capacity: int) -> Exchanges:
         # What fills a buffer up counts for one more expert, after the last, which nothing reads.
         filling_P1 = capacity - received_PE.sum(1, keepdim=True)
         counts_QPE = self.gather_counts(torch.cat([received_PE, filling_P1], 1))
         slices, degree, _ = counts_QPE.shape
         gathered, equal = [degree * capacity] * slices, [capacity] * degree
         order = self.expert_order(counts_QPE.flatten(0, 1), sum(gathered), self.num_local)
-        return Route(
+        return Exchanges(
             rows=self.all_to_all(equal, equal),
             weights=AllToAll(equal, equal, self.ep_group),
             rows_gathered=gathered,
