@@ -44,7 +44,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 
 
 def _rope(settings: hf.Settings) -> RopeConfig:
-    # Where nothing is said, transformers takes the published models' YaRN.
+    # Without the key, transformers takes the published models' YaRN.
     if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
         raise ConfigError(
             ["config.json: rope_scaling is missing; none is {'rope_type': 'default'}"]

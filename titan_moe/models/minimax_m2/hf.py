@@ -67,7 +67,7 @@ _ATTENTION: hf.HFKeys = {
     "attention.wq_norm.weight": (hf.HFWeight("self_attn.q_norm.weight"),),
     "attention.wk_norm.weight": (hf.HFWeight("self_attn.k_norm.weight"),),
 }
-# As published, then as transformers 5 keeps it in memory.
+# The published form, then that of transformers 5 in memory.
 _ROUTING_BIAS: hf.HFKeys = {
     "moe.router.expert_bias": (
         hf.HFWeight("block_sparse_moe.e_score_correction_bias"),

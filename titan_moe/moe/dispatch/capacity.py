@@ -75,7 +75,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         return min(math.ceil(self.capacity_factor * share), most)
 
     def _first_come(self, rank_TK: Tensor, sent_P: Tensor, capacity: int) -> Tensor:
-        """Which choices are within the capacity, [T, K]: first all tokens' first ones."""
+        """Returns which choices are within the capacity, [T, K]; all first choices come first."""
         rank_N, slot_N = rank_TK.t().flatten().sort(stable=True)
         nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N]
         return (nth_N < capacity)[invert(slot_N)].view(rank_TK.shape[::-1]).t()
@@ -88,8 +88,8 @@ class CapacityDispatcher(ExchangeDispatcher):
         kept_N: Tensor | None,
         capacity: int,
     ) -> SortedRows:
-        """From tokens, and from slots, to the P buffers one after the other, -1 where a buffer is
-        not full or a row was dropped. Sorted rows move as whole segments, one for each rank."""
+        """Returns the maps from tokens, and from slots, to the P buffers one after the other, -1
+        in free places and for dropped rows. Sorted rows move as segments, one for each rank."""
         (token_N, rows_TK), (slot_N, _) = sorted_rows
         num_rows, size = len(token_N), len(counts_P) * capacity
         rank_N = torch.arange(len(counts_P), device=counts_P.device).repeat_interleave(
@@ -110,7 +110,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         )
 
     def _exchanges(self, received_PE: Tensor, capacity: int) -> Exchanges:
-        # What fills a buffer up counts for one more expert, after the last, which nothing reads.
+        # Filling rows count for one more expert, after the last, which nothing reads.
         filling_P1 = capacity - received_PE.sum(1, keepdim=True)
         counts_QPE = self.gather_counts(torch.cat([received_PE, filling_P1], 1))
         slices, degree, _ = counts_QPE.shape

@@ -51,8 +51,8 @@ class Nodes(NamedTuple):
         return x_TP.unflatten(1, (-1, self.within.size()))
 
     def counts_to_send(self, reached_TP: Tensor) -> Tensor:
-        """For the ranks in this rank's place, [P, 1 + G]: of this rank's tokens, how many go to
-        their node, and how many to each rank there; zeros for the other ranks."""
+        """Returns, for the ranks in this rank's place, how many of this rank's tokens go to their
+        node and to each rank there, [P, 1 + G]; zeros for the other ranks."""
         reached_TAG = self.by_node(reached_TP)
         counts_AG = torch.cat([reached_TAG.any(2).sum(0)[:, None], reached_TAG.sum(0)], 1)
         sent_AG = counts_AG.new_zeros(len(counts_AG), self.within.size(), counts_AG.shape[1])
@@ -79,9 +79,9 @@ class _Draft(NamedTuple):
     copies: RowMap
     """Copies of this rank's tokens, one per rank or node; with room for more in `source_R`."""
     copies_P: Tensor
-    """How many for each."""
+    """Number of copies for each rank or node."""
     reached_TP: Tensor
-    """Which ranks each token reaches."""
+    """True for the ranks that each token reaches."""
     slot_N: Tensor
     """`rows_on_ranks` of the choices in the order of experts."""
     num_tokens: int
@@ -189,7 +189,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
     def _second_hop(
         self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
     ) -> Pending[Hop]:
-        """From this rank to the others of its node; the ranks that send rows say to which."""
+        """Returns the hop from this rank to the others of its node, which the senders decide."""
         assert self.nodes is not None
         within, num_copies = self.nodes.within, sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(

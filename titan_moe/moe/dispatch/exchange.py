@@ -33,7 +33,7 @@ from titan_moe.ops.permute_indices import permute_indices, row_map
 
 
 class ExpertOrder(NamedTuple):
-    """From the rows of all ranks of the etp group to padded expert-major order."""
+    """Maps from the rows of all ranks of the etp group to padded expert-major order."""
 
     rows: RowMap
     weights: RowMap

@@ -65,7 +65,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def _device_exchanges(self, counts_PPE: Tensor, num_rows: int, most_received: int) -> Exchanges:
         own, slices = self.ep_group.rank(), self.etp_group.size()
         sent_P, received_PE = counts_PPE[own].sum(1), counts_PPE[:, own]
-        # What is behind the last row counts for one more expert, which nothing reads.
+        # Places behind the last row count for one more expert, which nothing reads.
         filled_PE = F.pad(received_PE, (0, 1))
         filled_PE[-1, -1] = most_received - received_PE.sum()
         gathered = [most_received] * slices
