@@ -279,8 +279,8 @@ class HFWeight:
     """One way in which a tensor of ours is stored."""
 
     name: str
-    """Name with {layer}, and with {expert} if each expert of a stack has a tensor of its own; else a
-    stack is stored whole, experts first, like ours."""
+    """Name with {layer}, and with {expert} if each expert of a stack has a tensor of its own; else
+    a stack is stored whole, experts first, like ours."""
     transposed: bool = False
     """Their last two dims are ours swapped."""
     part: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
@@ -333,7 +333,7 @@ SHARED_EXPERTS: HFKeys = {
     f"moe.shared_experts.{ours}.weight": (HFWeight(f"mlp.shared_experts.{theirs}.weight"),)
     for ours, theirs in _PROJECTIONS.items()
 }
-# As published by Qwen and DeepSeek, or as transformers 5 keeps them in memory.
+# The form that Qwen and DeepSeek publish, or that of transformers 5 in memory.
 EXPERTS: HFKeys = {
     "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
     "moe.experts.w1": (
@@ -352,7 +352,7 @@ EXPERTS: HFKeys = {
 ROUTING_BIAS: HFKeys = {
     "moe.router.expert_bias": (HFWeight("mlp.gate.e_score_correction_bias"),),
 }
-# As published by Mistral and MiniMax: one tensor per expert.
+# The form that Mistral and MiniMax publish: one tensor per expert.
 BLOCK_SPARSE_EXPERTS: HFKeys = {
     "moe.router.gate.weight": (
         HFWeight("block_sparse_moe.gate.weight"),

@@ -87,6 +87,6 @@ def test_graphs_make_no_product_again_and_keep_less(family: str):
     results = train_once(family, by_operation=True)
     for name, grad in results.grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-11, atol=1e-11)
-    assert results.backward["aten.pow"] > by_default.backward["aten.pow"]  # Of norms.
+    assert results.backward["aten.pow"] > by_default.backward["aten.pow"]  # Norms.
     assert products(results.backward) == products(by_default.backward)
     assert results.kept_bytes < 0.9 * by_default.kept_bytes
