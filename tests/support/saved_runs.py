@@ -1,6 +1,8 @@
 """Runs of a toy model in this process, their checkpoints, and what refuses one."""
 
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,6 +82,17 @@ class Run:
     @property
     def moment(self):
         return self.optimizer.state[self.model.w_EFD]["exp_avg"].clone()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Lets no file grow beyond 20 kB while the block runs."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def step_folder(folder, step):

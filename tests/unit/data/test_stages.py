@@ -5,18 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.documents import random_texts, write_hub, write_jsonl
-from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data.build import build_loader
+from tests.support.documents import loaders_of, random_texts, write_hub, write_jsonl
+from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import continue_state, merge_states
 from titan_moe.data.stream import StreamOrder
-from titan_moe.data.tokenizer import load_tokenizer
 
-# The documents are compared with the order of a run that holds some out.
-HELD_OUT = Validation(enable=True)
-TOKENIZER = load_tokenizer("bytes")
 SEED = 3
 
 
@@ -53,18 +48,7 @@ def build(stage, parts):
         seq_len=stage.seq_len,
         local_batch_size=stage.batch // stage.ranks,
     )
-    return [
-        build_loader(
-            section,
-            TOKENIZER,
-            validation=HELD_OUT,
-            seed=SEED,
-            rank=rank,
-            num_ranks=stage.ranks,
-            global_batch_size=stage.batch,
-        )
-        for rank in range(stage.ranks)
-    ]
+    return loaders_of(section, stage.ranks, seed=SEED, rows=stage.batch)
 
 
 def take(loaders, steps):
