@@ -8,10 +8,10 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def find_config(text: str) -> str:
-    """The path that `text` is if there is such a file, else that of the configuration of this name:
-    qwen3/debugmodel_moe, debug/default or default, with or without .toml, and as configs/... too.
+    """Returns the path of a file, or that of the configuration of this name: qwen3/debugmodel_moe,
+    debug/default or default, with or without .toml, and as configs/... too.
 
-    What is neither comes back as it is.
+    A text that is neither is returned as it is.
     """
     if Path(text).exists():
         return text

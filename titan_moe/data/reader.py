@@ -106,7 +106,7 @@ class ReaderProcess:
     """Runs a `StepReader` in a child process, with the same methods."""
 
     def __init__(self, training: Training, tokenizer_path: str, **place: Any) -> None:
-        """`place`: build_reader's keywords. Raises what it raises."""
+        """`place`: keywords of `build_reader`, whose errors it raises."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -1,5 +1,5 @@
 """Routing traces: `debug.routing_record` keeps every choice of experts that training makes, and
-`debug.routing_replay` makes those of a record again, in whatever layout.
+`debug.routing_replay` repeats those of a record, in any layout.
 
 A record is a folder:
 
@@ -240,8 +240,8 @@ class Part:
 
 
 class RoutingTrace:
-    """Records a run's routings, follows those of a record, does both, or neither. A record of a run
-    that replays holds what it did. `resume_step`: the last step that the run has behind it.
+    """Records a run's routings, replays those of a record, does both, or neither. The record of a
+    run that replays holds the experts that it used. `resume_step`: the last step before this start.
 
     Raises ConfigError where a record cannot be written, or cannot be followed to the last step.
     """

@@ -116,7 +116,7 @@ def compiled_so_far() -> Compiled:
 
 
 def forget_compiled(section: Compile) -> None:
-    """Drop all compiled code, and with it what it holds of models that are no longer used."""
+    """Drop all compiled code, which holds tensors of models that are no longer used."""
     if section.enable:
         import torch._dynamo
 

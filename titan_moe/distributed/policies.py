@@ -76,8 +76,8 @@ def open_symmetric_memory(
     meshes: Meshes,
     device: torch.device,
 ) -> None:
-    """Give the symmetric dispatchers, if that is what the layers have, the buffers that they share,
-    for the job's largest microbatch. Collective over the world, also on ranks without such a layer.
+    """Gives symmetric dispatchers, if the layers have them, the buffers that they share, for the
+    job's largest microbatch. Collective over the world, also on ranks without such a layer.
 
     Raises ConfigError where torch or the machine lacks symmetric memory.
     """

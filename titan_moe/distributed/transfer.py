@@ -26,7 +26,7 @@ def transfer(
     *,
     max_bytes: int = BUCKET_BYTES,
 ) -> int:
-    """Fill `targets` from `sources` of the same names, on whatever ranks; collective.
+    """Fill `targets` from `sources` of the same names, on any ranks; collective.
 
     Both are DTensors of any mesh of the world, or plain tensors, which are whole. Returns the bytes
     that all ranks together have sent. Raises ValueError on all ranks alike, as plan_transfer does.

@@ -1,4 +1,4 @@
-"""config.json, the tokenizer's files and the like: what lies beside the weights."""
+"""Copies the files beside the weights: config.json, and those of tokenizer and generation."""
 
 import logging
 import shutil

@@ -23,7 +23,7 @@ _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
 
 class Activations(NamedTuple):
-    """Shape and type of what a rank's stages hand on."""
+    """Shape and type of the activations that a rank's stages pass on."""
 
     dim: int
     """D of the stream."""

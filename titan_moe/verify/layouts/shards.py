@@ -90,8 +90,8 @@ class Shards:
     def problems(
         self, rank: int, held: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """Returns a line for each parameter that a rank lacks, or has although it is another's, or
-        has a wrong part of.
+        """Returns a line for each parameter that a rank lacks, that belongs to another rank, or of
+        which it has a part of another shape.
 
         Args:
             held: the shape of the part of each parameter that the rank holds.
