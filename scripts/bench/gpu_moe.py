@@ -152,7 +152,7 @@ def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:
 
 
 def new_layer(shape: Shape, routing: str, device: str) -> tuple[MoE, Tensor]:
-    """A layer and its tokens."""
+    """Makes a layer and its tokens."""
     num_tokens, dim, hidden_dim, num_experts, top_k = shape
     config = MoEConfig(
         num_experts=num_experts,

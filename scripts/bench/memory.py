@@ -47,7 +47,7 @@ class Way:
 
     @property
     def peak(self) -> float:
-        """Bytes."""
+        """Peak bytes of a step."""
         return self.held + self.beyond
 
 

@@ -50,7 +50,7 @@ class Training:
     batch: Batch
 
     def run(self) -> StepResult:
-        """One step."""
+        """Makes one step."""
         return self.step([self.batch])
 
 

@@ -22,7 +22,7 @@ class Event(NamedTuple):
     phase: str
     """ "forward" or "backward", by what autograd does in this thread."""
     flight: int = -1
-    """Which exchange."""
+    """Number of the exchange."""
 
 
 @dataclass

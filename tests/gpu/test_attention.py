@@ -38,7 +38,7 @@ def _documents() -> Tensor:
 
 
 def _results(core: AttentionCore, local: str, *, sinks: bool) -> list[Tensor]:
-    """Output and gradients."""
+    """Returns output and gradients."""
     inputs = [x.requires_grad_() for x in _drawn(8, 2, 2)]
     sinks_H = torch.linspace(-1, 3, 8, device=DEVICE, requires_grad=True)
     inputs += [sinks_H] * sinks

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     box: Box
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the whole tensor."""
     values: np.ndarray
 
 

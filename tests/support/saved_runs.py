@@ -28,7 +28,7 @@ def plain_checkpointer(
     merge_data: Callable = lambda states: states[0],
     **keys: Any,
 ) -> Checkpointer:
-    """One that saves into `folder`/checkpoint.
+    """Returns a checkpointer that saves into `folder`/checkpoint.
 
     Args:
         model: family and dimensions, for Hugging Face folders.

@@ -50,7 +50,7 @@ class Execution(Protocol):
 
 
 class WholeModel:
-    """All layers on this rank."""
+    """An Execution with all layers on this rank."""
 
     def __init__(self, model: nn.Module, sync: StepSync) -> None:
         self._model = model

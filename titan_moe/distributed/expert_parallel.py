@@ -51,7 +51,7 @@ class DispatchOptions(NamedTuple):
     ranks_per_node: int | None = None
     """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
     num_parts: int = 1
-    """`Dispatcher.num_parts`."""
+    """Value of `Dispatcher.num_parts`."""
 
 
 def choose_dispatcher(

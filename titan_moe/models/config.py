@@ -75,7 +75,7 @@ class GQAConfig:
     sinks: bool = False
     """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
     temperature: PositionTemperature | None = None
-    """In layers without positions."""
+    """Temperature of attention in layers without positions."""
 
     @property
     def rope_dim(self) -> int:

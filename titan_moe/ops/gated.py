@@ -25,7 +25,7 @@ class Activation(NamedTuple):
     hidden: Callable[[Tensor, Tensor], Tensor]
     """gate_RF, up_RF -> hidden_RF, in memory of its own."""
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
-    """The same, in the backward."""
+    """gate_RF, up_RF -> hidden_RF, and the function that its backward needs."""
 
 
 class GatedGradients(NamedTuple):

@@ -157,7 +157,7 @@ BlockAttention = ExplicitBlocks | FlexBlocks
 
 
 def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
-    """The device's way."""
+    """Returns the attention within blocks for a type of device."""
     if device_type == "cuda":
         return FlexBlocks(mask_documents=mask_documents, compiled=True)
     return ExplicitBlocks(mask_documents=mask_documents)

@@ -71,7 +71,7 @@ class Comparison:
     """Reasons to trust the verdict less: another device, another torch, fewer steps, ..."""
 
     def lines(self) -> list[str]:
-        """Lines for a person, the verdict first."""
+        """Returns lines for a reader, the verdict first."""
         found = [f"{self.title}: {self.verdict.value}"]
         for role, run in (("baseline", self.baseline), ("candidate", self.candidate)):
             if code := run.facts.get("code"):

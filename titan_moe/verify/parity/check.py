@@ -229,7 +229,7 @@ def _export_distance(model: Decoder, found: HFModel, rows: _Rows) -> float:
 
 
 def _one_document(rows: _Rows) -> tuple[Tensor, Tensor]:
-    """documents_BS and positions_BS."""
+    """Returns documents_BS and positions_BS of rows of one document each."""
     positions_BS = torch.arange(rows.tokens_BS.shape[1]).expand_as(rows.tokens_BS)
     return torch.zeros_like(rows.tokens_BS), positions_BS
 
