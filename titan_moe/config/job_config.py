@@ -600,7 +600,7 @@ class Validation(Section):
     text_column: str | None = None
     """Column that holds the text; left out: training.text_column."""
     local_batch_size: PositiveInt = 8
-    """Rows of one batch on one data rank."""
+    """Sequences of one batch on one data rank."""
     seq_len: PositiveInt | None = None
     """Tokens of one sequence; left out: training.seq_len."""
     freq: PositiveInt = 10
