@@ -61,7 +61,7 @@ def bad_step_causes(
         for row in range(len(batch.samples))
     ]
     sharded.train(False)
-    # Compiled layers would not call hooks, and would be compiled again for one row.
+    # Compiled layers would not call hooks, and would be compiled again for one sequence.
     with torch.compiler.set_stance("force_eager"):
         losses = [sharded.execution.evaluate(local_batch(row, sharded, device)) for row in rows]
     sharded.train(True)

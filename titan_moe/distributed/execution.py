@@ -1,4 +1,4 @@
-"""Runs a rank's part of the model over a batch of rows: whole, or as stages of a pipeline."""
+"""Runs a rank's part of the model over a batch of sequences: whole, or as stages of a pipeline."""
 
 from typing import Any, NamedTuple, Protocol
 

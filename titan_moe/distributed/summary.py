@@ -51,7 +51,7 @@ def pipeline_summary(
     Args:
         stages: the modules of each stage.
         weights: the cost of each module.
-        rows: of one run of the schedule.
+        rows: sequences of one run of the schedule.
     """
     schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
     microbatches = num_microbatches(parallelism, rows)

@@ -2,7 +2,7 @@
 
 A stage is a model whose other parts were taken out. Between stages travels the residual stream
 [rows, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
-reads itself, as all of them read the same rows.
+reads itself, as all of them read the same sequences.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Pipeline:
     Args:
         parts: this rank's stages, ascending.
         schedule: a name of `config.pipeline.SCHEDULES`.
-        microbatch_size: rows of one microbatch.
+        microbatch_size: sequences of one microbatch.
     """
 
     def __init__(
