@@ -1,7 +1,7 @@
 """Pipeline parallelism: a rank holds one or more stages of the model and runs torch's schedules.
 
 A stage is a model whose other parts were taken out. Between stages travels the residual stream
-[rows, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
+[B, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
 reads itself, as all of them read the same sequences.
 """
 
