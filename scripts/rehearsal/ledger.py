@@ -93,7 +93,7 @@ class Ledger:
         self.met_groups.add(group.group_name)
 
     def judged(self, *, num_moe_layers: int, num_microbatches: int) -> Iterator[Finding]:
-        """Yields each finding once. `num_moe_layers` counts the layers that may wait for sizes."""
+        """All findings, each once; of layers with bounded sizes, `num_moe_layers` is 0."""
         yield from dict.fromkeys(self.findings)
         for (place, what), calls in self.copies.items():
             if place.where not in COPIES:

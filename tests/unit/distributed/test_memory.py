@@ -199,7 +199,7 @@ def test_communicators_and_states_are_those_of_a_step():
         found = communicators(plan)
         send = [size > communicator_bytes(ranks, sends=False) for (ranks, _), size in found.items()]
         sent = [not {"all_to_all", "send"}.isdisjoint(ops) for ops in facts.traffic.values()]
-        assert (len(found), sum(send)) == (facts.num_groups + 1, sum(sent))  # The world has one.
+        assert (len(found), sum(send)) == (facts.num_groups + 1, sum(sent))  # And the world's.
         if plan.dims.pp == 1:
             owned = 2 * facts.parameter_bytes + facts.optimizer_bytes
             assert memory(plan).stored == pytest.approx(owned, rel=0.01)
