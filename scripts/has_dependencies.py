@@ -1,4 +1,4 @@
-"""Whether this Python has what pyproject.toml asks for: exit code 0 or 1. Imports none of it.
+"""Checks that this Python has the packages of pyproject.toml: exit code 0 or 1. Imports none.
 
 python scripts/has_dependencies.py [EXTRA]
 """

@@ -37,7 +37,7 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def in_slice(seed: str, name: str, slices: int) -> bool:
-    """Whether a seed chooses a test: a function of both names, whatever else there is."""
+    """Returns whether a seed chooses a test: a function of both names alone."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % slices == 0
 

@@ -29,10 +29,10 @@ class Decision:
     """The run's answer to a bad step."""
 
     seen: str
-    """For the user: what is wrong with the step."""
+    """The step's problem, in words for the user."""
     action: Literal["stop", "skip"]
     remark: str
-    """For the user: what follows from it, or what could be done."""
+    """The consequence or a remedy, in words for the user."""
 
 
 class BadSteps:

@@ -206,5 +206,5 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
     return [f"rank {rank}: {type(error).__name__}: {reason}"], code, False
 
 
-if __name__ == "__main__":  # As torchtitan is started: torchrun ... -m titan_moe.train
+if __name__ == "__main__":  # torchrun ... -m titan_moe.train, as for torchtitan
     run_as_command("train")

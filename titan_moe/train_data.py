@@ -92,7 +92,7 @@ class TrainData:
 
         Warns at the first of them. Such a document is read as an empty one.
         """
-        # Of the ranks that read the same sequences, one counts.
+        # One of the ranks that read the same sequences counts.
         number = documents_without_text(self.loader.state_dict()) if self._counts else 0
         total = torch.tensor(number, device=self._process.device)
         dist.all_reduce(total)

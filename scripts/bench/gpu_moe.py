@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:
-    """Both directions."""
+    """Measures forward and backward."""
     layer, x_BSD = new_layer(shape, routing, device)
     parameters = list(layer.parameters())
     rows = experts_rows(layer, x_BSD)
@@ -152,7 +152,7 @@ def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:
 
 
 def new_layer(shape: Shape, routing: str, device: str) -> tuple[MoE, Tensor]:
-    """A layer and its tokens."""
+    """Makes a layer and its tokens."""
     num_tokens, dim, hidden_dim, num_experts, top_k = shape
     config = MoEConfig(
         num_experts=num_experts,
@@ -171,7 +171,7 @@ def new_layer(shape: Shape, routing: str, device: str) -> tuple[MoE, Tensor]:
 
 
 def experts_rows(layer: MoE, x_BSD: Tensor) -> ExpertRows:
-    """What the layer's experts get for these tokens."""
+    """Returns the rows that the layer's experts receive for these tokens."""
     taken: list[ExpertRows] = []
     hook = layer.experts.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
     layer(x_BSD)

@@ -93,7 +93,7 @@ def measure(
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Any]:
-    """One variant, built anew; what it needed is freed before the next."""
+    """Builds and measures one variant, and frees its memory."""
     row: dict[str, Any] = {
         "model": "/".join(model),
         "execution": "compiled" if compiled else "eager",
@@ -119,7 +119,7 @@ def steps(
 ) -> dict[str, Any]:
     seq_len = 32 if is_toy(arguments) else SEQ_LEN
     tables = job_tables(model, arguments.rows, seq_len)
-    # On a CPU the compiled kernels are not what is looked at: tracing is.
+    # A CPU run checks tracing alone, and compiles no kernels.
     backend = "aot_eager" if is_toy(arguments) else "inductor"
     tables["compile"] = {"enable": compiled, "backend": backend}
     tables["debug"] = {"moe_force_load_balance": balanced}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, variants that take turns, jobs, goals, tables and JSON."""
+"""Helpers of the benchmarks: options, variants that take turns, jobs, goals, tables and JSON."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from titan_moe.runtime.device import peak_flops
 
 REPO = Path(__file__).resolve().parents[2]
 TRAIN = ("-m", "titan_moe", "train")
-"""What a job of titan_moe runs."""
+"""Command of a job of titan_moe."""
 MATMUL_SIZES = (512, 1024, 2048)
 _Name = TypeVar("_Name")
 Run = Callable[[], object]
@@ -30,7 +30,7 @@ Run = Callable[[], object]
 def options(
     doc: str | None, *, repeats: int | None, seeded: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have; `repeats`: None where nothing is."""
+    """Returns a parser with the options of all benchmarks; `repeats` None: no --repeats."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -39,12 +39,12 @@ def options(
         parser.add_argument("--repeats", type=int, default=repeats, help=counted)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
     if seeded:
-        parser.add_argument("--seed", type=int, default=0, help="of random inputs; default: 0")
+        parser.add_argument("--seed", type=int, default=0, help="seed of random inputs; default: 0")
     return parser
 
 
 def gpu_options(doc: str | None, *, repeats: int = 10) -> argparse.ArgumentParser:
-    """The same, and --device; for `parse_gpu`."""
+    """Returns the parser of `options` with --device added, for `parse_gpu`."""
     parser = options(doc, repeats=repeats, seeded=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     return parser
@@ -62,7 +62,7 @@ def parse_gpu(
 
 
 def is_toy(arguments: argparse.Namespace) -> bool:
-    """Whether to run on sizes that a CPU can do; such figures mean nothing."""
+    """Returns whether to run on small sizes, on a CPU; their figures mean nothing."""
     return arguments.device == "cpu"
 
 
@@ -74,7 +74,7 @@ def write_json(path: Path | None, figures: Mapping[str, Any], device: str = "cpu
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """What figures were measured on."""
+    """Returns the machine and the torch that figures are measured with."""
     facts: dict[str, Any] = {"torch": torch.__version__, "device": "cpu", "cores": os.cpu_count()}
     if device.startswith("cuda"):
         facts["device"] = torch.cuda.get_device_name()
@@ -83,7 +83,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
-    """On one line."""
+    """Prints facts on one line."""
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
@@ -117,14 +117,14 @@ class Goal(NamedTuple):
     value: float
     limit: float
     at_most: bool = False
-    """Small is good."""
+    """True if the value must not exceed the limit; else it must reach it."""
 
     @property
     def met(self) -> bool:
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: None stands for what was not measured."""
+        """Returns the goal for JSON, which has no NaN: None is a value that was not measured."""
         value = self.value if math.isfinite(self.value) else None
         return {**self._asdict(), "value": value, "met": self.met}
 
@@ -143,7 +143,7 @@ def finish(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[
 
 
 def write_goals(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
-    """All figures of a GPU benchmark so far, if asked for."""
+    """Writes all figures of a GPU benchmark so far, if asked for."""
     found = [goal.as_dict() for goal in goals]
     figures = {"toy": is_toy(arguments), "rows": list(rows), "goals": found}
     write_json(arguments.json, figures, arguments.device)
@@ -161,7 +161,7 @@ def spread(values: Sequence[float], template: str = "{:,.0f}") -> str:
 
 
 def wall_seconds(run: Run) -> float:
-    """Of one run, until the GPU has done it too."""
+    """Returns the seconds of one run, until the GPU has ended it too."""
     start = time.perf_counter()
     run()
     if torch.cuda.is_initialized():
@@ -170,9 +170,9 @@ def wall_seconds(run: Run) -> float:
 
 
 def gpu_seconds(run: Run) -> float:
-    """Between two events on the GPU's stream, its second-level cache cold before."""
+    """Returns the seconds between two events on the GPU's stream; its L2 cache is cold before."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Also keeps the device busy for a moment, so that launches run ahead of it.
+    # This also keeps the device busy for a moment, so that launches run ahead of it.
     torch.empty(512 * 2**20, dtype=torch.int8, device="cuda").zero_()
     start.record()
     run()

@@ -47,7 +47,7 @@ class Way:
 
     @property
     def peak(self) -> float:
-        """Bytes."""
+        """Peak bytes of a step."""
         return self.held + self.beyond
 
 
@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser = options(__doc__, repeats=5, seeded=True)
     parser.add_argument("--model", default="qwen3")
     parser.add_argument("--flavor", default="debugmodel_moe")
-    parser.add_argument("--layers", type=int, help="of the flavor's layers, the first ones")
+    parser.add_argument("--layers", type=int, help="keep the flavor's first layers")
     parser.add_argument("--vocabulary", type=int, help="its size; left out: the flavor's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step")

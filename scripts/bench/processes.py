@@ -1,4 +1,4 @@
-"""What the kernel says of a job's processes, from outside them; Linux only."""
+"""Reads the use of memory and processor by a job's processes from /proc; Linux only."""
 
 import os
 from collections import defaultdict
@@ -14,15 +14,15 @@ _PROC = Path("/proc")
 
 
 class Usage(NamedTuple):
-    """Of one process, or the sum of several."""
+    """Resources used by one process, or by several together."""
 
     mib: float
-    """Memory but for pages of files, such as libraries, which other programs share and the kernel
-    takes back; of what n processes share, each has 1/n."""
+    """Memory without pages of files, such as libraries, which other programs share and the kernel
+    takes back. Memory that n processes share counts 1/n for each."""
     handles: int
     threads: int
     processor_s: float
-    """Time of the processor so far."""
+    """Processor time so far."""
     processes: int = 1
 
     def __add__(self, other: tuple) -> "Usage":  # type: ignore[override]
@@ -30,7 +30,7 @@ class Usage(NamedTuple):
 
 
 def usage_of_job(mark: str) -> dict[str, Usage]:
-    """Of each part of a job: "launcher", "rank 0", "writer 0", "reader 0", "other"."""
+    """Returns the usage by part of a job: "launcher", "rank 0", "writer 0", "reader 0", "other"."""
     found: dict[str, Usage] = defaultdict(lambda: Usage(0.0, 0, 0, 0.0, 0))
     parts, zombies = {}, []
     for process in _PROC.iterdir():

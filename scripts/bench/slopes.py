@@ -1,4 +1,4 @@
-"""Whether a quantity grows with the steps of a run: robust slopes, and a verdict."""
+"""Judges whether a quantity grows with the steps of a run, by robust slopes."""
 
 from collections.abc import Sequence
 from math import isfinite, sqrt
@@ -13,7 +13,7 @@ FLAT, GROWS, UNCLEAR = "flat", "grows", "unclear"
 
 
 class Slope(NamedTuple):
-    """By how much a quantity grows in 1,000 steps."""
+    """Growth of a quantity in 1,000 steps."""
 
     name: str
     unit: str

@@ -48,7 +48,7 @@ from titan_moe.runtime.revision import code_in_words, running_code
 WARM_UP = 0.2
 """Share of the steps that is not judged."""
 _MIB, _ONE, _STEP_TIME, _OTHER_TIME = 1.0, 0.5, 0.02, 0.1
-"""What may be added in 1,000 steps: MiB, things, and shares of a time."""
+"""Growth in 1,000 steps that counts as none: MiB, things, and shares of a time."""
 _GRACE_S = 10.0
 _MODEL = {
     "model_type": "qwen3_moe",
@@ -185,7 +185,7 @@ class Series(NamedTuple):
 
 
 def judge(record: Mapping[str, Any]) -> list[Slope]:
-    """A slope of everything that `soak` has seen, after the warm-up."""
+    """Returns a slope for each quantity that `soak` has recorded, after the warm-up."""
     found = []
     for name, unit, bound, steps, values in all_series(record):
         first = bisect_left(steps, WARM_UP * record["steps"])
@@ -194,7 +194,7 @@ def judge(record: Mapping[str, Any]) -> list[Slope]:
 
 
 def all_series(record: Mapping[str, Any]) -> list[Series]:
-    """What is judged and drawn."""
+    """Returns all quantities that are judged and drawn."""
     seen = _while_training(record)
     steps = _steps_of(seen)
     parts = sorted(set.intersection(*(set(sample["usage"]) for sample in seen[len(seen) // 2 :])))
@@ -211,12 +211,13 @@ def all_series(record: Mapping[str, Any]) -> list[Series]:
 
 
 def _while_training(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Samples from before the last step's line: what follows draws curves."""
+    """Returns the samples before the last step's line, after which curves are drawn."""
     return [each for each in record["samples"] if 0 < each["logged"] < record["steps"]]
 
 
 def _processor_time(samples: Sequence[Mapping[str, Any]], part: str) -> Series:
-    """Of a step with its share of a save and a validation; the load of the machine is not in it."""
+    """Returns the processor time of a step and its share of saves and validations. The load of the
+    machine does not enter it."""
     at_line = {sample["logged"]: sample for sample in reversed(samples) if part in sample["usage"]}
     steps = sorted(at_line)
     spent = np.array([at_line[step]["usage"][part][3] for step in steps])

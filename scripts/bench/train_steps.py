@@ -26,7 +26,7 @@ def first_gpu_or_cpu(wanted: str | None = None) -> torch.device:
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[None]:
-    """What a launcher would set up, for one rank."""
+    """Sets up a process group of one rank, as a launcher would."""
     # Read when cuBLAS makes its first handle; deterministic steps want it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cuda":
@@ -50,7 +50,7 @@ class Training:
     batch: Batch
 
     def run(self) -> StepResult:
-        """One step."""
+        """Makes one step."""
         return self.step([self.batch])
 
 

@@ -69,13 +69,13 @@ class Row:
     tokens_per_second: list[float] = field(default_factory=list)
     """One value per step from the 6th on, of all rounds."""
     tflops: list[float] = field(default_factory=list)
-    """As tokens_per_second; of all ranks together."""
+    """TFLOP/s of all ranks together, for the same steps."""
     peak_gib: list[float] = field(default_factory=list)
     """One value per round."""
 
     @property
     def name(self) -> str:
-        """What --rows is matched against."""
+        """Text that --rows is matched against."""
         return f"{self.model} {self.dtype} {self.layout}"
 
     def add(self, lines: list[dict[str, float]]) -> None:

@@ -16,7 +16,7 @@ from titan_moe.config.parse import known_keys
 
 _KEYS = known_keys()
 _QUOTES = "'\""
-# What is code in a docstring: lists and tables, words in quotes, names with a dot or an underscore.
+# Code in a docstring: lists and tables, words in quotes, names with a dot or an underscore.
 _CODE = re.compile(r"""\[\[.*?\]\]|(?<!\w)'[^' ]+'|"[^" ]+"|(?<![\w/.:])[A-Za-z]\w*(?:[./]\w+)*""")
 
 

@@ -1,4 +1,4 @@
-"""What is generated in docs/, and whether it is up to date."""
+"""Generates parts of docs/, and finds those that are out of date."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -61,7 +61,7 @@ class Part:
     run: Callable[[Session], Seen]
     """Raises PartError or UnseenError."""
     limit_s: int
-    """On GPUs."""
+    """Seconds that it may take on GPUs."""
     many_nodes: bool = False
     """Runs on all nodes together; other parts are left out where there are several."""
 

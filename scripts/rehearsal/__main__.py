@@ -83,7 +83,7 @@ def _count(path: Path, word: str) -> int:
 
 
 def _rehearse(cases: list[Case]) -> tuple[int, int]:
-    """Findings, those of the kernels of ours that the cases launch among them; and such kernels."""
+    """Prints all findings; returns their number and that of our kernels that the cases launch."""
     launches: set[Launch] = set()
     num_findings = num_done = 0
     for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
@@ -108,20 +108,20 @@ def _trace(cases: Mapping[str, tuple[str, int]]) -> int:
 
 
 def _tell(name: str, findings: Sequence[Finding]) -> int:
-    """Their number."""
+    """Prints findings; returns their number."""
     for finding in findings:
         print(f"{finding} [{name}]", flush=True)
     return len(findings)
 
 
 def _run(function: Callable[..., Any], tasks: Sequence[tuple]) -> list[Any]:
-    """Each in a fresh process, one at a time; the results are in the tasks' order."""
+    """Runs each task in a fresh process, one at a time; returns results in the tasks' order."""
     found = in_fresh_processes(function, tasks, num_workers=1)
     return [value for _, value in sorted(found, key=lambda item: item[0])]
 
 
 def _tasks(cases: list[Case]) -> list[tuple[list[Case]]]:
-    """Cases that share a process: the same rank of worlds of the same size."""
+    """Groups cases by process: those of one rank in worlds of one size share a process."""
     worlds: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         worlds.setdefault((case.world_size, case.rank), []).append(case)

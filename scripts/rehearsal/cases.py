@@ -1,4 +1,4 @@
-"""What is rehearsed: families in layouts of 2 to 8 ranks, options, and the shipped GPU files."""
+"""The rehearsed cases: families in layouts of 2 to 8 ranks, options, and the shipped GPU files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 _SAMPLES, _SEED = {(2, 4, 8): 30, (2, 4): 12}, 22
 """Sizes of worlds, and how many layouts of them; the first is the gate's sample."""
 _GPU_BYTES = 79 * GIB
-"""Of an H100, as `titan-moe memory` has it."""
+"""Memory of an H100, as `titan-moe memory` counts it."""
 _STAGES = 4
 LAYERS = 4
-"""Of a shipped model, kept for its rehearsal: all kinds of layers that a family has."""
+"""Number of layers that a shipped model keeps: all kinds that its family has."""
 
 # Alignments that float8 and grouped GEMMs in bf16 ask for; the gate's flavors are float64's.
 _FLAVORS = {"qwen3": "debugmodel_moe.toml"}
@@ -59,11 +59,11 @@ class Case:
     """The file that the job is from."""
 
     def refusals(self) -> list[str]:
-        """The lines of the configuration's own checks."""
+        """Returns the lines of the configuration's checks."""
         return check(self.job, self.config, self.world_size)
 
     def resolved(self) -> JobConfig:
-        """Raises ConfigError with those lines."""
+        """Returns the resolved job. Raises ConfigError with the lines of `refusals`."""
         if lines := self.refusals():
             raise ConfigError([f"{self.name}: {line}" for line in lines])
         return resolve(self.job, self.world_size)
@@ -76,22 +76,22 @@ def all_cases() -> Iterator[Case]:
 
 
 def layout_cases() -> Iterator[Case]:
-    """Each layout of the gate's sample with one family, in turn; and of a sample of small ones,
-    which that has few of, and each schedule on four ranks."""
+    """Yields the layouts of the gate's sample, of a sample of small ones, and each schedule on four
+    ranks; families take turns."""
     sample = []
     for worlds, size in _SAMPLES.items():
         layouts = [layout for world in worlds for layout in legal_layouts(world)]
         sample += cover_options(cover_pairs(layouts, size, _SEED))
     sample += [parse(f"pp={_STAGES},schedule={schedule}") for schedule in SCHEDULES]
     for number, layout in enumerate(dict.fromkeys(sample)):
-        # Where a family cannot be laid out so, the next one is.
+        # The first family in turn that this layout suits.
         turns = [list(FAMILIES)[(number + turn) % len(FAMILIES)] for turn in range(len(FAMILIES))]
         cases = (list(in_layout(family, str(layout))) for family in turns)
         yield from next(each for each in cases if not each[0].refusals())
 
 
 def option_cases() -> Iterator[Case]:
-    """Each family in one layout as it is; options of a run with the first family that has them."""
+    """Yields each family in one layout without options, and Qwen3 there with each option."""
     for family in FAMILIES:
         yield from in_layout(family, _OPTIONS_LAYOUT)
     for name, tables in _OPTIONS.items():
@@ -101,8 +101,8 @@ def option_cases() -> Iterator[Case]:
 
 
 def in_layout(family: str, text: str) -> Iterator[Case]:
-    """A family's small model on a layout's last rank; of a pipeline, on its first one too, and on
-    one of a stage in the middle."""
+    """Yields a family's small model on a layout's last rank; with a pipeline also on the first rank
+    and on one of a stage in the middle."""
     path = CONFIGS / family / _FLAVORS.get(family, "debugmodel.toml")
     layout = parse(text)
     job = apply_layout(load_job(["--job.config_file", str(path)]), layout)
@@ -115,7 +115,7 @@ def in_layout(family: str, text: str) -> Iterator[Case]:
 
 
 def shipped_cases(layers: int | None = LAYERS) -> Iterator[Case]:
-    """The GPU configurations at their world's size, on the last rank, cut to their first layers."""
+    """Yields the GPU configurations on the last rank of their world, cut to their first layers."""
     for path in sorted(CONFIGS.glob("*/*_*gpu.toml")):
         world_size = int(path.stem.rpartition("_")[2].removesuffix("gpu"))
         if world_size in (8, 64):
@@ -128,7 +128,7 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     name = f"{path.parent.name}/{path.name}"
     parallelism = job.parallelism
     if layers is not None and parallelism.pipeline_parallel_degree == 1:
-        # What fits beside the whole model, not beside its first layers.
+        # "auto" is resolved for the whole model, not for its first layers.
         sections = (job.training, parallelism, job.activation_checkpoint, job.optimizer)
         shared = choose_accumulation(Plan(config, *sections, world_size), _GPU_BYTES)
         job = with_tables(job, {"parallelism": {"fsdp_accumulation": shared.word}})

@@ -34,20 +34,20 @@ _PLACE = Place("distributed/compile.py:apply_compile", 0)
 
 
 class Traced(NamedTuple):
-    """What a family's layers were compiled to."""
+    """Number of compiled graphs of a family's layers, and the findings about them."""
 
     graphs: int
     findings: list[Finding]
 
 
 def compiled_cases(word: str = "") -> dict[str, tuple[str, int]]:
-    """Each family with its experts on one rank, and cut over two with bounded sizes, by name."""
+    """Returns family and ep degree by name: experts on one rank, or on two with bounded sizes."""
     cases = {f"compiled {family} ep={ep}": (family, ep) for family in FAMILIES for ep in (1, 2)}
     return {name: case for name, case in cases.items() if word in name}
 
 
 def trace(family: str, ep: int) -> Traced:
-    """Compile a family's layers and run them forward and backward. In a fresh process."""
+    """Compiles a family's layers, and runs them forward and backward. Needs a fresh process."""
     from torch._dynamo.utils import counters
 
     with fake_world(ep - 1, ep):
@@ -62,7 +62,7 @@ def trace(family: str, ep: int) -> Traced:
 
 
 def missed_break() -> str:
-    """Break the graph of a layer; a line if that is not found. In a fresh process."""
+    """Breaks the graph of a layer; returns a line if no finding says so. Needs a fresh process."""
     with mock.patch.object(layer, "count_experts", _breaking(layer.count_experts)):
         found = trace("qwen3", 1).findings
     said = "; ".join(map(str, found)) or "nothing"

@@ -21,11 +21,11 @@ _BOUNDED = {"parallelism": {"expert_parallel_capacity_factor": 1.5}}
 
 @dataclass(frozen=True)
 class Control:
-    """A mistake and what must be found of it."""
+    """A planted mistake, and the finding that it must cause."""
 
     name: str
     kind: str
-    """Of the finding."""
+    """Kind of the finding."""
     where: str
     """Part of the finding's place."""
     plant: Callable[[], AbstractContextManager]
@@ -33,14 +33,14 @@ class Control:
     tables: Mapping[str, Mapping[str, Any]] | None = None
 
     def case(self) -> Case:
-        """Qwen3 with as few layers as there are stages."""
+        """Returns Qwen3 with one layer per pipeline stage."""
         case = next(iter(in_layout("qwen3", self.layout)))
         config = replace(case.config, num_layers=parse(self.layout).num_stages)
         return replace(case, job=with_tables(case.job, self.tables or {}), config=config)
 
 
 def missed(name: str) -> str:
-    """Plant a control's mistake; a line if it is not found. In a fresh process."""
+    """Plants a control's mistake; returns a line if it is not found. Needs a fresh process."""
     control = next(each for each in CONTROLS if each.name == name)
     with control.plant():
         found = rehearse(control.case())
@@ -58,7 +58,7 @@ def missed(name: str) -> str:
 
 
 def _wrapped(target: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager]:
-    """Replace "module:name" or "module:Class.name" by `make` of what it is."""
+    """Replaces the function "module:name" or "module:Class.name" by make(function)."""
 
     def plant() -> AbstractContextManager:
         module, _, path = target.partition(":")
@@ -72,7 +72,7 @@ def _wrapped(target: str, make: Callable[[Any], Any]) -> Callable[[], AbstractCo
 
 
 def _and_then(act: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """The same function, whose result is handed to `act` besides."""
+    """Makes a function also hand its result to `act`."""
 
     def make(function: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _and_then(act: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 def _changed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function with another result."""
+    """Makes a function return `change` of its result."""
     return lambda function: lambda *args, **kwargs: change(function(*args, **kwargs))
 
 
@@ -134,7 +134,7 @@ CONTROLS = [
     Control(
         "sizes read twice a layer",
         "wait",
-        "all_to_all.py:_route",
+        "all_to_all.py:_exchanges",
         _wrapped("titan_moe.moe.dispatch.all_to_all:to_host", _twice),
     ),
     Control(

@@ -1,4 +1,4 @@
-"""What one layer of a shipped configuration costs a rank in a microbatch.
+"""Counts the cost of one layer of a shipped configuration, for one rank and microbatch.
 
 A model of LAYERS layers and one of twice as many are rehearsed; their difference is that of the
 layers between them. The microbatch is the second of three: FSDP may do otherwise in a step's first
@@ -15,7 +15,7 @@ from titan_moe.runtime.revision import running_code
 
 
 def counted_cases(word: str) -> list[tuple[Case, Case]]:
-    """Each configuration without a pipeline, of LAYERS layers and of twice as many."""
+    """Returns each configuration without a pipeline, with LAYERS layers and with twice as many."""
     pairs = zip(shipped_cases(LAYERS), shipped_cases(2 * LAYERS), strict=True)
     return [
         (shallow, deep)

@@ -29,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
 _ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _MOST_VALUES = 1 << 24
-"""Numbers of a tensor; a larger one, such as a mask, has none."""
+"""Most elements of a tensor that keeps its values; a larger one, such as a mask, has none."""
 _WAITS = {
     _aten._local_scalar_dense.default,
     _aten.nonzero.default,
@@ -48,14 +48,14 @@ _LAUNCHES_NOTHING = {
 
 
 class FakeCuda(FakeCommCounter):
-    """Runs and counts what is dispatched; the ledger keeps what happened."""
+    """Runs and counts every dispatched operation; the ledger keeps copies, waits and findings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.prim.device.default:  # Asked of tensors in Python alone.
+        if func is torch.ops.prim.device.default:  # A query in Python, no operation.
             return getattr(args[0], "fake_device", None) or func(*args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.ledger.counts.dispatches += 1
@@ -83,7 +83,7 @@ class FakeCuda(FakeCommCounter):
         return result
 
     def counts(self) -> Counts:
-        """All so far; collectives of this step alone."""
+        """Returns all counts so far; of collectives, those of this step."""
         volumes = self.volumes().values()
         return replace(
             self.ledger.counts,
@@ -99,7 +99,7 @@ class FakeCuda(FakeCommCounter):
         return 1.0 if x.is_floating_point() else 1
 
     def _tensor_from_numbers(self, x: Tensor) -> Tensor:
-        """torch.tensor(..., device=cuda): torch has copied the numbers, and waited."""
+        """Handles torch.tensor(..., device=cuda), for which torch has copied numbers and waited."""
         self.ledger.copied("cpu to cuda, torch.tensor")
         self.ledger.waited("torch.tensor on the device")
         with self._fake:
@@ -149,7 +149,7 @@ class FakeCuda(FakeCommCounter):
         return tree_map(back, outcome)
 
     def on_device(self, value: Tensor) -> Tensor:
-        """A fake tensor on the GPU with this value."""
+        """Returns a fake tensor on the GPU that keeps this value."""
         with self._fake:
             made = torch.empty(value.shape, dtype=value.dtype, device=CUDA)
         made.value = value  # type: ignore[attr-defined]
@@ -179,13 +179,13 @@ class FakeCuda(FakeCommCounter):
 
 
 def _kernel_of(func: Any) -> Callable[..., Any]:
-    """Returns what an operation of ours runs on CUDA: a fake tensor would take its stand-in."""
+    """Returns the CUDA kernel of one of our operations; fake tensors would take its stand-in."""
     kernels = OPDEFS[func.name().partition(".")[0]]._backend_fns
     return kernels.get("cuda") or kernels[None]
 
 
 def value_of(x: Tensor) -> Tensor | None:
-    """The numbers of a tensor, if they are known."""
+    """Returns the values of a tensor; None if they are not known."""
     if isinstance(x, FakeTensor):
         return getattr(x, "value", None)
     return None if x.is_meta else x
@@ -205,7 +205,7 @@ def _as_value_if_known(x: Any) -> Any:
 
 
 def _balanced(scores: Tensor, top_k: int) -> Tensor:
-    """Indices that a topk returns if every expert is chosen as often as any other."""
+    """Returns the indices of a topk that chooses all experts equally often."""
     *shape, num_experts = scores.shape
     return _balanced_rows(prod(shape), num_experts, top_k).view(*shape, top_k).clone()
 
@@ -216,7 +216,7 @@ def _balanced_rows(rows: int, num_experts: int, top_k: int) -> Tensor:
 
 
 def _waits(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the host must wait for the device to know a result's size or value."""
+    """Returns whether the host must wait for the device to learn a result's size or value."""
     if func in _WAITS:
         return args[0].is_cuda
     if func in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):
@@ -229,11 +229,11 @@ def _waits(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
-    """Be on a GPU that is not there; scripts/rehearse.sh loads what stands for CUDA's libraries."""
+    """Runs a block on a fake GPU; scripts/rehearse.sh loads stand-ins for CUDA's libraries."""
     mode = FakeCuda()
 
     def tolist(x: FakeTensor) -> Any:
-        """One copy and one wait; FakeTensor's own reads number by number."""
+        """Waits once; FakeTensor's own tolist reads number by number."""
         if x.is_cuda:
             mode.ledger.waited("tolist")
         if (value := value_of(x)) is not None:

@@ -1,4 +1,4 @@
-"""What a rehearsed step did, and what of it is a finding."""
+"""Records a rehearsed step, and judges which of its events are findings."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from scripts.rehearsal.places import COPIES, WAITS, Place, here
 
 
 class Finding(NamedTuple):
-    """One line of what must not be."""
+    """One line about something that must not happen."""
 
     kind: str
     place: Place
@@ -23,14 +23,14 @@ class Finding(NamedTuple):
 
 @dataclass
 class Counts:
-    """What a part of a step costs."""
+    """Costs of a part of a step."""
 
     dispatches: float = 0
-    """Operations that torch dispatches: what the host pays for."""
+    """Operations that torch dispatches, which cost the host time."""
     kernels: float = 0
-    """Operations among them that launch something, and launches of own kernels."""
+    """Those of them that launch something, and launches of our own kernels."""
     bytes_moved: float = 0
-    """What the kernels read and write at least: every tensor of theirs once."""
+    """Least bytes that the kernels read and write: each of their tensors once."""
     collectives: float = 0
     bytes_sent: float = 0
     waits: float = 0
@@ -47,9 +47,9 @@ class Counts:
 
 @dataclass
 class Ledger:
-    """Events of one rank by their place, and counts.
+    """Counts one rank's events by their place.
 
-    `is_step` says whether a step runs: what a start copies or waits for is its own affair.
+    `is_step` says whether a step runs: copies and waits of the start are not findings.
     """
 
     counts: Counts = field(default_factory=Counts)
@@ -58,7 +58,7 @@ class Ledger:
     waits: Counter[tuple[Place, str]] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     met_groups: set[str] = field(default_factory=set)
-    """Groups whose communicator is made."""
+    """Groups that have a communicator."""
 
     def begin_step(self) -> None:
         self.is_step = True
@@ -83,7 +83,7 @@ class Ledger:
             self.waits[here(), why] += 1
 
     def communicated(self, name: str, group: Any, devices: set[str]) -> None:
-        """A collective, or a send or receive, before it begins."""
+        """Checks a collective, or a send or receive, before it begins."""
         if wrong := sorted(devices - {"cuda"}):
             detail = f"{name} of a tensor on {', '.join(wrong)}"
             self.findings.append(Finding("wrong device", here(), detail))
@@ -121,7 +121,7 @@ _ONLY_WRITES = {"_foreach_copy_", "_foreach_zero_", "copy_", "fill_", "zero_"}
 
 
 def bytes_of(name: str, tensors: list[Tensor], outputs: list[Tensor]) -> float:
-    """Bytes that an operation reads and writes at least: every tensor once, changed ones twice.
+    """Returns the least bytes that an operation moves: each tensor once, changed ones twice.
 
     An operation that picks rows of a larger tensor counts these rows alone.
     """

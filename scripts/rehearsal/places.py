@@ -1,4 +1,4 @@
-"""Where in the program something happens, and the places where it may."""
+"""Names the place of an event in the program, and lists the places where it may happen."""
 
 import sys
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 _OURS = f"{Path(__file__).resolve().parents[2] / 'titan_moe'}/"
 _FSDP = "/torch/distributed/fsdp/_fully_shard/"
 _FSDP_PATH = _FSDP.removeprefix("/")
-# Who asks is the place, not these helpers of theirs, nor a loop that Python runs as a function.
+# An event belongs to the caller of these helpers, and of loops that Python runs as functions.
 _LOOPS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 _HELPERS = {
     ("distributed/collectives.py", "to_host"),
@@ -19,7 +19,7 @@ _HELPERS = {
 
 
 class Place(NamedTuple):
-    """A function of titan_moe, or what stands for one where none is running."""
+    """A function of titan_moe; if none is running, of FSDP or a node of the backward."""
 
     where: str
     """"moe/layer.py:route"; "torch/distributed/fsdp/..."; or "backward of NODE"."""
@@ -34,18 +34,18 @@ class Place(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """Why the host may wait at a place."""
+    """The reason why the host may wait at a place, and how often."""
 
     reason: str
     times: str = "step"
-    """Once a "step"; once a "layer", for each MoE layer and microbatch; once a "parameter"; or once
-    a "schedule" and stage. Only the first two are counted."""
+    """Number of waits: one a "step"; one a "layer", for each MoE layer and microbatch; one a
+    "parameter"; or one a "schedule" and stage. Only the first two are counted."""
 
 
 COPIES: Mapping[str, str] = {
     "train_step.py:local_batch": "a microbatch's tokens, labels and documents, not waited for",
     "distributed/pipeline/schedule.py:_run": "stages agree how a schedule of torch's begins",
-    # With CPU offload alone.
+    # These need CPU offload.
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
     f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
     "distributed/tensor_parallel.py:sum_grads": "offloaded gradients, summed by the devices",
@@ -59,9 +59,9 @@ WAITS: Mapping[str, Allowance] = {
     "distributed/pipeline/schedule.py:_run": Allowance(
         "stages agree how a schedule of torch's begins, in its first run", "schedule"
     ),
-    "moe/dispatch/all_to_all.py:_route": _SIZES,
-    "moe/dispatch/deduplicated.py:_route": _SIZES,
-    # With CPU offload alone.
+    "moe/dispatch/all_to_all.py:_exchanges": _SIZES,
+    "moe/dispatch/deduplicated.py:_exchanges": _SIZES,
+    # These need CPU offload.
     f"{_FSDP_PATH}_fsdp_param_group.py:finalize_backward": Allowance(
         "the optimizer reads offloaded gradients on the host", "parameter"
     ),
@@ -74,7 +74,7 @@ WAITS: Mapping[str, Allowance] = {
 
 
 def here() -> Place:
-    """The innermost function of titan_moe, or of FSDP, that is running; else backward's node."""
+    """Returns the innermost running function of titan_moe or FSDP, else the backward's node."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -86,7 +86,7 @@ def here() -> Place:
 
 
 def place_of(filename: str, function: str) -> str | None:
-    """How the tables name a function; None for one that is no place."""
+    """Returns the name of a function in these tables; None for one that is no place."""
     if _FSDP in filename:
         return f"{_FSDP_PATH}{filename.rpartition(_FSDP)[2]}:{function}"
     path = filename.removeprefix(_OURS)

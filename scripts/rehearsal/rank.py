@@ -1,4 +1,4 @@
-"""One rank of a job on a GPU that is not there: built, and two steps trained."""
+"""Builds one rank of a job on a fake GPU, and trains two steps."""
 
 import traceback
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ _MICROBATCHES = 2
 
 @dataclass
 class Rehearsal:
-    """What was found of one rank."""
+    """The findings about one rank, its counts and its kernels."""
 
     findings: list[Finding] = field(default_factory=list)
     microbatches: list[Counts] = field(default_factory=list)
-    """Of the second step: a schedule's own first use is over."""
+    """Counts of the second step's microbatches: a schedule's first use costs more."""
     launches: set[Launch] = field(default_factory=set)
-    """Triton kernels of ours, as they were specialised."""
+    """Our Triton kernels, as they were specialised."""
 
 
 def rehearse(case: Case, microbatches: int = _MICROBATCHES) -> Rehearsal:
@@ -59,8 +59,8 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microba
         ranks_per_node=_GPUS_OF_A_NODE,
         draw_weights=False,
     )
-    mode.groups = axes_of_groups(sharded.meshes)  # Without them no collective is counted.
-    # Every float that is read is 1: that of dropped rows may not stop a step.
+    mode.groups = axes_of_groups(sharded.meshes)  # No collective is counted without them.
+    # Every float that is read is 1, the number of dropped rows too: it must not stop a step.
     sharded = replace(sharded, stops_on_overflow=False)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     step = TrainStep(sharded, optimizer, job.training, device=CUDA)
@@ -83,7 +83,7 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microba
 
 
 def _pieces(job: JobConfig) -> int:
-    """That a pipeline cuts a microbatch into: forwards of a layer."""
+    """Returns the number of forwards of a layer for one microbatch of the step."""
     parallelism = job.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return 1
@@ -97,7 +97,7 @@ def _has_bounded_sizes(job: JobConfig) -> bool:
 
 
 def _refused(error: Exception) -> Finding:
-    """Where the program stood, and torch's words; of the first error, where one led to another."""
+    """Returns the finding about an error, or about the first of a chain of errors."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
@@ -111,7 +111,7 @@ def _refused(error: Exception) -> Finding:
 
 
 class Marks:
-    """Counts at the start of each microbatch, after the last and at the end; an Observer."""
+    """An Observer that keeps counts: before each microbatch, after the last, and at the end."""
 
     def __init__(self, mode: FakeCuda) -> None:
         self._mode = mode
@@ -131,11 +131,11 @@ class Marks:
         self._seen.append(self._mode.counts())
 
     def counts(self) -> list[Counts]:
-        """Between each mark and the next."""
+        """Returns the counts between each mark and the next."""
         return [after - before for before, after in pairwise(self._seen)]
 
 
 def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:
-    """In a process that has not been another rank."""
+    """Rehearses cases of one rank. Needs a process that has not been another rank."""
     torch.set_num_threads(1)
     return [(case.name, rehearse(case)) for case in cases]

@@ -1,4 +1,4 @@
-"""Compile what was launched for sm_90, and read from the assembler what it takes of an H100."""
+"""Compiles launched kernels for sm_90, and reads their registers and memory from the assembler."""
 
 import importlib
 import re
@@ -13,13 +13,13 @@ from scripts.rehearsal.places import Place
 from scripts.rehearsal.standins import Launch
 
 SHARED_BYTES = 227 * 1024
-"""That a block of a kernel may have at capability 9.0 (CUDA programming guide)."""
+"""Shared memory of a kernel's block at capability 9.0 (CUDA programming guide)."""
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 class Taken(NamedTuple):
-    """What a compiled kernel takes."""
+    """Resources of a compiled kernel."""
 
     name: str
     registers: int
@@ -39,7 +39,7 @@ class Taken(NamedTuple):
 
 
 def kernel_findings(launches: Iterable[Launch]) -> Iterator[Finding]:
-    """Compiles each kernel of ours as it was specialised, and yields what is wrong with it."""
+    """Compiles each of our kernels as it was specialised, and yields the findings about it."""
     for launch in sorted(launches, key=str):
         kernel = getattr(importlib.import_module(launch.module), launch.name)
         types, constants = dict(launch.types), dict(launch.constants)
@@ -51,7 +51,7 @@ def kernel_findings(launches: Iterable[Launch]) -> Iterator[Finding]:
 def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int
 ) -> Taken:
-    """A Triton function for sm_90; its tensors begin at multiples of 16 bytes, as torch's do."""
+    """Compiles a Triton function for sm_90. Tensors are aligned to 16 bytes, as torch's are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -76,7 +76,7 @@ def compile_kernel(
 
 
 def taken(name: str, compiled: Any) -> Taken:
-    """By ptxas of the Triton wheel, from the PTX of a compiled kernel."""
+    """Returns a compiled kernel's resources, by ptxas of the Triton wheel from its PTX."""
     import triton
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

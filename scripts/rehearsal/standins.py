@@ -1,4 +1,4 @@
-"""What stands for kernels that are compiled when they are called: Triton's and flex attention.
+"""Stand-ins for kernels that are compiled when they are called: Triton's and flex attention.
 
 A launch is noted with the types it is specialised for, so that the very kernels of a rehearsal can
 be compiled for sm_90 afterwards.
@@ -36,19 +36,19 @@ _TRITON_TYPES = {
 
 
 class Launch(NamedTuple):
-    """A Triton kernel as specialised: what it is compiled from."""
+    """A Triton kernel with the types and constants that it is compiled for."""
 
     module: str
     name: str
     types: tuple[tuple[str, str], ...]
-    """Argument -> its type, "*" before that of a tensor."""
+    """Types by argument, a tensor's with "*" before it."""
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
 
 
 @contextmanager
 def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
-    """Note launches of Triton kernels and flex attention instead of compiling them."""
+    """Notes launches of Triton kernels and flex attention instead of compiling them."""
     import torch.distributed._symmetric_memory as symm_mem
     from torch.nn.attention import flex_attention as flex
     from triton.runtime.jit import JITFunction
@@ -64,7 +64,7 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
         if compute := _VALUES.get(self.fn.__name__):
             values = {k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()}
-            with _disable_current_modes():  # A kernel's insides are no dispatches.
+            with _disable_current_modes():  # Not to be counted.
                 compute(values)
 
     @torch.compiler.disable
@@ -86,12 +86,12 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
 
 
 def kwargs_of_kernel(kernel: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A launch's keywords without those that are for Triton, such as num_warps."""
+    """Returns a launch's keywords without those that are for Triton, such as num_warps."""
     return {name: value for name, value in kwargs.items() if name in kernel.arg_names}
 
 
 def _check(mode: FakeCuda, name: str, tensors: list[Tensor], *, contiguous: bool = True) -> None:
-    """A kernel that is handed a tensor of the host, or one with gaps, reads other memory."""
+    """Notes tensors of the host and tensors with gaps: a kernel would read other memory."""
     for x in tensors:
         if not x.is_cuda or not isinstance(x, FakeTensor):
             finding = Finding("wrong device", here(), f"{name} reads a tensor on {x.device}")
@@ -122,8 +122,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, gro
 
 @contextmanager
 def _without_nvshmem() -> Iterator[None]:
-    """torch's exchange has a kernel for CUDA alone: one for fake tensors checks what it is given,
-    and moves nothing."""
+    """Registers a kernel of torch's exchange, which is CUDA's alone, for fake tensors: it checks
+    its arguments and moves nothing."""
 
     def exchange(
         input: Tensor, out: Tensor, in_splits: Tensor, out_splits_offsets: Tensor, group_name: str

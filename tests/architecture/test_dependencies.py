@@ -16,7 +16,7 @@ else:
 
 # torch has the builds of Triton that it runs with, and says what is missing where there is none.
 _OF_TORCH = {"triton"}
-# What `titan-moe verify parity` and the metrics services ask for when they are used.
+# `titan-moe verify parity` and the metrics services ask for these when they are used.
 _OF_EXTRAS = {"transformers", "wandb", "mlflow"}
 # Kernels that take the place of torch's operations where they are installed.
 _KERNELS = {"fla"}

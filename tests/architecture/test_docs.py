@@ -1,4 +1,4 @@
-"""What the documentation names exists: commands, keys, files of the repository, links, anchors."""
+"""Names in the documentation exist: commands, keys, files of the repository, links, anchors."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ _SHELL_ENDS = "|&;<>()\n"
 _TRAINS = ("run_train.sh", "slurm_train.sh")
 _OVERRIDE = re.compile(r"--([a-z][\w]*(?:\.\w+)+)")
 _FREE_KEYS = {"job.config_file"}
-_LISTS = {"--stages"}  # Of tables: the only key outside a table.
+_LISTS = {"--stages"}  # The only key outside of the tables.
 
 _FOLDERS = ("titan_moe", "configs", "tests", "scripts", "docs")
 _PATH = re.compile(rf"(?:\./)?((?:{'|'.join(_FOLDERS)})/[\w./{{}},*<>-]*)(?::[\w.: ]+)?$")
@@ -74,7 +74,7 @@ def _problems(words: list[str], repo: Path) -> Iterator[str]:
 
 
 def _titan_moe(arguments: list[str]) -> Iterator[str]:
-    """As `titan-moe` reads its arguments, without running what they are for."""
+    """Yields problems with the arguments of a `titan-moe` command, without running it."""
     name = next(
         (" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), ""
     )

@@ -1,4 +1,4 @@
-"""What one reads is what runs: nothing is replaced on a live object, nor swapped around a call.
+"""No method of a live object is replaced, and no attribute is swapped around a call.
 
 A strategy is an attribute that its class sets on `self`. No module is found by the attributes that
 it happens to have.

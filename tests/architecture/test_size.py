@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-# What the first hour on GPUs needs came later: scripts/first_hour, the gate on GPUs, and tests.
+# The first hour on GPUs came later: scripts/first_hour, the gate on GPUs, and tests.
 FIRST_HOUR = {"titan_moe": 0, "tests": 220, "scripts": 340}
 # GLM-4.5 and MiniMax-M2 came later.
 GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 75, "scripts": 5}

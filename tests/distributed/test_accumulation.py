@@ -1,5 +1,5 @@
-"""What the microbatches of a step share: collectives counted, sums in bfloat16's company, and a
-model that is evaluated between two steps."""
+"""The microbatches of a step share collectives and sums in float32, and an evaluation between two
+steps changes nothing."""
 
 from collections import Counter
 from typing import Any
@@ -126,7 +126,7 @@ def test_experts_of_one_rank_add_up_without_a_reduction_in_each_microbatch():
 
 
 def error(ours: dict, theirs: dict) -> float:
-    """Of all gradients together, relative."""
+    """Returns the relative error of all gradients together."""
     parts = [(ours[name].double() - theirs[name].double()).square().sum() for name in theirs]
     whole = [theirs[name].double().square().sum() for name in theirs]
     return float((sum(parts) / sum(whole)).sqrt())
@@ -148,7 +148,7 @@ def each() -> dict[str, torch.Tensor]:
 
 
 def test_gradients_in_bfloat16_add_up_in_float32(exact: dict, each: dict):
-    """To a few units of float32, while each is wrong by units of bfloat16."""
+    """The sum is right to a few units of float32, each gradient only to units of bfloat16."""
     ours = mixed_gradients("keep_gathered")
     assert all(gradient.dtype == torch.float32 for gradient in ours.values())
     assert error(ours, each) < 1e-6
@@ -157,7 +157,7 @@ def test_gradients_in_bfloat16_add_up_in_float32(exact: dict, each: dict):
 
 @pytest.mark.parametrize("word", tiered(["keep_gathered"], slow=["reduce_each"]))
 def test_an_evaluation_between_two_steps_changes_nothing(word: str):
-    """And what a checkpoint would take is sharded, though an evaluation frees no parameters."""
+    """A checkpoint finds sharded parameters then, though an evaluation frees none."""
     job = job_with(word)
     plain = run_on_ranks(trained, 2, job, False)[0]["losses"]
     with_evaluation = run_on_ranks(trained, 2, job, True)[0]["losses"]

@@ -34,7 +34,7 @@ def _run(folder, mode="async"):
 
 
 def _names(folder):
-    """On all ranks alike."""
+    """Returns the names of checkpoints, the same on all ranks."""
     dist.barrier()
     names = sorted(path.name for path in (folder / "checkpoint").iterdir())
     dist.barrier()

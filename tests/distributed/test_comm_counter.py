@@ -56,7 +56,7 @@ def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
 
 
 def train_fake_rank(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
-    """What four microbatches send, and the same as extrapolated from fewer."""
+    """Returns the bytes that four microbatches send, counted and extrapolated from fewer."""
     torch.set_num_threads(1)
     few = microbatches_to_run(job.parallelism)
     sent = []

@@ -76,7 +76,7 @@ def test_mistakes_are_found_under_the_routing_that_shows_them(names: list[str]) 
     for name, report in zip(names, reports, strict=True):
         bug = DESYNCS[name]
         place = _STEPS.index(bug.part)
-        # Where whole numbers are waited for in vain, nothing comes through.
+        # A step in which ranks wait for whole numbers in vain is not completed.
         assert report.parts in (_STEPS[:place], _STEPS[: place + 1]), (name, report)
         part, finding = report.findings[0]
         assert part == bug.part and bug.group in finding.group, (name, part, finding)

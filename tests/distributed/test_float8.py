@@ -18,7 +18,7 @@ FLOAT8 = ["quantize.linear.float8"]
 
 
 def job_of(converters: list[str], recipe: str, **degrees: int) -> JobConfig:
-    """In float32, so that what differs between layouts is float8's rounding."""
+    """Makes a job in float32, in which layouts differ by float8's rounding alone."""
     job = make_job(
         "qwen3",
         training={

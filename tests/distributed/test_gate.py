@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.capturing import setting
+from tests.support.catching import setting
 from tests.support.commands import run_command
 from tests.support.gates import OTHERS, SAMPLE, SMALL, Gates, cover, drawn
 from tests.support.paths import DEBUG_CONFIGS

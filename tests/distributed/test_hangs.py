@@ -62,7 +62,7 @@ def train_watched(folder: Path, plant: str) -> None:
 
 
 def _in_step_3(module: object, name: str, instead: Callable) -> None:
-    """In the third call of a function that each step calls once: `instead` of it, which is handed
+    """Replaces the third call of a function that each step calls once by a call of `instead`, with
     the function and its arguments."""
     original, calls = getattr(module, name), iter(range(1, 1000))
 

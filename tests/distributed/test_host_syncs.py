@@ -1,5 +1,5 @@
-"""Where a training step lets the host wait for the device: at its sums, and once in each MoE layer
-whose dispatcher sends as many rows as tokens chose."""
+"""A training step lets the host wait for the device at its sums, and once in each MoE layer whose
+dispatcher sends as many rows as tokens chose."""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +24,7 @@ from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, pa
 TOP_K, LAYERS = 4, 3
 CONFIG = "configs/debug/gate_qwen3.toml"
 SUMS = {"distributed/collectives.py:read": 1}
-# What the size of the result depends on, or a Python number: CUDA would wait for either. A tensor's
+# Their results' sizes depend on values, or they return a Python number: CUDA waits. A tensor's
 # truth, item() and int() are the first.
 _WAITS = {
     "_local_scalar_dense",
@@ -147,7 +147,7 @@ def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recomp
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
     file = "all_to_all" if dispatch == "standard" else "deduplicated"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
-    assert seen == {**SUMS, f"moe/dispatch/{file}.py:_route": LAYERS}
+    assert seen == {**SUMS, f"moe/dispatch/{file}.py:_exchanges": LAYERS}
 
 
 _DROPPED = {

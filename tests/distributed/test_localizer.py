@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.capturing import captured, setting
-from tests.support.catching import BUGS
+from tests.support.catching import BUGS, captured, setting
 from tests.support.gates import Gates
 from tests.support.tiers import split, tiered
 from titan_moe.models.registry import FAMILIES

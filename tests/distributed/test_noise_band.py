@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.curves import train
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.trainings import train_curve
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.trainer import Trainer
 from titan_moe.verify.compare.control_runs import control_specs
@@ -38,17 +38,17 @@ def halve_an_expert(trainer: Trainer) -> None:
 @pytest.mark.slow
 def test_noise_band_holds_layout_and_not_mistakes(tmp_path: Path):
     controls = [
-        train(spec, tmp_path / f"control {number}", words)
+        train_curve(spec, tmp_path / f"control {number}", words)
         for number, (spec, words) in enumerate(control_specs(SPEC, 6, num_gpus=0))
     ]
     layout = parse_run_spec("layout=dp_shard=2,ep=2", replace(SPEC, ranks=None))
-    alone = train(layout, tmp_path / "layout")
+    alone = train_curve(layout, tmp_path / "layout")
     faster = (("optimizer.lr", str(1.02 * SPEC.job().optimizer.lr)),)
     wrong = [
-        train(SPEC, tmp_path / "rate", faster),
-        train(SPEC, tmp_path / "shared", alter=drop_shared_experts),
-        train(SPEC, tmp_path / "halved", alter=halve_an_expert),
-        train(SPEC, tmp_path / "bias", (("moe.bias_update_speed", "0"),)),
+        train_curve(SPEC, tmp_path / "rate", faster),
+        train_curve(SPEC, tmp_path / "shared", alter=drop_shared_experts),
+        train_curve(SPEC, tmp_path / "halved", alter=halve_an_expert),
+        train_curve(SPEC, tmp_path / "bias", (("moe.bias_update_speed", "0"),)),
     ]
     assert all(curve.data == controls[0].data for curve in [*controls, *wrong])
 

@@ -11,7 +11,7 @@ from titan_moe.runtime.ranks import run_on_ranks
 
 
 def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
-    """Whether a step is finite with a NaN in one rank's piece of one gradient."""
+    """Returns whether a step is finite with a NaN in one rank's piece of one gradient."""
     total = module.grad_norm.sum_of_squares
 
     def poison(parameters, ranks_per_stage):

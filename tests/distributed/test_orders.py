@@ -36,14 +36,14 @@ from titan_moe.runtime.ranks import run_on_ranks
 
 
 def strided(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
-    """The order in the placements."""
+    """Returns a tensor whose placements hold the order of its cuts."""
     local, meta = _part_of(whole, sharding, mesh)
     spec = DTensorSpec(mesh, sharding.placements(mesh_axes(mesh)), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
 def explicit(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
-    """The order beside plain placements."""
+    """Returns a tensor with plain placements, and the order of its cuts beside them."""
     local, meta = _part_of(whole, sharding, mesh)
     names = list(mesh_axes(mesh))
     placements: list[Placement] = [Replicate() for _ in names]
@@ -106,8 +106,8 @@ def _write(tensors: dict[str, Tensor], folder: Path) -> None:
 def _save_and_load(
     sizes: tuple[int, ...], shape: tuple[int, ...], distances: list[int], folder: Path
 ) -> tuple[int, list[str]]:
-    """How many tensors were saved, and which loads gave other bits. `distances`: how much further
-    in the list of shardings each tensor is loaded."""
+    """Returns the number of saved tensors, and the loads with other bits. A tensor is loaded under
+    the shardings that are `distances` further in the list."""
     whole, mesh = _whole(shape), _mesh(sizes)
     saved = _each_way(whole, mesh)
     _write(dict(saved), folder)

@@ -22,7 +22,7 @@ class Event(NamedTuple):
     phase: str
     """ "forward" or "backward", by what autograd does in this thread."""
     flight: int = -1
-    """Which exchange."""
+    """Number of the exchange."""
 
 
 @dataclass
@@ -215,7 +215,7 @@ def log_of_gathers(prefetch: bool) -> list[str]:
 
 
 def gathered_before(events: list[str], what: str, compute: str) -> bool:
-    """Whether `what` was gathered before `compute` began."""
+    """Returns whether `what` was gathered before `compute` began."""
     first = next(n for n, event in enumerate(events) if event == compute)
     return any(f"gather {what}" in event for event in events[:first])
 

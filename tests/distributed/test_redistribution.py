@@ -45,7 +45,7 @@ def part_of(whole: Tensor, sharding: Sharding, rank: int, axes: Axes) -> Tensor:
 
 
 def is_whole(whole: Tensor, parts: Sequence[Tensor], sharding: Sharding, axes: Axes) -> bool:
-    """Whether the ranks' parts are those of a tensor under a sharding; terms in any division."""
+    """Returns whether the ranks' parts make up a tensor under a sharding; terms may be any."""
     for rank, part in enumerate(parts):
         mates = group_of(rank, sorted(sharding.partial), axes)
         total = sum((parts[mate] for mate in mates[1:]), parts[mates[0]])

@@ -44,7 +44,7 @@ SHORT = [
     (_QWEN, "dp_shard=3,tp=2,ep=2", "dp_shard=4"),
     *((family, "tp=2,dp_shard=2,ep=2,etp=2", "pp=2,cp=2,ep=2") for family in OTHERS),
 ]
-# From each layout of the gate's sample to another one of it: 30 pairs for each family.
+# Each layout of the gate's sample with another one of it: 30 pairs for each family.
 SAMPLED = list(zip(SAMPLE, [*SAMPLE[7:], *SAMPLE[:7]], strict=True))
 
 Undisturbed = Callable[[str, Layout, int], Run]

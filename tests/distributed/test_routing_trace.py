@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.curves import train
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
+from tests.support.trainings import train_curve
 from titan_moe.debug.routing_trace import FLIPS_FILE, Record, RoutingTrace, RowName, Tokens
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.metrics.jsonl import read_json_lines
@@ -45,7 +45,7 @@ def run(
     if replay is not None:
         debug["routing_replay"] = replay
     words = tuple((f"debug.{key}", str(value)) for key, value in debug.items())
-    return train(parse_run_spec(f"layout={layout}", SPEC), folder / "run", words, alter)
+    return train_curve(parse_run_spec(f"layout={layout}", SPEC), folder / "run", words, alter)
 
 
 def own_choices(folder: Path) -> np.ndarray:

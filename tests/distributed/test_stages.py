@@ -50,7 +50,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint holds: checksums of all tensors, and the data position."""
+    """Returns a checkpoint's checksums of all tensors, and its state with the data position."""
     place = folder / "checkpoint" / f"step-{step}"
     return {
         "checksums": json.loads((place / "manifest.json").read_text())["checksums"],
@@ -62,7 +62,7 @@ def saved(folder: Path, step: int) -> dict[str, Any]:
 def test_a_run_that_stopped_goes_on_as_the_one_that_did_not(
     tmp_path: Path, live: Path, step: int
 ) -> None:
-    """Before the first and the second stage, and inside of the last one."""
+    """The run stops before the first and the second stage, and inside of the last one."""
     name = f"checkpoint/step-{step}"
     shutil.copytree(live / name, tmp_path / name)
     run_on_ranks(train_here, 2, staged_job(tmp_path))

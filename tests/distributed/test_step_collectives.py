@@ -1,4 +1,4 @@
-"""What a step says to other ranks besides tokens and gradients: one all-reduce."""
+"""A step sends one all-reduce besides tokens and gradients."""
 
 import torch.distributed as dist
 
@@ -59,6 +59,6 @@ def figures(job: JobConfig, logged: bool) -> list[float]:
 
 
 def test_whether_a_step_is_logged_changes_nothing():
-    """And what the layers add up starts anew after each, logged or not."""
+    """The layers' sums start again from zero after each step, logged or not."""
     job = make_job("deepseek_v3")
     assert run_on_ranks(figures, 1, job, True) == run_on_ranks(figures, 1, job, False)

@@ -61,7 +61,7 @@ _BUGS = {
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
     _another_hidden_dim: (_ALL_AXES, "w2 (12, 191, 192) does not divide", "dp_shard=8,tp=2,ep=4"),
     _nodes_of_four: ("dp_shard=16,ep=16,dispatch=nodes", "a group has the", "ep=4,dp_shard=16"),
-    _the_neighbours_stage: (_ALL_AXES, "is not its own", "dp_shard=8,tp=2"),
+    _the_neighbours_stage: (_ALL_AXES, "belongs to another rank", "dp_shard=8,tp=2"),
 }
 
 
@@ -79,7 +79,7 @@ def test_layout_with_nothing_compared_does_not_pass():
 @pytest.mark.parametrize("bug", _BUGS, ids=lambda bug: bug.__name__.strip("_"))
 def test_sweep_names_planted_bug(bug: Callable):
     with_axis, words, without = _BUGS[bug]
-    # On a rank whose coordinates differ.
+    # Only ranks whose coordinates differ can show it.
     tasks = [(bug, parse(text), 11) for text in (with_axis, without)]
     found = dict(in_fresh_processes(_with_bug, tasks, num_workers=2))
     assert any(words in line for line in found[0].problems), found[0].problems

@@ -16,7 +16,7 @@ from titan_moe.runtime.ranks import RankError, run_on_ranks
 _PLAN, _RUN = "titan_moe.distributed.transfer_plan", "titan_moe.distributed.transfer"
 
 
-# With what the test must say.
+# Each with a part of the message that it must cause.
 BUGS = {
     "a replica gets what it holds": (
         Bug(f"{_PLAN}:_pieces_of", "source = target if target in of else min(", "source = min("),
@@ -35,7 +35,7 @@ BUGS = {
 
 
 def move_all(seeds: range, max_bytes: int, bug: Bug | None = None) -> list[str]:
-    """What is wrong on this rank after transfers between random layouts."""
+    """Returns this rank's errors after transfers between random layouts."""
     if bug is not None:
         plant(bug)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -28,26 +28,26 @@ _SAVING = (
     "step-{step}",
     ".step-{earlier}.deleting",
 )
-"""What appears in the folder of checkpoints during a save, and just behind it."""
+"""Files that appear in the folder of checkpoints during a save, and just behind it."""
 _DELAY_S = 0.1
 _POLL_S = 0.001
 _CLONE_NEWNS = 0x00020000
 
 
 class Strike(NamedTuple):
-    """When something happens to a run, and which process a kill is for."""
+    """An instant of a run, and the process that a kill is for."""
 
     victim: str
     number: int
     """The number of the rank."""
     appears: str
-    """Once there is such a file in the folder of checkpoints; empty: from the start of the run."""
+    """Pattern of a file among the checkpoints, at which the wait begins; empty: at the start."""
     share: float
-    """Of the undisturbed run's time; behind a file, of a tenth of a second."""
+    """Length of the wait: a share of the undisturbed run, after a file of a tenth of a second."""
 
 
 class Place(NamedTuple):
-    """Where a trial takes place."""
+    """The folders of a trial."""
 
     folder: Path
     """job.dump_folder."""
@@ -58,10 +58,10 @@ class Place(NamedTuple):
 
 
 class Disturbance(NamedTuple):
-    """What befalls a run, and how its disk is mended."""
+    """A fault of a run, and the repair of its disk."""
 
     strike: Callable[[Place, Job, Strike], bool]
-    """Returns whether it did."""
+    """Causes the fault; returns whether it could."""
     mend: Callable[[Place], None] | None = None
     """None if the run has no disk of its own."""
     inside: str = ""
@@ -118,7 +118,7 @@ def trial(
 
 
 def _wait_for(strike: Strike, job: Job, folder: Path, whole_s: float) -> bool:
-    """Whether a run in `folder` has come to the instant; it has not where it ended before.
+    """Waits for the instant; returns False if the run in `folder` ended before it.
 
     `whole_s`: time of the undisturbed run.
     """
@@ -135,7 +135,7 @@ def _wait_for(strike: Strike, job: Job, folder: Path, whole_s: float) -> bool:
 
 
 def _judge(job: Job, place: Place, struck: bool, kind: Disturbance, seconds: float) -> str:
-    """What is wrong with the end of a run: it may say what failed, if something did."""
+    """Returns what is wrong with a run's end; a disturbed run may fail in clear lines."""
     if not job.gone(seconds):
         return f"{len(job.pids('job'))} processes had not ended: {job.output()}"
     if job.poll() == 0 or (struck and kind.mend is None):
@@ -192,7 +192,7 @@ DISTURBANCES = {
 
 
 def can_mount() -> bool:
-    """Whether this process may mount a file system, which takes root."""
+    """Returns whether this process may mount a file system, which takes root."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0

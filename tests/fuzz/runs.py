@@ -46,7 +46,7 @@ _RAW = re.compile(r"Traceback|\b[A-Z]\w*(Error|Exception)\b|<class '|object at 0
 
 
 class Outcome(NamedTuple):
-    """How a trial ended."""
+    """The end of a trial."""
 
     kind: str
     """read: the run took what it was given; refused: it said in clear lines why not; resumed: it
@@ -105,12 +105,12 @@ class Whole(NamedTuple):
     """The time from its start to its end."""
     figures: list[list[Any]]
     checkpoints: dict[int, dict[str, Any]]
-    """By step."""
+    """Digests of each checkpoint's files, by step."""
     size: int
     """Bytes of a checkpoint."""
 
     def half_written(self, folder: Path) -> str:
-        """What is wrong with the checkpoints of a run in `folder`; empty if nothing is."""
+        """Returns what is wrong with the checkpoints of a run in `folder`; empty if nothing is."""
         for step in saved_steps(folder / "checkpoint"):
             try:
                 found = _contents(step_folder(folder / "checkpoint", step))
@@ -121,7 +121,7 @@ class Whole(NamedTuple):
         return ""
 
     def unlike(self, folder: Path) -> str:
-        """How a run in `folder`, which has ended, is another one; empty if it is not."""
+        """Returns how a run in `folder`, which has ended, differs; empty if it does not."""
         if _figures(folder) != self.figures:
             return f"other figures: {_figures(folder)}, not {self.figures}"
         if STEPS not in saved_steps(folder / "checkpoint"):

@@ -38,7 +38,7 @@ def _documents() -> Tensor:
 
 
 def _results(core: AttentionCore, local: str, *, sinks: bool) -> list[Tensor]:
-    """Output and gradients."""
+    """Returns output and gradients."""
     inputs = [x.requires_grad_() for x in _drawn(8, 2, 2)]
     sinks_H = torch.linspace(-1, 3, 8, device=DEVICE, requires_grad=True)
     inputs += [sinks_H] * sinks
@@ -63,7 +63,7 @@ def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_flash_matches_the_explicit_mask_forward_and_backward(masked: bool, local: str, heads: str):
-    """In bfloat16, against float32; with spare bounds some of the pieces are empty."""
+    """bfloat16 is compared with float32. The bounds leave room, so some pieces are empty."""
     core = choose_core(
         mask_documents=masked, device_type="cuda", local_or_sinks=True, takes_varlen=True
     )
@@ -104,7 +104,7 @@ def test_flash_never_waits_for_the_device():
 @pytest.mark.parametrize("local", ["all", "window", "narrow window"])
 @pytest.mark.parametrize("keys_of", ["own half", "other half"])
 def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, local: str):
-    """What a rank of two computes in a step of the ring; some queries see no key of the block."""
+    """A rank of two computes this in a step of the ring; some queries see no key of the block."""
     first, second = torch.arange(512, device=DEVICE).chunk(2)
     keys_S = second if keys_of == "own half" else first
     q, k, v, grad = _drawn(8, 2, 2, 8, seq_len=256)

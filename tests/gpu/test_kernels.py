@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, place_cases
+from tests.support import cross_entropy_cases, gated_cases, move_rows_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
-from tests.support.permute_cases import ALIGNMENTS, cases, check
+from tests.support.permute_cases import ALIGNMENTS, cases, check, check_choices
 from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.move_rows import (
@@ -42,7 +42,7 @@ def test_permute_indices_is_one_launch_without_a_wait():
 
 
 def kernels_of(piece) -> list[str]:
-    """What one run of `piece` launches, once it is compiled."""
+    """Returns the kernels that one run of `piece` launches, once it is compiled."""
     piece()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
@@ -82,7 +82,7 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
 
 
 def test_choices_are_sorted_and_copied_as_by_the_slow_loops():
-    place_cases.check("cuda")
+    check_choices("cuda")
 
 
 def test_choices_are_sorted_and_copied_without_a_wait():

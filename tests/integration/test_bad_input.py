@@ -86,7 +86,7 @@ def folder_of_another_model(folder: Path) -> Bad:
 
 
 def folder_in_use(folder: Path) -> Bad:
-    # Of this process, which lives.
+    # The number of this process, which is alive.
     lock_folder(folder, "job.dump_folder")
     return Bad(_RUN, [f"{folder} is in use by process", "job.dump_folder"])
 

@@ -45,7 +45,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
 
 @pytest.mark.slow
 def test_run_killed_after_a_skip_resumes_as_if_undisturbed(tmp_path: Path):
-    """In step 7, after a save with the norms that the second fault is judged by."""
+    """The kill comes in step 7, after a save of the norms that the second fault is judged by."""
     faults = {5: "nan", 7: "spike"}
     job, undisturbed = (job_of(tmp_path / name, "skip") for name in ("killed", "undisturbed"))
     with pytest.raises(RankError):

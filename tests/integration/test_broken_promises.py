@@ -15,7 +15,7 @@ PROMISES = read_promises()
 # A test's limit is below the time that ranks wait for one another, so that it is known as a limit.
 _LIMITS_S = {"test": 240, "run": 900}
 _VARIABLES = ("PYTEST_", "TITAN_MOE_", "PYTHON")
-"""Prefixes of those that would tell a test of the copy about this run."""
+"""Prefixes of variables that would tell a test of the copy about this run."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a first user sees: progress, how it went, commands that work, and an installed package."""
+"""A first run shows its progress and commands that work, also from an installed package."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from titan_moe.runtime.process_pool import TIMEOUT_S
 
 
 def _commands(text: str) -> list[str]:
-    """Those that stand below the line "next you can ..."."""
+    """Returns the commands below the line "next you can ..."."""
     _, found, below = text.partition("next you can ")
     assert found, text
     return re.findall(r"^  (.+)$", below, re.MULTILINE)

@@ -33,7 +33,7 @@ def source(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_from_a_folder_to_a_folder(source, tmp_path):
-    """With a learning rate of 0 what goes in comes out, whatever the layout."""
+    """With a learning rate of 0 the export has the bits of the import, in any layout."""
     layout = {"parallelism__expert_parallel_degree": 2}
     done = run_train(tmp_path / "run", {"NGPU": 2}, **_overrides(source, **layout))
     assert done.returncode == 0, done.stdout + done.stderr

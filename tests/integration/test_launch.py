@@ -50,7 +50,7 @@ def test_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None
 
 
 def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
-    """On stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
+    """Slurm's commands are stand-ins: srun runs its command once for each of two nodes."""
     programs = {
         "srun": '[[ "$1 $2" == "--nodes=2 --ntasks=2" ]] || exit 1; '
         'while [[ $1 == --* ]]; do echo "$1" >> options; shift; done; '
@@ -81,7 +81,7 @@ def test_slurm_requeues_a_run_that_stopped_saved(
         "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',
         "run_train.sh": run_train,
     }
-    (tmp_path / "slurm-99.stopped").touch()  # Of this job, before it was queued again.
+    (tmp_path / "slurm-99.stopped").touch()  # A file of this job from before it was queued again.
     ended = _slurm(tmp_path, programs)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout.splitlines() == ["requeue 99"] * requeued
@@ -148,7 +148,7 @@ def test_signal_ends_all_ranks_and_names_the_folder(
     assert not job.pids("job")
 
 
-# As /proc/net/tcp and tcp6 write 127.0.0.1, the same as an IPv6 address, and ::1.
+# 127.0.0.1, the same as an IPv6 address, and ::1, in the form of /proc/net/tcp and tcp6.
 _LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 

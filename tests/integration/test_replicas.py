@@ -1,4 +1,4 @@
-"""What ranks hold alike is compared while a run goes on; bits that differ stop it."""
+"""Replicas are compared while a run goes on; bits that differ stop it."""
 
 from pathlib import Path
 

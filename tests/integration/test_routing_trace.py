@@ -18,7 +18,7 @@ def test_resumed_run_continues_its_record(tmp_path: Path) -> None:
     }
     run_on_ranks(train_here, 1, make_job(tmp_path / "run", steps=2, **tables))
     first = (record / "step-2.rank-0-of-1.npz").read_bytes()
-    # Of a step that is run again, as after a kill between its part and its checkpoint.
+    # A step that is run again, as after a kill between its part and its checkpoint.
     (record / "step-3.rank-0-of-1.npz").write_bytes(b"")
     run_on_ranks(train_here, 2, make_job(tmp_path / "run", steps=3, **tables))
     steps = Record(record).steps

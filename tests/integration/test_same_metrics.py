@@ -6,9 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.support.curves import train
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
+from tests.support.trainings import train_curve
 from titan_moe.verify.compare.records import Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
@@ -34,7 +34,7 @@ def curve_of(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def curve(family: str, layout: str) -> Curve:
         config = DEBUG_CONFIGS / f"gate_{family}.toml"
         spec = RunSpec(config=config, overrides=tuple(KEYS.items()))
-        return train(
+        return train_curve(
             parse_run_spec(layout and f"layout={layout}", spec), tmp_path_factory.mktemp("run")
         )
 

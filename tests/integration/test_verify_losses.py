@@ -38,7 +38,7 @@ def compare(*words: object, out: Path) -> tuple[int, str]:
 @pytest.mark.skipif(code_revision(REPO) is None, reason="git has no commit of this folder")
 @pytest.mark.parametrize(("planted", "code"), tiered([], slow=[(False, 0)], full=[(True, 1)]))
 def test_my_change_against_the_last_commit(tmp_path: Path, planted: bool, code: int):
-    """In a clone, so that what is not committed here has no say."""
+    """A clone is compared, so that uncommitted changes here have no effect."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", REPO, clone], check=True)
     if planted:

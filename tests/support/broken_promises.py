@@ -1,4 +1,4 @@
-"""What the program promises, each with lines that break it and the tests that must see that.
+"""Promises of the program, each with lines that break it and the tests that must fail then.
 
 The list is kept in tests/broken_promises, a file for each subject. A planted bug (planting.py) is
 one line of a function, changed inside the ranks of a run that a gate then judges. These are changed
@@ -22,13 +22,13 @@ class Broken(NamedTuple):
     subject: str
     """The stem of the file that it stands in."""
     promise: str
-    """What is true of the program, in a sentence."""
+    """The promise, in a sentence."""
     file: str
     """The file with the mistake, from the repository's root."""
     right: str
     """Stands in the file once."""
     wrong: str
-    """What stands there instead."""
+    """The lines that replace it."""
     tests: str
     """Arguments of pytest, as in a shell: the tests that must see it. Those of the default tier
     run; `--tier slow` adds the slow ones."""
@@ -51,7 +51,7 @@ class Broken(NamedTuple):
 
 
 def read_promises() -> list[Broken]:
-    """All of them, by subject."""
+    """Returns all promises, by subject."""
     return [
         Broken(subject=path.stem, **entry)
         for path in sorted(_FOLDER.glob("*.toml"))

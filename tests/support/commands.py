@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(*words: object) -> subprocess.CompletedProcess[str]:
-    """In this process, which is as it was afterwards."""
+    """Runs a command in this process, and undoes its changes of the process."""
     argv = [str(word) for word in words]
     out, err = io.StringIO(), io.StringIO()
     with _undone(), redirect_stdout(out), redirect_stderr(err):
@@ -29,7 +29,7 @@ def run_command(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def start_command(*words: object, cwd: Path = REPO, **options: object) -> subprocess.Popen[str]:
-    """In a process of its own, on the CPU, with the code of `cwd`; both outputs are one."""
+    """Starts a command on the CPU, with the code of `cwd`; both outputs are one."""
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         [*TITAN_MOE, *map(str, words)],
         cwd=cwd,

@@ -11,7 +11,7 @@ from titan_moe.ops.cross_entropy import IGNORE_INDEX
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2e-6, torch.float64: 1e-14}
-"""Of a gradient that is rounded to the logits' type, relative and absolute."""
+"""Tolerances of a gradient that is rounded to the logits' type, relative and absolute."""
 # (tokens, V): narrower than a block, one token's worth, whole blocks, blocks and a rest, none.
 SIZES = [(5, 11), (3, 1), (2, 8192), (3, 9001), (0, 11)]
 

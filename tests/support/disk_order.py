@@ -1,4 +1,4 @@
-"""What is on disk when a file or a folder gets its name."""
+"""Watches which files are on disk when a file or a folder gets its name."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from unittest import mock
 
 
 class DiskOrder:
-    """What has been waited for, by its inode, and what a power cut at a rename would have cost."""
+    """Records waits for the disk, and what a power cut at a rename would have lost."""
 
     def __init__(self) -> None:
         self.renamed: list[str] = []
@@ -32,7 +32,7 @@ class DiskOrder:
         self._entries[target.parent.stat().st_ino] = target.name
 
     def lost_names(self) -> list[str]:
-        """Of what was renamed, that whose new name is not on disk."""
+        """Returns renamed files and folders whose new name is not on disk."""
         return list(self._entries.values())
 
 
@@ -42,7 +42,7 @@ def _content(status: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def watched_disk() -> Iterator[DiskOrder]:
-    """Of this process, while the block runs; what is deleted is left aside."""
+    """Watches this process while the block runs, but for folders that are being deleted."""
     order = DiskOrder()
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 

@@ -4,8 +4,24 @@ import json
 import random
 import zlib
 
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.build import build_loader
+from titan_moe.data.loader import Loader
 from titan_moe.data.order import Document, mix
 from titan_moe.data.packing import IGNORE_INDEX
+from titan_moe.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer("bytes")
+
+
+def loaders_of(section: Training, num_ranks: int, *, seed: int, rows: int) -> list[Loader]:
+    """Returns all ranks' loaders of a run that holds documents out."""
+    place = {"seed": seed, "num_ranks": num_ranks, "global_batch_size": rows}
+    held_out = Validation(enable=True)
+    return [
+        build_loader(section, TOKENIZER, validation=held_out, rank=rank, **place)
+        for rank in range(num_ranks)
+    ]
 
 
 class ListCorpus:

@@ -12,9 +12,9 @@ from titan_moe.ops.gated import ACTIVATIONS, gated_rows, gated_rows_backward
 
 # (rows, F): odd, one column, several tiles wide, several programs, none at all.
 SIZES = [(5, 3), (3, 1), (7, 1100), (70, 96), (0, 8)]
-# Of a wide type the arithmetic's, of a narrow one its own rounding in every pass.
+# Wide types have the arithmetic's rounding, narrow ones their own in every pass.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
-# Of kernels, by a result's type: beside the exact result as they store it, which they do once.
+# Kernels round once, and are compared with the exact result in the type that they store.
 ROUNDED_ONCE = TOLERANCES | {torch.bfloat16: 5e-4}
 
 
@@ -47,7 +47,7 @@ def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a kernel stores it; Triton's interpreter cuts bfloat16 off and does not round."""
+    """Returns `x` as a kernel stores it: Triton's interpreter truncates to bfloat16."""
     if x.is_cuda or dtype != torch.bfloat16:
         return x.to(dtype)
     return (x.float().view(torch.int32) & -65536).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What a Python file imports, read from its syntax tree."""
+"""Reads the imports of a Python file from its syntax tree."""
 
 import ast
 from collections.abc import Iterator

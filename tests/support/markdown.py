@@ -1,4 +1,4 @@
-"""What the tests of the documentation read from a Markdown page."""
+"""Reads fences, code, links and anchors from a Markdown page, for tests of the documentation."""
 
 import re
 import textwrap
@@ -18,12 +18,12 @@ class Fence:
     """A fenced block of code."""
 
     line: int
-    """Of the opening fence, from 1."""
+    """Line of the opening fence, counted from 1."""
     language: str
     text: str
-    """Without the indentation of the fence."""
+    """The block without the fence's indentation."""
     comment: str | None
-    """What the HTML comment on the line before it says."""
+    """Text of the HTML comment on the line before it."""
 
 
 def pages(repo: Path = REPO) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Where the repository's files are, and a copy of them."""
+"""Paths of the repository, and a copy of its files."""
 
 import os
 import shutil

@@ -68,7 +68,7 @@ def plant(bug: Any) -> None:
 
 
 def _plain(function: object) -> FunctionType:
-    """Without its decorators."""
+    """Returns a function without its decorators."""
     plain = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
     assert isinstance(plain, FunctionType)
     return plain

@@ -46,16 +46,16 @@ class Part(NamedTuple):
 
     box: Box
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the whole tensor."""
     values: np.ndarray
 
 
 @dataclass
 class Watched:
-    """What one rank saw in a run."""
+    """One rank's parts of all tensors in a run."""
 
     saved: dict[int, dict[str, Part]] = field(default_factory=dict)
-    """By step: all that it held when that step was saved."""
+    """All parts that it held when a step was saved, by step."""
     loaded: dict[str, Part] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     """Modules and parameters that a change of layout left in memory."""
@@ -164,7 +164,7 @@ def train_watched(
     after: tuple[JobConfig, Layout] | None,
     plant: Callable[[], None] | None,
 ) -> Watched:
-    """On every rank: train as titan_moe.train does; what was loaded is saved again at once."""
+    """Trains on a rank as titan_moe.train does; saves again at once what was loaded."""
     curves.plot_curves = lambda *_, **__: None  # A second of a run's few.
     if plant is not None:
         plant()

@@ -1,6 +1,8 @@
 """Runs of a toy model in this process, their checkpoints, and what refuses one."""
 
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +28,7 @@ def plain_checkpointer(
     merge_data: Callable = lambda states: states[0],
     **keys: Any,
 ) -> Checkpointer:
-    """One that saves into `folder`/checkpoint.
+    """Returns a checkpointer that saves into `folder`/checkpoint.
 
     Args:
         model: family and dimensions, for Hugging Face folders.
@@ -82,13 +84,24 @@ class Run:
         return self.optimizer.state[self.model.w_EFD]["exp_avg"].clone()
 
 
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Lets no file grow beyond 20 kB while the block runs."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
 def step_folder(folder, step):
-    """Of a run's folder."""
+    """Returns the path of a checkpoint in a run's folder."""
     return folder / "checkpoint" / f"step-{step}"
 
 
 def names(folder):
-    """What lies beside the checkpoints of a run."""
+    """Returns the names in a run's folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 

@@ -1,6 +1,6 @@
 """All shardings of a small tensor, and tensors laid out at random over ranks.
 
-Who must get what is found element by element.
+Expected transfers are found element by element.
 """
 
 import random
@@ -73,14 +73,14 @@ def whole(name: str, part: Held) -> Tensor:
 
 
 def mask(part: Held) -> np.ndarray:
-    """Which of the whole tensor's elements a part has."""
+    """Returns True for the elements of the whole tensor that a part has."""
     has = np.zeros(part.shape, bool)
     has[part.box] = True
     return has
 
 
 def missing_bytes(held: Sequence[Mapping[str, Held]], wanted: Sequence[Mapping[str, Held]]) -> int:
-    """What all ranks want and do not hold, counted element by element: the lower bound."""
+    """Returns the bytes that ranks want and do not hold, counted by element: the lower bound."""
     total = 0
     for before, after in zip(held, wanted, strict=True):
         for name, part in after.items():

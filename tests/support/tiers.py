@@ -1,4 +1,4 @@
-"""Which cases of a test run by default, and which in the tiers above."""
+"""Sorts a test's cases into the default tier and the tiers above."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which steps are spikes, and what is decided about steps that are or are not finite."""
+"""BadSteps finds spikes, and decides about steps that are not finite."""
 
 import json
 import math
@@ -14,7 +14,7 @@ def result(norm: float, *, loss: float = 2.0, num_targets: int = 8) -> StepResul
 
 
 def watching(norms: Iterable[float] = (), **keys) -> BadSteps:
-    """After steps of these norms, all of which made their update."""
+    """Returns a BadSteps after steps of these norms, all of which made their update."""
     bad_steps = BadSteps(Training(**{"spike_factor": 10, **keys}))
     for norm in norms:
         bad_steps.accept(result(norm))

@@ -9,7 +9,7 @@
 
 Each rank writes its *.distcp, rank 0 the other files.
 
-Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's end of it. With
+Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's files at the end. With
 checkpoint.async_mode DCP copies the tensors and does the rest in a thread of each rank.
 """
 
@@ -151,8 +151,8 @@ class Checkpointer:
     def save(
         self, step: int, state: dict[str, Any], *, last: bool = False, wait: bool = True
     ) -> None:
-        """Write the checkpoint of `step`, in place of an older one, then remove outdated ones; one
-        in the background is finished first.
+        """Write the checkpoint of `step`, in place of an older one, then remove outdated ones.
+        A save in the background is finished first.
 
         `state` is this rank's and JSON-able. Under "data" is the rank's own data position; the rest
         is the same on all ranks. Random states are added here. A seed checkpoint, and the last one
@@ -216,7 +216,7 @@ class Checkpointer:
     def _begin(
         self, step: int, target: Path, tensors: Mapping[str, Tensor], state: dict[str, Any] | None
     ) -> tuple[Path, dict[str, Any]]:
-        """The folder that `target` is written into, and on rank 0 its JSON files by name."""
+        """Returns the folder that becomes `target`, and on rank 0 its JSON files by name."""
         specs, sums = gather_specs(tensors), checksums(tensors)
         if problems := unlike_copies(self._model.config, sums) if self._model else []:
             raise RunError("; ".join(problems))
@@ -274,7 +274,7 @@ class Checkpointer:
     def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
 
-        The own one is that of `load_step`, or the latest. Returns the saved state, with
+        The run's own is that of `load_step`, or the latest. Returns the saved state, with
         the merged "data" and without the parts excluded from loading; None when there is nothing to
         go on from: no checkpoint, or one of the model only. Random states are put back where the
         number of ranks is the same, so call this last before the loop.

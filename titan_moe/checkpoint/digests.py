@@ -76,8 +76,8 @@ def damaged_files(folder: Path, digests: Mapping[str, str]) -> list[str]:
 
 
 def check_listed(folder: Path, *, doing: str) -> None:
-    """Raises RunError where a file that a folder's SHA256SUMS lists is not what it says; reads each
-    on one rank. Collective."""
+    """Raises RunError for a file with another digest than the folder's SHA256SUMS lists. Each file
+    is read on one rank. Collective."""
     digests = on_rank_zero(lambda: read_digests(folder), doing=doing) or {}
     mine = dict(sorted(digests.items())[dist.get_rank() :: dist.get_world_size()])
 

@@ -19,7 +19,7 @@ class Found(NamedTuple):
     path: Path
     manifest: Manifest
     model_only: bool
-    """Only its model is wanted."""
+    """True if only its model is loaded."""
     excluded: frozenset[str]
     """Parts of the checkpoint that are not to be loaded."""
 

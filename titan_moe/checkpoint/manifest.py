@@ -85,7 +85,7 @@ def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[str]) -> list[str]:
-    """Why a checkpoint does not fit the tensors that it is to be loaded into; empty when it does.
+    """Returns the reasons why a checkpoint does not fit the tensors to load into; empty if it fits.
 
     Only the checkpoint's tensors whose names start with one of `parts` are compared.
     """
@@ -100,7 +100,7 @@ def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[
         f"{kind} {listed(names)}"
         for kind, names in (
             ("it lacks", sorted(wanted.keys() - stored.keys())),
-            ("it has, and the model has not,", sorted(stored.keys() - wanted.keys())),
+            ("the model lacks", sorted(stored.keys() - wanted.keys())),
             ("other shape or dtype:", unlike),
         )
         if names

@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
     name: str
     box: Box
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
 
     @property
@@ -345,7 +345,7 @@ class StoredTensors:
         return stored.relative_path, stored.offset
 
     def read(self, chunk: Chunk) -> Tensor:
-        """The values of any box."""
+        """Returns the values of any box."""
         values = torch.empty(sizes(chunk.box), dtype=chunk.dtype)
         planner = LoadPlanner([chunk])
         planner.set_up_planner({chunk.name: values}, self._metadata)

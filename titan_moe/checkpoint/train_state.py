@@ -1,10 +1,10 @@
 """train_state.json: the state of a run that is no tensor.
 
     {"common": {"step": 10, ...},
-     "data": the position of all rows, as the loader's own merge function gives it,
+     "data": the position of all sequences, as the loader's merge function gives it,
      "rng": [{"cpu": ...}, ...]}
 
-The data position is that of the rows of the global batch, not of ranks: any number of data ranks
+The data position is that of the global batch's sequences, not of ranks: any number of data ranks
 can go on from it. Random states belong to ranks, and are put back only where there are as many
 ranks as before.
 """

@@ -99,7 +99,7 @@ class Command:
         if is_first:
             first, *more = str(error).splitlines() or [type(error).__name__]
             print_errors(error.lines if isinstance(error, ConfigError) else [first])
-            if isinstance(error, RunError):  # What a failed process printed last.
+            if isinstance(error, RunError):  # The last output of a failed process.
                 print("".join(f"{line}\n" for line in more), end="", file=sys.stderr)
         return _USAGE if is_mistake else self.failed
 

@@ -10,9 +10,9 @@ SCHEMA = "configs/schema.json"
 
 
 def _init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("family", help="of models, a folder of configs/")
+    parser.add_argument("family", help="model family, a folder of configs/")
     add_ranks(parser, default=8, says="GPUs of the run; default: 8")
-    parser.add_argument("--flavor", help="of the model, where there are several for these GPUs")
+    parser.add_argument("--flavor", help="flavor, if there are several for these GPUs")
     add_out(parser, default=None, says="the file to write, which must not exist yet")
 
 

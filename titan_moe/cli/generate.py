@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32, with a GPU bfloat16"
     )
-    add_seed(parser, default=0, says="of the drawing")
+    add_seed(parser, default=0, says="seed of drawn tokens")
 
 
 def run(options: argparse.Namespace) -> Answer:

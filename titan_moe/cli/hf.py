@@ -79,7 +79,7 @@ def _converted(convert: Callable[..., str], options: argparse.Namespace) -> Answ
 
 
 def in_processes(action: Callable[[], str]) -> str:
-    """Runs a conversion over torchrun's processes, or this one; returns what it returns."""
+    """Runs a conversion over torchrun's processes, or this one; returns its result."""
     import torch
     import torch.distributed as dist
 

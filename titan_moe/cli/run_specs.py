@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
         "--repeats", type=not_negative, default=repeats, help="control runs; default: %(default)s"
     )
     parser.add_argument(
-        "--control-layouts", nargs="+", default=[], metavar="LAYOUT", help="of the control runs"
+        "--control-layouts", nargs="+", default=[], metavar="LAYOUT", help="layouts of control runs"
     )
-    add_ranks(parser, default=None, says="of each run; default: the GPUs found, else 2")
+    add_ranks(parser, default=None, says="ranks of each run; default: the GPUs found, else 2")
 
 
 def read_plan(options: argparse.Namespace) -> "Plan":

@@ -6,14 +6,14 @@ from titan_moe.cli.command import Answer, Command, add_out, add_ranks, job_of, p
 
 
 def _world_arguments(parser: argparse.ArgumentParser, *, layers: str) -> None:
-    add_ranks(parser, default=8, says="of the world; default: 8")
+    add_ranks(parser, default=8, says="ranks of the world; default: 8")
     parser.add_argument("--layers", type=positive, help=layers)
     add_out(parser, default=None, says="a JSON file for what is found")
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
-    _world_arguments(parser, layers="only the model's first")
-    parser.add_argument("--rank", type=int, default=0, help="which of the ranks; default: 0")
+    _world_arguments(parser, layers="keep only so many layers")
+    parser.add_argument("--rank", type=int, default=0, help="rank to simulate; default: 0")
 
 
 def step(options: argparse.Namespace) -> Answer:
@@ -44,8 +44,8 @@ def step(options: argparse.Namespace) -> Answer:
 
 
 def _collectives_arguments(parser: argparse.ArgumentParser) -> None:
-    _world_arguments(parser, layers="of the model; default: one of each kind")
-    parser.add_argument("--seq-len", type=positive, help="default: 256 or a little more")
+    _world_arguments(parser, layers="layers of the model; default: one of each kind")
+    parser.add_argument("--seq-len", type=positive, help="tokens; default: 256 or a little more")
 
 
 def collectives(options: argparse.Namespace) -> Answer:
@@ -61,8 +61,8 @@ def collectives(options: argparse.Namespace) -> Answer:
     sequences are short; both can be had whole. With training stages, each is run. Validation, saves
     and resumes are not run.
 
-    Exit codes: 0; 1 members of a group part; 2 a configuration that cannot run; 4 it failed; 70 an
-    error in titan_moe.
+    Exit codes: 0; 1 members of a group differ; 2 a configuration that cannot run; 4 it failed; 70
+    an error in titan_moe.
     """
     from titan_moe.config.stages import stage_jobs
     from titan_moe.simulate.collectives import simulate_collectives, smallest_task

@@ -53,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--sample", type=positive, metavar="N", help="N layouts; each pair of axes meets"
     )
-    add_ranks(parser, default=[8], says="of --all and --sample, several numbers; default: 8")
+    add_ranks(parser, default=[8], says="ranks for --all and --sample, several numbers; default: 8")
     parser.add_argument("--float32", action="store_true", help="repeat each layout in float32")
     where = "cuda: ranks on this machine's GPUs, over NCCL, in float32 alone; default: cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=where)
     for option, values in OPTIONS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", choices=values, dest=option)
-    add_seed(parser, default=1, says="of the sample")
+    add_seed(parser, default=1, says="seed of the sample")
     add_out(parser, default="outputs/layouts", says="default: %(default)s")
 
 

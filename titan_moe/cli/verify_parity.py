@@ -15,7 +15,7 @@ from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=positive, default=5, help="of each case; default: 5")
+    parser.add_argument("--seeds", type=positive, default=5, help="seeds of each case; default: 5")
     parser.add_argument("--only", default="", help="cases whose name contains this")
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=positive, default=os.cpu_count(), help="processes; default: %(default)s"
     )
-    add_seed(parser, default=1, says="of the sample")
+    add_seed(parser, default=1, says="seed of the sample")
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -108,7 +108,7 @@ class Metrics(Section):
 
 
 class Model(Section):
-    """Which network, and the tokenizer that its vocabulary belongs to."""
+    """The network, and the tokenizer that its vocabulary belongs to."""
 
     name: str = "deepseek_v3"
     """Model family: a folder of titan_moe/models."""
@@ -176,7 +176,7 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay per unit of learning rate."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How torch runs Adam's update."""
+    """Implementation of Adam's update in torch."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the stored moments. 'float32': that of the parameters (training.dtype); 'bfloat16':
     half the memory, each rounded to nearest after an update in the parameters' type."""
@@ -334,8 +334,8 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Ranks that split the sequence."""
     context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"
-    """How attention sees the whole sequence: 'allgather' of keys and values, 'ulysses' (all-to-all
-    over heads), or 'ring' (keys and values pass from rank to rank)."""
+    """Exchange by which attention sees whole sequences: 'allgather' of keys and values, 'ulysses'
+    (all-to-all over heads), or 'ring' (keys and values pass from rank to rank)."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """'headtail': rank r holds pieces r and 2 cp - 1 - r of 2 cp, which evens out causal
     attention; 'none': consecutive parts."""
@@ -370,7 +370,7 @@ class Parallelism(Section):
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
     expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated", "symmetric"] = "auto"
-    """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
+    """Dispatcher of tokens over the ep axis: 'standard' sends one row to each expert of a token,
     'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
     lines say which. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
@@ -387,8 +387,8 @@ class Parallelism(Section):
     layer. With 'symmetric': rows of the buffer from all ranks together, as a multiple of tokens x
     top_k; left out: as many as can come."""
     expert_parallel_overflow: Literal["stop", "drop"] = "stop"
-    """When a buffer of that size does not suffice: 'stop' before the update, or 'drop' a token's
-    least wanted experts and report the share."""
+    """Response to a full buffer: 'stop' before the update, or 'drop' a token's least wanted experts
+    and report the share."""
 
     def shard_degree(self, world_size: int) -> int | None:
         """Size of the dp_shard axis with -1 resolved to the rest; None when the degrees do not fit
@@ -581,7 +581,7 @@ class Comm(Section):
     """Longest wait for a collective after the first step. Another rank's checkpoint may take
     checkpoint.save_timeout_seconds."""
     trace_buf_size: NonNegativeInt = 2000
-    """How many of its last collectives torch's flight recorder keeps on a rank, for the report of a
+    """Number of last collectives that torch's flight recorder keeps on a rank, for the report of a
     hang. 0: none; the report then knows positions and stacks only."""
     save_traces_folder: str = "comm_traces"
     """Folder of the reports of hangs, below job.dump_folder."""
@@ -600,7 +600,7 @@ class Validation(Section):
     text_column: str | None = None
     """Column that holds the text; left out: training.text_column."""
     local_batch_size: PositiveInt = 8
-    """Rows of one batch on one data rank."""
+    """Sequences of one batch on one data rank."""
     seq_len: PositiveInt | None = None
     """Tokens of one sequence; left out: training.seq_len."""
     freq: PositiveInt = 10

@@ -8,10 +8,10 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def find_config(text: str) -> str:
-    """The path that `text` is if there is such a file, else that of the configuration of this name:
-    qwen3/debugmodel_moe, debug/default or default, with or without .toml, and as configs/... too.
+    """Returns the path of a file, or that of the configuration of this name: qwen3/debugmodel_moe,
+    debug/default or default, with or without .toml, and as configs/... too.
 
-    What is neither comes back as it is.
+    A text that is neither is returned as it is.
     """
     if Path(text).exists():
         return text
@@ -22,7 +22,7 @@ def find_config(text: str) -> str:
 
 
 def what_is_there(text: str) -> str:
-    """For an error about a file that is not there: which names come near it."""
+    """Returns the end of an error about a missing file: names that are nearly the same."""
     named = _named()
     name = text.removeprefix("configs/").removesuffix(".toml")
     near = _with_stem(name) or get_close_matches(name, named)

@@ -1,4 +1,4 @@
-"""From a TOML file and a command line to one frozen JobConfig, and back to TOML.
+"""Reads a TOML file and a command line into one frozen JobConfig, and writes it as TOML.
 
 Both are read as dotted keys with values. They are validated apart, so that a TOML string where a
 number belongs is an error although every value of a command line arrives as text, and so that each
@@ -62,7 +62,7 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
     from_cli, more = _checked(given, _COMMAND_LINE, problems)
     if problems:
         raise ConfigError(problems)
-    if from_cli.get("training.dataset") in DATASETS_WITHOUT_PATH:  # In place of the file's data.
+    if from_cli.get("training.dataset") in DATASETS_WITHOUT_PATH:  # Replaces the file's data.
         for key in ("training.dataset_path", "training.blend"):
             from_file.pop(key, None)
     if from_cli.get("validation.dataset") in DATASETS_WITHOUT_PATH:

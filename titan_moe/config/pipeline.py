@@ -66,7 +66,7 @@ def _default_per_rank(schedule: Schedule) -> int:
 
 
 def _layers_to_split(parallelism: Parallelism, num_layers: int) -> int:
-    """Layers, with what the embedding and the output are said to count as."""
+    """Returns the number of layers, and of those that the embedding and the output count as."""
     first = parallelism.pipeline_parallel_first_stage_less_layers or 0
     last = parallelism.pipeline_parallel_last_stage_less_layers or 0
     return num_layers + first + last

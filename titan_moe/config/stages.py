@@ -1,4 +1,4 @@
-"""The configuration of each training stage: what `[[stages]]` make of a job."""
+"""The configuration of each training stage, which `[[stages]]` derive from a job."""
 
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ def job_of_step(job: JobConfig, step: int) -> JobConfig:
 
 
 def stage_name(job: JobConfig, number: int) -> str:
-    """How messages name the stage `job.stages[number]`."""
+    """Returns the name of the stage `job.stages[number]` in messages."""
     return f"stages[{number}] (from_step={job.stages[number].from_step})"
 
 

@@ -1,4 +1,4 @@
-"""From the configuration's tables to loaders; without torch, for the checks before a run."""
+"""Builds loaders from the configuration's tables. Imports no torch: checks before a run use it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class StepReader:
         self.parts = parts
         self._streams = streams
         self._local_batch_size = local_batch_size
-        # By part and partition, the position from which on the sequences take documents: 0, until
+        # The position, by part and partition, from which on the sequences take documents: 0, until
         # a training stage changes the batch size.
         self._first = [[0] * part.order.num_partitions for part in parts]
         self._step = 0
@@ -106,7 +106,7 @@ class ReaderProcess:
     """Runs a `StepReader` in a child process, with the same methods."""
 
     def __init__(self, training: Training, tokenizer_path: str, **place: Any) -> None:
-        """`place`: build_reader's keywords. Raises what it raises."""
+        """`place`: keywords of `build_reader`, whose errors it raises."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -198,7 +198,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_marks(marks: Sequence[Any]) -> Any:
-    """For each partition the earliest place to read on from, which serves every sequence."""
+    """Returns each partition's earliest place to read on from, which serves every sequence."""
     if marks[0] is None:
         return None
     return [

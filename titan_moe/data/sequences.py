@@ -85,7 +85,7 @@ class SequenceStream:
         self._tokenizer = tokenizer
         self._global_batch_size = identity.global_batch_size
         self._blend = Blend([part.weight for part in parts], key=(identity.seed, index))
-        # As in StepReader.
+        # The positions where sequences begin, as in StepReader.
         self._first: Sequence[Sequence[int]] = [[0] * part.order.num_partitions for part in parts]
         self._read = [0] * len(parts)  # Documents opened, by part.
         self._without_text = 0

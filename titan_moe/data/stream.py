@@ -60,7 +60,7 @@ class HubStream:
                 builder = load(repository, configuration or None, revision=revision or None)
                 # The commit that the names in the builder lead to, whatever is pushed later.
                 self.fingerprint += f":revision={builder.hash}"
-            if builder.name == "json":  # As for local files.
+            if builder.name == "json":  # corpus.py says why.
                 vars(builder.config).update(on_mixed_types=None)
             self._rows = builder.as_streaming_dataset(split=split)
             self._builder, self._split = builder, split

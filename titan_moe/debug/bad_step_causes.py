@@ -7,8 +7,8 @@ about the time of the step's forward, and a step that updates normally pays noth
 """
 
 import math
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,14 @@ from titan_moe.moe.layer import take_dropped
 from titan_moe.train_step import local_batch
 
 _KEPT = 8
+_KINDS = ("parameter", "output of", "gradient of")
+_PARAMETER, _OUTPUT, _GRADIENT = range(3)
 
 
 class _Found(NamedTuple):
-    """The first place of a search on one rank; `order` compares places across ranks."""
+    """A place that is not finite. The smallest one of all ranks comes first."""
 
+    kind: int
     order: tuple[int, int]
     """Index of the first parameter of its part in the whole model, and its place in the part."""
     place: str
@@ -52,9 +55,13 @@ def bad_step_causes(
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     outputs: list[_Found] = []
     hooks = [] if is_finite else _watch_outputs(sharded, outputs)
-    rows = [row for batch in batches for row in _rows(batch)]
+    rows = [
+        Batch(*(field[row : row + 1] for field in vars(batch).values()))
+        for batch in batches
+        for row in range(len(batch.samples))
+    ]
     sharded.train(False)
-    # Compiled layers would not call hooks, and would be compiled again for one row.
+    # Compiled layers would not call hooks, and would be compiled again for one sequence.
     with torch.compiler.set_stance("force_eager"):
         losses = [sharded.execution.evaluate(local_batch(row, sharded, device)) for row in rows]
     sharded.train(True)
@@ -63,20 +70,11 @@ def bad_step_causes(
         hook.remove()
     place = ""
     if not is_finite:
-        place = _first_place(sharded.names, parameters, min(outputs, default=None), grads)
+        in_parameters = _in_tensors(_PARAMETER, parameters, sharded.names)
+        # Backwards: a bad gradient spreads from the loss towards the embedding.
+        in_grads = _in_tensors(_GRADIENT, grads, sharded.names[::-1])
+        place = _first_place(chain(in_parameters, sorted(outputs), in_grads))
     return place, _worst_sequences(sharded, rows, torch.stack(losses))
-
-
-def _rows(batch: Batch) -> list[Batch]:
-    return [
-        Batch(
-            batch.tokens_BS[row : row + 1],
-            batch.labels_BS[row : row + 1],
-            batch.documents_BS[row : row + 1],
-            [documents],
-        )
-        for row, documents in enumerate(batch.samples)
-    ]
 
 
 def _watch_outputs(sharded: ShardedModel, found: list[_Found]) -> list[Any]:
@@ -89,7 +87,7 @@ def _watch_outputs(sharded: ShardedModel, found: list[_Found]) -> list[Any]:
         def hook(module: nn.Module, args: object, output: object) -> None:
             order = (start, next(calls))
             if isinstance(output, Tensor) and not output.isfinite().all():
-                found.append(_Found(order, name))
+                found.append(_Found(_OUTPUT, order, name))
 
         return hook
 
@@ -101,58 +99,42 @@ def _watch_outputs(sharded: ShardedModel, found: list[_Found]) -> list[Any]:
     ]
 
 
-def _first_place(
-    names: list[str],
-    parameters: Mapping[str, Tensor],
-    output: _Found | None,
-    grads: Mapping[str, Tensor],
-) -> str:
-    """Names the first place of all ranks. Collective."""
-    if first := _earliest(_in_tensors(parameters, names)):
-        return f"first seen in the parameter {first[0].place}"
-    if first := _earliest(output):
-        return f"first seen in the output of {first[0].place} on rank {first[1]}"
-    # Backwards: a bad gradient spreads from the loss towards the embedding.
-    if first := _earliest(_in_tensors(grads, names[::-1])):
-        return f"first seen in the gradient of {first[0].place}"
-    return "every tensor is finite by itself: a sum over them overflowed"
-
-
-def _earliest(found: _Found | None) -> tuple[_Found, int] | None:
-    """Returns the first place that any rank has found, and the first rank that has."""
-    everyone: list[_Found | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    hits = [(each, rank) for rank, each in enumerate(everyone) if each is not None]
-    return min(hits, default=None)
-
-
-def _in_tensors(tensors: Mapping[str, Tensor], names: list[str]) -> _Found | None:
-    """Looks through this rank's tensors in the order of the whole model's names."""
+def _in_tensors(kind: int, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[_Found]:
+    """Yields this rank's tensors that are not finite, in the order of the whole model's names."""
     for order, name in enumerate(names):
         if name in tensors and not local_part(tensors[name]).isfinite().all():
-            return _Found((order, 0), name)
-    return None
+            yield _Found(kind, (order, 0), name)
+
+
+def _first_place(own: Iterable[_Found]) -> str:
+    """Names the first place of all ranks, given this rank's in order. Collective."""
+    everyone: list[_Found | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, next(iter(own), None))
+    hits = [(found, rank) for rank, found in enumerate(everyone) if found is not None]
+    if not hits:
+        return "every tensor is finite by itself: a sum over them overflowed"
+    (kind, _, place), rank = min(hits)
+    where = f" on rank {rank}" if kind == _OUTPUT else ""
+    return f"first seen in the {_KINDS[kind]} {place}{where}"
 
 
 def _worst_sequences(
     sharded: ShardedModel, rows: list[Batch], losses_N: Tensor
 ) -> list[dict[str, Any]]:
     # Ranks with the same sequences hold shares of their losses: one row of the table sums them.
-    dims, rank = sharded.meshes.dims, sharded.meshes.rank
+    dims = sharded.meshes.dims
+    own = dims.coordinate(sharded.meshes.rank, "batch")
     sums_RN = losses_N.new_zeros(dims.size("batch"), len(rows), dtype=torch.float64)
-    sums_RN[dims.coordinate(rank, "batch")] = losses_N
+    sums_RN[own] = losses_N
     dist.all_reduce(sums_RN)
-    targets = [int((row.labels_BS != IGNORE_INDEX).sum()) for row in rows]
-    read = [(number, row.samples[0]) for number, row in zip(targets, rows, strict=True)]
+    read = [(int((row.labels_BS != IGNORE_INDEX).sum()), row.samples[0]) for row in rows]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dims.coordinate(rank, "batch"), read))
+    dist.all_gather_object(everyone, (own, read))
 
     sequences = [
         {"loss": total / num_targets, "targets": num_targets, "documents": documents}
-        for coordinate, sequences in dict(everyone).items()
-        for total, (num_targets, documents) in zip(
-            sums_RN[coordinate].tolist(), sequences, strict=True
-        )
+        for coordinate, read in dict(everyone).items()
+        for total, (num_targets, documents) in zip(sums_RN[coordinate].tolist(), read, strict=True)
         if num_targets
     ]
     return sorted(sequences, key=_badness, reverse=True)[:_KEPT]

@@ -135,7 +135,7 @@ class HangWatch:
         now = time.time_ns()
         quiet = (now - POSITION.last().time_ns) / 1e9
         if quiet < self._limit:
-            return False  # Also because reading the recorder takes a tenth of a second.
+            return False  # Before the recorder is read, which takes a tenth of a second.
         if quiet > self._longest_silence and POSITION.last().phase != "start":
             return True
         return any(age > limit - BACKEND_GRACE_S for age, limit in seconds_waited(now))

@@ -1,4 +1,4 @@
-"""Who waits where, and who never came: lines of text from the records of a hang's ranks.
+"""Explains a hang from its ranks' records: which ranks wait where, and which never came.
 
 The calls of a process group are numbered alike on its ranks, so that one call is the same number
 everywhere: a member whose last number is smaller has not come; members that differ in the

@@ -1,5 +1,5 @@
 """Routing traces: `debug.routing_record` keeps every choice of experts that training makes, and
-`debug.routing_replay` makes those of a record again, in whatever layout.
+`debug.routing_replay` repeats those of a record, in any layout.
 
 A record is a folder:
 
@@ -23,7 +23,6 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,8 +71,7 @@ class Tokens(NamedTuple):
     positions: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Dims:
+class Dims(NamedTuple):
     """The facts of a model that a record shares with the run that replays it."""
 
     layers: list[str]
@@ -107,7 +105,7 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
             if (part := _PART.fullmatch(path.name)) and int(part[1]) > after:
                 path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _HEADER, json.dumps(asdict(dims)))
+    write_whole(folder / _HEADER, json.dumps(dims._asdict()))
 
 
 class RecordWriter:
@@ -130,8 +128,8 @@ class RecordWriter:
             logger.warning("%s ends before step %d: a rank reached %s", self._folder, step, key)
             return
         path = self._folder / f"step-{step}.{self._rank}.npz"
-        arrays: dict[str, Any] = {"rows": np.array(tokens.rows), "positions": tokens.positions}
-        arrays.update(experts)
+        names = {"rows": np.array(tokens.rows), "positions": tokens.positions}
+        arrays: dict[str, Any] = {**names, **experts}
         with (aside := path.with_name(f".{path.name}.tmp")).open("wb") as file:
             np.savez(file, **arrays)
         aside.replace(path)
@@ -159,15 +157,20 @@ class Record:
         }
         """The parts of each step of which every rank's part is there."""
 
-    def check(self, dims: Dims, *, key: str) -> None:
-        """Raise ConfigError if the record, a folder that `key` names, is of another model."""
-        theirs, ours = asdict(self.dims), asdict(dims)
+    def check(self, dims: Dims, *, key: str, steps: range = range(0)) -> None:
+        """Raise ConfigError if the record, a folder that `key` names, is of another model or lacks
+        one of the steps."""
         lines = [
-            f"{key}={self.folder} is of a model with {name}={theirs[name]}, this one has "
-            f"{ours[name]}: name a record of this model"
-            for name in ours
-            if theirs[name] != ours[name]
+            f"{key}={self.folder} is of a model with {name}={theirs}, this one has {ours}: name a "
+            f"record of this model"
+            for name, theirs, ours in zip(Dims._fields, self.dims, dims, strict=True)
+            if theirs != ours
         ]
+        if missing := set(steps).difference(self.steps):
+            lines.append(
+                f"{key}={self.folder} lacks step {min(missing)} of training.steps={steps[-1]}, or "
+                f"a rank's part of it: train fewer steps, or record more (debug.routing_record_gb)"
+            )
         if lines:
             raise ConfigError(lines)
 
@@ -237,8 +240,8 @@ class Part:
 
 
 class RoutingTrace:
-    """Records a run's routings, follows those of a record, does both, or neither. A record of a run
-    that replays holds what it did. `resume_step`: the last step that the run has behind it.
+    """Records a run's routings, replays those of a record, does both, or neither. The record of a
+    run that replays holds the experts that it used. `resume_step`: the last step before this start.
 
     Raises ConfigError where a record cannot be written, or cannot be followed to the last step.
     """
@@ -260,8 +263,8 @@ class RoutingTrace:
         self._slots = job.training.global_batch_size * job.training.seq_len * self._dims.top_k
         if replay is not None:
             self._replayed = Record(Path(replay))
-            self._replayed.check(self._dims, key="debug.routing_replay")
-            _check_steps(self._replayed, range(resume_step + 1, job.training.steps + 1))
+            steps = range(resume_step + 1, job.training.steps + 1)
+            self._replayed.check(self._dims, key="debug.routing_replay", steps=steps)
             if process.is_main:
                 path = Path(job.job.dump_folder) / FLIPS_FILE
                 self._flips = JsonLines(path, resume_step=resume_step)
@@ -312,7 +315,7 @@ class RoutingTrace:
         world = dist.group.WORLD
         assert world is not None
         everyone = gather_parts(own.to(self._device), world)
-        # Of the ranks that read the same rows, the first.
+        # Ranks that read the same rows have the same fingerprints: the first one's count.
         before = everyone[list(dims.group_of(0, "batch"))][: dims.coordinate(rank, "batch")]
         positions = self._sharded.positions(batches[0].tokens_BS.shape[1])
         part = positions.chunk(dims.tp)[dims.coordinate(rank, "tp")]
@@ -356,17 +359,6 @@ class _Layer:
 def _short(name: str) -> str:
     """Returns the name that metrics give a layer."""
     return name.removesuffix(".block")
-
-
-def _check_steps(record: Record, needed: range) -> None:
-    if missing := set(needed).difference(record.steps):
-        raise ConfigError(
-            [
-                f"debug.routing_replay={record.folder} lacks step {min(missing)} of training.steps="
-                f"{needed[-1]}, or a rank's part of it: train fewer steps, or record more "
-                f"(debug.routing_record_gb)"
-            ]
-        )
 
 
 @contextmanager

@@ -137,8 +137,11 @@ def _both(first: Contexts, second: Contexts) -> Contexts:
 
 
 def _kept_results(operations: set[Any]) -> Contexts:
-    """torch's own pair of this kind (create_selective_checkpoint_contexts) refuses a recomputation
-    that runs any operation which the forward did not, as FSDP does when it gathers again."""
+    """Returns contexts for a forward that keeps results and a recomputation that reuses them.
+
+    torch's own pair (create_selective_checkpoint_contexts) refuses a recomputation that runs any
+    operation which the forward did not, as FSDP does when it gathers again.
+    """
     kept: dict[Any, deque] = defaultdict(deque)
     return _Keep(kept, operations), _HandBack(kept, operations)
 
@@ -186,7 +189,8 @@ class _Keep(TorchDispatchMode):
         return func in self.operations and not (func in _EXCHANGES and ends_a_layer())
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
-        """`core`, whose backward finds what it saved, instead of asking for a recomputation."""
+        """Calls `core` and keeps its output; its backward finds its saved tensors without a
+        recomputation."""
         self.inside_attention = True
         with saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             o_BHSC = core(*args)
@@ -204,7 +208,7 @@ class _HandBack(_Keep):
         return func(*args, **(kwargs or {}))
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
-        """The kept output. It needs a gradient, so that what follows saves what it saved before."""
+        """Returns the kept output. It needs a gradient, so that later operations save as before."""
         return self.kept["attention"].popleft().requires_grad_()
 
 

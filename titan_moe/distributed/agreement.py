@@ -97,7 +97,7 @@ def _attempt(
 
 
 def for_all_ranks(error: BaseException, doing: str) -> Exception:
-    """The error that all ranks raise for that of one rank, as `on_every_rank` says."""
+    """Returns the error that all ranks raise for one rank's `error`, as `on_every_rank` says."""
     if isinstance(error, ConfigError):
         return RunError("; ".join(error.lines))
     kind = RunError if isinstance(error, RunError) or is_outside(error) else RuntimeError

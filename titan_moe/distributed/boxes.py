@@ -13,11 +13,11 @@ from titan_moe.distributed.collectives import gather_parts, is_gloo
 _functional = torch.ops._c10d_functional
 
 Box = tuple[slice, ...]
-"""For each dim, where the part begins and ends in the whole tensor."""
+"""Begin and end of a part along each dim of the whole tensor."""
 
 
 def sizes(box: Box) -> tuple[int, ...]:
-    """The shape of what it holds."""
+    """Returns the shape of a box."""
     return tuple(each.stop - each.start for each in box)
 
 
@@ -29,7 +29,7 @@ def overlap(one: Box, other: Box) -> Box:
 
 
 def inside(box: Box, whole: Box) -> Box:
-    """The same place, counted from the corner of a box that holds it."""
+    """Returns the same place, relative to the corner of a box that holds it."""
     if not prod(sizes(box)):  # It lies anywhere.
         return tuple(slice(0, size) for size in sizes(box))
     return tuple(
@@ -46,16 +46,16 @@ def exchange_boxes(
     group: ProcessGroup,
     add: bool = False,
 ) -> Tensor:
-    """Returns what this rank holds afterwards. Collective over the group.
+    """Exchanges boxes of a tensor; returns this rank's part afterwards. Collective over the group.
 
     Takes one all-to-all, or one all-gather if all ranks want the same box and its pieces have one
     size. Sums of equal parts take one reduce-scatter, except on gloo, which would reduce the whole
     of them on every rank.
 
     Args:
-        local: what it holds before.
+        local: this rank's part before.
         before, after: the boxes of the group's ranks, in its order.
-        place: this rank's among them.
+        place: this rank's number in the group.
         add: the boxes before hold terms of a sum, taken in the order of ranks by an all-to-all
             and in the backend's by a reduce-scatter; else pieces, of which no two hold the same.
     """

@@ -90,9 +90,9 @@ def all_to_all_wait(rows: AsyncRows, exchange: RowExchange) -> Tensor:
 
 
 def last_of_a_layer() -> AbstractContextManager:
-    """Around exchanges that no backward needs the results of, as those after a layer's experts: a
-    recomputation ends before them, and does not keep what they return."""
-    # Of a layer that is one graph, the partitioner finds that out.
+    """Marks exchanges whose results no backward needs, such as those after a layer's experts:
+    recomputation stops before them, and does not keep their results."""
+    # In a layer that is one graph, the partitioner finds that out.
     return nullcontext() if torch.compiler.is_compiling() else _ending_a_layer()
 
 
@@ -214,7 +214,7 @@ class _StartRows(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange  # type: ignore[attr-defined]
         in_flight = exchange.start(x_RD)
-        if in_flight is x_RD:  # In a group of one.
+        if in_flight is x_RD:  # A group of one rank returns its argument.
             in_flight = x_RD.detach()
         ctx.mark_non_differentiable(in_flight)
         ctx.set_materialize_grads(False)  # Else the backward makes zeros of all rows for it.

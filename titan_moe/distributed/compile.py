@@ -116,7 +116,7 @@ def compiled_so_far() -> Compiled:
 
 
 def forget_compiled(section: Compile) -> None:
-    """Drop all compiled code, and with it what it holds of models that are no longer used."""
+    """Drop all compiled code, which holds tensors of models that are no longer used."""
     if section.enable:
         import torch._dynamo
 
@@ -125,7 +125,7 @@ def forget_compiled(section: Compile) -> None:
 
 def _options(backend: str, by_operation: bool) -> dict[str, Any]:
     """Returns the keyword arguments of torch.compile."""
-    if not by_operation or backend == "eager":  # That makes no backward of its own.
+    if not by_operation or backend == "eager":  # "eager" traces no backward.
         return {"backend": backend}
     # Imported here: it imports Inductor.
     from titan_moe.distributed.graph_recompute import aot_eager_keeping_results, keep_results

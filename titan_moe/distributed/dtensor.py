@@ -1,7 +1,7 @@
-"""Who holds what: how a tensor lies on its mesh, and this rank's part of it.
+"""Describes how a tensor lies on its mesh, and which part of it this rank holds.
 
-Whatever asks where a part lies asks here: checkpoints and their checksums, Hugging Face folders,
-initial weights, Muon, the gradient norm, the layout summary.
+One place answers this for checkpoints and their checksums, Hugging Face folders, initial weights,
+Muon, the gradient norm and the layout summary.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Runs a rank's part of the model over a batch of rows: whole, or as stages of a pipeline."""
+"""Runs a rank's part of the model over a batch of sequences: whole, or as stages of a pipeline."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -50,7 +50,7 @@ class Execution(Protocol):
 
 
 class WholeModel:
-    """All layers on this rank."""
+    """An Execution with all layers on this rank."""
 
     def __init__(self, model: nn.Module, sync: StepSync) -> None:
         self._model = model

@@ -33,7 +33,7 @@ _CUT_BY_ETP = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b2": 1, "b3": 1}
 
 
 def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
-    """Let losses over sequences see whole ones, where cp and tp cut them."""
+    """Let losses over sequences see whole sequences, which cp and tp cut."""
     group = meshes.group("sequence")
     if group.size() == 1:
         return
@@ -42,7 +42,7 @@ def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
 
 
 class DispatchOptions(NamedTuple):
-    """Which dispatcher, and what it needs to know."""
+    """The dispatcher of the MoE layers, and its options."""
 
     name: str = "standard"
     """A key of `DISPATCHERS`."""
@@ -51,16 +51,16 @@ class DispatchOptions(NamedTuple):
     ranks_per_node: int | None = None
     """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
     num_parts: int = 1
-    """`Dispatcher.num_parts`."""
+    """Value of `Dispatcher.num_parts`."""
 
 
 def choose_dispatcher(
     config: MoEConfig, dims: ParallelDims, ranks_per_node: int
 ) -> tuple[DispatchOptions, str]:
-    """The deduplicating dispatcher where it sends clearly fewer rows, from a node's 8 ranks on; and
-    the reason.
+    """Returns the deduplicating dispatcher if it sends clearly fewer rows, from 8 ranks on, else
+    the standard one; and the reason.
 
-    Where ep spans nodes, nodes are counted, between which rows are dearest.
+    If ep spans nodes, rows between nodes are counted, which are the dearest.
     """
     ep, top_k = dims.ep, config.top_k
     on_node = dims.ranks_on_node(ranks_per_node)

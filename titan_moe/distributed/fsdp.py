@@ -35,7 +35,7 @@ class ShardingPolicy:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool
-    """For all units but the last, which the backward wants first."""
+    """Applies to all units but the last, which the backward needs first."""
     reshard_last: bool
     cpu_offload: bool
 
@@ -119,7 +119,7 @@ class StepSync:
         self._is_last = True
 
     def begin(self, *, last: bool) -> None:
-        """Before a microbatch's forward; all that was left out is made up for in the `last`."""
+        """Runs before a microbatch's forward; the `last` one makes up for all that was left out."""
         if last == self._is_last:
             return
         self._is_last = last

@@ -27,8 +27,8 @@ def sum_of_squares(parameters: Iterable[nn.Parameter], ranks_per_stage: int) -> 
     sum, because each of them adds its square divided by their number.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    # By the number of holders: a tensor of those numbers would be a copy to, and a wait for, the
-    # device.
+    # Gradients by their number of copies: as a tensor, these numbers would have to be copied to
+    # the device, which the host waits for.
     by_copies: dict[int, list[Tensor]] = {}
     for parameter, grad in zip(parameters, local_grads(parameters), strict=True):
         copies = ranks_per_stage // _num_pieces(parameter)
@@ -72,7 +72,7 @@ class ParameterNorms:
         found = torch.zeros(self._size, dtype=torch.float64, device=device)
         for name, parameter in parameters:
             if parameter.grad is None or name not in self._places:
-                continue  # Of copies of a parameter, one is counted.
+                continue  # One copy of a parameter counts.
             grad = local_part(parameter.grad)
             dtype = torch.promote_types(grad.dtype, torch.float32)
             if ".experts." in name:

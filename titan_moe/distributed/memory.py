@@ -172,7 +172,7 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
     vocabulary = config.vocab_size / dims.tp
     chunk = training.loss_chunk_size
     whole_part = LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens
-    # Of the stream as the output layer sees it, gathered, and of its weight, added up wide.
+    # Gradients of the output layer's gathered input, and of its weight, added up in a wide type.
     logits = tokens * (1 + config.num_mtp_layers) * config.dim * compute
     logits += vocabulary * config.dim * (reduced + compute)
     # Logits, whose place their gradients take.
@@ -334,7 +334,7 @@ def _values_per_token(config: ModelConfig, rows: float) -> float:
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        # Of a routed row x, gate and up: the rest is made again.
+        # x, gate and up of a routed row are kept; the rest is computed again.
         routed = rows * moe.top_k * (config.dim + 2 * moe.hidden_dim)
         shared = 4 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)

@@ -52,8 +52,8 @@ def primary_axes(names: Names) -> tuple[str, ...]:
         if set(parts) <= set(view):
             return tuple(axis for axis in view if axis in parts)
     raise ValueError(
-        f"{', '.join(names)} are of no one view: dense ({', '.join(DENSE_AXES)}) or sparse "
-        f"({', '.join(SPARSE_AXES)})"
+        f"no view of the mesh has all of {', '.join(names)}: dense ({', '.join(DENSE_AXES)}) or "
+        f"sparse ({', '.join(SPARSE_AXES)})"
     )
 
 

@@ -75,7 +75,7 @@ class Search:
 def _path(
     came_from: dict[State, tuple[State, Move]], source: State, target: State
 ) -> list[tuple[State, Move]]:
-    """Back from the target; neighbouring local moves of one op over different axes become one."""
+    """Returns the moves from source to target; neighbouring local moves of one op become one."""
     path: list[tuple[State, Move]] = []
     state = target
     while state != source:

@@ -29,8 +29,8 @@ _ROWS_OF_16_BYTES = 8
 def resolve_model(
     config: ModelConfig, job: JobConfig, device_type: str | None = None
 ) -> ModelConfig:
-    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words, and
-    what the device that the model will run on, if there is one, makes of what they leave open."""
+    """Returns the dimensions of `model_of_job` with the keys of [moe], [training] and [debug] on
+    top. Keys that are left out take the default of the device type, if one is given."""
     if job.training.mtp_loss_weight is not None:
         config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
     if config.moe is None:
@@ -76,8 +76,8 @@ def open_symmetric_memory(
     meshes: Meshes,
     device: torch.device,
 ) -> None:
-    """Give the symmetric dispatchers, if that is what the layers have, the buffers that they share,
-    for the job's largest microbatch. Collective over the world, also on ranks without such a layer.
+    """Gives symmetric dispatchers, if the layers have them, the buffers that they share, for the
+    job's largest microbatch. Collective over the world, also on ranks without such a layer.
 
     Raises ConfigError where torch or the machine lacks symmetric memory.
     """
@@ -99,7 +99,7 @@ def open_symmetric_memory(
 
 
 def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> ShardingPolicy:
-    """`accumulation`: as `accumulation_of` has found it."""
+    """Returns FSDP's options. `accumulation`: of `accumulation_of`."""
     training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
     wide = training.dtype == "float64"
     # A pipeline would gather the parameters anew for every microbatch.

@@ -99,7 +99,7 @@ def _plan(
     mesh = dict(axes)
     for each in (source, target):
         each.check(shape, mesh)
-    # What an axis of one rank does changes nothing.
+    # An axis of one rank changes nothing.
     real = {axis: size for axis, size in axes if size > 1}
     first, last = (State.of(_over(each, real), len(shape)) for each in (source, target))
     search = Search(real, shape, itemsize, joint)

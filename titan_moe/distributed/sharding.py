@@ -43,7 +43,7 @@ class Sharding:
         object.__setattr__(self, "partial", frozenset(self.partial))
         named = [axis for axes in cuts for axis in axes] + sorted(self.partial)
         if twice := sorted({axis for axis in named if named.count(axis) > 1}):
-            raise ValueError(f"{self} names {', '.join(twice)} twice: an axis does one thing")
+            raise ValueError(f"{self} names {', '.join(twice)} twice: name each axis once")
 
     @classmethod
     def parse(cls, text: str) -> "Sharding":
@@ -150,7 +150,7 @@ class Sharding:
         partial = frozenset(
             axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
         )
-        # From the last axis on: where one stands follows from those to its right that cut before.
+        # The last axis comes first: an axis' place follows from those to its right that cut before.
         for axis, placement in reversed(list(zip(names, placements, strict=True))):
             if placement.is_replicate() or placement.is_partial():
                 continue

@@ -51,7 +51,7 @@ def pipeline_summary(
     Args:
         stages: the modules of each stage.
         weights: the cost of each module.
-        rows: of one run of the schedule.
+        rows: sequences of one run of the schedule.
     """
     schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
     microbatches = num_microbatches(parallelism, rows)
@@ -92,7 +92,7 @@ def _by_layout(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, i
 
 
 def _placements(parameter: nn.Parameter) -> str:
-    """The text of its sharding, and its mesh."""
+    """Returns the text of a parameter's sharding, and of its mesh."""
     sharding, axes = sharding_of(parameter)
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     return f"{sharding} on {mesh}" if mesh else "whole on every rank"

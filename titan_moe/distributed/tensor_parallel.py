@@ -225,7 +225,7 @@ class LocalHeads(nn.Module):
 class VocabParallelCrossEntropy:
     """The sum of cross-entropies of logits that are cut by vocabulary, and its gradient.
 
-    Of logits [T, V/tp]: each rank of the group has all tokens and a block of the vocabulary.
+    Logits are [T, V/tp]: each rank of the group has all tokens and a block of the vocabulary.
 
     No rank ever holds whole logits; three numbers a token travel (its largest logit, the sum of
     exponentials, its target's logit). A rank's share of the value is that of its part of the

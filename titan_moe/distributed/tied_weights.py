@@ -21,7 +21,7 @@ class TiedWeights(NamedTuple):
     """The tied weights that this rank takes part in."""
 
     copies: list[list[nn.Parameter]]
-    """For each of them the copies on this rank."""
+    """The copies on this rank, by tied weight."""
     replicas: set[nn.Parameter]
     """Copies on this rank other than a parameter's first, which some rank counts: norms leave them
     out."""

@@ -1,7 +1,7 @@
-"""Tensors from any layout to any other one on the same ranks, by intersection of boxes.
+"""Moves tensors from any layout to any other one on the same ranks, by intersection of boxes.
 
-Who holds which part of a tensor, and who wants which, is all that a transfer looks at: meshes and
-shardings may differ in everything.
+A transfer looks only at the parts of a tensor that each rank holds and wants: meshes and shardings
+may differ in everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def transfer(
     *,
     max_bytes: int = BUCKET_BYTES,
 ) -> int:
-    """Fill `targets` from `sources` of the same names, on whatever ranks; collective.
+    """Fill `targets` from `sources` of the same names, on any ranks; collective.
 
     Both are DTensors of any mesh of the world, or plain tensors, which are whole. Returns the bytes
     that all ranks together have sent. Raises ValueError on all ranks alike, as plan_transfer does.
@@ -107,7 +107,7 @@ def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]]) -> Non
         space.copy_(piece.contiguous().view(-1).view(torch.uint8))
     dist.all_to_all_single(received, sent, numbers[1], numbers[0])
     for piece, space in _places(incoming, received):
-        if space.storage_offset() % piece.element_size():  # As view() wants it.
+        if space.storage_offset() % piece.element_size():  # view() needs an aligned offset.
             space = space.clone()
         piece.copy_(space.view(piece.dtype).view(piece.shape))
 

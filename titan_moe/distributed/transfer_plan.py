@@ -105,11 +105,11 @@ def plan_transfer(
     """Plans who sends what to whom. Ranks that give the same arguments get the same plan.
 
     Args:
-        held: of each rank by name what it holds before. Two parts of a tensor are the same box or
-            have nothing in common.
-        wanted: of each rank what it is to hold afterwards; names that only `held` has are left.
-        max_bytes: what a rank sends, and what it receives, in one all-to-all at most; a single
-            tensor's parts may be more.
+        held: each rank's parts by name, before the transfer. Two parts of a tensor are the same box
+            or have nothing in common.
+        wanted: each rank's parts afterwards; names that only `held` has are ignored.
+        max_bytes: most bytes that a rank sends, or receives, in one all-to-all; a single tensor's
+            parts may be more.
 
     Raises ValueError with one line if ranks give a tensor different shapes or dtypes, if parts that
     they hold overlap, or if no rank holds what one wants.
@@ -141,7 +141,7 @@ def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pi
     itemsize = like.dtype.itemsize
     holding, wanting = by_box(holders), by_box(wanters)
     places, bounds, sizes = overlaps(list(holding), list(wanting), len(like.shape))
-    # Of parts that overlap, an element held twice would hide one that nobody holds.
+    # Parts must not overlap: an element held twice would hide one that nobody holds.
     if len(overlaps(list(holding), list(holding), len(like.shape))[0]) > len(holding):
         raise ValueError(f"{name}: ranks hold parts that overlap")
     if missing := sum(map(_elements, wanting)) - int(sizes.sum()):

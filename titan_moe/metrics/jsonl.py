@@ -1,5 +1,5 @@
-"""metrics.jsonl and its kin: one JSON object a logged step, whatever happens to the run in
-between."""
+"""Writes metrics.jsonl and files like it: one JSON object per logged step, across kills and
+resumes."""
 
 import json
 import logging

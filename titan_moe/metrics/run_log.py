@@ -224,9 +224,9 @@ class RunLog:
         self._is_over |= is_over
 
     def close(self, unit: str, choices: int, *, draws: bool = True) -> None:
-        """End the sinks and draw the curves, which takes seconds that a run asked to stop may not
-        have; the main rank's job. The loss is per `unit`, of which a uniform guess chooses among
-        `choices`."""
+        """End the sinks and draw the curves; the main rank's job. The curves take seconds, which a
+        run that was asked to stop may not have. The loss is per `unit`; a uniform guess chooses
+        among `choices`."""
         for sink in (*self._sinks, *self._details.values()):
             sink.close()
         if self._sinks and draws:

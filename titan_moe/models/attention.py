@@ -21,7 +21,7 @@ from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops.attention import AttentionCore, choose_core
 from titan_moe.ops.varlen_attention import takes
 
-# Of queries and keys, what tells them where in the row they are.
+# Gives queries and keys their places in the row.
 Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 

@@ -75,7 +75,7 @@ class GQAConfig:
     sinks: bool = False
     """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
     temperature: PositionTemperature | None = None
-    """In layers without positions."""
+    """Temperature of attention in layers without positions."""
 
     @property
     def rope_dim(self) -> int:
@@ -215,7 +215,7 @@ class ModelConfig:
         return self.local is not None or self.attention.sinks
 
     def local_in(self, layer: int) -> LocalAttention | None:
-        """How far a layer sees; None: the whole past."""
+        """Returns how far a layer sees; None: the whole past."""
         local = self.local
         if local is None or (local.global_every and (layer + 1) % local.global_every == 0):
             return None

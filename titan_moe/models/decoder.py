@@ -68,12 +68,13 @@ TENSOR_PLAN: TensorPlan = {
     # Multiplies what lies before w2, where each rank has its part of the channels.
     "*.moe.shared_experts.gate": "whole",
     "*norm": "whole",
-    # Of multi-token prediction, on a rank's part of the tokens.
+    # Multi-token prediction projects a rank's part of the tokens.
     "*.projection": "whole",
 }
-"""How tensor parallelism cuts the modules whose names match; distributed/tensor_parallel.py
-explains each way. One plan serves all families: patterns without a match have no effect. Every
-module with parameters is named, also where it stays whole, but for routers and routed experts."""
+"""The way in which tensor parallelism cuts the modules whose names match;
+distributed/tensor_parallel.py explains each. One plan serves all families: patterns without a match
+have no effect. Every module with parameters is named, also where it stays whole, but for routers
+and routed experts."""
 
 
 class FeedForward(nn.Module):
@@ -312,7 +313,7 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] |
     """Standard deviation that a parameter is drawn with; None: ones, as a norm's weight; two
     numbers: the logarithm of one that is uniform between them."""
     parts = name.split(".")
-    if "A_log" in parts:  # As published: exp(A_log) is the rate at which a state decays.
+    if "A_log" in parts:  # exp(A_log) is the rate at which a state decays.
         return 0.01, 16.0
     if "dt_bias" in parts or "out_norm" in parts:
         return None

@@ -21,7 +21,7 @@ from titan_moe.models.registry import FAMILIES, family_module, flavors, model_co
 
 CONFIG = "config.json"
 
-# What a run chooses for its training, or for the length of its rows: the weights fit all the same.
+# A run chooses these for its training, or for the length of its rows: weights fit all the same.
 _OF_TRAINING = {
     "init_std",
     "max_seq_len",

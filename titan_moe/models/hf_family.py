@@ -49,7 +49,7 @@ GQA_KEYS = {
     "attention.num_kv_heads": "num_key_value_heads",
     "attention.head_dim": "head_dim",
 }
-# Of routers with sigmoid scores and a bias, and of DeepSeek-V2's.
+# Keys of routers with sigmoid scores and a bias, and of DeepSeek-V2's.
 ROUTER_KEYS = {
     "moe.num_experts": "n_routed_experts",
     "moe.top_k": "num_experts_per_tok",
@@ -61,7 +61,7 @@ ROUTER_KEYS = {
     "moe.top_groups": "topk_group",
     "num_dense_layers": "first_k_dense_replace",
 }
-# Of models whose layers all have experts, and no biases.
+# Keys of models whose layers all have experts, and no biases.
 BLOCK_SPARSE_KEYS = {
     **{path: key for path, key in GQA_KEYS.items() if path != "attention.bias"},
     "moe.num_experts": "num_local_experts",
@@ -279,12 +279,12 @@ class HFWeight:
     """One way in which a tensor of ours is stored."""
 
     name: str
-    """With {layer}; with {expert} where each expert of a stack has a tensor of its own. Without it
+    """Name with {layer}, and with {expert} if each expert of a stack has a tensor of its own; else
     a stack is stored whole, experts first, like ours."""
     transposed: bool = False
     """Their last two dims are ours swapped."""
     part: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
-    """Which rows of theirs are ours, where projections share a tensor: of a matrix, its second last
+    """The stored rows that are ours, if projections share a tensor: of a matrix, its second last
     dim in our order; of a bias, its last; `Rows` of the first dim."""
 
 
@@ -297,7 +297,7 @@ HFKeys = Mapping[str, tuple[HFWeight, ...]]
 # published as a copy. Copies may be missing on import, where they are not read.
 HFCopies = Mapping[str, str]
 
-# What Llama's descendants call the weights that all of them have; of one layer.
+# Names of the weights that all descendants of Llama have; of one layer.
 EMBEDDINGS: HFKeys = {
     "tok_embeddings.weight": (HFWeight("model.embed_tokens.weight"),),
     "norm.weight": (HFWeight("model.norm.weight"),),
@@ -333,7 +333,7 @@ SHARED_EXPERTS: HFKeys = {
     f"moe.shared_experts.{ours}.weight": (HFWeight(f"mlp.shared_experts.{theirs}.weight"),)
     for ours, theirs in _PROJECTIONS.items()
 }
-# As published by Qwen and DeepSeek, or as transformers 5 keeps them in memory.
+# The form that Qwen and DeepSeek publish, or that of transformers 5 in memory.
 EXPERTS: HFKeys = {
     "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
     "moe.experts.w1": (
@@ -352,7 +352,7 @@ EXPERTS: HFKeys = {
 ROUTING_BIAS: HFKeys = {
     "moe.router.expert_bias": (HFWeight("mlp.gate.e_score_correction_bias"),),
 }
-# As published by Mistral and MiniMax: one tensor per expert.
+# The form that Mistral and MiniMax publish: one tensor per expert.
 BLOCK_SPARSE_EXPERTS: HFKeys = {
     "moe.router.gate.weight": (
         HFWeight("block_sparse_moe.gate.weight"),

@@ -19,7 +19,7 @@ from titan_moe.ops.float8 import ALIGNMENTS, Float8Linear, float8_grouped_mm, fl
 LINEAR, GROUPED_MM = "quantize.linear.float8", "quantize.grouped_mm.float8"
 GROUPED_MX = "quantize.grouped_mm.mx"
 
-# What torch's kernels want: any float8 units, for grouped GEMMs those of Hopper, for mxfp8 those of
+# torch's kernels need any float8 units, for grouped GEMMs those of Hopper, for mxfp8 those of
 # Blackwell.
 _CAPABILITIES = {LINEAR: (8, 9), GROUPED_MM: (9, 0), GROUPED_MX: (10, 0)}
 

@@ -31,7 +31,7 @@ class Rope(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Also called after the module leaves the meta device."""
+        """Computes frequencies; also called after the module leaves the meta device."""
         if not self.inverse_frequency.is_meta:
             self.inverse_frequency.copy_(inverse_frequencies(self.dim, self.config))
 

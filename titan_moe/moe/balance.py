@@ -42,7 +42,7 @@ def z_loss(logits_BSE: Tensor) -> Tensor:
 
 
 def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:
-    """How often each expert stands in each row: counts_BE.
+    """Counts each expert in each row: counts_BE.
 
     Sorted, not scattered: no atomics, no host sync.
     """

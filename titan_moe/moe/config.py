@@ -49,9 +49,9 @@ class MoEConfig:
 
 
 def places_reached(top_k: int, places: int) -> float:
-    """On how many of P places, ranks or nodes, a token's K experts are on average, drawn at random:
-    P (1 - (1 - 1/P)^K). Each place gets one row of the token from a deduplicating dispatcher, one
-    for each expert from another."""
+    """Returns how many of P places (ranks or nodes) a token's K random experts reach on average:
+    P (1 - (1 - 1/P)^K). A deduplicating dispatcher sends one row of the token to each place, others
+    one for each expert."""
     return places * (1 - (1 - 1 / places) ** top_k)
 
 

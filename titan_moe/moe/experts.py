@@ -1,8 +1,8 @@
 """The routed experts of one layer, stacked: gated feed-forwards as three grouped GEMMs.
 
-What an expert makes of a row between its projections is F wide several times over: silu(gate), its
-product with up, that times the routing weight. All of it follows from gate, up and the weight, and
-costs next to nothing beside the projections, so the backward makes it again: of each routed row
+Between its projections an expert makes several values of a row that are F wide: silu(gate), its
+product with up, that times the routing weight. All of them follow from gate, up and the weight, and
+costs next to nothing beside the projections, so the backward makes them again: of each routed row
 only x, gate and up are kept (`moe_act`, as Megatron-Core calls it; arXiv 2512.14080 keeps the
 same).
 """

@@ -23,7 +23,7 @@ class RoutingDecision(NamedTuple):
 
     experts_TK: Tensor
     chosen_BE: Tensor | None
-    """How often each sequence selected each expert; None if no loss needs it."""
+    """Choices of each expert by sequence; None if no loss needs them."""
     plans: list[Any]
     """Dispatch plans, one for each part of the tokens."""
 
@@ -40,8 +40,8 @@ class RoutingMemo:
         self._replayed: Iterator[RoutingDecision] | None = None
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """For one forward pass and its recomputation: the first records decisions, the second
-        replays them in the same order."""
+        """Returns a context for a forward pass, which records decisions, and one for its
+        recomputation, which replays them in the same order."""
         decisions: list[RoutingDecision] = []
         return self._record(decisions), self._replay(decisions)
 
@@ -208,7 +208,7 @@ class MoE(nn.Module):
 
 
 def take_dropped(moe_layers: Iterable[MoE], device: torch.device) -> Tensor:
-    """How many rows the layers have dropped since the last call, [] int64."""
+    """Returns the number of rows that the layers have dropped since the last call, [] int64."""
     dropped = [moe.rows_dropped for moe in moe_layers]
     if not dropped:
         return torch.zeros((), dtype=torch.int64, device=device)

@@ -17,7 +17,7 @@ class Scores(NamedTuple):
 
     logits_TE: Tensor
     scores_TE: Tensor
-    """By the model's function of the logits: `SCORES`."""
+    """Scores by the model's function of the logits: `SCORES`."""
     shares_TE: Tensor
     """The scores normalised over experts, as the balance losses want them."""
 
@@ -94,7 +94,7 @@ class Router(nn.Module):
         """The weights of the selected experts: weights_TK."""
         weights_TK = _GatherSelected.apply(scores_TE, experts_TK)
         if self.config.normalize_top_k:
-            # As in DeepSeek's reference: sigmoid scores may all underflow.
+            # Sigmoid scores may all underflow; DeepSeek's reference adds as much.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         scale = self.config.route_scale
         return weights_TK if scale == 1 else weights_TK * scale

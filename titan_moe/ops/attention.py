@@ -91,7 +91,7 @@ def first_seen_in_rows(
 
 
 def is_seen(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Tensor:
-    """Which queries see which keys: [B, queries, keys].
+    """Returns whether each query sees each key: [B, queries, keys] bool.
 
     Args:
         queries_S, keys_S: their positions in the row.
@@ -198,7 +198,7 @@ def explicit_mask(
 
 
 class VarlenCore:
-    """By flash attention over documents, chunks or rows of any length: see varlen_attention."""
+    """Flash attention over documents, chunks or rows of any length: see varlen_attention."""
 
     def __init__(self, *, mask_documents: bool) -> None:
         self._mask_documents = mask_documents
@@ -222,7 +222,7 @@ class VarlenCore:
 
 
 class FlexCore:
-    """By flex attention, which skips tiles that are masked out."""
+    """Flex attention, which skips tiles that are masked out."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
         self._mask_documents = mask_documents

@@ -71,7 +71,7 @@ class _Blocks(torch.autograd.Function):
         dq_NGSC, nothing = torch.empty_like(q_NGSC), q_NGSC.new_empty(())
         dk_NSC: Any = None
         dv_NSC: Any = None
-        # From the last block, which sees all keys: its gradients are what the others are added to.
+        # The last block comes first: it sees all keys, and the others add to its gradients.
         for (queries, keys), p in reversed(list(zip(_blocks(q_NGSC.shape[2]), kept, strict=True))):
             grad = _rows(grad_NGSC, queries)
             dp = torch.bmm(grad, v_NSC[:, keys].mT)

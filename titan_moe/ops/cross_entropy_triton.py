@@ -125,7 +125,7 @@ def _largest_and_sum(row_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl
     for start in range(0, WIDTH, BLOCK):
         inside = start + columns < WIDTH
         x = tl.load(row_ptr + start + columns, mask=inside, other=float("-inf")).to(dtype)
-        # Of exp(largest - both) and exp(x - both) one is 1.
+        # One of exp(largest - m) and exp(x - m) is 1, where m is the larger of both.
         smaller = tl.exp(-tl.abs(x - largest))
         total = tl.where(x > largest, total * smaller + 1, total + smaller)
         largest = tl.maximum(largest, x)

@@ -15,7 +15,7 @@ _TILE = 128
 
 
 def seen_tiles(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tiles of queries and keys have a pair in them that is seen, and which no other pair:
+    """Returns whether any pair of a tile of queries and keys is seen, and whether all pairs are:
     both [B, tiles of queries, tiles of keys] bool.
 
     A query sees a run of keys whose ends ascend from query to query, so a tile's edges decide and
@@ -39,8 +39,8 @@ def seen_tiles(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> tuple[Ten
 
 
 def _in_order(tiles_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of keys each tile of queries has, and their numbers first: [B, 1, Q] and
-    [B, 1, Q, K] int32, as flex attention wants them."""
+    """Returns the number of key tiles of each query tile, and the tiles' numbers, these first:
+    [B, 1, Q] and [B, 1, Q, K] int32, the form that flex attention takes."""
     tiles = tiles_BQK[:, None].int()
     return tiles.sum(-1, dtype=torch.int32), tiles.argsort(stable=True, descending=True).int()
 
@@ -139,6 +139,6 @@ class Flex:
 
     def _kernel_options(self, dtype: torch.dtype) -> dict[str, Any] | None:
         if not self._compiled or dtype is not torch.float32:
-            return None  # As torch has them.
+            return None  # torch's defaults.
         # With torch's 4 warps a tile of an H100 spills 10,828 bytes (heads of 128), with 8 none.
         return {"fwd_num_warps": 8}

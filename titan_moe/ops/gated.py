@@ -25,7 +25,7 @@ class Activation(NamedTuple):
     hidden: Callable[[Tensor, Tensor], Tensor]
     """gate_RF, up_RF -> hidden_RF, in memory of its own."""
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
-    """The same, in the backward."""
+    """gate_RF, up_RF -> hidden_RF, and the function that its backward needs."""
 
 
 class GatedGradients(NamedTuple):
@@ -57,7 +57,7 @@ def gated_rows(
 def gated_rows_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> GatedGradients:
-    """From the gradient of `gated_rows`'s result, which it may overwrite."""
+    """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
     if _runs_triton(grad_RF):
         from titan_moe.ops import gated_triton
 

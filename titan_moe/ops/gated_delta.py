@@ -180,7 +180,7 @@ def _in_chunks(  # type: ignore[no-untyped-def]
     q, k, v = chunks(_unit(q_BSGK)), chunks(_unit(k_BSGK)), chunks(v_BSHV)
     beta, total = chunks(beta_BSH), chunks(decay_BSH).cumsum(-1)
     sees, sees_state = _seen(place_BS, length, chunk_size)
-    # From the token of a column to that of a row; of a token, from before the chunk; to its end.
+    # Factors that are left of a state: between two tokens, since the chunk's start, until its end.
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~sees, -torch.inf).exp()
     since = total.exp() * sees_state
     until = between[..., -1, :]
@@ -210,7 +210,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _seen(place_BS: Tensor, length: int, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Which tokens of its chunk a token sees, [B, 1, 1, N, C, C], and whether it sees what was
+    """Returns whether a token sees each token of its chunk, [B, 1, 1, N, C, C], and the state
     before the chunk, [B, 1, 1, N, C]."""
     opens_BS = F.pad(place_BS == 0, (0, -length % chunk_size))
     document = opens_BS.unflatten(1, (-1, chunk_size)).cumsum(-1)[:, None, None]
@@ -263,7 +263,7 @@ class _Pieces(NamedTuple):
     first_B: Tensor
     """The number of each row's first piece."""
     continues_B: Tensor
-    """Whether the state before a row is its first piece's."""
+    """True if the first piece of a row goes on from the state before the row."""
 
 
 def _pieces(place_BS: Tensor, batch: int) -> _Pieces:

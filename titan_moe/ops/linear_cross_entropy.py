@@ -123,6 +123,6 @@ def _added(sum_VD: Tensor | None, grad_tV: Tensor, x_tD: Tensor) -> Tensor:
     if wide == x_tD.dtype:
         return sum_VD.addmm_(grad_tV.T, x_tD)
     if x_tD.is_cuda and _ADDS_IN_FLOAT32:
-        sum_VD = sum_VD.to(wide)  # Of the first two terms, the first was rounded.
+        sum_VD = sum_VD.to(wide)  # The first term was rounded.
         return torch.addmm(sum_VD, grad_tV.T, x_tD, out_dtype=wide, out=sum_VD)
     return sum_VD.to(wide).add_(grad_tV.T @ x_tD)

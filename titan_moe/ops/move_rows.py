@@ -119,7 +119,7 @@ def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
     if not len(x_TD):  # index_select has nothing to select padding from.
         return x_TD.new_zeros(len(source_R), x_TD.shape[1])
     x_RD = x_TD.index_select(0, source_R.clamp_min(0))
-    # By index: a mask would visit all rows.
+    # A mask would visit all rows.
     return x_RD.index_fill_(0, padding_R.nonzero()[:, 0], 0)
 
 

@@ -92,14 +92,14 @@ def permute_indices_reference(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the fields of PermuteIndices in plain torch, from the received rows' side."""
-    # Where each (rank, expert) segment of rows ends within its expert's rows.
+    # The end of each (rank, expert) segment of rows within its expert's rows.
     rank_ends_PE = counts_PE.contiguous().cumsum(0)
     counts_E = rank_ends_PE[-1]
     blocks_E = (counts_E + (row_alignment - 1)) // row_alignment
     if row_alignment > 1:
         blocks_E = blocks_E.clamp_min(1)
     offsets_E = (blocks_E * row_alignment).cumsum(0, dtype=torch.int32)
-    # And where it ends in receiving order.
+    # The end of each segment in receiving order.
     received_ends_PE = counts_PE.flatten().cumsum(0).view_as(rank_ends_PE)
 
     # Rows move as whole segments, each by one shift. Ends serve as well as starts: they differ by
@@ -133,10 +133,10 @@ class SortedRows(NamedTuple):
 
 @torch.library.custom_op("titan_moe::count_experts", mutates_args=())
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """How many of the T*K rows each expert gets: counts_E, int64, without a wait for the device.
+    """Counts the T*K rows by expert: counts_E, int64, without a wait for the device.
 
-    Apart from the sort, which takes longer: counts can be exchanged meanwhile. Integers add up to
-    the same sum in any order, so that atomics do no harm here.
+    A function of its own, because the sort takes longer: counts can be exchanged meanwhile.
+    Integers add up to the same sum in any order, so that atomics do no harm here.
     """
     slot_N = experts_TK.flatten()
     return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
@@ -173,7 +173,7 @@ def invert(order_N: Tensor) -> Tensor:
 
 
 def row_map(permuted: PermuteIndices) -> RowMap:
-    """From received rows to padded expert-major order."""
+    """Returns the map from received rows to padded expert-major order."""
     return RowMap(permuted.source_R, permuted.position_R[:, None])
 
 
@@ -202,7 +202,7 @@ def rows_on_ranks(experts_TK: Tensor, reached_TP: Tensor, num_local: int) -> Ten
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
     """A copy of each row for each rank that it reaches: rank after rank, in the order of rows.
 
-    Without a wait for the device: the map's `source_R` has room for `most` copies of each row, and
+    Does not wait for the device: the map's `source_R` has room for `most` copies of each row, and
     -1 after the last copy.
 
     Args:
@@ -212,7 +212,7 @@ def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
     num_rows, num_ranks = reached_TP.shape
     reached_PT = reached_TP.t().contiguous()
     source = reached_PT.nonzero_static(size=num_rows * most)[:, 1].contiguous()
-    # What is no copy goes to a column before the first, which is cut off.
+    # Ranks that a row does not reach write to a column before the first, which is cut off.
     nth_TP = reached_TP.cumsum(1) * reached_TP
     place_TP = (reached_PT.flatten().cumsum(0) - 1).view(num_ranks, num_rows).t()
     rows = place_TP.new_full((num_rows, most + 1), -1)

@@ -57,7 +57,7 @@ def _permute_indices_kernel(
     first = program.to(tl.int64) * BLOCK
     row = first + tl.arange(0, BLOCK)
 
-    # Where each expert's padded rows lie.
+    # The places of each expert's padded rows.
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < NUM_EXPERTS
     totals = tl.zeros((EXPERTS,), dtype=tl.int64)
@@ -69,7 +69,7 @@ def _permute_indices_kernel(
     if program == 0:
         tl.store(offsets_ptr + expert, ends.to(tl.int32), mask=is_expert)
 
-    # Those experts alone of whose rows some are among the program's own.
+    # Only experts that own some of the program's rows.
     source = tl.full((BLOCK,), -1, tl.int64)
     first_expert = tl.sum((is_expert & (ends <= first)).to(tl.int32), 0)
     last_expert = tl.sum((is_expert & (ends - padded < first + BLOCK)).to(tl.int32), 0)

@@ -20,9 +20,9 @@ class DocumentBounds(NamedTuple):
     """Holds upper bounds, known to the host, on the documents packed into a microbatch's rows."""
 
     per_row: int
-    """No row has more."""
+    """Most documents of a row."""
     longest: int
-    """None has more tokens."""
+    """Most tokens of a document."""
 
 
 class Pieces(NamedTuple):
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
     starts_N1: Tensor
     """int32 [N + 1]: where each piece begins, and the stream's end. Empty ones are allowed."""
     longest: int
-    """No piece has more tokens."""
+    """Most tokens of a piece."""
     window: int | None
     """The most tokens that a token sees, itself included; None: its piece up to itself."""
 

@@ -98,7 +98,7 @@ class Adam(torch.optim.Optimizer):
         }
 
     def zeros(self, parameter: Tensor) -> Tensor:
-        """A moment, laid out as its parameter is."""
+        """Returns zeros for a moment, laid out as its parameter is."""
         return torch.zeros_like(parameter, dtype=self._state_dtype or parameter.dtype)
 
     def moments(self, parameters: list[Tensor], key: str) -> list[Tensor]:
@@ -111,7 +111,7 @@ class Adam(torch.optim.Optimizer):
         return [moment.to(parameter.dtype) for moment, parameter in pairs]
 
     def put_back(self, moments: list[Tensor], widened: list[Tensor]) -> None:
-        """Keep what `widened` has become."""
+        """Copies updated moments into the stored ones, unless they are the same tensors."""
         if moments and moments[0] is not widened[0]:
             torch._foreach_copy_(moments, widened)
 

@@ -36,7 +36,7 @@ from titan_moe.optim.adam import Adam
 MATRICES = "matrices"
 """The name of the group that Muon updates."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Of a momentum that counts as one; a smaller one makes a smaller update.
+# A momentum with a smaller norm makes a smaller update.
 _SMALLEST_NORM = 1e-7
 # Elements of this rank worked on together: 256 MiB in float32, and a few times that besides.
 _TOGETHER = 2**26

@@ -1,9 +1,9 @@
 """Names for what a step does, in a profile: `with region("dispatch"):` around what runs.
 
 A region is a record_function while torch's profiler records, and always the position of this rank,
-which a report of a hang reads (runtime/position.py). What the backward does for it is found in a
-profile by who made its operations (autograd's sequence numbers), and what recomputation does by its
-running inside the backward; see profiling/trace.py.
+which a report of a hang reads (runtime/position.py). A profile gives
+work of the backward to the region that made the node of autograd (by sequence numbers), and knows
+recomputation by its running inside the backward; see profiling/trace.py.
 """
 
 from bisect import bisect_right
@@ -72,15 +72,15 @@ def watched_by(watcher: _Watcher) -> Iterator[None]:
 
 
 class NodeMakers(Generic[T]):
-    """Notes of what the forward did as it made each node of autograd, by sequence numbers. A
-    backward runs nodes without a word of who made them."""
+    """Notes what the forward was doing when it made each node of autograd, by the node's number:
+    autograd itself does not record which code made a node."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._made: list[T] = []
 
     def note(self, doing: T, already: int = 0) -> None:
-        """From now on, and for as many nodes that are `already` made; call it in the forward."""
+        """Takes a note for the next nodes, and for the last `already` ones; in the forward."""
         if not self._made or self._made[-1] != doing:
             number = torch.autograd._get_sequence_nr() - already  # type: ignore[attr-defined]
             self._begins.append(max(number, self._begins[-1] if self._begins else 0))
@@ -91,8 +91,8 @@ class NodeMakers(Generic[T]):
         return self._made[-1] if self._made else None
 
     def of(self, node: torch.autograd.graph.Node) -> T | None:
-        """None for a node made before the first note, and for what accumulates gradients, which
-        has the largest number there is."""
+        """Returns a node's note. None for a node made before the first note, and for one that
+        accumulates gradients, which has the largest number there is."""
         number = node._sequence_nr()  # type: ignore[attr-defined]
         at = bisect_right(self._begins, number) - 1
         return self._made[at] if at >= 0 and number < 1 << 62 else None

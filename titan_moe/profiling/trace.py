@@ -67,7 +67,7 @@ class RankProfile:
     on_gpu: bool
     num_steps: int
     wall: float
-    """From the first recorded step's begin to the last one's end."""
+    """Time from the first recorded step's begin to the last one's end."""
     times: dict[RegionPhase, float] = field(default_factory=lambda: defaultdict(float))
     communication: float = 0.0
     """Time in which a collective runs."""
@@ -193,7 +193,7 @@ def _segments(
     events: list[Event], place_of: Callable[[Event, RegionPhase], RegionPhase]
 ) -> Iterator[Segment]:
     """Yields a thread's time from its first event on, cut by its nested events."""
-    # Of events that begin together the longer one is around the other.
+    # If events begin together, the longer one is around the other.
     ordered = sorted(events, key=lambda e: (e["ts"], -e["dur"]))
     last: Event = {"ts": max(map(_end, events)), "dur": 0.0, "name": ""}
     stack: list[tuple[float, RegionPhase, str | None]]

@@ -30,12 +30,12 @@ class Move(NamedTuple):
     """A rank's activity from an instant on."""
 
     time_ns: int
-    """Since the epoch."""
+    """Nanoseconds since the epoch."""
     step: int
     phase: str
     """A phase of `metrics.run_log.Phases`; "start" before the first, "" between two."""
     layer: str
-    """Such as "layer 2" or "layer 2's backward"; "" outside the layers."""
+    """Words such as "layer 2" or "layer 2's backward"; "" outside the layers."""
     region: str
     """One of `profiling.regions.REGIONS`; "" outside all of them."""
 

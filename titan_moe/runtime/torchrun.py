@@ -229,8 +229,8 @@ def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str,
     if nodes.max_restarts:
         torchrun += ["--max-restarts", str(nodes.max_restarts)]
     if nodes.number == 1:
-        # In a file: --standalone would listen on all interfaces. The file grows with each sign of
-        # life, every 5 s by default, which one machine does not need.
+        # Nodes meet in a file: --standalone would listen on all interfaces. The file grows with
+        # each sign of life, every 5 s by default, which one machine does not need.
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(records / "meeting")]
         return [*torchrun, *meeting, "--rdzv-conf", "store_type=file,keep_alive_interval=3600"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]

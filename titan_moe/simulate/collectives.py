@@ -84,7 +84,7 @@ class WorldReport:
             lines.append(f"{part}: {finding.group}: {finding.text}")
         if (more := len(self.findings) - _MOST_SHOWN) > 0:
             lines.append(f"and {more} more groups")
-        verdict = "the members of a group part" if self.findings else "every group's members agree"
+        verdict = "members of a group differ" if self.findings else "every group's members agree"
         return [
             *lines,
             f"{verdict}: {self.collectives:,} collectives compared, {', '.join(self.parts)}; "

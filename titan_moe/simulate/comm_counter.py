@@ -78,7 +78,7 @@ class CommCounter(TorchDispatchMode):
             raise NotImplementedError(f"the bytes of {func} are not known")
         op, bytes_sent = _SENDS[name]
         if op == "all_to_all" and _called_by_fsdp():
-            op = "reduce_scatter"  # Of as many bytes; gloo makes it of an exchange and a sum.
+            op = "reduce_scatter"  # gloo makes it of an exchange of as many bytes, and a sum.
         named = arguments_of(func, args)
         group = group_of(named)
         flow = Flow(self._axis(group), op)
@@ -172,7 +172,7 @@ def _all_to_all(splits: str) -> _BytesSent:
 
 
 def _rooted(name: str, *, sends: bool) -> _BytesSent:
-    """Between the root, which sends or receives, and every other rank."""
+    """Counts the bytes between the root and every other rank."""
 
     def sent(named: Mapping[str, Any], group: dist.ProcessGroup) -> float:
         if sends != (group.rank() == named["root_rank"]):

@@ -40,11 +40,11 @@ class Finding(NamedTuple):
     group: str
     text: str
     number: int
-    """Collectives that the rank which parts had issued before, in any group."""
+    """Number of collectives that the differing rank had issued before, in any group."""
 
 
 def find_desyncs(logs: Mapping[int, RankLog], *, has_failed: bool = False) -> list[Finding]:
-    """Returns all groups whose members part, with the first place of each, the earliest first.
+    """Returns all groups whose members differ, with the first place of each, the earliest first.
 
     Args:
         has_failed: a rank has raised an error, so that others may wait for it.
@@ -108,7 +108,7 @@ def _unequal(
     """Yields the first place at which ranks differ, if there is one."""
     for place in range(max(map(len, calls.values()))):
         nth = f"{_ordinal(place + 1)} {what}"
-        # Where a step was broken off, what it lacks says nothing.
+        # A call that an unfinished step lacks says nothing.
         seen = {
             rank: own[place] if place < len(own) else None
             for rank, own in calls.items()

@@ -130,8 +130,7 @@ def fake_collective(func: Any, args: tuple) -> Any:
 
 
 def _as_long(x: Tensor, length: int) -> Tensor:
-    """Peers' numbers, if there are more or fewer of them than own ones: the own ones over again;
-    zeros where there is none."""
+    """Returns a rank's own numbers, repeated to the length of its peers'; zeros if it has none."""
     if not len(x):
         return x.new_zeros((length, *x.shape[1:]))
     return x if len(x) == length else x[torch.arange(length) % len(x)]

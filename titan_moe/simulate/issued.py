@@ -148,7 +148,7 @@ class RecordingRank(FakeCommCounter):
         if issued.op == "all_to_all":
             splits = [splits or [len(x) // len(members)] * len(members) for _, splits in values]
             result = torch.cat([x.split(s)[me] for x, s in zip(theirs, splits, strict=True)])
-        elif "output_tensors" in named:  # Of a gathering to one rank, the others have none.
+        elif "output_tensors" in named:  # Only the rank that gathers has outputs.
             for outputs in named["output_tensors"]:
                 for output, each in zip(outputs, theirs, strict=True):
                     output.copy_(each.view(output.shape))

@@ -110,7 +110,7 @@ class Whereabouts:
 
 
 def _caller(frame) -> tuple[str, bool]:  # type: ignore[no-untyped-def]
-    """Who asked for a collective, and whether within a recomputation."""
+    """Returns the function that asked for a collective, and whether it runs in a recomputation."""
     caller, recomputes = "", False
     while frame is not None and not recomputes:
         path, function = frame.f_code.co_filename, frame.f_code.co_name

@@ -39,7 +39,7 @@ _PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
 
 
 class Layout(NamedTuple):
-    """How many ranks a job has, and how many of them share the experts."""
+    """Number of a job's ranks, and of those that share the experts."""
 
     name: str
     num_ranks: int
@@ -73,14 +73,14 @@ class Observed:
     """One run as measured from outside; lists have one value per step."""
 
     seconds: list[float] = field(default_factory=list)
-    """From the launch to the step's end."""
+    """Seconds from the launch to each step's end."""
     losses: list[float] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
-    """Of the largest rank."""
+    """Memory of the largest rank at each step."""
     peak_mib: float = 0.0
-    """Of the largest rank, up to the last step."""
+    """Peak memory of the largest rank, up to the last step."""
     num_parameters: int | None = None
-    """As the program prints it."""
+    """Number of parameters that the program prints."""
 
     def read(self, line: str, seconds: float, memory: Callable[[], list[dict[str, float]]]) -> None:
         """Takes one line of output; of ranks that all print a step, the first counts."""
@@ -222,7 +222,7 @@ def write_data(data: Path, tokenizer: Path) -> None:
     """
     if (tokenizer / "tokenizer_config.json").exists():
         return
-    # With more threads pairs that are equally frequent could be merged in another order.
+    # More threads might merge equally frequent pairs in another order.
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

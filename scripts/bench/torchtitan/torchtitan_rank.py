@@ -79,7 +79,7 @@ def _drop_device_ids() -> None:
 
 
 def _sum_in_fsdp() -> None:
-    """With a gradient divide factor FSDP2 wants NCCL's scaled sum; gloo has plain sums only."""
+    """FSDP2 asks for NCCL's scaled sum if there is a divide factor; gloo has plain sums only."""
     from torch.distributed.fsdp import FSDPModule
 
     set_factor = FSDPModule.set_gradient_divide_factor
@@ -135,7 +135,7 @@ def fill_indices(
     max_len: int,
     **_: int,
 ) -> torch.Tensor:
-    """Which received row stands at each place of the order by local expert: int32 [max_len].
+    """Returns the received row at each place of the order by local expert: int32 [max_len].
 
     Received rows are in the order of sending ranks, and of experts within each:
     `tokens_per_expert_group` and `start_index_values` are [num_ranks * experts_per_rank]. Local

@@ -1,6 +1,5 @@
 """One process: saves in the background are those of a step that waits, and fail in one line."""
 
-import resource
 import threading
 import time
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.saved_runs import Run, names, step_folder
+from tests.support.saved_runs import Run, full_disk, names, step_folder
 from titan_moe.checkpoint import checkpointer as module
 from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint import saves
@@ -119,16 +118,12 @@ def test_full_disk_fails_a_later_step_in_one_line(tmp_path, disk):
     run = _run(tmp_path, interval=2, dim=5000)
     disk.free.set()
     run.save(1)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
-    try:
+    with full_disk():
         _step(run, 2)
         with pytest.raises(RunError) as caught:
             for _ in range(2000):
                 run.checkpointer.maybe_save(3, {})
                 time.sleep(0.01)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     line = f"cannot save checkpoint {step_folder(tmp_path, 2)}: File too large; free some space"
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
     assert names(tmp_path) == ["step-1"] and run.checkpointer.finish() == 1

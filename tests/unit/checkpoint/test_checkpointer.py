@@ -1,12 +1,11 @@
-"""One process: what is saved when, and what is loaded."""
+"""One process: saves, and the choice of the checkpoint that is loaded."""
 
 import json
-import resource
 
 import pytest
 import torch
 
-from tests.support.saved_runs import Run, names, refused, step_folder, watched
+from tests.support.saved_runs import Run, full_disk, names, refused, step_folder, watched
 from titan_moe.checkpoint import folder as folders
 from titan_moe.runtime.errors import RunError
 
@@ -87,7 +86,7 @@ def test_load_step_takes_effect_once_in_a_folder(saved, keys, caplog):
     assert later.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert torch.equal(later.moment, first.moment)
     assert "step-3.abandoned-1" not in names(saved)
-    other = Run(saved, seed=2, interval=7, **keys)  # With another key, as a new version adds one.
+    other = Run(saved, seed=2, interval=7, **keys)  # A new version of the program may add a key.
     assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     ((key, value),) = keys.items()
     assert f"checkpoint.{key}={value} took effect in this folder before" in caplog.text
@@ -158,11 +157,6 @@ def test_last_save_model_only_cannot_be_resumed(folder):
 def test_a_full_disk_is_named_as_such(folder):
     run = Run(folder, dim=5000)
     run.save(1)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
-    try:
-        with pytest.raises(RunError, match="step-2: File too large"):
-            run.save(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    with full_disk(), pytest.raises(RunError, match="step-2: File too large"):
+        run.save(2)
     assert names(folder) == ["step-1"]

@@ -108,7 +108,7 @@ def test_one_that_was_replaced_does_not_come_back_for_one_that_is_set_aside(tmp_
 
 
 def test_keep_latest_counts_numbers_not_names_or_times(tmp_path):
-    for step in (0, 9, 10, 100):  # Of which 0 is a seed checkpoint, which stays.
+    for step in (0, 9, 10, 100):  # 0 is a seed checkpoint, which stays.
         # Nor times of modification, which hosts that share a folder do not agree on.
         os.utime(_save(tmp_path, step), (1000 - step, 1000 - step))
     folders.keep_latest(tmp_path, count=2, newest=100)

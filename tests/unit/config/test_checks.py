@@ -231,10 +231,7 @@ def test_routing_folders_that_cannot_be_meant(tmp_path: Path) -> None:
         (f"--debug.routing_record {full}", "holds other files: choose a new folder"),
         (f"--debug.routing_record {full}/notes.txt", "notes.txt holds other files"),
         (f"--debug.routing_replay {tmp_path}/none", "has no record.json: name the folder of a"),
-        (
-            f"{replay} --debug.routing_record {full}/../record",
-            "is what is replayed: choose",
-        ),
+        (f"{replay} --debug.routing_record {full}/../record", "is what is replayed: choose"),
         (f"{replay} --debug.moe_force_load_balance", "both say where tokens go: choose one"),
     ):
         (line,) = problems(arguments)
@@ -391,11 +388,8 @@ def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:
         degrees = {"context_parallel_degree": 8, "tensor_parallel_degree": tp}
         tables = {"parallelism": degrees, "training": {"seq_len": seq_len}}
         model = {"name": "qwen3_next", "flavor": "gate"}
-        return check(
-            JobConfig.model_validate({"model": model, **tables}),
-            model_config("qwen3_next", "gate"),
-            8 * tp,
-        )
+        job = JobConfig.model_validate({"model": model, **tables})
+        return check(job, model_config("qwen3_next", "gate"), 8 * tp)
 
     (line,) = lines(32)
     assert "seq_len=32 in 16 segments" in line and "choose 48 or more" in line

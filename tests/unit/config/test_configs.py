@@ -34,7 +34,7 @@ def test_a_config_names_the_schema_and_runs_on_the_ranks_it_states(
     text = path.read_text()
     named = re.match(r"#:schema (\S+)\n", text)
     assert named and (path.parent / named[1]).resolve() == _SCHEMA
-    # What is for any machine states no number and starts on run_train.sh's two CPU processes.
+    # A file for any machine states no number and starts on run_train.sh's two CPU processes.
     ranks = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
     if ranks:
         monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: 8)

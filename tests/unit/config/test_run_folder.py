@@ -68,7 +68,7 @@ def test_another_model(tmp_path):
         "another job.dump_folder"
     ]
     assert check(tmp_path, {"dim": 32}, model={"flavor": "16B"})[0].startswith("model.flavor='16B'")
-    assert check(tmp_path, model={"flavor": "hf"}) == []  # Of the same dimensions.
+    assert check(tmp_path, model={"flavor": "hf"}) == []  # The same dimensions.
     fresh = {"exclude_from_loading": ["model"]}
     assert check(tmp_path, {"dim": 32}, model=other, checkpoint=fresh) == []
 

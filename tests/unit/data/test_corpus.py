@@ -49,7 +49,7 @@ def test_stdlib_skips_tests_and_files_that_are_not_utf8(tmp_path):
         (tmp_path / name).write_bytes(content)
     corpus = StdlibCorpus(tmp_path)
     assert texts_of(corpus) == ["z\n", "b = 'é'\n"]
-    (tmp_path / "b.py").write_text("b = 'è'\n")  # As long as before.
+    (tmp_path / "b.py").write_text("b = 'è'\n")  # The file is as long as before.
     assert StdlibCorpus(tmp_path).fingerprint != corpus.fingerprint
     names = {document.name for document in StdlibCorpus()}
     assert "stdlib/json/decoder.py" in names and len(names) > 300
@@ -241,7 +241,7 @@ def test_start_on_the_default_data_imports_neither_torch_nor_datasets():
 
 @pytest.mark.parametrize("sizes", [[1], [100, 0, 3, 4000], [90_000, 5, 300_000]])
 def test_checksum_shows_changes(tmp_path, monkeypatch, sizes):
-    """Of a large set, any change of bytes in a row that are more than 1/16 of it shows."""
+    """A change of consecutive bytes shows if they are more than 1/16 of a large set."""
     monkeypatch.setattr(corpus_module, "SAMPLED", 64 << 10)
     monkeypatch.setattr(corpus_module, "_BLOCK", 2 << 10)
     files = [tmp_path / f"{number}.bin" for number in range(len(sizes))]

@@ -4,19 +4,21 @@ import time
 import pytest
 import torch
 
-from tests.support.documents import random_texts, slow_rows, write_hub, write_jsonl
-from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data.build import build_loader
+from tests.support.documents import (
+    TOKENIZER,
+    loaders_of,
+    random_texts,
+    slow_rows,
+    write_hub,
+    write_jsonl,
+)
+from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import merge_states
 from titan_moe.data.stream import StreamOrder
-from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
-# What follows is compared with the order of a run that holds documents out.
-HELD_OUT = Validation(enable=True)
-TOKENIZER = load_tokenizer("bytes")
 ROWS = 8
 
 
@@ -25,18 +27,7 @@ def training(**keys):
 
 
 def loaders(section, num_ranks, *, seed=3, rows=ROWS):
-    return [
-        build_loader(
-            section,
-            TOKENIZER,
-            validation=HELD_OUT,
-            seed=seed,
-            rank=rank,
-            num_ranks=num_ranks,
-            global_batch_size=rows,
-        )
-        for rank in range(num_ranks)
-    ]
+    return loaders_of(section, num_ranks, seed=seed, rows=rows)
 
 
 def global_step(ranks):
@@ -56,7 +47,7 @@ def take(ranks, steps):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # So that the ranks' marks differ.
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # The ranks' marks must differ.
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
         "c4": write_hub(tmp_path / "hub", random_texts(600, seed=1)),

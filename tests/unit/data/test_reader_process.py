@@ -101,7 +101,7 @@ def test_death_of_the_reader_process_is_one_line():
 
 
 def test_close_ends_the_reader_process_at_once(tmp_path):
-    """Also while it reads what never comes."""
+    """It ends even while it reads from a pipe that nobody writes to."""
     path = tmp_path / "a.json"
     write_jsonl(path, ["x"])
     reader = ReaderProcess(training(dataset="c4", dataset_path=str(tmp_path)), "bytes", **PLACE)
@@ -133,7 +133,7 @@ def test_reader_process_ends_with_its_rank(number):
     assert rank.stdout is not None
     pid, torch_there = rank.stdout.readline().split()
     assert torch_there == "False"
-    # What a terminal or a job sends to all of its processes is the rank's to answer.
+    # Signals that a terminal or a job sends to all of its processes are the rank's to answer.
     for harmless in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(int(pid), harmless)
     time.sleep(0.2)

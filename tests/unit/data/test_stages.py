@@ -5,18 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.documents import random_texts, write_hub, write_jsonl
-from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data.build import build_loader
+from tests.support.documents import loaders_of, random_texts, write_hub, write_jsonl
+from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import continue_state, merge_states
 from titan_moe.data.stream import StreamOrder
-from titan_moe.data.tokenizer import load_tokenizer
 
-# What follows is compared with the order of a run that holds documents out.
-HELD_OUT = Validation(enable=True)
-TOKENIZER = load_tokenizer("bytes")
 SEED = 3
 
 
@@ -53,18 +48,7 @@ def build(stage, parts):
         seq_len=stage.seq_len,
         local_batch_size=stage.batch // stage.ranks,
     )
-    return [
-        build_loader(
-            section,
-            TOKENIZER,
-            validation=HELD_OUT,
-            seed=SEED,
-            rank=rank,
-            num_ranks=stage.ranks,
-            global_batch_size=stage.batch,
-        )
-        for rank in range(stage.ranks)
-    ]
+    return loaders_of(section, stage.ranks, seed=SEED, rows=stage.batch)
 
 
 def take(loaders, steps):
@@ -89,12 +73,12 @@ def take(loaders, steps):
 
 
 def position(loaders):
-    """What a checkpoint holds of it."""
+    """Returns the data position of all loaders, as a checkpoint keeps it."""
     return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
 def staged_run(plan, parts):
-    """All global batches."""
+    """Returns the global batches of all stages."""
     batches, loaders = [], []
     for stage in plan:
         before, loaders = loaders, build(stage, parts)

@@ -1,4 +1,4 @@
-"""Where a run goes on in its data, and what it says of them."""
+"""TrainData goes on at a checkpoint's position, and counts documents without a text."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def data_of(job: JobConfig) -> TrainData:
 def test_documents_without_a_text_are_counted_and_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also across a resume in a stage of another batch."""
+    """The count goes on across a resume in a stage with another batch."""
     path = write_jsonl(tmp_path / "a.jsonl", [None, "a", "b", "c"])
     job = job_of(
         ({"from_step": 3, "global_batch_size": 4, "local_batch_size": 4},),

@@ -64,7 +64,7 @@ def test_rows_are_those_of_a_plain_packing(tmp_path, mask):
     section = Training(seq_len=64, local_batch_size=2, mask_documents=mask)
     found = rows_in_order(build(section, dataset="json", dataset_path=path))
     assert found[: len(rows)] == [tuple(row[:3]) for row in rows]
-    assert len(found) == len(rows) + 1  # And the rest, padded.
+    assert len(found) == len(rows) + 1  # The rest is padded.
 
 
 def test_steps_limit_the_rows_of_all_ranks_together(training):

@@ -1,4 +1,4 @@
-"""When a rank takes a run for one that hangs."""
+"""A rank decides that a run hangs."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Which positions a context-parallel rank holds, and how the work falls on ranks."""
+"""Positions that a context-parallel rank holds, and each rank's share of the work."""
 
 from itertools import product
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Words for dispatchers."""
+"""Names of dispatchers in the configuration, and the choice between them."""
 
 from typing import get_args
 

@@ -23,7 +23,7 @@ PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "titan_moe.grouped_mm")
 
 
 class Count(TorchDispatchMode):
-    """How often each operation runs, in graphs too."""
+    """Counts the calls of each operation, in graphs too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Count(TorchDispatchMode):
 class Trained(NamedTuple):
     grads: dict[str, Tensor]
     backward: Counter[str]
-    """What ran, and how often."""
+    """Number of calls by operation."""
     kept_bytes: int
-    """That the forward left for the backward, without parameters."""
+    """Bytes that the forward left for the backward, without parameters."""
 
 
 def products(calls: Counter[str]) -> int:
@@ -87,6 +87,6 @@ def test_graphs_make_no_product_again_and_keep_less(family: str):
     results = train_once(family, by_operation=True)
     for name, grad in results.grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-11, atol=1e-11)
-    assert results.backward["aten.pow"] > by_default.backward["aten.pow"]  # Of norms.
+    assert results.backward["aten.pow"] > by_default.backward["aten.pow"]  # Norms.
     assert products(results.backward) == products(by_default.backward)
     assert results.kept_bytes < 0.9 * by_default.kept_bytes

@@ -68,11 +68,11 @@ def test_a_small_model_by_hand():
 
 def test_two_reductions_under_way_where_experts_are_apart():
     found = memory(_PLAN._replace(parallelism=Parallelism(tensor_parallel_degree=2)))
-    # Of two dense layers in a row.
+    # Two dense layers in a row.
     assert found.gathered == (_LAYER * (3 * 2 + 2 * 4) + _OUTPUT * (2 * 2 + 4)) / 2
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=64, top_k=2, hidden_dim=30))
     found = memory(_PLAN._replace(config=sparse, parallelism=Parallelism(expert_parallel_degree=4)))
-    # Of one layer's experts, and of its other parameters.
+    # One layer's experts, and its other parameters.
     layer = _LAYER - 3 * 10 * 30 + 10 * 64 + 64 / 4 * 3 * 10 * 30
     assert found.gathered == pytest.approx(layer * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4))
 
@@ -122,7 +122,7 @@ _WHOLE = 2 * _LAYER + 2 * _OUTPUT + 10
 
 
 def _shared(free: float, word: str = "auto", **training: object) -> str:
-    """What four ranks choose whose GPUs have `free` bytes beside the model."""
+    """Returns the choice of four ranks whose GPUs have `free` bytes beside the model."""
     section = _TRAINING.model_copy(update={**_FOUR_MICROBATCHES, **training})
     plan = _PLAN._replace(training=section, parallelism=Parallelism(fsdp_accumulation=word))
     return choose_accumulation(plan, memory(plan).needed + free).word

@@ -54,7 +54,7 @@ def rank_13() -> Iterator[Meshes]:
     ("names", "says"),
     [
         ("dp", "no mesh axis dp: the axes are pp, dp_replicate, dp_shard, cp, tp, edp, ep, etp, "),
-        (("ep", "fsdp"), "ep, fsdp are of no one view: dense"),
+        (("ep", "fsdp"), "no view of the mesh has all of ep, fsdp: dense"),
         (("fsdp", "cp"), "fsdp, cp overlap: cp is in two of them"),
         (("tp", "fsdp"), "the axes tp, fsdp stand in the mesh in the order fsdp, tp"),
     ],

@@ -1,4 +1,4 @@
-"""What a device makes of the settings that a job leaves open."""
+"""Defaults of settings that a job leaves out depend on the device."""
 
 import pytest
 

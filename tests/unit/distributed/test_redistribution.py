@@ -40,9 +40,9 @@ def test_known_costs(source: str, target: str, one_axis: int, all_moves: int) ->
 
 
 def _edge(before: Sharding, after: Sharding, joint: bool) -> float:
-    """What the cheapest single move costs, from the two shardings alone; inf if none leads there.
+    """Returns the cost of the cheapest single move between two shardings; inf if there is none.
 
-    Written a second time, by what changes: which axes come and go in which dims.
+    Computed independently of production, from the axes that come and go in each dim.
     """
     cuts = [(b, a) for b, a in zip(_dims(before), _dims(after), strict=True) if b != a]
     dropped = before.partial - after.partial
@@ -76,7 +76,7 @@ def _dims(sharding: Sharding) -> list[tuple[str, ...]]:
 
 @cache
 def _least_costs(joint: bool) -> tuple[list[Sharding], np.ndarray]:
-    """Between all pairs of the 92 shardings, by Floyd and Warshall's algorithm."""
+    """Returns the 92 shardings and the least costs between them, by Floyd and Warshall."""
     states = list(all_shardings("xyz", 2))
     costs = np.array([[0 if a == b else _edge(a, b, joint) for b in states] for a in states])
     for middle in range(len(states)):

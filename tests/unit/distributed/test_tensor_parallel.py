@@ -1,4 +1,4 @@
-"""What a plan may not name. That plans train the same model is the gate's business."""
+"""Names that a plan may not have. The gate proves that plans train the same model."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase

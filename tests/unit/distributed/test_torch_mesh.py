@@ -13,12 +13,12 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, Paralle
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
 
-# What a release of torch may take away, by where it is.
+# Private names that a release of torch may remove, by owner.
 ARGUMENTS = {"_init_backend"}
 METHODS = {"_get_root_mesh", "_unflatten", "_flatten"}
 FIELDS = {"_flatten_mapping", "_pg_registry"}
 GROUP_NAMES = "_dim_group_names"
-"""Which a mesh without groups does not have."""
+"""Attributes that a mesh without groups does not have."""
 
 
 def test_every_private_name_is_named_here_and_there_in_torch() -> None:

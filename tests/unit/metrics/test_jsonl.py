@@ -98,6 +98,6 @@ def test_events_are_only_added(tmp_path):
     add_event(tmp_path, 9, {"decision": "stop"})
     assert read_json_lines(path)[0] == {"step": 18, "decision": "skip", "loss": None}
     assert steps_in(path) == [18, 17, 9] and path.read_bytes().count(b"\n") == 3
-    # Of a run that begins anew they are not.
+    # A run that begins anew does not keep them.
     set_events_aside(tmp_path, resume_step=0)
     assert [entry.name for entry in tmp_path.iterdir()] == ["events.1.jsonl"]

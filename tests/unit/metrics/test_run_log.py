@@ -55,7 +55,7 @@ def test_resident_memory_follows_an_allocation():
 
 
 def test_describe_run_keeps_an_earlier_configuration(tmp_path):
-    """And is not where the same one does."""
+    """A configuration that is the same as before is not kept twice."""
     process, data = Process(device=torch.device("cpu")), Identity("", 0, 8, 64, "")
     jobs = [
         JobConfig(job=Job(dump_folder=str(tmp_path)), training=Training(steps=steps))

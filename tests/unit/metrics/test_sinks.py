@@ -89,7 +89,7 @@ def test_weights_and_biases_resumes_its_run_over_steps_made_again(tmp_path, monk
     assert [values["loss"] for values in history.values()] == LOGGED
     assert [values["step"] for values in history.values()] == [int(loss) for loss in LOGGED]
     assert wandb.axes == [("*", "step")] * 3
-    log_one_step(Metrics(enable_wandb=True), tmp_path)  # From the start again: another run.
+    log_one_step(Metrics(enable_wandb=True), tmp_path)  # A start from step 0 is another run.
     assert wandb.runs.keys() == {"run1", "run2"}
 
 

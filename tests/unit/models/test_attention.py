@@ -30,7 +30,7 @@ def slow_varlen_attn(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """As `torch.nn.attention.varlen.varlen_attn`, of any type; checks what the kernel takes."""
+    """Computes `torch.nn.attention.varlen.varlen_attn` in any type; checks its arguments."""
     starts_N1, key_starts_N1, longest, longest_keys = places
     assert starts_N1 is key_starts_N1 and longest == longest_keys and window_size[1] == 0
     assert starts_N1.dtype is torch.int32 and starts_N1.diff().max() <= longest
@@ -162,7 +162,7 @@ def test_a_mask_without_documents_is_made_once_for_each_length(core: str):
 
 
 def test_sinks_of_the_plain_core_need_no_mask():
-    """Where sinks were not announced; without them the kernel's own causal order."""
+    """The plain core takes sinks that were not announced; without sinks it needs no mask."""
     inputs = _inputs(sinks=True)
     assert Sdpa().mask(DOCUMENTS_BS) is None
     ours = _attend(Sdpa(), inputs, DOCUMENTS_BS, None)

@@ -7,8 +7,8 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.stats import Size, part_sizes, total
 
-# In billions, as the model cards and papers say: total, active per token (None: dense), and whether
-# that last number counts both matrices of the vocabulary (2), the output layer's (1) or none (0).
+# Billions of parameters by model cards and papers: total; active per token (None: dense); and the
+# vocabulary's matrices in the latter: both (2), the output layer's (1) or none (0).
 PUBLISHED = {
     ("deepseek_v3", "16B"): (15.7, 2.4, 1),
     ("deepseek_v3", "236B"): (236, 21, 2),
@@ -40,7 +40,7 @@ PUBLISHED = {
     ("qwen3_next", "Qwen3.5-122B-A10B"): (122, 10, 2),
     ("qwen3_next", "Qwen3.5-397B-A17B"): (397, 17, 2),
 }
-# To the last parameter, as counted in torchtitan 0.2.2 for the same dimensions.
+# Exact numbers, counted in torchtitan 0.2.2 for the same dimensions.
 EXACT = {("deepseek_v3", "debugmodel"): 33_014_016, ("qwen3", "debugmodel_moe"): 14_428_672}
 _ALL = [(name, flavor) for name in FAMILIES for flavor in flavors(name)]
 

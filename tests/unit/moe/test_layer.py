@@ -26,7 +26,7 @@ def _layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
 
 
 def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
-    """What the layer means, token by token."""
+    """Computes the layer token by token."""
     outputs = []
     experts = layer.experts
     for x in x_BSD.flatten(0, 1):

@@ -1,4 +1,4 @@
-"""What one MoE layer keeps for its backward, by storage: nothing of a routed row twice."""
+"""One MoE layer keeps no tensor of its routed rows twice for the backward, by storage."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ TOKENS = ROWS * SEQ_LEN
 
 
 def kept(ep: int, **settings) -> tuple[Counter, int]:
-    """How many storages of each width hold floating-point rows, and how many rows this rank has."""
+    """Returns the number of floating-point storages by size, and this rank's number of rows."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
     from titan_moe.distributed.mesh import build_mesh
     from titan_moe.distributed.parallel_dims import ParallelDims
@@ -65,8 +65,8 @@ SETTINGS = {
 
 
 def expected(rows: int) -> Counter:
-    """By number of elements. Of routed rows x, gate and up, once each; y never, nor the hidden rows
-    or anything weighted."""
+    """Returns the number of storages by elements: x, gate and up of routed rows, once each; never
+    y, hidden rows or weighted rows."""
     found = Counter({rows * D: 1, rows * HIDDEN: 2})
     # The layer's input, which router and shared experts read, and what the latter keep.
     found += Counter({TOKENS * D: 1, TOKENS * SHARED: 4})

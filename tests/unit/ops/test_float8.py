@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_moe.ops.float8 import float8_grouped_mm, float8_linear
 
-LARGEST = 448.0  # Of e4m3: 4 bits of exponent, 3 of mantissa.
+LARGEST = 448.0  # e4m3: 4 bits of exponent, 3 of mantissa.
 GRID = sorted(
     {0.0}
     | {m / 8 * 2.0**-6 for m in range(1, 8)}
@@ -25,7 +25,7 @@ def nearest(value: float) -> float:
 
 
 def slowly_rounded(x: Tensor, dim: int | None, *, power_of_2: bool = True) -> Tensor:
-    """What `x` is in float8, one scale along `dim`, or one for all."""
+    """Returns `x` rounded to float8, with one scale along `dim` or one for all."""
     if dim is None:
         scale = LARGEST / x.abs().max().item()
         return x.clone().apply_(lambda v: nearest(float(torch.tensor(v * scale))) / scale)
@@ -73,7 +73,7 @@ def test_a_linear_multiplies_rounded_operands(recipe: str):
 
 
 def test_mxfp8_experts_multiply_rounded_blocks():
-    """Beside exact products; an expert without rows, and NaN in rows that belong to no expert."""
+    """Compared with exact products; one expert has no rows, and rows of no expert hold NaN."""
     ends = [32, 32, 96]
     x, w, grad = (drawn(*shape, seed=1).bfloat16() for shape in ((128, 64), (3, 96, 64), (128, 96)))
     parts = list(zip([0, *ends], ends, strict=False))

@@ -41,7 +41,7 @@ def _rows(shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tens
     heads = groups * each
     q, k = torch.randn(2, BATCH, length, groups, keys)
     v = torch.randn(BATCH, length, heads, values)
-    # From states that hardly decay to those that are gone after a token.
+    # Some states hardly decay, others are gone after a token.
     decay = -torch.rand(BATCH, length, heads) * torch.logspace(-3, 1.5, heads)
     beta, state = torch.rand(BATCH, length, heads), torch.randn(BATCH, heads, keys, values)
     return [x.to(dtype).requires_grad_() for x in (q, k, v, decay, beta, state)]
@@ -57,7 +57,7 @@ def _documents(length: int, seed: int = 0) -> Tensor:
 
 
 def _places(documents: Tensor, *, continued: bool) -> Tensor:
-    """Counted token by token; the first documents began 7 tokens before the row, if continued."""
+    """Counts places token by token; if continued, documents began 7 tokens before the row."""
     places = torch.zeros_like(documents)
     places[:, 0] = 7 * continued
     for t in range(1, documents.shape[1]):
@@ -168,7 +168,7 @@ def _kernel(
     q, k, v, g, beta, initial_state=None, output_final_state=False, *,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None,
 ):  # fmt: skip
-    """What fla's documentation promises, one sequence after another."""
+    """Computes fla's kernel by its documentation, one sequence after another."""
     assert len(q) == 1 and output_final_state and use_qk_l2norm_in_kernel
     assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens[0] == 0 and cu_seqlens[-1] == q.shape[1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.place_cases import check
+from tests.support.permute_cases import check_choices
 from titan_moe.ops.move_rows import combine_rows, gather_rows
 from titan_moe.ops.permute_indices import copy_to_ranks
 
@@ -42,4 +42,4 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
 
 
 def test_counts_sort_and_copies_equal_the_slow_loops() -> None:
-    check()
+    check_choices()

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 
 
 def compiled(kernel, pointers: dict[str, str], numbers: list[str], **constants: int):
-    """The kernel's assembly."""
+    """Returns the kernel's assembly."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

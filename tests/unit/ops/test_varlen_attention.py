@@ -1,4 +1,4 @@
-"""Where pieces begin, and the cores of a GPU."""
+"""Starts of pieces, and the cores of a GPU."""
 
 import pytest
 import torch

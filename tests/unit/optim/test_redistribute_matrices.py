@@ -9,8 +9,8 @@ from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
 def on_every_layout(world_size):
-    """Whether pieces come back as pieces of what was made of the whole, and how many matrices each
-    rank worked on."""
+    """Returns whether pieces come back as pieces of the changed whole, and the number of matrices
+    that each rank worked on."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,7 @@ def on_every_layout(world_size):
     from titan_moe.optim.muon import matrix_cut, redistribute_matrices
 
     def cut_by_two(shape, dim, fsdp_dim):
-        """By one axis first, then by fully_shard: a strided shard where both cut one dim."""
+        """Cuts by one axis, then by fully_shard: a strided shard if both cut one dim."""
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         module = nn.Module()

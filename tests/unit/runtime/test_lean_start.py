@@ -1,4 +1,4 @@
-"""What a run that compiles nothing does not import."""
+"""A run that compiles nothing does not import torch's compiler."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which code runs, by folder, commit and hash."""
+"""The running code by folder, commit and hash."""
 
 import subprocess
 from pathlib import Path

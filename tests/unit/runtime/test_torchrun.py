@@ -163,7 +163,7 @@ def test_ranks_are_bound_to_numa_nodes_where_numactl_can(
         return "--nproc-per-node 3 --numa-binding node --rdzv" in " ".join(command)
 
     assert is_bound()
-    assert not is_bound("1")  # As in a container that forbids it.
+    assert not is_bound("1")  # A container may forbid it.
     assert not is_bound(gpus=2)  # The ranks say that there are too few.
     assert not is_bound(cpus=10_000)  # Those of a node may be others'.
     numactl.chmod(0o644)
@@ -226,7 +226,7 @@ def test_request_during_checks_waits_for_torchrun(
     )
 
     def check(*all: object) -> tuple[JobConfig, list[str]]:
-        signal.raise_signal(signal.SIGUSR1)  # To this thread: earlier tests have left others.
+        signal.raise_signal(signal.SIGUSR1)  # This thread gets it: earlier tests have left others.
         return job, []
 
     def starts(words: Sequence[str], **settings: Any) -> int:

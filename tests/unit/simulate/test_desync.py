@@ -1,4 +1,4 @@
-"""Where members of a group part, said in words: of logs that are written by hand."""
+"""The first difference between members of a group, in words, from logs written by hand."""
 
 import pytest
 

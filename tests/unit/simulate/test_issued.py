@@ -1,4 +1,4 @@
-"""What a rank of a fake world gets from the others, where numbers have values."""
+"""Whole numbers that a rank of a fake world gets from the others."""
 
 import numpy as np
 import torch

@@ -37,7 +37,7 @@ def test_nothing_of_a_rank_grows_with_the_world_but_its_shard_shrinks() -> None:
     )
     rows = [facts.traffic["ep"]["all_to_all"] for facts in (small, wide, large)]
     assert rows[0][0] == rows[1][0] and rows[1][1] / rows[0][1] == pytest.approx(2, rel=0.01)
-    # What is sent to a layer's experts depends on the batch, not on the world.
+    # Bytes to a layer's experts depend on the batch, not on the world.
     assert rows[2] == rows[0]
     assert small.num_groups <= large.num_groups <= 4
     assert large.parameter_bytes < small.parameter_bytes / 50

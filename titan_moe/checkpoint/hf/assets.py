@@ -1,4 +1,4 @@
-"""config.json, the tokenizer's files and the like: what lies beside the weights."""
+"""Copies the files beside the weights: config.json, and those of tokenizer and generation."""
 
 import logging
 import shutil
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ("*.json", "*.model", "*.txt", "*.jinja")
 _LEFT_OUT = ("*.index.json", CONFIG, "LICENSE*", "requirements*.txt")
-# Of an original config.json: what no longer holds.
+# Keys of an original config.json that no longer hold.
 _OUTDATED = {
     "quantization_config",
     "torch_dtype",

@@ -46,7 +46,7 @@ class Float8(NamedTuple):
     block: tuple[int, int]
 
     def read(self, box: Box, read: Read) -> Tensor:
-        """The values of a box."""
+        """Returns the values of a box."""
         *outer, rows, columns = box
         blocks = tuple(
             slice(part.start // size, (part.stop - 1) // size + 1)
@@ -68,7 +68,7 @@ class MXFP4(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self, box: Box, read: Read) -> Tensor:
-        """The values of a box, exact."""
+        """Returns the values of a box, exactly."""
         experts, inner, rows = box
         groups = slice(inner.start // _GROUP, (inner.stop - 1) // _GROUP + 1)
         scales = read(self.name + SCALES, (experts, rows, groups))
@@ -115,7 +115,7 @@ class HFFolder:
         """Shapes of all tensors by name."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box, whose slices may have steps."""
+        """Returns the values of a box, whose slices may have steps."""
         around = tuple(slice(part.start, part.stop) for part in box)
         quantized = self._quantized.get(name)
         values = quantized.read(around, self._read) if quantized else self._read(name, around)
@@ -138,8 +138,8 @@ class HFFolder:
         blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
         if self._shape(name + SCALE_INV) != (*shape[:-2], *blocks):
             raise RunError(
-                f"{name}{SCALE_INV} is {scales.get_shape()} where {list(shape)} in blocks of "
-                f"{list(block)} wants {[*shape[:-2], *blocks]}"
+                f"{name}{SCALE_INV} has shape {scales.get_shape()}, but {list(shape)} in blocks of "
+                f"{list(block)} needs {[*shape[:-2], *blocks]}"
             )
         return Float8(name, shape, block)
 

@@ -1,4 +1,4 @@
-"""Finds our tensors in a Hugging Face folder, and names what they are written as."""
+"""Finds our tensors in a Hugging Face folder, and the names under which they are exported."""
 
 import logging
 import re

@@ -1,7 +1,7 @@
-"""Boxes of Hugging Face tensors that hold a box of one of ours. Arithmetic; no tensor is read.
+"""Finds the boxes of Hugging Face tensors that hold a box of one of our tensors, by arithmetic.
 
-A box is a tuple of slices of a whole tensor; theirs may have a step of 2, where gate and up
-projections take turns.
+A box is a tuple of slices of a whole tensor. That of a Hugging Face tensor may have a step of 2,
+where gate and up projections take turns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ _STEP = {"even": (0, 2), "odd": (1, 2)}
 
 
 class Piece(NamedTuple):
-    """A box of ours that one of their tensors holds."""
+    """A box of our tensor that lies in one Hugging Face tensor."""
 
     tensor: str
     theirs: Box
@@ -25,12 +25,12 @@ class Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """One tensor of ours, and the way in which it is stored."""
+    """One of our tensors, and the way in which it is stored."""
 
     name: str
     shape: tuple[int, ...]
     way: HFWeight
-    """How the tensor is stored; the name has the layer's number filled in."""
+    """The form in which it is stored; its name has the layer's number filled in."""
 
     @property
     def one_by_one(self) -> bool:
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
         return "{expert}" in self.way.name
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of theirs that hold it."""
+        """Returns names and shapes of the Hugging Face tensors that hold it."""
         shape = list(self.shape[1:] if self.one_by_one else self.shape)
         if isinstance(rows := self.way.part, Rows):
             shape[0] = shape[0] // (rows.last - rows.first) * rows.size
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
         return dict.fromkeys(names, tuple(shape))
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """The pieces that cover a box of ours, each element once."""
+        """Yields the pieces that cover a box of our tensor, each element once."""
         if isinstance(self.way.part, Rows):
             for there, here in _grouped_rows(box[0], self.way.part):
                 yield Piece(self.way.name, (there, *box[1:]), (here, *box[1:]), transposed=False)
@@ -96,7 +96,7 @@ def _shared_rows(rows: slice, part: str, size: int) -> slice:
 
 
 def _grouped_rows(box: slice, rows: Rows) -> Iterator[tuple[slice, slice]]:
-    """Yields theirs and ours, group by group."""
+    """Yields stored rows and the rows of `box` that they hold, group by group."""
     own = rows.last - rows.first
     for group in range(box.start // own, -(-box.stop // own)):
         begin, end = max(box.start, group * own), min(box.stop, (group + 1) * own)

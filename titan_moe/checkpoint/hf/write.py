@@ -68,7 +68,7 @@ class CheckpointSource:
 
 
 class Written(NamedTuple):
-    """A tensor of theirs, and the boxes of ours that it is made of."""
+    """A Hugging Face tensor, and the boxes of our tensors that it is made of."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -178,7 +178,7 @@ def plan_files(targets: Mapping[str, list[Stored]], dtype: torch.dtype) -> dict[
 
 
 def _boxes(file: File) -> dict[str, Box]:
-    """The boxes of our tensors that a file is made of: of a stack of experts those in the file."""
+    """Returns the boxes of our tensors that a file holds: of a stack, those of its experts."""
     boxes: dict[str, Box] = {}
     for tensor in file.values():
         for name, piece in tensor.pieces:

@@ -35,7 +35,7 @@ def check(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
 def check_reshard(
     before: JobConfig, job: JobConfig, model: ModelConfig, world_size: int
 ) -> list[str]:
-    """Checks what a run of `before`, resolved, is to go on as without a restart.
+    """Checks the job that a run of `before`, resolved, is to continue as without a restart.
 
     Returns the lines of `check`; without any, one for each key that cannot change so.
     """

@@ -1,4 +1,4 @@
-"""How a run goes: optimizer, precision, profiles, checkpoints, and what it does about bad steps."""
+"""Rules on a run: optimizer, precision, profiles, checkpoints, and the response to bad steps."""
 
 from collections.abc import Iterator
 from pathlib import Path

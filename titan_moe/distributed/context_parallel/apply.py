@@ -213,7 +213,7 @@ def cut_row(x_BHSE: Tensor, cp_size: int, *, balanced: bool) -> Tensor:
 
 
 def chunks_of_ranks(cp_size: int, balanced: bool) -> list[list[int]]:
-    """Which of a row's chunks each rank holds."""
+    """Returns the numbers of a row's chunks that each rank holds."""
     if not balanced:
         return [[rank] for rank in range(cp_size)]
     return [[rank, 2 * cp_size - 1 - rank] for rank in range(cp_size)]

@@ -1,6 +1,6 @@
 """Attention of some queries to some keys of a row, given where in the row each of them is.
 
-What context parallelism computes on one rank, between its collectives. Positions must ascend.
+Context parallelism computes this on one rank, between its collectives. Positions must ascend.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Block(NamedTuple):
     queries: slice
     keys: slice
     mask: Any
-    """Which of them do; what it is depends on the attention, None: all."""
+    """Mask of the pairs that do, in the form of the attention; None: all do."""
 
 
 class Upstream(NamedTuple):
@@ -153,11 +153,11 @@ class FlexBlocks:
 
 
 BlockAttention = ExplicitBlocks | FlexBlocks
-"""How a device attends within a block. Keys and values may have fewer heads than queries."""
+"""Attention within a block, by device. Keys and values may have fewer heads than queries."""
 
 
 def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
-    """The device's way."""
+    """Returns the attention within blocks for a type of device."""
     if device_type == "cuda":
         return FlexBlocks(mask_documents=mask_documents, compiled=True)
     return ExplicitBlocks(mask_documents=mask_documents)

@@ -144,7 +144,7 @@ class _OnTheWay(NamedTuple):
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> _OnTheWay:
-    """Send `x`, which must not change, to the next rank, while that of the one before comes in."""
+    """Sends `x`, which must not change, to the next rank, and receives that of the rank before."""
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(x)
     operations = [

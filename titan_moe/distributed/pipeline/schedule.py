@@ -1,8 +1,8 @@
 """Pipeline parallelism: a rank holds one or more stages of the model and runs torch's schedules.
 
 A stage is a model whose other parts were taken out. Between stages travels the residual stream
-[rows, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
-reads itself, as all of them read the same rows.
+[B, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
+reads itself, as all of them read the same sequences.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
 
 class Activations(NamedTuple):
-    """Shape and type of what a rank's stages hand on."""
+    """Shape and type of the activations that a rank's stages pass on."""
 
     dim: int
     """D of the stream."""
@@ -50,7 +50,7 @@ class Pipeline:
     Args:
         parts: this rank's stages, ascending.
         schedule: a name of `config.pipeline.SCHEDULES`.
-        microbatch_size: rows of one microbatch.
+        microbatch_size: sequences of one microbatch.
     """
 
     def __init__(

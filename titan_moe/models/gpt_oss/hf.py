@@ -4,45 +4,22 @@ openai/gpt-oss-120b. Its experts are stacks, gate and up projections interleaved
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
-from titan_moe.models.hf_family import (
-    BLOCK_NORMS,
-    DEFAULTS,
-    EMBEDDINGS,
-    GQA,
-    GQA_BIASES,
-    GQA_KEYS,
-    HFCopies,
-    HFKeys,
-    HFWeight,
-    Settings,
-    attention_of,
-    given,
-    gqa_defaults,
-    in_layers,
-    make_config,
-    needed,
-    only,
-    period,
-    read_fields,
-    rope_from_hf,
-    rope_to_hf,
-    write_fields,
-)
 from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "gpt_oss"
 MODEL_TYPES = ("gpt_oss",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-COPIES: HFCopies = {}
+COPIES: hf.HFCopies = {}
 
 _KEYS = {
-    **GQA_KEYS,
+    **hf.GQA_KEYS,
     "moe.num_experts": "num_local_experts",
     "moe.top_k": "num_experts_per_tok",
     "moe.hidden_dim": "intermediate_size",
 }
-_DEFAULTS = DEFAULTS | {
+_DEFAULTS = hf.DEFAULTS | {
     "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
@@ -50,10 +27,10 @@ _DEFAULTS = DEFAULTS | {
 _NO_SCALING = {"rope_type": "default"}
 
 
-def from_hf(settings: Settings) -> ModelConfig:
+def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    only(settings, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
-    fields = read_fields(settings, _KEYS, _DEFAULTS | gqa_defaults(settings))
+    hf.only(settings, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
+    fields = hf.read_fields(settings, _KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
         "attention.sinks": True,
         "rope": _rope(settings),
@@ -63,33 +40,33 @@ def from_hf(settings: Settings) -> ModelConfig:
         "moe.projection_bias": True,
         "moe.activation": "clamped_swiglu",
     }
-    return make_config(fields, GQAConfig)
+    return hf.make_config(fields, GQAConfig)
 
 
-def _rope(settings: Settings) -> RopeConfig:
-    # Where nothing is said, transformers takes the published models' YaRN.
+def _rope(settings: hf.Settings) -> RopeConfig:
+    # Without the key, transformers takes the published models' YaRN.
     if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
         raise ConfigError(
             ["config.json: rope_scaling is missing; none is {'rope_type': 'default'}"]
         )
-    return rope_from_hf(settings)
+    return hf.rope_from_hf(settings)
 
 
-def _local(settings: Settings) -> LocalAttention | None:
-    window, num_layers = settings.get("sliding_window"), needed(settings, "num_hidden_layers")
+def _local(settings: hf.Settings) -> LocalAttention | None:
+    window, num_layers = settings.get("sliding_window"), hf.needed(settings, "num_hidden_layers")
     alternating = ["sliding_attention", "full_attention"] * num_layers
-    kinds = given(settings, "layer_types", alternating[:num_layers])
+    kinds = hf.given(settings, "layer_types", alternating[:num_layers])
     sees_all = [kind == "full_attention" for kind in kinds]
     if window is None or all(sees_all):
         return None
-    return LocalAttention("window", window, global_every=period("layer_types", sees_all))
+    return LocalAttention("window", window, global_every=hf.period("layer_types", sees_all))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention_of(config, GQAConfig, _FAMILY)
+    hf.attention_of(config, GQAConfig, _FAMILY)
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
-    rope = rope_to_hf(config.rope)
+    rope = hf.rope_to_hf(config.rope)
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -97,29 +74,29 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "swiglu_limit": 7.0,
         "sliding_window": None if config.local is None else config.local.size,
         "layer_types": ["sliding_attention" if near else "full_attention" for near in local],
-        **write_fields(config, _KEYS),
+        **hf.write_fields(config, _KEYS),
         **rope,
         "rope_scaling": rope["rope_scaling"] or _NO_SCALING,
     }
 
 
-_SINKS: HFKeys = {"attention.sinks.weight": (HFWeight("self_attn.sinks"),)}
-_EXPERTS: HFKeys = {
-    "moe.router.gate.weight": (HFWeight("mlp.router.weight"),),
-    "moe.router.gate.bias": (HFWeight("mlp.router.bias"),),
-    "moe.experts.w1": (HFWeight("mlp.experts.gate_up_proj", transposed=True, part="even"),),
-    "moe.experts.w3": (HFWeight("mlp.experts.gate_up_proj", transposed=True, part="odd"),),
-    "moe.experts.w2": (HFWeight("mlp.experts.down_proj", transposed=True),),
-    "moe.experts.b1": (HFWeight("mlp.experts.gate_up_proj_bias", part="even"),),
-    "moe.experts.b3": (HFWeight("mlp.experts.gate_up_proj_bias", part="odd"),),
-    "moe.experts.b2": (HFWeight("mlp.experts.down_proj_bias"),),
+_SINKS: hf.HFKeys = {"attention.sinks.weight": (hf.HFWeight("self_attn.sinks"),)}
+_EXPERTS: hf.HFKeys = {
+    "moe.router.gate.weight": (hf.HFWeight("mlp.router.weight"),),
+    "moe.router.gate.bias": (hf.HFWeight("mlp.router.bias"),),
+    "moe.experts.w1": (hf.HFWeight("mlp.experts.gate_up_proj", transposed=True, part="even"),),
+    "moe.experts.w3": (hf.HFWeight("mlp.experts.gate_up_proj", transposed=True, part="odd"),),
+    "moe.experts.w2": (hf.HFWeight("mlp.experts.down_proj", transposed=True),),
+    "moe.experts.b1": (hf.HFWeight("mlp.experts.gate_up_proj_bias", part="even"),),
+    "moe.experts.b3": (hf.HFWeight("mlp.experts.gate_up_proj_bias", part="odd"),),
+    "moe.experts.b2": (hf.HFWeight("mlp.experts.down_proj_bias"),),
 }
 
 
-def keys(config: ModelConfig) -> HFKeys:
+def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing's choice have no place."""
-    attention = attention_of(config, GQAConfig, _FAMILY)
-    block = {**BLOCK_NORMS, **GQA, **_SINKS, **_EXPERTS}
+    attention = hf.attention_of(config, GQAConfig, _FAMILY)
+    block = {**hf.BLOCK_NORMS, **hf.GQA, **_SINKS, **_EXPERTS}
     if attention.bias:
-        block |= GQA_BIASES
-    return {**EMBEDDINGS, **in_layers(block)}
+        block |= hf.GQA_BIASES
+    return {**hf.EMBEDDINGS, **hf.in_layers(block)}

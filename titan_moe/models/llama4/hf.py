@@ -10,102 +10,84 @@ left out; it is written alone.
 from dataclasses import replace
 from typing import Any
 
+from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
-from titan_moe.models.hf_family import (
-    BLOCK_NORMS,
-    DEFAULTS,
-    EMBEDDINGS,
-    GQA,
-    GQA_BIASES,
-    GQA_KEYS,
-    HFCopies,
-    HFKeys,
-    HFWeight,
-    Settings,
-    attention_of,
-    given,
-    gqa_defaults,
-    in_layers,
-    make_config,
-    only,
-    period,
-    read_fields,
-    rope_from_hf,
-    rope_to_hf,
-    write_fields,
-)
 from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "llama4"
 MODEL_TYPES = ("llama4", "llama4_text")
 IGNORED = ("vision_model.*", "multi_modal_projector.*", "*.rotary_emb.inv_freq")
-COPIES: HFCopies = {}
+COPIES: hf.HFCopies = {}
 
 _KEYS = {
-    **GQA_KEYS,
+    **hf.GQA_KEYS,
     "hidden_dim": "intermediate_size_mlp",
     "moe.num_experts": "num_local_experts",
     "moe.top_k": "num_experts_per_tok",
     "moe.hidden_dim": "intermediate_size",
 }
-_DEFAULTS = DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+_DEFAULTS = hf.DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 
 
-def from_hf(settings: Settings) -> ModelConfig:
+def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    settings = given(settings, "text_config", settings)
-    only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
-    fields = read_fields(settings, _KEYS, _DEFAULTS | gqa_defaults(settings))
+    settings = hf.given(settings, "text_config", settings)
+    hf.only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
+    fields = hf.read_fields(settings, _KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
-        "attention.qk_norm": "unweighted" if given(settings, "use_qk_norm", True) else "none",
+        "attention.qk_norm": "unweighted" if hf.given(settings, "use_qk_norm", True) else "none",
         "attention.temperature": _temperature(settings),
-        "rope": rope_from_hf(settings, "neighbours"),
+        "rope": hf.rope_from_hf(settings, "neighbours"),
         "local": _local(settings),
         "moe_every": _moe_every(settings),
         "moe.num_shared_experts": 1,
         "moe.score": "sigmoid",
         "moe.weights_scale": "inputs",
     }
-    return make_config(fields, GQAConfig)
+    return hf.make_config(fields, GQAConfig)
 
 
-def _temperature(settings: Settings) -> PositionTemperature | None:
+def _temperature(settings: hf.Settings) -> PositionTemperature | None:
     # Published as the number 4 or as a boolean.
-    if not given(settings, "attn_temperature_tuning", True):
+    if not hf.given(settings, "attn_temperature_tuning", True):
         return None
     return PositionTemperature(
-        scale=given(settings, "attn_scale", 0.1), floor=int(given(settings, "floor_scale", 8192))
+        scale=hf.given(settings, "attn_scale", 0.1),
+        floor=int(hf.given(settings, "floor_scale", 8192)),
     )
 
 
-def _local(settings: Settings) -> LocalAttention:
+def _local(settings: hf.Settings) -> LocalAttention:
     # Layers without rotary positions are those that see the whole row.
-    every, num_layers = given(settings, "no_rope_layer_interval", 4), settings["num_hidden_layers"]
+    every, num_layers = (
+        hf.given(settings, "no_rope_layer_interval", 4),
+        settings["num_hidden_layers"],
+    )
     rotates = settings.get("no_rope_layers") or [
         (layer + 1) % every != 0 for layer in range(num_layers)
     ]
     sees_all = [not each for each in rotates[:num_layers]]
     kinds = ["full_attention" if each else "chunked_attention" for each in sees_all]
-    only(settings, layer_types=(kinds,))
+    hf.only(settings, layer_types=(kinds,))
     return LocalAttention(
         "chunk",
-        given(settings, "attention_chunk_size", 8192),
-        global_every=period("no_rope_layers", sees_all),
+        hf.given(settings, "attention_chunk_size", 8192),
+        global_every=hf.period("no_rope_layers", sees_all),
         global_rotary=False,
     )
 
 
-def _moe_every(settings: Settings) -> int:
+def _moe_every(settings: hf.Settings) -> int:
     layers = settings.get("moe_layers")
     if layers is None:
-        return given(settings, "interleave_moe_layer_step", 1)
+        return hf.given(settings, "interleave_moe_layer_step", 1)
     has_experts = [layer in layers for layer in range(settings["num_hidden_layers"])]
-    return period("moe_layers", has_experts)
+    return hf.period("moe_layers", has_experts)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention = attention_of(config, GQAConfig, _FAMILY)
+    attention = hf.attention_of(config, GQAConfig, _FAMILY)
     layers = range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
     return {
@@ -121,39 +103,39 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "floor_scale": temperature.floor,
         "interleave_moe_layer_step": config.moe_every,
         "moe_layers": [layer for layer in layers if config.is_moe_layer(layer)],
-        **write_fields(config, _KEYS),
-        **rope_to_hf(config.rope),
+        **hf.write_fields(config, _KEYS),
+        **hf.rope_to_hf(config.rope),
     }
 
 
 _PROJECTIONS = (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
-_FEED_FORWARD: HFKeys = {
-    f"{ours}.{w}.weight": (HFWeight(f"{theirs}.{projection}.weight"),)
+_FEED_FORWARD: hf.HFKeys = {
+    f"{ours}.{w}.weight": (hf.HFWeight(f"{theirs}.{projection}.weight"),)
     for ours, theirs in (
         ("feed_forward", "feed_forward"),
         ("moe.shared_experts", "feed_forward.shared_expert"),
     )
     for w, projection in _PROJECTIONS
 }
-_EXPERTS: HFKeys = {
-    "moe.router.gate.weight": (HFWeight("feed_forward.router.weight"),),
+_EXPERTS: hf.HFKeys = {
+    "moe.router.gate.weight": (hf.HFWeight("feed_forward.router.weight"),),
     "moe.experts.w1": (
-        HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="first half"),
+        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="first half"),
     ),
     "moe.experts.w3": (
-        HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="second half"),
+        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="second half"),
     ),
-    "moe.experts.w2": (HFWeight("feed_forward.experts.down_proj", transposed=True),),
+    "moe.experts.w2": (hf.HFWeight("feed_forward.experts.down_proj", transposed=True),),
 }
 
 
-def keys(config: ModelConfig) -> HFKeys:
+def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    attention = attention_of(config, GQAConfig, _FAMILY)
-    block = {**BLOCK_NORMS, **GQA, **_FEED_FORWARD, **_EXPERTS}
+    attention = hf.attention_of(config, GQAConfig, _FAMILY)
+    block = {**hf.BLOCK_NORMS, **hf.GQA, **_FEED_FORWARD, **_EXPERTS}
     if attention.bias:
-        block |= GQA_BIASES
-    text = {**EMBEDDINGS, **in_layers(block)}
+        block |= hf.GQA_BIASES
+    text = {**hf.EMBEDDINGS, **hf.in_layers(block)}
     return {
         name: (*ways, *(replace(way, name=f"language_model.{way.name}") for way in ways))
         for name, ways in text.items()

@@ -4,36 +4,13 @@ config.json files of Qwen/Qwen3-0.6B-Base and so on."""
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.models.hf_family import (
-    BLOCK_NORMS,
-    DEFAULTS,
-    EMBEDDINGS,
-    EXPERTS,
-    FEED_FORWARD,
-    GQA,
-    GQA_BIASES,
-    GQA_KEYS,
-    QK_NORMS,
-    HFCopies,
-    HFKeys,
-    Settings,
-    attention_of,
-    given,
-    gqa_defaults,
-    in_layers,
-    make_config,
-    only,
-    read_fields,
-    rope_from_hf,
-    rope_to_hf,
-    write_fields,
-)
 
 _FAMILY = "qwen3"
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 IGNORED: tuple[str, ...] = ()
-COPIES: HFCopies = {}
+COPIES: hf.HFCopies = {}
 
 _EXPERT_KEYS = {
     "moe.num_experts": "num_experts",
@@ -42,33 +19,33 @@ _EXPERT_KEYS = {
     "moe.normalize_top_k": "norm_topk_prob",
     "moe_every": "decoder_sparse_step",
 }
-_DEFAULTS = DEFAULTS | {
+_DEFAULTS = hf.DEFAULTS | {
     "max_position_embeddings": 32_768,
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
 }
 
 
-def from_hf(settings: Settings) -> ModelConfig:
+def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    only(settings, hidden_act=("silu",), use_sliding_window=(False,))
+    hf.only(settings, hidden_act=("silu",), use_sliding_window=(False,))
     with_experts = settings.get("model_type") == "qwen3_moe"
-    defaults = _DEFAULTS | gqa_defaults(settings)
+    defaults = _DEFAULTS | hf.gqa_defaults(settings)
     if not with_experts:
         defaults["head_dim"] = 128
-    fields = read_fields(settings, GQA_KEYS, defaults)
-    fields |= {"attention.qk_norm": "learned", "rope": rope_from_hf(settings)}
+    fields = hf.read_fields(settings, hf.GQA_KEYS, defaults)
+    fields |= {"attention.qk_norm": "learned", "rope": hf.rope_from_hf(settings)}
     if with_experts:
         # transformers 5 may write another name.
         if settings.get("num_local_experts") is not None:
             defaults["num_experts"] = settings["num_local_experts"]
-        fields |= read_fields(settings, _EXPERT_KEYS, defaults)
+        fields |= hf.read_fields(settings, _EXPERT_KEYS, defaults)
         fields["num_dense_layers"] = _dense_layers(settings)
-    return make_config(fields, GQAConfig)
+    return hf.make_config(fields, GQAConfig)
 
 
-def _dense_layers(settings: Settings) -> int:
-    dense = sorted(given(settings, "mlp_only_layers", []))
+def _dense_layers(settings: hf.Settings) -> int:
+    dense = sorted(hf.given(settings, "mlp_only_layers", []))
     if dense != list(range(len(dense))):
         raise ConfigError([f"config.json: mlp_only_layers={dense} must be the first layers"])
     return len(dense)
@@ -76,25 +53,25 @@ def _dense_layers(settings: Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention_of(config, GQAConfig, _FAMILY)
+    hf.attention_of(config, GQAConfig, _FAMILY)
     settings: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM" if config.moe is None else "Qwen3MoeForCausalLM"],
         "model_type": "qwen3" if config.moe is None else "qwen3_moe",
         "hidden_act": "silu",
         "use_sliding_window": False,
-        **write_fields(config, GQA_KEYS),
-        **rope_to_hf(config.rope),
+        **hf.write_fields(config, hf.GQA_KEYS),
+        **hf.rope_to_hf(config.rope),
     }
     if config.moe is not None:
-        settings |= write_fields(config, _EXPERT_KEYS)
+        settings |= hf.write_fields(config, _EXPERT_KEYS)
         settings["mlp_only_layers"] = list(range(config.num_dense_layers))
     return settings
 
 
-def keys(config: ModelConfig) -> HFKeys:
+def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    attention = attention_of(config, GQAConfig, _FAMILY)
-    block = {**BLOCK_NORMS, **GQA, **QK_NORMS, **FEED_FORWARD, **EXPERTS}
+    attention = hf.attention_of(config, GQAConfig, _FAMILY)
+    block = {**hf.BLOCK_NORMS, **hf.GQA, **hf.QK_NORMS, **hf.FEED_FORWARD, **hf.EXPERTS}
     if attention.bias:
-        block |= GQA_BIASES
-    return {**EMBEDDINGS, **in_layers(block)}
+        block |= hf.GQA_BIASES
+    return {**hf.EMBEDDINGS, **hf.in_layers(block)}

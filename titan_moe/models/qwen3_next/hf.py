@@ -13,44 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
-from titan_moe.models.hf_family import (
-    BLOCK_NORMS,
-    DEFAULTS,
-    EMBEDDINGS,
-    EXPERTS,
-    FEED_FORWARD,
-    GQA,
-    GQA_BIASES,
-    GQA_KEYS,
-    QK_NORMS,
-    HFCopies,
-    HFKeys,
-    HFWeight,
-    Rows,
-    Settings,
-    attention_of,
-    given,
-    gqa_defaults,
-    in_layers,
-    make_config,
-    needed,
-    only,
-    partial_rotary_factor,
-    period,
-    read_fields,
-    rope_from_hf,
-    rope_to_hf,
-    write_fields,
-)
 
 _FAMILY = "qwen3_next"
 MODEL_TYPES = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 IGNORED = ("mtp.*", "model.visual.*")
-COPIES: HFCopies = {}
+COPIES: hf.HFCopies = {}
 
 _KEYS = {
-    **GQA_KEYS,
+    **hf.GQA_KEYS,
     "moe.num_experts": "num_experts",
     "moe.top_k": "num_experts_per_tok",
     "moe.hidden_dim": "moe_intermediate_size",
@@ -65,7 +37,7 @@ _RECURRENT_KEYS = {
     "recurrent.value_dim": "linear_value_head_dim",
     "recurrent.conv_size": "linear_conv_kernel_dim",
 }
-_DEFAULTS = DEFAULTS | {
+_DEFAULTS = hf.DEFAULTS | {
     "max_position_embeddings": 32_768,
     "head_dim": 256,
     "norm_topk_prob": True,
@@ -75,20 +47,20 @@ _DEFAULTS = DEFAULTS | {
 _KINDS = ("linear_attention", "full_attention")
 
 
-def from_hf(settings: Settings) -> ModelConfig:
+def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    settings = given(settings, "text_config", settings)
-    only(settings, hidden_act=("silu",), mlp_only_layers=([],))
+    settings = hf.given(settings, "text_config", settings)
+    hf.only(settings, hidden_act=("silu",), mlp_only_layers=([],))
     # A layer of all experts has no other feed-forward.
-    unread = {"intermediate_size": needed(settings, "moe_intermediate_size")}
-    fields = read_fields(settings, _KEYS, gqa_defaults(settings) | _DEFAULTS | unread)
-    recurrent = read_fields(settings, _RECURRENT_KEYS, {})
-    rotated = partial_rotary_factor(settings, fields["attention.head_dim"], 0.25)
+    unread = {"intermediate_size": hf.needed(settings, "moe_intermediate_size")}
+    fields = hf.read_fields(settings, _KEYS, hf.gqa_defaults(settings) | _DEFAULTS | unread)
+    recurrent = hf.read_fields(settings, _RECURRENT_KEYS, {})
+    rotated = hf.partial_rotary_factor(settings, fields["attention.head_dim"], 0.25)
     fields |= {
         "attention.qk_norm": "learned",
         "attention.output_gate": True,
         "attention.partial_rotary_factor": rotated,
-        "rope": rope_from_hf(settings),
+        "rope": hf.rope_from_hf(settings),
         "recurrent": GatedDeltaConfig(
             **{path.removeprefix("recurrent."): value for path, value in recurrent.items()},
             attention_every=_attention_every(settings),
@@ -97,20 +69,20 @@ def from_hf(settings: Settings) -> ModelConfig:
         "moe.num_shared_experts": _shared_experts(settings),
         "moe.shared_gate": True,
     }
-    return make_config(fields, GQAConfig)
+    return hf.make_config(fields, GQAConfig)
 
 
-def _attention_every(settings: Settings) -> int:
-    kinds, every = settings.get("layer_types"), given(settings, "full_attention_interval", 4)
+def _attention_every(settings: hf.Settings) -> int:
+    kinds, every = settings.get("layer_types"), hf.given(settings, "full_attention_interval", 4)
     if kinds is None:
         return every
     if unknown := set(kinds) - set(_KINDS):
         raise ConfigError([f"config.json: layer_types: only {' or '.join(_KINDS)}, not {unknown}"])
-    return period("layer_types", [kind == "full_attention" for kind in kinds])
+    return hf.period("layer_types", [kind == "full_attention" for kind in kinds])
 
 
-def _shared_experts(settings: Settings) -> int:
-    width, expert = needed(settings, "shared_expert_intermediate_size"), "moe_intermediate_size"
+def _shared_experts(settings: hf.Settings) -> int:
+    width, expert = hf.needed(settings, "shared_expert_intermediate_size"), "moe_intermediate_size"
     if width % settings[expert]:
         raise ConfigError(
             [
@@ -134,30 +106,30 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": [],
         "partial_rotary_factor": attention.partial_rotary_factor,
         "shared_expert_intermediate_size": config.moe.num_shared_experts * config.moe.hidden_dim,
-        **write_fields(config, _KEYS),
-        **write_fields(config, _RECURRENT_KEYS),
-        **rope_to_hf(config.rope),
+        **hf.write_fields(config, _KEYS),
+        **hf.write_fields(config, _RECURRENT_KEYS),
+        **hf.rope_to_hf(config.rope),
     }
 
 
 def _mixers(config: ModelConfig) -> tuple[GQAConfig, GatedDeltaConfig]:
-    attention = attention_of(config, GQAConfig, _FAMILY)
+    attention = hf.attention_of(config, GQAConfig, _FAMILY)
     if config.recurrent is None or config.moe is None:
         raise ConfigError([f"the Hugging Face form of {_FAMILY} has recurrent layers and experts"])
     return attention, config.recurrent
 
 
-_SHARED: HFKeys = {
-    "moe.shared_experts.gate.weight": (HFWeight("mlp.shared_expert_gate.weight"),),
+_SHARED: hf.HFKeys = {
+    "moe.shared_experts.gate.weight": (hf.HFWeight("mlp.shared_expert_gate.weight"),),
     **{
         f"moe.{name.replace('feed_forward', 'shared_experts')}": tuple(
-            HFWeight(way.name.replace("mlp.", "mlp.shared_expert.")) for way in ways
+            hf.HFWeight(way.name.replace("mlp.", "mlp.shared_expert.")) for way in ways
         )
-        for name, ways in FEED_FORWARD.items()
+        for name, ways in hf.FEED_FORWARD.items()
     },
 }
-_MTP: HFKeys = {
-    f"mtp.layers.{{layer}}.{ours}.weight": (HFWeight(f"mtp.{theirs}.weight"),)
+_MTP: hf.HFKeys = {
+    f"mtp.layers.{{layer}}.{ours}.weight": (hf.HFWeight(f"mtp.{theirs}.weight"),)
     for ours, theirs in (
         ("embedding_norm", "pre_fc_norm_embedding"),
         ("hidden_norm", "pre_fc_norm_hidden"),
@@ -165,8 +137,8 @@ _MTP: HFKeys = {
         ("norm", "norm"),
     )
 }
-_RECURRENT: HFKeys = {
-    f"attention.{ours}": (HFWeight(f"linear_attn.{theirs}"),)
+_RECURRENT: hf.HFKeys = {
+    f"attention.{ours}": (hf.HFWeight(f"linear_attn.{theirs}"),)
     for ours, theirs in (
         ("A_log.weight", "A_log"),
         ("dt_bias.weight", "dt_bias"),
@@ -176,20 +148,20 @@ _RECURRENT: HFKeys = {
 }
 
 
-def keys(config: ModelConfig) -> HFKeys:
+def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place, nor has a second layer of
     multi-token prediction."""
     attention, recurrent = _mixers(config)
-    block = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS, **_SHARED, **GQA, **QK_NORMS}
+    block = {**hf.BLOCK_NORMS, **hf.FEED_FORWARD, **hf.EXPERTS, **_SHARED, **hf.GQA, **hf.QK_NORMS}
     block |= _recurrent(recurrent)
     if attention.bias:
-        block |= GQA_BIASES
+        block |= hf.GQA_BIASES
     found = {
         name: (*ways, *(replace(way, name=_inside(way.name)) for way in ways))
-        for name, ways in {**EMBEDDINGS, **in_layers(block)}.items()
+        for name, ways in {**hf.EMBEDDINGS, **hf.in_layers(block)}.items()
     }
     if config.num_mtp_layers == 1:
-        found |= _MTP | in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
+        found |= _MTP | hf.in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
     return found
 
 
@@ -198,7 +170,7 @@ def _inside(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1)
 
 
-def _recurrent(config: GatedDeltaConfig) -> HFKeys:
+def _recurrent(config: GatedDeltaConfig) -> hf.HFKeys:
     """Names of a recurrent layer's tensors: as Qwen3-Next has the projections, one key head's after
     another, and as Qwen3.5 has them, where the gates' have tensors of their own."""
     keys, values = config.key_dim, config.num_value_heads * config.value_dim
@@ -209,7 +181,7 @@ def _recurrent(config: GatedDeltaConfig) -> HFKeys:
     all_keys = keys * config.num_key_heads
     conv = _sections("linear_attn.conv1d.weight", q=all_keys, k=all_keys, v=values)
     joined = _sections("linear_attn.in_proj_qkv.weight", q=all_keys, k=all_keys, v=values)
-    joined |= {gate: HFWeight(f"linear_attn.in_proj_{gate}.weight") for gate in "zba"}
+    joined |= {gate: hf.HFWeight(f"linear_attn.in_proj_{gate}.weight") for gate in "zba"}
     return {
         **_RECURRENT,
         **{f"attention.in_proj.{x}.weight": (way, joined[x]) for x, way in mixed.items()},
@@ -218,10 +190,10 @@ def _recurrent(config: GatedDeltaConfig) -> HFKeys:
     }
 
 
-def _sections(name: str, **sizes: int) -> dict[str, HFWeight]:
+def _sections(name: str, **sizes: int) -> dict[str, hf.HFWeight]:
     """The parts of a tensor whose rows are groups of these sections."""
     found, first, size = {}, 0, sum(sizes.values())
     for section, rows in sizes.items():
-        found[section] = HFWeight(name, part=Rows(first, first + rows, size))
+        found[section] = hf.HFWeight(name, part=hf.Rows(first, first + rows, size))
         first += rows
     return found

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts, to_host
-from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Route
+from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Exchanges
 from titan_moe.ops.permute_indices import reached_ranks, sort_by_expert
 
 
@@ -32,10 +32,10 @@ class AllToAllDispatcher(ExchangeDispatcher):
         return ExchangePlan(
             rows=tokens,
             weights=slots,
-            route=Pending(lambda: self._route(sent_PE, received.wait(), num_rows)),
+            exchanges=Pending(lambda: self._exchanges(sent_PE, received.wait(), num_rows)),
         )
 
-    def _route(self, sent_PE: Tensor, received_PE: Tensor, num_rows: int) -> Route:
+    def _exchanges(self, sent_PE: Tensor, received_PE: Tensor, num_rows: int) -> Exchanges:
         gathered_QPE = self.gather_counts(received_PE)
         if self.ep_group.size() == 1:  # Every rank keeps all rows of as many tokens.
             sent, received, gathered = [num_rows], [num_rows], [num_rows] * len(gathered_QPE)
@@ -45,7 +45,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
                 sent_PE.sum(1), received_PE.sum(1), gathered_QPE.sum((1, 2))
             )
         counts_PE, num_rows = gathered_QPE.flatten(0, 1), sum(gathered)
-        return Route(
+        return Exchanges(
             rows=self.all_to_all(sent, received),
             weights=AllToAll(sent, received, self.ep_group),
             rows_gathered=gathered,

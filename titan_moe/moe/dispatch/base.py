@@ -62,8 +62,8 @@ class Dispatcher(Protocol):
         return self.combine_wait(self.combine_start(y_RD, plan), plan)
 
     def dropped(self, plan: Any) -> Tensor | None:
-        """How many of the T*K rows exceeded the capacity, [] int64, without a wait for the device;
-        None of a dispatcher that drops none."""
+        """Returns the number of the T*K rows that exceeded the capacity, [] int64, without a wait
+        for the device; None if the dispatcher drops none."""
         return None
 
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Route
+from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Exchanges
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import SortedRows, invert, reached_ranks, sort_by_expert, starts
 
@@ -64,7 +64,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         return ExchangePlan(
             rows=buffers.tokens,
             weights=buffers.slots,
-            route=Pending(lambda: self._route(received.wait(), capacity)),
+            exchanges=Pending(lambda: self._exchanges(received.wait(), capacity)),
             dropped=dropped,
         )
 
@@ -75,7 +75,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         return min(math.ceil(self.capacity_factor * share), most)
 
     def _first_come(self, rank_TK: Tensor, sent_P: Tensor, capacity: int) -> Tensor:
-        """Which choices are within the capacity, [T, K]: first all tokens' first ones."""
+        """Returns which choices are within the capacity, [T, K]; all first choices come first."""
         rank_N, slot_N = rank_TK.t().flatten().sort(stable=True)
         nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N]
         return (nth_N < capacity)[invert(slot_N)].view(rank_TK.shape[::-1]).t()
@@ -88,8 +88,8 @@ class CapacityDispatcher(ExchangeDispatcher):
         kept_N: Tensor | None,
         capacity: int,
     ) -> SortedRows:
-        """From tokens, and from slots, to the P buffers one after the other, -1 where a buffer is
-        not full or a row was dropped. Sorted rows move as whole segments, one for each rank."""
+        """Returns the maps from tokens, and from slots, to the P buffers one after the other, -1
+        in free places and for dropped rows. Sorted rows move as segments, one for each rank."""
         (token_N, rows_TK), (slot_N, _) = sorted_rows
         num_rows, size = len(token_N), len(counts_P) * capacity
         rank_N = torch.arange(len(counts_P), device=counts_P.device).repeat_interleave(
@@ -109,14 +109,14 @@ class CapacityDispatcher(ExchangeDispatcher):
             slots=RowMap(empty[1].scatter_(0, place_N, slot_N)[:-1], place_TK.view(-1, 1)),
         )
 
-    def _route(self, received_PE: Tensor, capacity: int) -> Route:
-        # What fills a buffer up counts for one more expert, after the last, which nothing reads.
+    def _exchanges(self, received_PE: Tensor, capacity: int) -> Exchanges:
+        # Filling rows count for one more expert, after the last, which nothing reads.
         filling_P1 = capacity - received_PE.sum(1, keepdim=True)
         counts_QPE = self.gather_counts(torch.cat([received_PE, filling_P1], 1))
         slices, degree, _ = counts_QPE.shape
         gathered, equal = [degree * capacity] * slices, [capacity] * degree
         order = self.expert_order(counts_QPE.flatten(0, 1), sum(gathered), self.num_local)
-        return Route(
+        return Exchanges(
             rows=self.all_to_all(equal, equal),
             weights=AllToAll(equal, equal, self.ep_group),
             rows_gathered=gathered,

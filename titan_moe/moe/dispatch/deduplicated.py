@@ -21,9 +21,9 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.exchange import (
     ExchangeDispatcher,
     ExchangePlan,
+    Exchanges,
     ExpertOrder,
     Hop,
-    Route,
 )
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
@@ -51,8 +51,8 @@ class Nodes(NamedTuple):
         return x_TP.unflatten(1, (-1, self.within.size()))
 
     def counts_to_send(self, reached_TP: Tensor) -> Tensor:
-        """For the ranks in this rank's place, [P, 1 + G]: of this rank's tokens, how many go to
-        their node, and how many to each rank there; zeros for the other ranks."""
+        """Returns, for the ranks in this rank's place, how many of this rank's tokens go to their
+        node and to each rank there, [P, 1 + G]; zeros for the other ranks."""
         reached_TAG = self.by_node(reached_TP)
         counts_AG = torch.cat([reached_TAG.any(2).sum(0)[:, None], reached_TAG.sum(0)], 1)
         sent_AG = counts_AG.new_zeros(len(counts_AG), self.within.size(), counts_AG.shape[1])
@@ -74,14 +74,14 @@ class Nodes(NamedTuple):
 
 
 class _Draft(NamedTuple):
-    """Holds the inputs of a route that are known before the counts arrive."""
+    """The inputs of the exchanges that are known before the counts arrive."""
 
     copies: RowMap
     """Copies of this rank's tokens, one per rank or node; with room for more in `source_R`."""
     copies_P: Tensor
-    """How many for each."""
+    """Number of copies for each rank or node."""
     reached_TP: Tensor
-    """Which ranks each token reaches."""
+    """True for the ranks that each token reaches."""
     slot_N: Tensor
     """`rows_on_ranks` of the choices in the order of experts."""
     num_tokens: int
@@ -135,12 +135,10 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         slot_N = rows_on_ranks(experts_TK, reached_TP, num_local).flatten()[slots.source_R]
         copies = copy_to_ranks(copied_TP, min(self.top_k, copied_TP.shape[1]))
         draft = _Draft(copies, copies_P, reached_TP, slot_N, len(experts_TK))
-        route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
-        return ExchangePlan(
-            rows=copies, weights=slots, route=route, num_rows=lambda: _num_sent(route.wait())
-        )
+        exchanges = Pending(lambda: self._exchanges(draft, sent_PX, received.wait()))
+        return ExchangePlan(copies, slots, exchanges, num_rows=lambda: _num_sent(exchanges.wait()))
 
-    def _route(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Route:
+    def _exchanges(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Exchanges:
         num_local = self.num_local
         gathered_QPX = self.gather_counts(received_PX[:, : num_local + 1])
         counts_QPE, rows_QP = gathered_QPX[..., :num_local], gathered_QPX[..., num_local]
@@ -173,7 +171,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         def order() -> ExpertOrder:
             return self._order(slot_N.wait(), counts_QPE, rows_QP, rows_gathered, choices_gathered)
 
-        return Route(
+        return Exchanges(
             rows=rows,
             weights=AllToAll(choices_sent, choices_received, self.ep_group),
             rows_gathered=rows_gathered,
@@ -191,7 +189,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
     def _second_hop(
         self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
     ) -> Pending[Hop]:
-        """From this rank to the others of its node; the ranks that send rows say to which."""
+        """Returns the hop from this rank to the others of its node, which the senders decide."""
         assert self.nodes is not None
         within, num_copies = self.nodes.within, sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(
@@ -255,6 +253,6 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         return first_QGA.transpose(1, 2).flatten()
 
 
-def _num_sent(route: Route) -> int:
-    assert isinstance(route.rows, AllToAll)
-    return sum(route.rows.sent)
+def _num_sent(exchanges: Exchanges) -> int:
+    assert isinstance(exchanges.rows, AllToAll)
+    return sum(exchanges.rows.sent)

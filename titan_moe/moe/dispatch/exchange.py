@@ -33,7 +33,7 @@ from titan_moe.ops.permute_indices import permute_indices, row_map
 
 
 class ExpertOrder(NamedTuple):
-    """From the rows of all ranks of the etp group to padded expert-major order."""
+    """Maps from the rows of all ranks of the etp group to padded expert-major order."""
 
     rows: RowMap
     weights: RowMap
@@ -47,8 +47,8 @@ class Hop(NamedTuple):
     exchange: AllToAll
 
 
-class Route(NamedTuple):
-    """Holds the sizes and maps that are known once the ranks have exchanged their counts."""
+class Exchanges(NamedTuple):
+    """The exchanges of a dispatch, known once the ranks have exchanged their counts."""
 
     rows: RowExchange
     weights: RowExchange
@@ -62,16 +62,16 @@ class Route(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """Holds the maps and the route that rows and routing weights follow."""
+    """The maps and exchanges that move rows and routing weights."""
 
     rows: RowMap
     """Tokens to the rows that are sent."""
     weights: RowMap
     """(token, k) slots to the weights that are sent."""
-    route: Pending[Route]
+    exchanges: Pending[Exchanges]
     dropped: Tensor | None = None
     num_rows: Callable[[], int] | None = None
-    """How many rows are sent, where `rows` has room for more; waits for the route."""
+    """Returns the number of rows sent, if `rows` has room for more; waits for `exchanges`."""
 
 
 class RowsInFlight(NamedTuple):
@@ -98,25 +98,26 @@ class ExchangeDispatcher(Dispatcher):
         return plan.dropped
 
     def send(self, x_TD: Tensor, weights_TK: Tensor, plan: ExchangePlan) -> RowsInFlight:
-        # Before the route is waited for: gathering overlaps with the exchange of counts.
+        # Before `exchanges` are waited for: gathering overlaps with the exchange of counts.
         weights_N1 = gather_rows(weights_TK.reshape(-1, 1), plan.weights)
         x_ND = gather_rows(x_TD, plan.rows, plan.num_rows)
-        route = plan.route.wait()
+        exchanges = plan.exchanges.wait()
         return RowsInFlight(
-            all_to_all_start(x_ND, route.rows), all_to_all_start(weights_N1, route.weights)
+            all_to_all_start(x_ND, exchanges.rows), all_to_all_start(weights_N1, exchanges.weights)
         )
 
     def receive(self, sent: RowsInFlight, plan: ExchangePlan) -> ExpertRows:
-        route = plan.route.wait()
-        order = route.expert_order.wait()  # Before the rows are waited for: made as they travel.
-        x_ND = all_to_all_wait(sent.x_ND, route.rows)
-        weights_N1 = all_to_all_wait(sent.weights_N1, route.weights)
-        if route.second_hop is not None:
-            hop = route.second_hop.wait()
+        exchanges = plan.exchanges.wait()
+        # Before the rows are waited for: made as they travel.
+        order = exchanges.expert_order.wait()
+        x_ND = all_to_all_wait(sent.x_ND, exchanges.rows)
+        weights_N1 = all_to_all_wait(sent.weights_N1, exchanges.weights)
+        if exchanges.second_hop is not None:
+            hop = exchanges.second_hop.wait()
             x_ND = exchange_rows(gather_rows(x_ND, hop.copies), hop.exchange)
         if self.etp_group.size() > 1:
-            x_ND = all_gather_rows(x_ND, route.rows_gathered, self.etp_group)
-            weights_N1 = all_gather_rows(weights_N1, route.weights_gathered, self.etp_group)
+            x_ND = all_gather_rows(x_ND, exchanges.rows_gathered, self.etp_group)
+            weights_N1 = all_gather_rows(weights_N1, exchanges.weights_gathered, self.etp_group)
         return ExpertRows(
             x_RD=gather_rows(x_ND, order.rows),
             weights_R=gather_rows(weights_N1, order.weights).flatten(),
@@ -124,19 +125,19 @@ class ExchangeDispatcher(Dispatcher):
         )
 
     def combine_start(self, y_RD: Tensor, plan: ExchangePlan) -> AsyncRows:
-        route = plan.route.wait()
-        y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
+        exchanges = plan.exchanges.wait()
+        y_ND = combine_rows(y_RD, exchanges.expert_order.wait().rows)
         with last_of_a_layer():
             if self.etp_group.size() > 1:
-                y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
-            if route.second_hop is not None:
-                hop = route.second_hop.wait()
+                y_ND = reduce_scatter_rows(y_ND, exchanges.rows_gathered, self.etp_group)
+            if exchanges.second_hop is not None:
+                hop = exchanges.second_hop.wait()
                 y_ND = combine_rows(exchange_rows(y_ND, hop.exchange.reverse()), hop.copies)
-            return all_to_all_start(y_ND, route.rows.reverse())
+            return all_to_all_start(y_ND, exchanges.rows.reverse())
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
-        route = plan.route.wait()
-        y_ND = all_to_all_wait(home, route.rows.reverse())
+        exchanges = plan.exchanges.wait()
+        y_ND = all_to_all_wait(home, exchanges.rows.reverse())
         return combine_rows(y_ND, plan.rows)
 
     def all_to_all(

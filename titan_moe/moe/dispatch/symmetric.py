@@ -16,7 +16,7 @@ from titan_moe.distributed.collectives import Pending, exchange_counts
 from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import MoEConfig, rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-from titan_moe.moe.dispatch.exchange import ExchangePlan, Route
+from titan_moe.moe.dispatch.exchange import ExchangePlan, Exchanges
 from titan_moe.ops.permute_indices import sort_by_expert
 
 
@@ -56,16 +56,16 @@ class SymmetricDispatcher(AllToAllDispatcher):
         return ExchangePlan(
             rows=tokens,
             weights=slots,
-            route=Pending(
-                lambda: self._device_route(counts_PPE, experts_TK.numel(), most_received)
+            exchanges=Pending(
+                lambda: self._device_exchanges(counts_PPE, experts_TK.numel(), most_received)
             ),
             dropped=over_P[own],
         )
 
-    def _device_route(self, counts_PPE: Tensor, num_rows: int, most_received: int) -> Route:
+    def _device_exchanges(self, counts_PPE: Tensor, num_rows: int, most_received: int) -> Exchanges:
         own, slices = self.ep_group.rank(), self.etp_group.size()
         sent_P, received_PE = counts_PPE[own].sum(1), counts_PPE[:, own]
-        # What is behind the last row counts for one more expert, which nothing reads.
+        # Places behind the last row count for one more expert, which nothing reads.
         filled_PE = F.pad(received_PE, (0, 1))
         filled_PE[-1, -1] = most_received - received_PE.sum()
         gathered = [most_received] * slices
@@ -76,4 +76,4 @@ class SymmetricDispatcher(AllToAllDispatcher):
             DeviceAllToAll(channel, sent_P, received_PE.sum(1), num_rows, most_received)
             for channel in self.channels
         )
-        return Route(rows, weights, gathered, gathered, Pending(lambda: order))
+        return Exchanges(rows, weights, gathered, gathered, Pending(lambda: order))

@@ -41,7 +41,7 @@ class StepFinding:
         return found is not None
 
     def lines(self) -> list[str]:
-        """Lines for a person."""
+        """Returns lines for a reader."""
         if self.finding is None:
             where = " where both runs have a place" if self.uncompared else ""
             return [f"step {self.step}: nothing differs beyond rounding{where}", *self.uncompared]

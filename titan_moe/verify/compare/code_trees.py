@@ -25,7 +25,7 @@ class CodeTree:
     tree: str
     """A hash of the files that a run is made of, committed or not."""
     description: str
-    """For a person: "main (1a2b3c4)", or "working tree (1a2b3c4, changed)"."""
+    """Name for a reader: "main (1a2b3c4)", or "working tree (1a2b3c4, changed)"."""
 
     def __str__(self) -> str:
         package = self.folder / "titan_moe"

@@ -42,7 +42,7 @@ class FirstDifference:
     mean_over: int = 1
     """Steps, this one the last, whose mean is what left the band."""
     distance: float | None = None
-    """At this step, in limits of the band; None without a band."""
+    """Distance at this step, in limits of the band; None without a band."""
 
     def line(self) -> str:
         mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
@@ -71,7 +71,7 @@ class Comparison:
     """Reasons to trust the verdict less: another device, another torch, fewer steps, ..."""
 
     def lines(self) -> list[str]:
-        """Lines for a person, the verdict first."""
+        """Returns lines for a reader, the verdict first."""
         found = [f"{self.title}: {self.verdict.value}"]
         for role, run in (("baseline", self.baseline), ("candidate", self.candidate)):
             if code := run.facts.get("code"):

@@ -113,7 +113,7 @@ def save_golden(folder: Path, run: RunRecord, controls: Sequence[Curve], *, reas
     }
     config = {table: dict(keys) for table, keys in run.config.items()}
     config["job"] = {"description": config.get("job", {}).get("description", run.name)}
-    config.pop("checkpoint", None)  # Of the run that made it: folders of that machine.
+    config.pop("checkpoint", None)  # It names folders of another machine.
     facts = {key: run.facts[key] for key in sorted(run.facts) if key not in ("code", "told")}
     found = {
         "format": _FORMAT,

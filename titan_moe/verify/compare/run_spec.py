@@ -56,7 +56,7 @@ class RunSpec:
     ranks: int | None = None
     layout: Layout | None = None
     named: frozenset[str] = frozenset()
-    """The words of the layout that the user wrote: what he left out stays as the file says."""
+    """The words of the layout that the user wrote. The file sets axes that are left out."""
     overrides: Words = ()
 
     def arguments(self, *more: tuple[str, str]) -> list[str]:

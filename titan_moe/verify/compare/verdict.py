@@ -230,7 +230,7 @@ def _is_blind(band: Band, first: FirstDifference) -> bool:
 
 
 def _weak(band: Band) -> list[str]:
-    """Why the band shows less than it could."""
+    """Returns the reasons why the band shows less than it could."""
     lines, number = [], len(band.curves) - 1
     if number < _ENOUGH:
         lines.append(

@@ -42,7 +42,7 @@ class TensorDifference(NamedTuple):
     """||ours|| / ||reference||."""
 
     def line(self, axes: Mapping[str, int]) -> str:
-        """For a person: where, how much, and the mistake that the ratio suggests."""
+        """Returns a line for a reader: place, error, and the mistake that the ratio suggests."""
         shown = f"step {self.step}, rank {self.rank}: {self.quantity} {self.name}".rstrip()
         cause = fingerprint(self.ratio, axes)
         return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{cause}"
@@ -73,7 +73,7 @@ def compare(
         return TensorDifference(*where, math.inf, math.nan)
     ours, theirs = ours.double(), theirs.double()
     distance, our_norm, their_norm = (ours - theirs).norm(), ours.norm(), theirs.norm()
-    # What should be nothing must be nothing: 0 / 0 counts as equal.
+    # 0 / 0 counts as equal: zeros are right if the reference is zero.
     error = torch.where(distance == 0, 0.0, distance / their_norm.clamp(min=floor))
     ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
     return TensorDifference(*where, worst([error.item()]), ratio.item())

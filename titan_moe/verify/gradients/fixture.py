@@ -72,7 +72,7 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
     weights = seed_weights(model, job.debug.seed)
     weights |= {copy: weights[first] for copy, first in first_names(config).items()}
     layers = list(model.moe_layers())
-    # Where groups limit the choice, an expert that scores low takes its group with it.
+    # If groups limit the choice, an expert that scores low takes its group with it.
     group_size = config.moe.num_experts // config.moe.num_groups if config.moe.num_groups > 1 else 1
     first = config.moe.num_experts // 2
     idle = (layers[len(layers) // 2], range(first, first + group_size))
@@ -159,7 +159,7 @@ def easy(fixture: Fixture, job: JobConfig) -> list[str]:
     lengths = [(rows.labels_BS != IGNORED).sum(1) for rows in fixture.batches]
     facts = {
         "clipping is not active": all(s.grad_norm > job.training.max_norm for s in fixture.steps),
-        "the auxiliary losses are nothing": all(s.balance_loss > 0 for s in fixture.steps),
+        "the auxiliary losses are zero": all(s.balance_loss > 0 for s in fixture.steps),
         "every row has the same number of targets": all(len(set(n.tolist())) > 3 for n in lengths),
         "no row is without a target": all(n.min() == 0 for n in lengths),
         "documents are not packed": all(r.documents_BS.max() > 1 for r in fixture.batches),

@@ -51,7 +51,7 @@ class Result:
     worst: float = 0.0
     worst_tensor: str = ""
     lines: list[str] = field(default_factory=list)
-    """Why it did not pass: each names step, rank, tensor and ratio of norms."""
+    """Reasons for not passing: each names step, rank, tensor and ratio of norms."""
     traceback: str = ""
     """The traceback of the first rank that died, if one did."""
 
@@ -88,7 +88,7 @@ class Gate:
         return config
 
     def refusal(self, layout: Layout) -> str:
-        """Why the configuration's checks refuse a layout; nothing if they do not."""
+        """Returns why the configuration's checks refuse a layout; nothing if they do not."""
         job, config = self._setting(layout, "float64")
         return "; ".join(check(job, config, layout.world_size))
 
@@ -148,7 +148,7 @@ def _problems(result: Result, layout: Layout, reports: list[RankReport]) -> list
 
 
 def _headline(error: str) -> str:
-    """The line of a rank's report that says what was raised; a message may have more lines."""
+    """Returns the line of a rank's traceback that names the exception, whose message may go on."""
     _, _, raised = error.rpartition("Traceback (most recent call last):\n")
     return next(line for line in raised.splitlines() if line and not line.startswith(" "))
 

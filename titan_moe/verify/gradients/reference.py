@@ -1,6 +1,6 @@
 """The training step written a second time, for one plain process.
 
-What every layout is compared with. It shares with production the plain modules and their
+Every layout is compared with it. It shares with production the plain modules and their
 dimensions, and nothing else: cross-entropy, divisor, auxiliary losses, clipping, AdamW, Muon,
 expert bias and counts are spelled out here from their papers, one row at a time.
 """

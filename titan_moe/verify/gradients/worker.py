@@ -56,7 +56,7 @@ class RankReport:
 
     worst: TensorDifference
     wrong: list[TensorDifference] = field(default_factory=list)
-    """All above the bound."""
+    """Differences above the bound."""
     num_compared: int = 0
     problems: list[str] = field(default_factory=list)
     """Problems that no error measures: a foreign parameter, other first weights."""

@@ -90,15 +90,15 @@ class Shards:
     def problems(
         self, rank: int, held: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """Returns a line for each parameter that a rank lacks, or has although it is another's, or
-        has a wrong part of.
+        """Returns a line for each parameter that a rank lacks, that belongs to another rank, or of
+        which it has a part of another shape.
 
         Args:
             held: the shape of the part of each parameter that the rank holds.
             shapes: the shape of every parameter of the whole model.
         """
         wanted = {name for name in shapes if self.holds(rank, name)}
-        lines = [f"{name} is not its own" for name in sorted(held.keys() - wanted)]
+        lines = [f"{name} belongs to another rank" for name in sorted(held.keys() - wanted)]
         lines += [f"{name} is missing" for name in sorted(wanted - held.keys())]
         for name in sorted(held.keys() & wanted):
             sizes = [part.stop - part.start for part in self.box(rank, name, shapes[name])]

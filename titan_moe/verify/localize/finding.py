@@ -39,7 +39,7 @@ class Finding:
         return bool(self.tie)
 
     def lines(self) -> list[str]:
-        """For a person: the first place and by how much; what is equal before it, what follows."""
+        """Returns lines for a reader: the first place, its error, what precedes and follows it."""
         first, *later = self.wrong
         phase = first.place.phase
         lines = [f"first difference: {place_line(first.place)}", *self._keys_line()]

@@ -1,9 +1,10 @@
 """Compares our models with those of `transformers`, on tiny random weights.
 
-One case: a model of theirs is drawn and saved, its folder is read into our plain decoder, and on
-random tokens the logits, the gradient of every weight and the losses of three AdamW steps are
-compared, in float32 or float64. In float32 the trained model is exported too, and what transformers
-loads of that compared again. Differences are norms relative to theirs, tensor by tensor.
+One case: a model of `transformers` is drawn and saved, its folder is read into our plain decoder,
+and on random tokens the logits, the gradient of every weight and the losses of three AdamW steps
+are compared, in float32 or float64. In float32 the trained model is exported too, and what
+transformers loads of that compared again. Differences are norms relative to theirs, tensor by
+tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -228,7 +229,7 @@ def _export_distance(model: Decoder, found: HFModel, rows: _Rows) -> float:
 
 
 def _one_document(rows: _Rows) -> tuple[Tensor, Tensor]:
-    """documents_BS and positions_BS."""
+    """Returns documents_BS and positions_BS of rows of one document each."""
     positions_BS = torch.arange(rows.tokens_BS.shape[1]).expand_as(rows.tokens_BS)
     return torch.zeros_like(rows.tokens_BS), positions_BS
 
@@ -267,7 +268,7 @@ def _gradient_distances(
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of their difference, relative to theirs; infinite where either has NaN."""
+    """Returns the norm of the difference over the norm of `theirs`; infinite for NaN in either."""
     assert ours.shape == theirs.shape
     norm = theirs.double().norm().item()
     difference = (ours.double() - theirs.double()).norm().item()

@@ -19,10 +19,10 @@ set_verbosity_error()  # It doubts Scout's own rotary scaling, among others.
 
 
 class _Lifted(TorchFunctionMode):
-    """Requests for float32 become requests for float64.
+    """Turns requests for float32 into requests for float64.
 
     The models cast norms, scores and angles to float32 whatever their own type: without this a
-    float64 model of theirs is right to seven digits.
+    float64 model of `transformers` is right to seven digits.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ class _Lifted(TorchFunctionMode):
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors and explicit casts are of `dtype`: float32 or float64."""
+    """Makes new tensors and explicit casts have the type `dtype`: float32 or float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -52,7 +52,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Oracle(nn.Module):
-    """A model of theirs with its multi-token prediction layers.
+    """A model of `transformers` with its multi-token prediction layers.
 
     Args:
         settings: a config.json, `model_type` among it.
@@ -73,7 +73,7 @@ class Oracle(nn.Module):
         _fill(self.tensors(), seed, expert_scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and routing biases by the names that a published folder has for them."""
+        """Returns parameters and routing biases by their published names."""
         found = dict(self.model.named_parameters())
         found |= {n: b for n, b in self.model.named_buffers() if n.endswith("correction_bias")}
         if self.mtp is not None:

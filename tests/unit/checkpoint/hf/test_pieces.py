@@ -1,4 +1,4 @@
-"""Boxes of ours in tensors of theirs, against whole tensors taken apart slowly."""
+"""Boxes of our tensors in Hugging Face tensors, against whole tensors taken apart slowly."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ CASES += [
 
 
 def _slow(theirs, name, way):
-    """All of ours from all of theirs: one expert's tensor, or the stack."""
+    """Returns our whole tensor, or one expert's part of it, from the whole stored tensor."""
     if isinstance(rows := way.part, Rows):
         mine = [row for row in range(len(theirs)) if rows.first <= row % rows.size < rows.last]
         return theirs[mine]

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
     assert wanted.keys() <= found.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
-    # What training saves can be exported, with the dimensions that it keeps.
+    # A checkpoint of a training can be exported, by the dimensions in its manifest.
     checkpointer.save(3, {})
     export_checkpoint(tmp_path / "run" / "checkpoint" / "step-3", tmp_path / "out", torch.bfloat16)
     assert_same_bits(read_folder(tmp_path / "out"), read_folder(tmp_path / "in"))

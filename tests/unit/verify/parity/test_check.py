@@ -68,7 +68,7 @@ def _local(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
     return lambda config: replace(config, local=replace(config.local, **changes))
 
 
-# What of our dimensions may be wrong without a weight's shape telling.
+# Dimensions that may be wrong without a change of a weight's shape.
 _MISTAKES = {
     "norm_eps": ("mixtral: plain", lambda config: replace(config, norm_eps=1e-4)),
     "window": ("gpt_oss: plain", _local(size=11)),

@@ -94,7 +94,7 @@ def test_suite_page(ok: bool):
     total = f"{1 + ok} of 2 comparisons are as expected; 1 min 6 s."
     assert total in page.text[""] and "Job & co" in page.text[""]
     assert page.loads == ["fine/report.html"]
-    # What failed comes first.
+    # A comparison that failed comes first.
     names = [row[1] for row in page.tables[""]]
     assert names == (["comparison", "fine", "<x>"] if ok else ["comparison", "<x>", "fine"])
     assert ("NOT as expected" in page.text[""]) is not ok

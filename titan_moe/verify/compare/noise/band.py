@@ -107,7 +107,7 @@ class Band:
         own_KN = []
         rate = self.false_alarms / len(self._parts)
         for kind, part in self._parts.items():
-            # At least 1: controls with equal bits have no distances, and no logarithms of them.
+            # The bound needs logarithms of distances, which controls with equal bits do not have.
             own_KN.append(np.maximum(1.0, part.largest))
             self.bounds[kind] = max(
                 prediction_bound(own_KN[-1].tolist(), rate),

@@ -135,7 +135,7 @@ class Loads(Quantities):
         location_LES = np.stack([runs_NLES[kept, each].mean(0) for each in layers])
 
         def differences(layer: int) -> Array:
-            # From the mean of the rest, not of all.
+            # A run's difference from the mean of the other runs, not of all.
             off_NES = runs_NLES[kept, layer] - location_LES[layer]
             return off_NES * (number / (number - 1))
 
@@ -169,7 +169,7 @@ def shares(counts_SE: Array) -> Array:
 
 
 def _smooth(deviation_QS: Array) -> Array:
-    """At least the root mean square over all rows and the steps around, most of them later ones."""
+    """Raises values to the root mean square over all rows and nearby steps, mostly later ones."""
     squares_S = (deviation_QS**2).mean(0)
     sums = np.concatenate([np.zeros(1), squares_S.cumsum()])
     places = np.arange(len(squares_S))

@@ -155,7 +155,7 @@ class MoEHooks(Dispatcher):
         receive, send_back = rows.receive, rows.send_back
 
         def watched_send_back(y_RD: Tensor, part: int) -> Any:
-            if not recomputing():  # Which ends before the last part's output.
+            if not recomputing():  # A recomputation ends before the last output.
                 self._made(y_RD)
             return send_back(y_RD, part)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 ROW_SIGNS = 8
 """P of a token's sketch: one estimates a norm to a third, hundreds of them to a few percent."""
 BOX_SIGNS = 64
-"""P of a parameter's: to a sixth."""
+"""P of a parameter's sketch, which estimates a norm to a sixth."""
 _CHUNK = 1 << 24
 """Elements that are held in float64 at a time."""
 

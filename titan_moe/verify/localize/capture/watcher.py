@@ -52,7 +52,7 @@ class Microbatch:
             of: makes what is sketched of the tensor.
             cut: whether each tp rank has its columns of it, if it has all tokens of it.
             part: a number and how many; x has this part of the rank's own tokens.
-            gradient: then of what each tp rank has all columns, it has a part of a sum.
+            gradient: True for a gradient, of which a tp rank with all columns has a part of a sum.
         """
         x, all_T, (number, parts) = of(x), self._gathered_keys_T, part
         own_T = self._own_keys_BS.flatten().tensor_split(parts)[number]
