@@ -27,6 +27,8 @@ RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
+# Float32 values of a pair of tokens that sparse attention has at once.
+_PAIR_MATRICES = 6
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -302,7 +304,11 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
     """
     config, recompute, num_layers = plan.config, plan.recompute, share.layers
     values = _values_per_token(config, rows)
-    whole = float(config.dim)
+    whole, pairs = float(config.dim), 0.0
+    if config.indexer is not None:
+        # Selected keys, in 4 bytes as two values; matrices of all pairs, whole on each rank of tp.
+        whole += 2 * config.indexer.top_k
+        pairs = _PAIR_MATRICES * 2 * plan.training.seq_len * plan.dims.tp
     if recompute.keep_exchanged_rows:
         whole += _exchanged_per_token(plan, rows)
     if recompute.mode == "none":
@@ -315,7 +321,7 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
         recomputed = -(-num_layers // int(recompute.selective_ac_option))
         kept = recomputed * whole + (num_layers - recomputed) * values
     kept += share.streams * config.dim
-    return kept * bytes_, 2 * values * bytes_
+    return kept * bytes_, (2 * values + pairs) * bytes_
 
 
 def _exchanged_per_token(plan: Plan, rows: float) -> float:

@@ -33,6 +33,9 @@ def resolve_model(
     what the device that the model will run on, if there is one, makes of what they leave open."""
     if job.training.mtp_loss_weight is not None:
         config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
+    if config.indexer is not None:
+        indexer = replace(config.indexer, warm_up=job.training.indexer_stage == "dense")
+        config = replace(config, attention=replace(config.attention, indexer=indexer))
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)

@@ -11,18 +11,12 @@ from typing import Any
 
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.hf_family import (
-    BLOCK_NORMS,
-    DECODER_KEYS,
     DEFAULTS,
-    EXPERTS,
-    FEED_FORWARD,
     MTP_COPIES,
     ROUTER_KEYS,
     ROUTING_BIAS,
-    SHARED_EXPERTS,
     Fields,
     HFKeys,
-    HFWeight,
     Settings,
     attention_of,
     given,
@@ -35,21 +29,13 @@ from titan_moe.models.hf_family import (
     with_mtp,
     write_fields,
 )
+from titan_moe.models.hf_mla import MLA_KEYS, mla_block
 
 _FAMILY = "deepseek_v3"
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES = MTP_COPIES
 
-_KEYS = {
-    **DECODER_KEYS,
-    "attention.q_rank": "q_lora_rank",
-    "attention.kv_rank": "kv_lora_rank",
-    "attention.nope_dim": "qk_nope_head_dim",
-    "attention.rope_dim": "qk_rope_head_dim",
-    "attention.v_dim": "v_head_dim",
-    "num_mtp_layers": "num_nextn_predict_layers",
-}
 _EXPERT_KEYS = {**ROUTER_KEYS, "moe.score": "scoring_func"}
 _DEFAULTS = DEFAULTS | {
     "q_lora_rank": None,
@@ -69,7 +55,7 @@ def from_hf(settings: Settings) -> ModelConfig:
     only(settings, rope_interleave=(True,))
     only(settings, num_key_value_heads=(needed(settings, "num_attention_heads"),))
     mtp = {"num_nextn_predict_layers": given(settings, "num_mtp_layers", 0)}
-    fields = read_fields(settings, _KEYS, _DEFAULTS | mtp)
+    fields = read_fields(settings, MLA_KEYS, _DEFAULTS | mtp)
     fields["rope"] = rope_from_hf(settings, "neighbours", latent=True)
     if settings.get("n_routed_experts"):
         fields |= _experts(settings)
@@ -100,7 +86,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "hidden_act": "silu",
         "num_key_value_heads": attention.num_heads,
-        **write_fields(config, _KEYS),
+        **write_fields(config, MLA_KEYS),
         **rope_to_hf(config.rope),
     }
     if moe is None:
@@ -115,34 +101,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_DIRECT_QUERY = {"wq.weight": "q_proj.weight"}
-_LATENT_QUERY = {
-    "wq_a.weight": "q_a_proj.weight",
-    "q_norm.weight": "q_a_layernorm.weight",
-    "wq_b.weight": "q_b_proj.weight",
-}
-_KEYS_AND_VALUES = {
-    "wkv_a.weight": "kv_a_proj_with_mqa.weight",
-    "kv_norm.weight": "kv_a_layernorm.weight",
-    "wkv_b.weight": "kv_b_proj.weight",
-    "wo.weight": "o_proj.weight",
-}
-_BIASES = {
-    "wq_a.bias": "q_a_proj.bias",
-    "wkv_a.bias": "kv_a_proj_with_mqa.bias",
-    "wo.bias": "o_proj.bias",
-}
-
-
 def keys(config: ModelConfig) -> HFKeys:
     """Names of each tensor. The routing's bias has a place beside sigmoid scores only (V3)."""
-    attention = attention_of(config, MLAConfig, _FAMILY)
-    names = _KEYS_AND_VALUES | (_DIRECT_QUERY if attention.q_rank is None else _LATENT_QUERY)
-    if attention.bias:
-        names |= _BIASES
-    block = {**BLOCK_NORMS, **FEED_FORWARD, **SHARED_EXPERTS, **EXPERTS}
-    for ours, theirs in names.items():
-        block[f"attention.{ours}"] = (HFWeight(f"self_attn.{theirs}"),)
+    block = mla_block(attention_of(config, MLAConfig, _FAMILY))
     if config.moe is not None and config.moe.score == "sigmoid":
-        block |= ROUTING_BIAS
+        block = {**block, **ROUTING_BIAS}
     return with_mtp(block, config.num_mtp_layers)
