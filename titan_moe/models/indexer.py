@@ -1,5 +1,7 @@
 """The lightning indexer: selects the keys that a layer's attention sees (arXiv 2512.02556, 2.1)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -52,8 +54,5 @@ class Indexer(nn.Module):
             weights_BSH,
             None if config.warm_up else config.top_k,
             self.memo.decide,
-            self._attach if self.training else None,
+            partial(attach_loss, total=self.loss_sum) if self.training else None,
         )
-
-    def _attach(self, o_BHSC: Tensor, loss: Tensor) -> Tensor:
-        return attach_loss(o_BHSC, loss, self.loss_sum)

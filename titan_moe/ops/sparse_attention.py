@@ -38,9 +38,9 @@ class Index(NamedTuple):
     """Keys that a query attends to; None: all that it sees."""
     decide: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     """Calls a selection with the scores, or replays what it returned in the forward pass."""
-    attach: Callable[[Tensor, Tensor], Tensor] | None
-    """Takes attention's output and the loss; returns the output, whose backward is the loss's too.
-    None: without a loss."""
+    count: Callable[[Tensor, Tensor], Tensor] | None
+    """Takes attention's output and the loss, a number without a gradient; returns the output, whose
+    backward adds the loss up. None: without a loss."""
 
 
 class SparseAttention:
@@ -79,15 +79,12 @@ class SparseAttention:
                 chosen_BST = torch.zeros_like(scores_BST, dtype=torch.bool)
                 chosen_BST.scatter_(-1, keys_BSK.long(), True).logical_and_(seen_BST)
         o_BHSC = sdpa(q_BHSC, k_BHTC, v_BHTC, chosen_BST[:, None], scale)
-        if index.attach is None:
+        if index.count is None:
             return o_BHSC
         target_BST = self._target(q_BHSC, k_BHTC, chosen_BST, scale)
-        loss = _IndexerLoss.apply(*own, scores_BST, target_BST, chosen_BST)
-        return index.attach(o_BHSC, loss / self._num_parts)
-
-    @property
-    def _num_parts(self) -> int:
-        return 1 if self._heads_group is None else self._heads_group.size()
+        share = 1 if self._heads_group is None else 1 / self._heads_group.size()
+        loss = o_BHSC, *own, scores_BST, target_BST, chosen_BST, share
+        return index.count(*_WithIndexerLoss.apply(*loss))
 
     @torch.no_grad()
     def _target(self, q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: float) -> Tensor:
@@ -126,26 +123,32 @@ def summed_weights(q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: fl
     return total_BST
 
 
-class _IndexerLoss(torch.autograd.Function):
-    """The sum over queries of KL(target || softmax of their chosen keys' scores).
+class _WithIndexerLoss(torch.autograd.Function):
+    """Attention's output as it is, whose backward is that of an indexer's loss too, and the loss: a
+    share of the sum over queries of KL(target || softmax of their chosen keys' scores).
 
-    The gradients are made in the forward: three tensors of tokens are kept, and none of pairs.
+    The gradients are made in the forward: three tensors of tokens are kept, and none of pairs. The
+    loss is returned to be counted outside: a split backward runs this node twice, once for the
+    stream and once for the indexer's weights.
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BSHC, k_BTC, weights_BSH, scores_BST, target_BST, chosen_BST):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, o_BHSC, q_BSHC, k_BTC, weights_BSH, scores_BST, target_BST, chosen_BST, share
+    ):
         log_BST = scores_BST.masked_fill(~chosen_BST, -torch.inf).log_softmax(-1)
         # The softmax's gradient is its own value less the target's.
-        grad_BST = log_BST.exp() - target_BST
+        grad_BST = (log_BST.exp() - target_BST).mul_(share)
         log_BST.masked_fill_(~chosen_BST, 0)
-        loss = (torch.special.xlogy(target_BST, target_BST) - target_BST * log_BST).sum()
+        loss = (torch.special.xlogy(target_BST, target_BST) - target_BST * log_BST).sum() * share
         ctx.save_for_backward(*_gradients_of_scores(grad_BST, q_BSHC, k_BTC, weights_BSH))
-        return loss
+        ctx.mark_non_differentiable(loss)
+        return o_BHSC.detach(), loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None
+    def backward(ctx, grad_BHSC: Tensor, _):  # type: ignore[override, no-untyped-def]
+        return grad_BHSC, *ctx.saved_tensors, None, None, None, None
 
 
 def _gradients_of_scores(

@@ -29,9 +29,9 @@ def drawn(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensors:
 def run(core: SparseAttention | SelectedPairs, tensors: Tensors, top_k: int | None) -> Tensors:
     """The output, the loss, and the gradients of both together."""
     total = torch.zeros((), dtype=torch.float64)
-    attach = partial(attach_loss, total=total) if isinstance(core, SparseAttention) else None
+    count = partial(attach_loss, total=total) if isinstance(core, SparseAttention) else None
     q, k, v, *own = tensors
-    index = Index(*own, top_k, lambda choose, scores: choose(scores), attach)
+    index = Index(*own, top_k, lambda choose, scores: choose(scores), count)
     mask = core.mask(DOCUMENTS_BS)
     o_BHSC = core(q, k, v, mask, 0.4, None, index)
     weighing = torch.randn(o_BHSC.shape, generator=torch.Generator().manual_seed(1)).to(o_BHSC)
