@@ -1,6 +1,5 @@
-"""DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5 (`glm_moe_dsa`, arXiv 2602.15763), whose attention sees
-the keys that an indexer selects, from the config.json files of deepseek-ai/DeepSeek-V3.2-Exp and
-zai-org/GLM-5.
+"""DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5 (arXiv 2602.15763), whose attention sees the keys that
+an indexer selects, from the config.json files of deepseek-ai/DeepSeek-V3.2-Exp and zai-org/GLM-5.
 
 The two differ in how positions rotate the indexer's channels: halves of a head in DeepSeek-V3.2,
 neighbours in GLM-5. Attention itself rotates neighbours in both.
