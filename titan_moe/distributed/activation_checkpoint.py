@@ -87,7 +87,7 @@ def _kept(section: ActivationCheckpoint) -> set[Any]:
 def _recomputed(block: Any, kept: set[Any]) -> Callable[..., Tensor]:
     compute = block.execute
     # Each has its own order of decisions: a kept attention replays none.
-    memos: list[DecisionMemo] = [each.memo for each in block.modules() if hasattr(each, "memo")]
+    memos = [module for module in block.modules() if isinstance(module, DecisionMemo)]
 
     @cache  # Not before the first recomputation: the model has no memory yet.
     def buffers() -> dict[str, Tensor]:

@@ -30,15 +30,17 @@ class RoutingDecision(NamedTuple):
     """Dispatch plans, one for each part of the tokens."""
 
 
-class DecisionMemo:
+class DecisionMemo(nn.Module):
     """Replays the decisions of a checkpointed forward pass in its recomputation: the routing of a
     layer, or the keys that its attention sees.
 
     Routing anew could send a token elsewhere (rounding), would count it again, and would wait for
-    split sizes again. Outside the two contexts of `contexts` every decision is made anew.
+    split sizes again. Outside the two contexts of `contexts` every decision is made anew. A module,
+    so that activation checkpointing finds it in a block.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._recorded: list[Any] | None = None
         self._replayed: Iterator[Any] | None = None
 
