@@ -38,7 +38,7 @@ class Index(NamedTuple):
     """Keys that a query attends to; None: all that it sees."""
     decide: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     """Calls a selection with the scores, or replays what it returned in the forward pass."""
-    count: Callable[[Tensor, Tensor], Tensor] | None
+    add_loss: Callable[[Tensor, Tensor], Tensor] | None
     """Takes attention's output and the loss, a number without a gradient; returns the output, whose
     backward adds the loss up. None: without a loss."""
 
@@ -64,27 +64,27 @@ class SparseAttention:
         return x_BHSC
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, seen_BST: Tensor, scale: float, sinks_H, index: Index
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
     ) -> Tensor:
-        assert sinks_H is None
+        assert sinks_H is None and index is not None
         k_BHTC, v_BHTC = self.whole_rows(k_BHSC), self.whole_rows(v_BHSC)
         index_k_BTC = self.whole_rows(index.k_BSC[:, None])[:, 0]
         own = index.q_BSHC, index_k_BTC, index.weights_BSH
         with torch.no_grad():
-            scores_BST = index_scores(*own).masked_fill_(~seen_BST, -torch.inf)
-            chosen_BST = seen_BST
+            scores_BST = index_scores(*own).masked_fill_(~mask, -torch.inf)
+            chosen_BST = mask
             if index.top_k is not None:
                 select = partial(select_keys, top_k=index.top_k)
                 keys_BSK = index.decide(select, scores_BST)
                 chosen_BST = torch.zeros_like(scores_BST, dtype=torch.bool)
-                chosen_BST.scatter_(-1, keys_BSK.long(), True).logical_and_(seen_BST)
+                chosen_BST.scatter_(-1, keys_BSK.long(), True).logical_and_(mask)
         o_BHSC = sdpa(q_BHSC, k_BHTC, v_BHTC, chosen_BST[:, None], scale)
-        if index.count is None:
+        if index.add_loss is None:
             return o_BHSC
         target_BST = self._target(q_BHSC, k_BHTC, chosen_BST, scale)
         share = 1 if self._heads_group is None else 1 / self._heads_group.size()
         loss = o_BHSC, *own, scores_BST, target_BST, chosen_BST, share
-        return index.count(*_WithIndexerLoss.apply(*loss))
+        return index.add_loss(*_WithIndexerLoss.apply(*loss))
 
     @torch.no_grad()
     def _target(self, q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: float) -> Tensor:

@@ -22,7 +22,8 @@ GATE = without_balance_losses(GATE)
 def sparse(**changes: object) -> ModelConfig:
     attention = GATE.attention
     assert isinstance(attention, MLAConfig) and attention.indexer is not None
-    return replace(GATE, attention=replace(attention, indexer=replace(attention.indexer, **changes)))
+    indexer = replace(attention.indexer, **changes)
+    return replace(GATE, attention=replace(attention, indexer=indexer))
 
 
 def built(config: ModelConfig, *, mask_documents: bool = True) -> Decoder:

@@ -22,8 +22,9 @@ class SelectedPairs:
         return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H, index: Index
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
     ) -> Tensor:
+        assert index is not None
         products_BHST = torch.einsum("bshc,btc->bhst", index.q_BSHC, index.k_BSC)
         scores_BST = torch.einsum("bsh,bhst->bst", index.weights_BSH, products_BHST.relu())
         chosen_BST = selected(scores_BST, mask[:, 0].expand_as(scores_BST), index.top_k)
