@@ -22,7 +22,7 @@ GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 75, "scripts": 5}
 # Qwen3-Next, with recurrent layers, came later.
 QWEN3_NEXT = {"titan_moe": 680, "tests": 280, "scripts": 5}
 # DeepSeek-V3.2 and GLM-5, with sparse attention, came later.
-SPARSE_ATTENTION = {"titan_moe": 480, "tests": 420, "scripts": 0}
+SPARSE_ATTENTION = {"titan_moe": 440, "tests": 215, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

@@ -303,12 +303,14 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
     of the rank's experts, as a multiple of an even share.
     """
     config, recompute, num_layers = plan.config, plan.recompute, share.layers
-    values = _values_per_token(config, rows)
+    values, results = _values_per_token(config, rows), _results_per_token(plan, rows)
     whole, pairs = float(config.dim), 0.0
     if config.indexer is not None:
-        # Selected keys, in 4 bytes as two values; matrices of all pairs, whole on each rank of tp.
+        # Matrices of all pairs, whole on each rank of tp, and a mask that takes half a value a
+        # pair; selected keys, which take two values each.
+        pairs = float(plan.training.seq_len * plan.dims.tp)
+        values, results = values + pairs / 2, results + pairs / 2
         whole += 2 * config.indexer.top_k
-        pairs = _PAIR_MATRICES * 2 * plan.training.seq_len * plan.dims.tp
     if recompute.keep_exchanged_rows:
         whole += _exchanged_per_token(plan, rows)
     if recompute.mode == "none":
@@ -316,12 +318,12 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
     elif recompute.mode == "full":
         kept = num_layers * whole
     elif recompute.selective_ac_option == "op":
-        kept = num_layers * _results_per_token(plan, rows)
+        kept = num_layers * results
     else:
         recomputed = -(-num_layers // int(recompute.selective_ac_option))
         kept = recomputed * whole + (num_layers - recomputed) * values
     kept += share.streams * config.dim
-    return kept * bytes_, (2 * values + pairs) * bytes_
+    return kept * bytes_, (2 * values + _PAIR_MATRICES * 2 * pairs) * bytes_
 
 
 def _exchanged_per_token(plan: Plan, rows: float) -> float:

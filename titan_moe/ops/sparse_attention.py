@@ -97,11 +97,10 @@ class SparseAttention:
 def index_scores(q_BSHC: Tensor, k_BTC: Tensor, weights_BSH: Tensor) -> Tensor:
     """The sum over heads of weight * relu(q . k), in at least float32: [B, S, T]."""
     wide = at_least_float32(q_BSHC)
-    k_BCT = k_BTC.to(wide).mT
     scores_BST = weights_BSH.new_zeros(*q_BSHC.shape[:2], k_BTC.shape[1], dtype=wide)
     for q_BSC, weight_BS in zip(q_BSHC.unbind(2), weights_BSH.unbind(2), strict=True):
         # One head after another: all heads' products would be as many times as large.
-        scores_BST += (q_BSC.to(wide) @ k_BCT).relu_().mul_(weight_BS[..., None])
+        scores_BST += _product(q_BSC, k_BTC.mT).relu_().mul_(weight_BS[..., None])
     return scores_BST
 
 
@@ -118,7 +117,7 @@ def summed_weights(q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: fl
     wide = at_least_float32(q_BHSC)
     total_BST = q_BHSC.new_zeros(len(q_BHSC), *chosen_BST.shape[1:], dtype=wide)
     for q_BSC, k_BTC in zip(q_BHSC.unbind(1), k_BHTC.unbind(1), strict=True):
-        scores_BST = (q_BSC.to(wide) @ k_BTC.to(wide).mT).mul_(scale)
+        scores_BST = _product(q_BSC, k_BTC.mT).mul_(scale)
         total_BST += scores_BST.masked_fill_(~chosen_BST, -torch.inf).softmax(-1)
     return total_BST
 
@@ -154,16 +153,26 @@ class _WithIndexerLoss(torch.autograd.Function):
 def _gradients_of_scores(
     grad_BST: Tensor, q_BSHC: Tensor, k_BTC: Tensor, weights_BSH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and the weights, in their types, of that of `index_scores`."""
-    k_BTC_wide = k_BTC.to(grad_BST.dtype)
+    """Gradients of q, k and the weights, in their types, of that of `index_scores`.
+
+    What multiplies q and k has their type, as in flash attention.
+    """
     grad_q, grad_weights = torch.empty_like(q_BSHC), torch.empty_like(weights_BSH)
-    grad_k = torch.zeros_like(k_BTC_wide)
-    for head, (q_BSC, weight_BS) in enumerate(
-        zip(q_BSHC.to(grad_BST.dtype).unbind(2), weights_BSH.unbind(2), strict=True)
-    ):
-        products_BST = (q_BSC @ k_BTC_wide.mT).relu_()
+    grad_k = torch.zeros_like(k_BTC, dtype=grad_BST.dtype)
+    heads = zip(q_BSHC.unbind(2), weights_BSH.unbind(2), strict=True)
+    for head, (q_BSC, weight_BS) in enumerate(heads):
+        products_BST = _product(q_BSC, k_BTC.mT).relu_()
         grad_weights[..., head] = (grad_BST * products_BST).sum(-1)
         grad_products = grad_BST * weight_BS[..., None] * (products_BST > 0)
-        grad_q[:, :, head] = grad_products @ k_BTC_wide
-        grad_k += grad_products.mT @ q_BSC
+        grad_products = grad_products.to(q_BSC.dtype)
+        grad_q[:, :, head] = grad_products @ k_BTC
+        grad_k += _product(grad_products.mT, q_BSC)
     return grad_q, grad_k.to(k_BTC.dtype), grad_weights
+
+
+def _product(a_BXY: Tensor, b_BYZ: Tensor) -> Tensor:
+    """Matrix products in at least float32. CUDA multiplies narrow numbers and adds up wide ones."""
+    wide = at_least_float32(a_BXY)
+    if a_BXY.is_cuda and a_BXY.dtype != wide:
+        return torch.bmm(a_BXY, b_BYZ, out_dtype=wide)
+    return a_BXY.to(wide) @ b_BYZ.to(wide)
