@@ -23,6 +23,7 @@ from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
+from titan_moe.models.indexer import Indexer
 from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.ops.varlen_attention import bounds_of
@@ -108,6 +109,8 @@ class TrainStep:
         self._metrics = device_metrics(
             list(self._moe_layers.values()),
             [part.mtp for part in sharded.parts if part.mtp is not None],
+            [x for part in sharded.parts for x in part.modules() if isinstance(x, Indexer)],
+            selects=sharded.config.indexer is not None,
             predicts_ahead=sharded.config.num_mtp_layers > 0,
             device=device,
         )

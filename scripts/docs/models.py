@@ -91,6 +91,8 @@ def _attention(config: ModelConfig) -> str:
     elif isinstance(attention, MLAConfig):
         channels = f"{attention.nope_dim}+{attention.rope_dim}"
         words = f"MLA {attention.num_heads} x {channels}, latent {attention.kv_rank}"
+        if indexer := attention.indexer:
+            words += f", {indexer.top_k:,} keys by {indexer.num_heads} x {indexer.head_dim}"
     if recurrent := config.recurrent:
         state = f"{recurrent.key_dim}x{recurrent.value_dim}"
         words += f" in 1 of {recurrent.attention_every}, {recurrent.num_value_heads} states {state}"

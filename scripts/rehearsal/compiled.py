@@ -42,7 +42,9 @@ class Traced(NamedTuple):
 
 def compiled_cases(word: str = "") -> dict[str, tuple[str, int]]:
     """Returns family and ep degree by name: experts on one rank, or on two with bounded sizes."""
-    cases = {f"compiled {family} ep={ep}": (family, ep) for family in FAMILIES for ep in (1, 2)}
+    # Sparse attention stays eager.
+    traced = [family for family in FAMILIES if model_config(family, "gate").indexer is None]
+    cases = {f"compiled {family} ep={ep}": (family, ep) for family in traced for ep in (1, 2)}
     return {name: case for name, case in cases.items() if word in name}
 
 

@@ -21,6 +21,8 @@ FIRST_HOUR = {"titan_moe": 0, "tests": 220, "scripts": 340}
 GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 75, "scripts": 5}
 # Qwen3-Next, with recurrent layers, came later.
 QWEN3_NEXT = {"titan_moe": 700, "tests": 295, "scripts": 5}
+# DeepSeek-V3.2 and GLM-5, with sparse attention, came later.
+SPARSE_ATTENTION = {"titan_moe": 440, "tests": 215, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -70,8 +72,8 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
         if size > PACKAGES.get(package, size)
     ]
     total = sum(sizes.values())
-    later = FIRST_HOUR[folder] + GLM_AND_MINIMAX[folder] + QWEN3_NEXT[folder]
-    budget = BUDGETS[folder] + later
+    later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION
+    budget = BUDGETS[folder] + sum(feature[folder] for feature in later)
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.catching import BUGS, captured, setting
-from tests.support.gates import Gates
+from tests.support.gates import Gates, fitting
 from tests.support.tiers import split, tiered
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
@@ -96,6 +96,7 @@ def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: s
 def test_localizer_finds_nothing_in_layout_alone(
     gates: Gates, baselines: Baselines, family: str, kind: str, layout: str, tmp_path: Path
 ):
+    layout = fitting(family, layout)
     candidate = captured(setting(gates(family, kind), layout, layout), tmp_path)
     finding = locate(baselines(family, layout), candidate)
     assert finding is None, "\n".join(finding.lines())

@@ -15,7 +15,7 @@ from tests.support.tiny import make_job
 from titan_moe.distributed import activation_checkpoint
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.registry import model_config
-from titan_moe.moe.layer import RoutingMemo
+from titan_moe.moe.layer import DecisionMemo
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
@@ -87,7 +87,7 @@ def is_exchange(operation: object) -> bool:
 
 def plant(bug: str) -> None:
     if bug == "routed again":
-        RoutingMemo._replay = RoutingMemo._record
+        DecisionMemo._replay = DecisionMemo._record
     elif bug == "rows of other tokens handed back":
         hand_back = activation_checkpoint._HandBack.__torch_dispatch__
 

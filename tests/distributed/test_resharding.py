@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support.gates import OTHERS, SAMPLE
+from tests.support.gates import OTHERS, SAMPLE, fitting
 from tests.support.resharding import (
     LEG,
     Run,
@@ -77,7 +77,7 @@ def check(
 
     `plant` makes a mistake in the second of the two.
     """
-    source, target = parse(before), parse(after)
+    source, target = (parse(fitting(family, text)) for text in (before, after))
     num_layers = max(depth(source), depth(target))
     reference = undisturbed(family, source, num_layers)
     ours = go_on(family, reference, target, folder / "resumed", depth=num_layers)

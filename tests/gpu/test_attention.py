@@ -13,6 +13,7 @@ from titan_moe.ops.attention import (
     choose_core,
 )
 from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.sparse_attention import Index, SparseAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -127,3 +128,26 @@ def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, 
         results.append([*found, *grads])
     for ours, oracle in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-2, atol=1e-2)
+
+
+def test_sparse_attention_in_bfloat16_matches_float32():
+    """All keys: of a few, rounding selects others."""
+    drawn = [x.bfloat16() for x in _drawn(4, 4, 4, 2, 1)]
+    core, documents_BS = SparseAttention(mask_documents=True), _documents()
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v, index_q, index_k = inputs = [x.to(dtype).requires_grad_() for x in drawn]
+        own = index_q.transpose(1, 2), index_k[:, 0], index_q[:, :, :, 0].mT.float() / 8
+        losses: list[Tensor] = []
+
+        def add_loss(o_BHSC: Tensor, loss: Tensor) -> Tensor:
+            losses.append(loss)
+            return o_BHSC
+
+        index = Index(*own, None, lambda choose, scores: choose(scores), add_loss)
+        out = core(q, k, v, core.mask(documents_BS), 0.1, None, index)
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+        return [out, *losses, *gradients]
+
+    for a, b in zip(results(torch.bfloat16), results(torch.float32), strict=True):
+        assert (a.float() - b).norm() <= 2e-2 * b.norm()

@@ -1,6 +1,7 @@
 """Gates of the families, and samples of layouts."""
 
 import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +10,7 @@ import torch
 
 from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.parse import load_job
-from titan_moe.models.registry import FAMILIES
+from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import (
@@ -26,6 +27,7 @@ KINDS: Mapping[str, Tables] = {
     "narrow": {"optimizer": {"name": "Muon", "state_dtype": "bfloat16"}},
     "overlap": {"parallelism": {"expert_parallel_overlap": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
+    "warm-up": {"training": {"indexer_stage": "dense", "max_norm": 0.01}},
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
     "inductor": {"compile": {"enable": True, "backend": "inductor"}},
     "compiled halves": {
@@ -46,6 +48,12 @@ def gate_of(family: str, folder: Path, kind: str = "AdamW") -> Gate:
     torch.set_num_threads(1)
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
     return Gate(with_tables(job, KINDS[kind]), folder)
+
+
+def fitting(family: str, text: str) -> str:
+    """A layout that the family's attention has: with an indexer it gathers keys under cp."""
+    sparse = model_config(family, "gate").indexer is not None
+    return re.sub("cp_method=[a-z]+", "cp_method=allgather", text) if sparse else text
 
 
 def cover(worlds: list[int], count: int, seed: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Recompute a block's activations in the backward instead of keeping them.
 
-The recomputation replays the routing decisions of the forward pass (`RoutingMemo`). It must not add
-to a buffer, which would count twice in the step's sums: that is an error.
+The recomputation replays the decisions of the forward pass (`DecisionMemo`): the experts of tokens,
+and the keys that sparse attention sees. It must not add to a buffer, which would count twice in the
+step's sums: that is an error.
 
 Recomputing by operation keeps attention with all it does (its kernel, its collectives under context
 parallelism), every matrix product, and the result of every collective that moves rows or adds
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.collectives import ends_a_layer
-from titan_moe.moe.layer import MoE, RoutingMemo
+from titan_moe.moe.layer import DecisionMemo
 
 _EXCHANGES = {torch.ops._c10d_functional.all_to_all_single.default}
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
@@ -85,19 +86,17 @@ def _kept(section: ActivationCheckpoint) -> set[Any]:
 
 def _recomputed(block: Any, kept: set[Any]) -> Callable[..., Tensor]:
     compute = block.execute
-    moe_layers = [module for module in block.modules() if isinstance(module, MoE)]
-
-    memo = RoutingMemo()
-    for moe in moe_layers:
-        moe.routing_memo = memo
+    # Each has its own order of decisions: a kept attention replays none.
+    memos = [module for module in block.modules() if isinstance(module, DecisionMemo)]
 
     @cache  # Not before the first recomputation: the model has no memory yet.
     def buffers() -> dict[str, Tensor]:
         return dict(block.named_buffers())
 
     def contexts() -> Contexts:
-        routing, replay = memo.contexts()
-        both = routing, _entered(replay, _unchanged(buffers))
+        decisions = [memo.contexts() for memo in memos]
+        recorded = _entered(*(record for record, _ in decisions))
+        both = recorded, _entered(*(replay for _, replay in decisions), _unchanged(buffers))
         return _both(both, _kept_results(kept)) if kept else both
 
     def execute(*args: object) -> Tensor:

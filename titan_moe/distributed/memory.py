@@ -27,6 +27,8 @@ RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
+# Float32 values of a pair of tokens that sparse attention has at once.
+_PAIR_MATRICES = 6
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -301,8 +303,14 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
     of the rank's experts, as a multiple of an even share.
     """
     config, recompute, num_layers = plan.config, plan.recompute, share.layers
-    values = _values_per_token(config, rows)
-    whole = float(config.dim)
+    values, results = _values_per_token(config, rows), _results_per_token(plan, rows)
+    whole, pairs = float(config.dim), 0.0
+    if config.indexer is not None:
+        # Matrices of all pairs, whole on each rank of tp, and a mask that takes half a value a
+        # pair; selected keys, which take two values each.
+        pairs = float(plan.training.seq_len * plan.dims.tp)
+        values, results = values + pairs / 2, results + pairs / 2
+        whole += 2 * config.indexer.top_k
     if recompute.keep_exchanged_rows:
         whole += _exchanged_per_token(plan, rows)
     if recompute.mode == "none":
@@ -310,12 +318,12 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
     elif recompute.mode == "full":
         kept = num_layers * whole
     elif recompute.selective_ac_option == "op":
-        kept = num_layers * _results_per_token(plan, rows)
+        kept = num_layers * results
     else:
         recomputed = -(-num_layers // int(recompute.selective_ac_option))
         kept = recomputed * whole + (num_layers - recomputed) * values
     kept += share.streams * config.dim
-    return kept * bytes_, 2 * values * bytes_
+    return kept * bytes_, (2 * values + _PAIR_MATRICES * 2 * pairs) * bytes_
 
 
 def _exchanged_per_token(plan: Plan, rows: float) -> float:

@@ -20,6 +20,7 @@ from titan_moe.distributed.context_parallel.apply import (
     local_positions,
 )
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
+from titan_moe.distributed.context_parallel.sparse import sparse_core
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     apply_expert_parallel,
@@ -48,6 +49,7 @@ from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     TENSOR_PLAN,
     Decoder,
+    freeze,
     initial_std,
     keep_only,
     moe_layer_names,
@@ -251,6 +253,7 @@ def lay_out(
         apply_expert_parallel(moe_layers, meshes, dispatch)
         partial_over_tp |= apply_tensor_parallel(part, TENSOR_PLAN, meshes)
         join_sequences(moe_layers, meshes)
+        freeze(part)
 
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
@@ -275,7 +278,7 @@ def lay_out(
 def _is_eager(part: Decoder, meshes: Meshes) -> bool:
     """Returns whether attention must not be traced: it exchanges tensors, is compiled already, or
     is a loop over a row."""
-    loops = part.config.recurrent is not None
+    loops = part.config.recurrent is not None or part.config.indexer is not None
     return meshes.dims.cp > 1 or isinstance(part.core, FlexCore) or loops
 
 
@@ -302,6 +305,10 @@ def _attention_core(
     job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
 ) -> AttentionCore:
     masked = job.training.mask_documents
+    if config.indexer is not None:
+        groups = {"tp_group": meshes.group("tp"), "cp_group": meshes.group("cp")}
+        balanced = _is_balanced(job.parallelism)
+        return sparse_core(**groups, balanced=balanced, mask_documents=masked)
     plain = plain_core(
         config, mask_documents=masked, dtype=compute_dtype(job), device_type=device.type
     )

@@ -14,7 +14,7 @@ from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispat
 from titan_moe.distributed.fsdp import ShardingPolicy
 from titan_moe.distributed.memory import Accumulation, Plan, choose_accumulation
 from titan_moe.distributed.mesh import Meshes
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.quantize import row_alignment
 from titan_moe.moe.config import MoEConfig, rows_of_buffers
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
@@ -33,6 +33,10 @@ def resolve_model(
     top. Keys that are left out take the default of the device type, if one is given."""
     if job.training.mtp_loss_weight is not None:
         config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
+    attention = config.attention
+    if isinstance(attention, MLAConfig) and attention.indexer is not None:
+        indexer = replace(attention.indexer, warm_up=job.training.indexer_stage == "dense")
+        config = replace(config, attention=replace(attention, indexer=indexer))
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.collectives import added
+from titan_moe.models.indexer import Indexer
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.moe.layer import MoE
 
@@ -81,14 +82,20 @@ def _divisor(metric: DeviceMetric) -> str:
 def device_metrics(
     moe_layers: Sequence[MoE],
     mtp: Sequence[MultiTokenPrediction],
+    indexers: Sequence[Indexer],
     *,
     predicts_ahead: bool,
+    selects: bool,
     device: torch.device,
 ) -> DeviceMetrics:
-    """The device metrics of a model of which this rank has `moe_layers` and `mtp`.
+    """The device metrics of a model of which this rank has `moe_layers`, `mtp` and `indexers`.
 
-    predicts_ahead: whether the model has multi-token prediction, on any rank.
+    Args:
+        predicts_ahead: whether the model has multi-token prediction, on any rank.
+        selects: whether it has indexers, on any rank.
     """
+    # Sum of all layers' divergences of the indexers from attention, per target token.
+    indexer_loss = DeviceMetric("indexer_loss", [indexer.loss_sum for indexer in indexers])
     return DeviceMetrics(
         [
             # Sum of all layers' weighted auxiliary losses, per target token.
@@ -103,6 +110,7 @@ def device_metrics(
                 [moe.rows_sent[0] for moe in moe_layers],
                 per=[moe.rows_sent[1] for moe in moe_layers],
             ),
+            *[indexer_loss] * selects,
         ],
         device=device,
     )

@@ -1,4 +1,5 @@
-"""The attention variants: GQA and MLA. `build_attention` picks by the type of the dimensions."""
+"""The attention variants: GQA, and MLA, which may be sparse. `build_attention` picks by the type of
+the dimensions."""
 
 from collections.abc import Callable
 from functools import partial, singledispatch
@@ -16,9 +17,11 @@ from titan_moe.models.config import (
     PositionTemperature,
     RopeConfig,
 )
+from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops.attention import AttentionCore, choose_core
+from titan_moe.ops.sparse_attention import SparseAttention
 from titan_moe.ops.varlen_attention import takes
 
 # Gives queries and keys their places in the row.
@@ -137,7 +140,8 @@ class PerHead(nn.Module):
 class MLA(Attention):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    Keys and values from a low-rank latent; all heads share the rotated part of the key.
+    Keys and values from a low-rank latent; all heads share the rotated part of the key. With an
+    indexer, `core` also takes its `Index` (ops/sparse_attention.py).
     """
 
     def __init__(
@@ -160,12 +164,17 @@ class MLA(Attention):
         kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
         self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)
+        self.indexer: Indexer | None = None
+        if config.indexer is not None:
+            assert config.q_rank is not None, "an indexer reads the query's latent"
+            self.indexer = Indexer(dim, config.q_rank, config.indexer)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         config = self.config
         whole_rank = config.q_rank is None
         q, latent = (self.wq if whole_rank else self.wq_a)(x_BSD), self.wkv_a(x_BSD)
-        q = q if whole_rank else self.wq_b(self.q_norm(q))
+        q_latent = q if whole_rank else self.q_norm(q)
+        q = q if whole_rank else self.wq_b(q_latent)
         q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
         q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
         q_BSHC = torch.cat([q_nope, rotate(q_rope, rotation, self.pairing)], dim=-1)
@@ -177,9 +186,9 @@ class MLA(Attention):
         k_rope = rotate(k_rope[:, :, None], rotation, self.pairing)
         k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
 
-        o_BHSC = self.core(
-            q_BSHC.transpose(1, 2), k_BSHC.transpose(1, 2), v_BSHC.transpose(1, 2), mask, self.scale
-        )
+        q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
+        index = () if self.indexer is None else (None, self.indexer(x_BSD, q_latent, rotation))
+        o_BHSC = self.core(q_BHSC, k_BHSC, v_BHSC, mask, self.scale, *index)
         return self.wo(o_BHSC.transpose(1, 2).flatten(2))
 
 
@@ -218,9 +227,15 @@ def _tempered(
 
 
 def plain_core(
-    config: ModelConfig, *, mask_documents: bool, dtype: torch.dtype, device_type: str
+    config: ModelConfig,
+    *,
+    mask_documents: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device_type: str = "cpu",
 ) -> AttentionCore:
     """The fastest core for a model that computes in `dtype`, with whole rows on one device."""
+    if config.indexer is not None:
+        return SparseAttention(mask_documents=mask_documents)
     heads = config.attention
     return choose_core(
         mask_documents=mask_documents,

@@ -94,6 +94,20 @@ class GQAConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """What selects the keys that attention sees (DeepSeek sparse attention: arXiv 2512.02556)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Keys that a query attends to."""
+    pairing: Literal["halves", "neighbours"] = "halves"
+    """Channels that rotate together, the first rope_dim of a head; not always attention's own."""
+    warm_up: bool = False
+    """Attend to all keys: the indexer alone is trained, on the whole attention."""
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1)."""
 
@@ -110,6 +124,8 @@ class MLAConfig:
     """The down-projections and the output projection have a bias: `attention_bias`."""
     norm_eps: float = 1e-6
     """Epsilon of the latents' norms; the published code keeps it whatever the model's own."""
+    indexer: IndexerConfig | None = None
+    """Reads the query's latent. None: attention to the whole past."""
 
     sinks: ClassVar[bool] = False
 
@@ -208,6 +224,12 @@ class ModelConfig:
     def recurs(self, layer: int) -> bool:
         """Returns whether a layer has a recurrent state."""
         return self.mixer(layer) is self.recurrent
+
+    @property
+    def indexer(self) -> IndexerConfig | None:
+        """The indexer of each layer's attention; None: attention is not sparse."""
+        attention = self.attention
+        return attention.indexer if isinstance(attention, MLAConfig) else None
 
     @property
     def local_or_sinks(self) -> bool:

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.models.attention import Attention, build_attention
+from titan_moe.models.attention import Attention, build_attention, plain_core
 from titan_moe.models.config import GatedDeltaConfig, ModelConfig
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, Sdpa
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.profiling.regions import region
@@ -57,6 +57,7 @@ TENSOR_PLAN: TensorPlan = {
     # MLA's down-projections and their norms see all tokens and feed the heads of every rank.
     "*.attention.wq_a": "whole",
     "*.attention.wkv_a": "whole",
+    "*.attention.indexer.w*": "whole",
     "*.feed_forward": "gather",
     "*.feed_forward.w1": "colwise",
     "*.feed_forward.w2": "rowwise",
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.core = core or Sdpa()
+        self.core = core or plain_core(config)
         self.recurrence = recurrence or Recurrence(chunked_rule, mask_documents=False)
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.rope = Rope(config.attention.rope_dim, config.rope)
@@ -293,6 +294,14 @@ class _PassOn(nn.Identity):
 
     def forward(self, input: Tensor, *_: object) -> Tensor:
         return input
+
+
+def freeze(model: Decoder) -> None:
+    """Takes from training what does not train: while indexers warm up, all but them."""
+    indexer = model.config.indexer
+    if indexer is not None and indexer.warm_up:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".indexer." in name)
 
 
 def moe_layer_names(config: ModelConfig) -> list[str]:

@@ -27,6 +27,7 @@ _OF_TRAINING = {
     "max_seq_len",
     "num_mtp_layers",
     "mtp_loss_weight",
+    "attention.indexer.warm_up",
     "moe.row_alignment",
     "moe.bias_update_speed",
     "moe.sequence_aux_loss_weight",

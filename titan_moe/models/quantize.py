@@ -1,8 +1,8 @@
 """Chooses the products of a model that run in float8, before its weights are sharded.
 
 Parameters stay what they were, in type, name and shape. Routers stay in at least float32, since a
-rounded score sends a token elsewhere; embeddings, the output layer and the gates of recurrent
-layers in the compute type.
+rounded score sends a token elsewhere; embeddings, the output layer, indexers and the gates of
+recurrent layers in the compute type.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +93,7 @@ def _linears(
         if not isinstance(module, nn.Linear) or id(module) in inside:
             continue
         aligned = all(size % unit == 0 for size in module.weight.shape)
-        kept = name == "output" or ".gates." in name
+        kept = name == "output" or ".gates." in name or ".indexer." in name
         if aligned and not kept and not _has_word(name, left_alone):
             yield name, module
 

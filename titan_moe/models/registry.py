@@ -18,6 +18,7 @@ from titan_moe.models.config import ModelConfig
 
 FAMILIES = (
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe",
     "gpt_oss",
     "llama4",

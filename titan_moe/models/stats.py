@@ -14,11 +14,12 @@ from titan_moe.config.job_config import Parallelism, Training
 from titan_moe.models.config import (
     GatedDeltaConfig,
     GQAConfig,
+    IndexerConfig,
     MLAConfig,
     ModelConfig,
     TokenMixer,
 )
-from titan_moe.ops.local_attention import mean_seen
+from titan_moe.ops.local_attention import LocalAttention, mean_seen
 
 
 class AttentionStats(NamedTuple):
@@ -36,6 +37,10 @@ class AttentionStats(NamedTuple):
     that it saves."""
     state_products: int = 0
     """Multiplications of a token with a recurrent state."""
+    index_channels: int = 0
+    """Multiplications of a token with each token whose key an indexer scores."""
+    top_k: int | None = None
+    """The most tokens that a token sees; None: all that causal order leaves."""
 
 
 @singledispatch
@@ -71,12 +76,28 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
     norms = kv_rank + (q_rank or 0)
     biases = attention.bias * (latent + dim + (q_rank or 0))
     by_head = 3 * qk_dim + nope_dim
-    return AttentionStats(
+    own = AttentionStats(
         parameters=matrices + norms + biases,
         matrices=matrices,
         score_channels=heads * (qk_dim + v_dim),
         saved=heads * (by_head + 2 * v_dim) + 2 * (kv_rank + (q_rank or 0)),
         results=heads * (by_head + 3 * v_dim) + latent + (q_rank or 0),
+    )
+    return own if attention.indexer is None else _indexed(own, attention.indexer, dim, q_rank or 0)
+
+
+def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int) -> AttentionStats:
+    """Adds an indexer. Its tensors are kept beside their gradients, which its loss makes early."""
+    queries, key, heads = indexer.num_heads * indexer.head_dim, indexer.head_dim, indexer.num_heads
+    matrices = q_rank * queries + dim * (key + heads)
+    kept = 2 * queries + 4 * key + 3 * heads
+    return own._replace(
+        parameters=own.parameters + matrices + 2 * key,
+        matrices=own.matrices + matrices,
+        saved=own.saved + kept,
+        results=own.results + kept,
+        index_channels=queries,
+        top_k=None if indexer.warm_up else indexer.top_k,
     )
 
 
@@ -143,7 +164,8 @@ def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
     Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
     "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
     they are active; attention counts the pairs that causal order over `seq_len` tokens and the
-    layer's window or chunk leave. "output" holds all of multi-token prediction, its stage's work.
+    layer's window, chunk or selection leave, an indexer all in causal order. "output" holds all of
+    multi-token prediction, its stage's work.
     """
     layers = {
         f"layers.{layer}": _layer_flops(config, layer, seq_len)
@@ -161,8 +183,10 @@ def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     seen = mean_seen(config.local_in(layer), seq_len)
     attention = attention_stats(config.mixer(layer), config.dim)
-    products = attention.matrices + attention.score_channels * seen + attention.state_products
-    products *= 2.0
+    products = attention.matrices + attention.index_channels * seen + attention.state_products
+    if attention.top_k is not None:  # As many pairs as a window of this size leaves.
+        seen = mean_seen(LocalAttention("window", attention.top_k, global_every=0), seq_len)
+    products = 2.0 * (products + attention.score_channels * seen)
     moe = config.moe
     if not config.is_moe_layer(layer) or moe is None:
         return products + 2.0 * 3 * config.dim * config.hidden_dim

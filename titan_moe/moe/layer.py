@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
 from titan_moe.profiling.regions import region
 
+Decision = TypeVar("Decision")
+
 
 class RoutingDecision(NamedTuple):
     """The selected experts and the dispatch plans: what a recomputation replays."""
@@ -28,36 +30,37 @@ class RoutingDecision(NamedTuple):
     """Dispatch plans, one for each part of the tokens."""
 
 
-class RoutingMemo:
-    """Replays the routing decisions of a checkpointed forward pass in its recomputation.
+class DecisionMemo(nn.Module):
+    """Replays the decisions of a checkpointed forward pass in its recomputation: the routing of a
+    layer, or the keys that its attention sees.
 
     Routing anew could send a token elsewhere (rounding), would count it again, and would wait for
-    split sizes again. Outside the two contexts of `contexts` every decision is made anew.
+    split sizes again. Outside the two contexts of `contexts` every decision is made anew. A module,
+    so that activation checkpointing finds it in a block.
     """
 
     def __init__(self) -> None:
-        self._recorded: list[RoutingDecision] | None = None
-        self._replayed: Iterator[RoutingDecision] | None = None
+        super().__init__()
+        self._recorded: list[Any] | None = None
+        self._replayed: Iterator[Any] | None = None
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns a context for a forward pass, which records decisions, and one for its
         recomputation, which replays them in the same order."""
-        decisions: list[RoutingDecision] = []
+        decisions: list[Any] = []
         return self._record(decisions), self._replay(decisions)
 
-    def decide(
-        self, route: Callable[[Tensor], RoutingDecision], scores_BSE: Tensor
-    ) -> RoutingDecision:
-        """`route(scores_BSE)`, or in a recomputation what that returned in the forward pass."""
+    def decide(self, choose: Callable[[Tensor], Decision], scores: Tensor) -> Decision:
+        """`choose(scores)`, or in a recomputation what that returned in the forward pass."""
         if self._replayed is not None:
             return next(self._replayed)
-        decision = route(scores_BSE)
+        decision = choose(scores)
         if self._recorded is not None:
             self._recorded.append(decision)
         return decision
 
     @contextmanager
-    def _record(self, decisions: list[RoutingDecision]) -> Iterator[None]:
+    def _record(self, decisions: list[Any]) -> Iterator[None]:
         self._recorded = decisions
         try:
             yield
@@ -65,7 +68,7 @@ class RoutingMemo:
             self._recorded = None
 
     @contextmanager
-    def _replay(self, decisions: list[RoutingDecision]) -> Iterator[None]:
+    def _replay(self, decisions: list[Any]) -> Iterator[None]:
         self._replayed = iter(decisions)
         try:
             yield
@@ -78,7 +81,7 @@ class MoE(nn.Module):
 
     Three attributes are strategies, each set once when the model is built. Expert parallelism sets
     `dispatcher`, routing traces set `routing_fn` (scores_TE -> experts_TK), and compile sets
-    `gating_weights`. `routing_memo` is shared with the activation checkpoint around this layer;
+    `gating_weights`. `memo` replays routing in a recomputation;
     `sequence_group` are the ranks that hold parts of the same sequences, None: this one alone.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads; where a
@@ -101,7 +104,7 @@ class MoE(nn.Module):
         self.sequence_group: ProcessGroup | None = None
         self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
         self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.gating_weights
-        self.routing_memo = RoutingMemo()
+        self.memo = DecisionMemo()
         self.counts_traffic = True
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
         self.register_buffer("rows_dropped", torch.empty((), dtype=torch.int64), persistent=False)
@@ -117,7 +120,7 @@ class MoE(nn.Module):
         with region("route"):
             scores = self.router(x_TD)
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
-        decision = self.routing_memo.decide(self.route, scores_BSE)
+        decision = self.memo.decide(self.route, scores_BSE)
         with region("route"):
             weights_TK = self.gating_weights(scores.scores_TE, decision.experts_TK)
         if self.training:

@@ -15,7 +15,7 @@ from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon
 # Muon is for what maps hidden states to hidden states, as its author has it: lookup tables, the
 # output layer and gates, whose rows are single tokens or experts, and convolutions of single
 # channels stay with AdamW.
-_NOT_HIDDEN = {"tok_embeddings", "output", "router", "gate", "gates", "conv"}
+_NOT_HIDDEN = {"tok_embeddings", "output", "router", "gate", "gates", "weights_proj", "conv"}
 
 
 def build_optimizer(

@@ -325,6 +325,7 @@ _PARTS = (
             "parallelism.pipeline_parallel_layers_per_stage=2 has no effect: module_fqns_per_model",
         ),
         ("--training.mtp_loss_weight 0.1", MODEL, "training.mtp_loss_weight=0.1 has no effect: de"),
+        ("--training.indexer_stage dense", MODEL, "training.indexer_stage=dense has no effect: de"),
         ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
         ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
         ("--validation.text_column a", MODEL, "validation.text_column=a has no effect: validation"),
@@ -381,6 +382,15 @@ def test_compilation_without_a_compiler_is_switched_off(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", "")
     job, (line,) = fit_to_cpu(job_of("--compile.enable"), bfloat16_units=True)
     assert not job.compile.enable and "g++ was not found" in line
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_sparse_attention_gathers_keys_over_cp(method: str) -> None:
+    degrees = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
+    model = {"name": "deepseek_v32", "flavor": "gate"}
+    job = JobConfig.model_validate({"model": model, "parallelism": degrees})
+    (line,) = check(job, model_config("deepseek_v32", "gate"), 2)
+    assert line.startswith(f"parallelism.context_parallel_rotate_method={method}: an indexer of")
 
 
 def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:

@@ -13,6 +13,8 @@ PUBLISHED = {
     ("deepseek_v3", "16B"): (15.7, 2.4, 1),
     ("deepseek_v3", "236B"): (236, 21, 2),
     ("deepseek_v3", "671B"): (671, 37, 2),
+    ("deepseek_v32", "671B"): (671, None, 2),  # Published with V3's counts, without an indexer.
+    ("deepseek_v32", "GLM-5"): (744, 40, 0),
     ("deepseek_v3", "Moonlight-16B-A3B"): (15.96, 2.91, 2),
     ("deepseek_v3", "Kimi-K2"): (1040, 32.6, 2),
     ("glm4_moe", "GLM-4.5-Air"): (106, 12, 0),

@@ -59,6 +59,7 @@ V3, V2, QWEN3 = ("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("qwen3", "30B-
 OSS, SCOUT, MIXTRAL = ("gpt_oss", "20b"), ("llama4", "gate"), ("mixtral", "8x7B")
 NEXT = ("qwen3_next", "gate")
 GLM, MINIMAX = ("glm4_moe", "GLM-4.5"), ("minimax_m2", "MiniMax-M2")
+SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,15 @@ GLM, MINIMAX = ("glm4_moe", "GLM-4.5"), ("minimax_m2", "MiniMax-M2")
         (NEXT, {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         (NEXT, {"shared_expert_intermediate_size": 40}, "must be a multiple of moe_intermediate"),
         (NEXT, {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
+        (SPARSE, {"indexer_rope_interleave": True}, "indexer_rope_interleave=True is not supp"),
+        (GLM5, {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not supp"),
+        (SPARSE, {"index_topk": None}, "index_topk is missing"),
+        (SPARSE, {"q_lora_rank": None}, "q_lora_rank is missing"),
+        (GLM5, {"indexer_types": ["full", "shared"]}, "only full is supported, not shared"),
+        (GLM5, {"index_topk_freq": 4}, "index_topk_freq=4 is not supported: only 1"),
+        (GLM5, {"index_topk_pattern": "FSSF"}, "index_topk_pattern='FSSF' is not supported"),
+        (GLM5, {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers first"),
+        (SPARSE, {"layer_types": ["full_attention"]}, "only indexed_attention is supported"),
     ],
 )
 def test_unsupported_settings_are_named(flavor, change, words, tmp_path):

@@ -145,15 +145,15 @@ def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():
     scores_BSE = torch.rand(2, 3, 6, dtype=torch.float64)
     decisions, contexts = [], []
     for shift in range(2):  # Two microbatches, as in a pipeline.
-        record, replay = layer.routing_memo.contexts()
+        record, replay = layer.memo.contexts()
         with record:
             scores = scores_BSE.roll(shift, 1)
-            decisions.append(layer.routing_memo.decide(layer.route, scores))
+            decisions.append(layer.memo.decide(layer.route, scores))
         contexts.append(replay)
     counts_E = layer.router.tokens_per_expert.clone()
     for decision, replay in zip(decisions, contexts, strict=True):
         with replay:
-            assert layer.routing_memo.decide(layer.route, scores_BSE) is decision
+            assert layer.memo.decide(layer.route, scores_BSE) is decision
     assert torch.equal(layer.router.tokens_per_expert, counts_E)
-    layer.routing_memo.decide(layer.route, scores_BSE)
+    layer.memo.decide(layer.route, scores_BSE)
     assert torch.equal(layer.router.tokens_per_expert.sum(), counts_E.sum() * 3 // 2)

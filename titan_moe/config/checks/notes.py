@@ -71,6 +71,7 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         not run.model.num_mtp_layers,
         f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
     )
+    yield "training.indexer_stage", run.model.indexer is None, f"{run.flavor} has no indexer"
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
     plain = training.dataset in DATASETS_WITHOUT_COLUMNS
     yield "training.text_column", plain, "the data has no columns"

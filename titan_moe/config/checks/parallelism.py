@@ -119,6 +119,16 @@ def _ulysses(run: Run) -> Iterator[str]:
     )
 
 
+def _sparse(run: Run) -> Iterator[str]:
+    degrees, method = run.job.parallelism, run.job.parallelism.context_parallel_rotate_method
+    if run.model.indexer is None or degrees.context_parallel_degree == 1 or method == "allgather":
+        return
+    yield (
+        f"parallelism.context_parallel_rotate_method={method}: an indexer of {run.flavor} selects "
+        "among the keys of whole sequences: choose allgather"
+    )
+
+
 def _pipeline(run: Run) -> Iterator[str]:
     degrees, rows = run.job.parallelism, run.job.training.local_batch_size
     yield from pipeline.problems(degrees, num_layers=run.model.num_layers, local_batch_size=rows)
@@ -158,6 +168,7 @@ RULES: list[Rule] = [
     _sequence_slices,
     _recurrent_segments,
     _ulysses,
+    _sparse,
     _pipeline,
     _order_of_stages,
 ]

@@ -107,7 +107,8 @@ class AllGather:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
     ) -> Tensor:
-        k, v = self._gathered(k_BHSC, v_BHSC)
+        row_BHSE = whole_row(torch.cat([k_BHSC, v_BHSC], -1), self._group, balanced=self._balanced)
+        k, v = row_BHSE.split([k_BHSC.shape[-1], v_BHSC.shape[-1]], -1)
         parts = [
             self._attention.attend(
                 q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], block_mask, scale, sinks_H
@@ -115,20 +116,6 @@ class AllGather:
             for queries, keys, block_mask in mask
         ]
         return torch.cat(parts, 2)
-
-    def _gathered(self, k_BHSC: Tensor, v_BHSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole rows of keys and values; backward: all ranks' gradients, summed in rank order."""
-        size, balanced = self._group.size(), self._balanced
-
-        def gather(own_BHSE: Tensor) -> Tensor:
-            return join_row(gather_parts(own_BHSE, self._group), balanced=balanced)
-
-        def scatter(grad_BHSE: Tensor) -> Tensor:
-            parts = cut_row(grad_BHSE, size, balanced=balanced)
-            return reduce_scatter_rows(parts, [1] * size, self._group)[0]
-
-        row_BHSE = linear(torch.cat([k_BHSC, v_BHSC], -1), gather, scatter)
-        return row_BHSE.split([k_BHSC.shape[-1], v_BHSC.shape[-1]], -1)
 
 
 class Ulysses:
@@ -192,6 +179,21 @@ class RingAttention:
     ) -> Tensor:
         ring = Ring(self._group, self._attention, mask, scale)
         return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring, sinks_H)
+
+
+def whole_row(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:
+    """Whole rows of this rank's and the others' tokens; backward: all ranks' gradients, summed in
+    rank order."""
+    size = group.size()
+
+    def gather(own_BHSE: Tensor) -> Tensor:
+        return join_row(gather_parts(own_BHSE, group), balanced=balanced)
+
+    def scatter(grad_BHSE: Tensor) -> Tensor:
+        parts = cut_row(grad_BHSE, size, balanced=balanced)
+        return reduce_scatter_rows(parts, [1] * size, group)[0]
+
+    return linear(own_BHSE, gather, scatter)
 
 
 def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:

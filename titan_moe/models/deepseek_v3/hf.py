@@ -9,49 +9,17 @@ version leaves out, whatever config.json says, is refused rather than trained di
 
 from typing import Any
 
+from titan_moe.models import hf_family as hf
 from titan_moe.models.config import MLAConfig, ModelConfig
-from titan_moe.models.hf_family import (
-    BLOCK_NORMS,
-    DECODER_KEYS,
-    DEFAULTS,
-    EXPERTS,
-    FEED_FORWARD,
-    MTP_COPIES,
-    ROUTER_KEYS,
-    ROUTING_BIAS,
-    SHARED_EXPERTS,
-    Fields,
-    HFKeys,
-    HFWeight,
-    Settings,
-    attention_of,
-    given,
-    make_config,
-    needed,
-    only,
-    read_fields,
-    rope_from_hf,
-    rope_to_hf,
-    with_mtp,
-    write_fields,
-)
+from titan_moe.models.hf_mla import MLA_KEYS, mla_block
 
 _FAMILY = "deepseek_v3"
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-COPIES = MTP_COPIES
+COPIES = hf.MTP_COPIES
 
-_KEYS = {
-    **DECODER_KEYS,
-    "attention.q_rank": "q_lora_rank",
-    "attention.kv_rank": "kv_lora_rank",
-    "attention.nope_dim": "qk_nope_head_dim",
-    "attention.rope_dim": "qk_rope_head_dim",
-    "attention.v_dim": "v_head_dim",
-    "num_mtp_layers": "num_nextn_predict_layers",
-}
-_EXPERT_KEYS = {**ROUTER_KEYS, "moe.score": "scoring_func"}
-_DEFAULTS = DEFAULTS | {
+_EXPERT_KEYS = {**hf.ROUTER_KEYS, "moe.score": "scoring_func"}
+_DEFAULTS = hf.DEFAULTS | {
     "q_lora_rank": None,
     "max_position_embeddings": 4096,
     "n_shared_experts": 0,
@@ -63,28 +31,28 @@ _V2 = {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_facto
 _V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 
 
-def from_hf(settings: Settings) -> ModelConfig:
+def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    only(settings, hidden_act=("silu",), mlp_bias=(False,), moe_layer_freq=(1,))
-    only(settings, rope_interleave=(True,))
-    only(settings, num_key_value_heads=(needed(settings, "num_attention_heads"),))
-    mtp = {"num_nextn_predict_layers": given(settings, "num_mtp_layers", 0)}
-    fields = read_fields(settings, _KEYS, _DEFAULTS | mtp)
-    fields["rope"] = rope_from_hf(settings, "neighbours", latent=True)
+    hf.only(settings, hidden_act=("silu",), mlp_bias=(False,), moe_layer_freq=(1,))
+    hf.only(settings, rope_interleave=(True,))
+    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
+    mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
+    fields = hf.read_fields(settings, MLA_KEYS, _DEFAULTS | mtp)
+    fields["rope"] = hf.rope_from_hf(settings, "neighbours", latent=True)
     if settings.get("n_routed_experts"):
         fields |= _experts(settings)
-    return make_config(fields, MLAConfig)
+    return hf.make_config(fields, MLAConfig)
 
 
-def _experts(settings: Settings) -> Fields:
+def _experts(settings: hf.Settings) -> hf.Fields:
     is_v3 = settings.get("model_type") != "deepseek_v2"
     if is_v3:
-        only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
+        hf.only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     else:
-        only(settings, scoring_func=("softmax",), norm_topk_prob=(False,))
-        only(settings, topk_method=("greedy", "group_limited_greedy"))
-    fields = read_fields(settings, _EXPERT_KEYS, _DEFAULTS | (_V3 if is_v3 else _V2))
-    ungrouped = not is_v3 and given(settings, "topk_method", "greedy") == "greedy"
+        hf.only(settings, scoring_func=("softmax",), norm_topk_prob=(False,))
+        hf.only(settings, topk_method=("greedy", "group_limited_greedy"))
+    fields = hf.read_fields(settings, _EXPERT_KEYS, _DEFAULTS | (_V3 if is_v3 else _V2))
+    ungrouped = not is_v3 and hf.given(settings, "topk_method", "greedy") == "greedy"
     if ungrouped or fields["moe.num_groups"] == 1:
         fields |= {"moe.num_groups": 1, "moe.top_groups": 1}
     fields["moe.group_score_top"] = 2 if is_v3 and fields["moe.num_groups"] > 1 else 1
@@ -93,15 +61,15 @@ def _experts(settings: Settings) -> Fields:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = attention_of(config, MLAConfig, _FAMILY), config.moe
+    attention, moe = hf.attention_of(config, MLAConfig, _FAMILY), config.moe
     is_v3 = moe is None or moe.score == "sigmoid"
     settings: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "hidden_act": "silu",
         "num_key_value_heads": attention.num_heads,
-        **write_fields(config, _KEYS),
-        **rope_to_hf(config.rope),
+        **hf.write_fields(config, MLA_KEYS),
+        **hf.rope_to_hf(config.rope),
     }
     if moe is None:
         # transformers knows dense layers only as the first ones.
@@ -109,40 +77,15 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     by_groups = "noaux_tc" if is_v3 else "group_limited_greedy"
     return {
         **settings,
-        **write_fields(config, _EXPERT_KEYS),
+        **hf.write_fields(config, _EXPERT_KEYS),
         "moe_layer_freq": config.moe_every,
         "topk_method": by_groups if is_v3 or moe.num_groups > 1 else "greedy",
     }
 
 
-_DIRECT_QUERY = {"wq.weight": "q_proj.weight"}
-_LATENT_QUERY = {
-    "wq_a.weight": "q_a_proj.weight",
-    "q_norm.weight": "q_a_layernorm.weight",
-    "wq_b.weight": "q_b_proj.weight",
-}
-_KEYS_AND_VALUES = {
-    "wkv_a.weight": "kv_a_proj_with_mqa.weight",
-    "kv_norm.weight": "kv_a_layernorm.weight",
-    "wkv_b.weight": "kv_b_proj.weight",
-    "wo.weight": "o_proj.weight",
-}
-_BIASES = {
-    "wq_a.bias": "q_a_proj.bias",
-    "wkv_a.bias": "kv_a_proj_with_mqa.bias",
-    "wo.bias": "o_proj.bias",
-}
-
-
-def keys(config: ModelConfig) -> HFKeys:
+def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. The routing's bias has a place beside sigmoid scores only (V3)."""
-    attention = attention_of(config, MLAConfig, _FAMILY)
-    names = _KEYS_AND_VALUES | (_DIRECT_QUERY if attention.q_rank is None else _LATENT_QUERY)
-    if attention.bias:
-        names |= _BIASES
-    block = {**BLOCK_NORMS, **FEED_FORWARD, **SHARED_EXPERTS, **EXPERTS}
-    for ours, theirs in names.items():
-        block[f"attention.{ours}"] = (HFWeight(f"self_attn.{theirs}"),)
+    block = mla_block(hf.attention_of(config, MLAConfig, _FAMILY))
     if config.moe is not None and config.moe.score == "sigmoid":
-        block |= ROUTING_BIAS
-    return with_mtp(block, config.num_mtp_layers)
+        block = {**block, **hf.ROUTING_BIAS}
+    return hf.with_mtp(block, config.num_mtp_layers)

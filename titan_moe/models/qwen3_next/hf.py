@@ -161,7 +161,8 @@ def keys(config: ModelConfig) -> hf.HFKeys:
         for name, ways in {**hf.EMBEDDINGS, **hf.in_layers(block)}.items()
     }
     if config.num_mtp_layers == 1:
-        found |= _MTP | hf.in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
+        ahead = hf.in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
+        found |= {**_MTP, **ahead}
     return found
 
 

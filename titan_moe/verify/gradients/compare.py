@@ -19,7 +19,7 @@ class Tolerance(NamedTuple):
     errors of larger numbers."""
 
 
-NUMBERS = ("num_targets", "loss", "balance_loss", "mtp_loss", "grad_norm")
+NUMBERS = ("num_targets", "loss", "balance_loss", "mtp_loss", "indexer_loss", "grad_norm")
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 BUFFERS = ("expert_bias", "previous_load")
 _CAUSES_FIRST = (*NUMBERS, "counts", "gradient", *BUFFERS, *MOMENTS, "parameter")

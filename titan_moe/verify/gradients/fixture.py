@@ -15,7 +15,7 @@ from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.parallelize import first_names
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.decoder import Decoder, freeze, initial_std
 from titan_moe.ops.attention import explicit_mask, sdpa
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.verify.gradients.reference import (
@@ -25,6 +25,7 @@ from titan_moe.verify.gradients.reference import (
     Step,
     without_balance_losses,
 )
+from titan_moe.verify.gradients.selected_pairs import SelectedPairs
 from titan_moe.verify.gradients.token_by_token import TokenByToken
 
 NUM_STEPS = 2
@@ -207,8 +208,11 @@ class AllPairs:
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
     masked = job.training.mask_documents
-    core, recurrence = AllPairs(mask_documents=masked), TokenByToken(mask_documents=masked)
-    return Decoder(without_balance_losses(config), core, recurrence)
+    core = (AllPairs if config.indexer is None else SelectedPairs)(mask_documents=masked)
+    recurrence = TokenByToken(mask_documents=masked)
+    model = Decoder(without_balance_losses(config), core, recurrence)
+    freeze(model)
+    return model
 
 
 def _production_weights(job: JobConfig, config: ModelConfig) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ class Step:
     grad_norm: float
     balance_loss: float
     mtp_loss: float | None
+    indexer_loss: float | None
     num_targets: int
     gradients: dict[str, Tensor]
     """Gradients of the mean loss, before clipping."""
@@ -107,8 +108,9 @@ class Reference:
             router.register_forward_hook(partial(self._keep_scores, name))
             router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
             router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
-        matrices = {name for name in self.parameters if self._is_for_muon(name)}
-        zeros = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        matrices = {name for name in self.trained if self._is_for_muon(name)}
+        zeros = {name: torch.zeros_like(p) for name, p in self.trained.items()}
         self.momentum_buffer = {name: zeros.pop(name) for name in matrices}
         self.exp_avg, self.exp_avg_sq = zeros, {n: zero.clone() for n, zero in zeros.items()}
         self.num_steps = 0
@@ -116,14 +118,14 @@ class Reference:
     def step(self, rows: Rows, lr: float) -> Step:
         """Train on a global batch."""
         num_targets = int((rows.labels_BS != IGNORED).sum())
-        loss, balance, mtp, counts = self._gradients(rows, num_targets)
-        gradients = {name: p.grad.clone() for name, p in self.parameters.items()}  # type: ignore[union-attr]
+        loss, balance, mtp, indexer, counts = self._gradients(rows, num_targets)
+        gradients = {name: p.grad.clone() for name, p in self.trained.items()}  # type: ignore[union-attr]
         norm = self._norm(gradients)
         clip = min(1.0, self.training.max_norm / norm)
         for name, counts_E in counts.items():
             self._balance(self.routers[name], counts_E)
         self.num_steps += 1
-        for name in self.parameters:
+        for name in self.trained:
             update = self._muon if name in self.momentum_buffer else self._adamw
             update(name, gradients[name] * clip, lr)
         return Step(
@@ -131,6 +133,7 @@ class Reference:
             grad_norm=norm,
             balance_loss=balance,
             mtp_loss=mtp if self.config.num_mtp_layers else None,
+            indexer_loss=indexer if self.config.indexer else None,
             num_targets=num_targets,
             gradients=self._by_every_name(gradients),
             parameters=self._by_every_name({n: p.detach() for n, p in self.parameters.items()}),
@@ -148,13 +151,13 @@ class Reference:
 
     def _gradients(
         self, rows: Rows, num_targets: int
-    ) -> tuple[float, float, float, dict[str, Tensor]]:
-        """Mean cross-entropy, mean auxiliary loss, mean loss of further tokens, counts by layer;
-        gradients in .grad."""
+    ) -> tuple[float, float, float, float, dict[str, Tensor]]:
+        """Mean cross-entropy, mean auxiliary loss, mean loss of further tokens, mean loss of the
+        indexers, counts by layer; gradients in .grad."""
         self.model.zero_grad(set_to_none=False)
-        for parameter in self.parameters.values():
+        for parameter in self.trained.values():
             parameter.grad = torch.zeros_like(parameter)
-        loss = balance = mtp = 0.0
+        loss = balance = mtp = indexer = 0.0
         counts = {
             name: torch.zeros(router.config.num_experts, dtype=torch.int64)
             for name, router in self.routers.items()
@@ -175,14 +178,24 @@ class Reference:
                 extra = extra + balance_loss(
                     self.scores[name].logits_TE, chosen_E, router.previous_load, self.moe
                 )
-            ((entropy + extra + ahead) / num_targets).backward()
+            selection = self._indexer_loss(like=entropy)
+            ((entropy + extra + ahead + selection) / num_targets).backward()
             loss += entropy.item()
             balance += extra.item()
             mtp += ahead.item()
+            indexer += selection.item()
         for name, router in self.routers.items():
             assert torch.equal(router.tokens_per_expert, counts[name]), f"{name} chose otherwise"
             router.tokens_per_expert.zero_()
-        return loss / num_targets, balance / num_targets, mtp / num_targets, counts
+        means = (total / num_targets for total in (loss, balance, mtp, indexer))
+        return *means, counts  # type: ignore[return-value]
+
+    def _indexer_loss(self, like: Tensor) -> Tensor:
+        """The sum of the losses that the core of sparse attention has kept; forgets them."""
+        losses = getattr(self.model.core, "losses", [])
+        total = sum(losses, torch.zeros_like(like))
+        losses.clear()
+        return total
 
     def _keep_scores(self, layer: str, router: Router, args: tuple, scores: Scores) -> None:
         self.scores[layer] = scores
@@ -264,7 +277,7 @@ class Reference:
 
 
 _BIASES = ("bias", "b1", "b2", "b3")
-_BY_ADAM = {"tok_embeddings", "output", "router", "gate", "gates", "conv"}
+_BY_ADAM = {"tok_embeddings", "output", "router", "gate", "gates", "weights_proj", "conv"}
 
 
 def _matrices(weight: Tensor) -> list[Tensor]:

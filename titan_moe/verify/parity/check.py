@@ -23,15 +23,15 @@ from transformers import AutoModelForCausalLM
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.read import HFSource
 from titan_moe.checkpoint.hf.write import export
+from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.moe.router import Router
-from titan_moe.ops.attention import choose_core
 from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.localize.capture.moe_hooks import choice_margins
 from titan_moe.verify.parity.cases import ParityCase
-from titan_moe.verify.parity.oracle import Oracle, computing_in
+from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 NUM_STEPS = 3
@@ -133,8 +133,11 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
             tensors = {n: t.detach().contiguous() for n, t in oracle.tensors().items()}
             save_file(tensors, Path(folder, _WEIGHTS))
         found = model_of(Path(folder))
-        model = Decoder(found.config, choose_core(mask_documents=True, device_type="cpu"))
+        model = Decoder(found.config, plain_core(found.config, mask_documents=True))
         load_folder(model, found, Path(folder))
+    for name, parameter in model.named_parameters():
+        # Theirs are never trained.
+        parameter.requires_grad_(".indexer." not in name)
     return found, model
 
 
@@ -204,8 +207,9 @@ def _their_gradients(oracle: Oracle, found: HFModel) -> dict[str, Tensor]:
         oracle.model.config.save_pretrained(folder)
         save_file({n: t.detach().contiguous() for n, t in tensors.items()}, Path(folder, _WEIGHTS))
         load_folder(holder, found, Path(folder))
-    copies = {name for group in tied_weights(found.config) for name in group[1:]}
-    return {name: p.detach() for name, p in holder.named_parameters() if name not in copies}
+    left_out = {name for group in tied_weights(found.config) for name in group[1:]}
+    left_out |= {name for name, _ in holder.named_parameters() if ".indexer." in name}
+    return {name: p.detach() for name, p in holder.named_parameters() if name not in left_out}
 
 
 def _our_loss(model: Decoder, rows: _Rows) -> Tensor:
@@ -237,7 +241,7 @@ def _one_document(rows: _Rows) -> tuple[Tensor, Tensor]:
 def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
     """All gradients; copies of a tied weight all get their sum, which is named after the first."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == len(list(model.parameters()))
+    assert len(gradients) == sum(p.requires_grad for p in model.parameters())
     for group in tied_weights(config):
         total = torch.stack([gradients[name] for name in group]).sum(0)
         for name in group:
@@ -292,7 +296,7 @@ def _exported_logits(decoder: Decoder, model: HFModel, tokens_BS: Tensor) -> Ten
             attn_implementation="eager",
             experts_implementation="eager",
         )
-    with torch.no_grad():
+    with torch.no_grad(), FirstOfEqual():
         return theirs.eval()(tokens_BS, use_cache=False).logits
 
 

@@ -36,6 +36,17 @@ class _Lifted(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class FirstOfEqual(TorchFunctionMode):
+    """Lets a tensor's `topk` take the first of equal values: many scores of an indexer are 0."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is not Tensor.topk:
+            return func(*args, **(kwargs or {}))
+        scores, top_k = args
+        ordered = scores.sort(dim=-1, descending=True, stable=True)
+        return type(ordered)((ordered.values[..., :top_k], ordered.indices[..., :top_k]))
+
+
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Makes new tensors and explicit casts have the type `dtype`: float32 or float64."""
@@ -89,6 +100,10 @@ class Oracle(nn.Module):
     def forward(self, tokens_BS: Tensor, ahead_BKS: Tensor | None) -> list[Tensor]:
         """Logits [B, S, V], then those of each multi-token prediction layer, which reads the tokens
         k positions on: ahead_BKS."""
+        with FirstOfEqual():
+            return self._logits(tokens_BS, ahead_BKS)
+
+    def _logits(self, tokens_BS: Tensor, ahead_BKS: Tensor | None) -> list[Tensor]:
         hidden_BSD = self.model.model(tokens_BS, use_cache=False).last_hidden_state
         logits = [self.model.lm_head(hidden_BSD)]
         if self.mtp is None:

@@ -68,6 +68,10 @@ def _local(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
     return lambda config: replace(config, local=replace(config.local, **changes))
 
 
+def _indexer(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: _attention(indexer=replace(config.indexer, **changes))(config)
+
+
 # Dimensions that may be wrong without a change of a weight's shape.
 _MISTAKES = {
     "norm_eps": ("mixtral: plain", lambda config: replace(config, norm_eps=1e-4)),
@@ -79,6 +83,8 @@ _MISTAKES = {
     "groups": ("deepseek_v3: plain", _moe(num_groups=1, top_groups=1)),
     "rotated half": ("glm4_moe: plain", _attention(partial_rotary_factor=1.0)),
     "bias in the choice of groups": ("glm4_moe: groups", _moe(group_score_top=1)),
+    "indexer's rope": ("deepseek_v32: plain", _indexer(pairing="neighbours")),
+    "indexer's rope of GLM-5": ("glm_moe_dsa: plain", _indexer(pairing="halves")),
     "mscale": ("deepseek_v2: YaRN, beyond its original length", _scaling(mscale_all_dim=0.0)),
 }
 

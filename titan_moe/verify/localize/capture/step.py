@@ -42,6 +42,7 @@ _SUMS = (
     ("loss", "loss"),
     ("loss", "mtp_loss"),
     ("norm", "grad_norm"),
+    ("loss", "indexer_loss"),
     ("loss", "balance_loss"),
 )
 """Phase and name of a step's sums; those of layers come before the last one."""

@@ -1,0 +1,103 @@
+"""Sparse attention in a whole model: what its indexer's loss trains, and packed documents."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.models.attention import plain_core
+from titan_moe.models.config import MLAConfig, ModelConfig
+from titan_moe.models.decoder import Decoder, freeze, initial_std
+from titan_moe.models.registry import model_config
+from titan_moe.models.stats import part_weights
+from titan_moe.verify.gradients.reference import without_balance_losses
+
+GATE = replace(model_config("deepseek_v32", "gate"), num_layers=3, num_mtp_layers=0)
+GATE = without_balance_losses(GATE)
+
+
+def sparse(**changes: object) -> ModelConfig:
+    attention = GATE.attention
+    assert isinstance(attention, MLAConfig) and attention.indexer is not None
+    indexer = replace(attention.indexer, **changes)
+    return replace(GATE, attention=replace(attention, indexer=indexer))
+
+
+def built(config: ModelConfig, *, mask_documents: bool = True) -> Decoder:
+    model = Decoder(config, plain_core(config, mask_documents=mask_documents))
+    fill_initial_weights(model, 0, partial(initial_std, config=config))
+    freeze(model)
+    return model.double()
+
+
+def drawn(length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, GATE.vocab_size, (2, length), generator=generator)
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_loss_trains_the_indexer_and_nothing_else():
+    tokens = drawn(30)
+    found = {}
+    for indexer_learns in (True, False):
+        model = built(GATE)
+        for layer in model.layers.values():
+            layer.attention.indexer.train(indexer_learns)
+        model(tokens).square().sum().backward()
+        found[indexer_learns] = gradients(model)
+    with_loss, without = found[True], found[False]
+    assert {name for name in with_loss if ".indexer." in name} == with_loss.keys() - without.keys()
+    assert len(with_loss) - len(without) == 5 * GATE.num_layers
+    assert all(torch.equal(with_loss[name], gradient) for name, gradient in without.items())
+
+
+def test_an_evaluation_has_no_loss():
+    model = built(GATE).eval()
+    model(drawn(30)).sum().backward()
+    assert all(not layer.attention.indexer.loss_sum for layer in model.layers.values())
+    assert not any(".indexer." in name for name in gradients(model))
+
+
+def test_warm_up_trains_indexers_alone_and_attends_to_all_keys():
+    tokens = drawn(30)
+    model, dense = built(sparse(warm_up=True)), built(sparse(top_k=30))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), dense(tokens), rtol=1e-13, atol=1e-13)
+    model(tokens).square().sum().backward()
+    assert gradients(model).keys() == {n for n, _ in model.named_parameters() if ".indexer." in n}
+
+
+def test_packed_documents_are_trained_as_one_by_one():
+    lengths = (1, 2, 13, 5)
+    tokens = drawn(sum(lengths))
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand_as(tokens)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
+    packed, alone = built(GATE), built(GATE, mask_documents=False)
+    packed(tokens, number, positions).square().sum().backward()
+    for document in tokens.split(lengths, 1):
+        alone(document).square().sum().backward()
+    found, wanted = gradients(packed), gradients(alone)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+    losses = (
+        [layer.attention.indexer.loss_sum for layer in model.layers.values()]
+        for model in (packed, alone)
+    )
+    torch.testing.assert_close(*losses, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("seq_len", [4, 6, 64])
+def test_pairs_that_are_not_selected_cost_nothing(seq_len: int):
+    """The gate's top-k is 6."""
+    layer = part_weights(GATE, seq_len)["layers.1"]
+    more = part_weights(sparse(top_k=seq_len), seq_len)["layers.1"]
+    left_out = sum(max(0, seen - 6) for seen in range(1, seq_len + 1)) / seq_len
+    heads, channels = GATE.attention.num_heads, GATE.attention.qk_dim + GATE.attention.v_dim
+    assert more - layer == pytest.approx(2 * heads * channels * left_out)

@@ -1,0 +1,89 @@
+"""Sparse attention and its indexer's loss against formulas of all pairs, in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_moe.moe.balance import attach_loss
+from titan_moe.ops.sparse_attention import Index, SparseAttention, index_scores, select_keys
+from titan_moe.verify.gradients.selected_pairs import SelectedPairs
+
+ROWS, LENGTH, HEADS, INDEX_HEADS = 2, 23, 3, 4
+DOCUMENTS_BS = torch.tensor([[0] * 9 + [1] * 14, [0] + [1] * 2 + [2] * 20])
+Tensors = list[Tensor]
+
+
+def drawn(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensors:
+    """q, k and v of attention; q, k and the weights of the indexer."""
+    generator = torch.Generator().manual_seed(seed)
+    attention = [(ROWS, HEADS, LENGTH, width) for width in (6, 6, 5)]
+    indexer = [(ROWS, LENGTH, INDEX_HEADS, 8), (ROWS, LENGTH, 8), (ROWS, LENGTH, INDEX_HEADS)]
+    shapes = [*attention, *indexer]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+def run(core: SparseAttention | SelectedPairs, tensors: Tensors, top_k: int | None) -> Tensors:
+    """The output, the loss, and the gradients of both together."""
+    total = torch.zeros((), dtype=torch.float64)
+    count = partial(attach_loss, total=total) if isinstance(core, SparseAttention) else None
+    q, k, v, *own = tensors
+    index = Index(*own, top_k, lambda choose, scores: choose(scores), count)
+    mask = core.mask(DOCUMENTS_BS)
+    o_BHSC = core(q, k, v, mask, 0.4, None, index)
+    weighing = torch.randn(o_BHSC.shape, generator=torch.Generator().manual_seed(1)).to(o_BHSC)
+    loss = (o_BHSC * weighing).sum()
+    if isinstance(core, SelectedPairs):
+        total = sum(core.losses, total)
+        loss = loss + total
+    gradients = torch.autograd.grad(loss, tensors)
+    return [o_BHSC.detach(), total.detach(), *gradients]
+
+
+@pytest.mark.parametrize("mask_documents", [True, False])
+@pytest.mark.parametrize("top_k", [1, 4, 64, None])
+def test_attention_and_loss_are_those_of_the_formulas(top_k: int | None, mask_documents: bool):
+    tensors = drawn()
+    wanted = run(SelectedPairs(mask_documents=mask_documents), tensors, top_k)
+    found = run(SparseAttention(mask_documents=mask_documents), tensors, top_k)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+    assert wanted[1] > 1 or top_k == 1, "a choice of one key leaves nothing to learn"
+
+
+def test_bfloat16_computes_scores_and_loss_in_float32():
+    tensors = drawn(dtype=torch.bfloat16)
+    tensors[-1] = tensors[-1].detach().float().requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    found = run(SparseAttention(mask_documents=True), tensors, 4)
+    wanted = run(SparseAttention(mask_documents=True), exact, 4)
+    assert (found[1] - wanted[1]).abs() <= 1e-6 * wanted[1]
+    for ours, theirs in zip(found[2:], wanted[2:], strict=True):
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+def test_of_equal_scores_the_earlier_key_is_selected():
+    scores = torch.tensor([[[0.0, -0.0, 2.0, 0.0, -1.0, 2.0, 0.0]]])
+    for top_k, keys in ((1, [2]), (2, [2, 5]), (4, [2, 5, 0, 1]), (9, [2, 5, 0, 1, 3, 6, 4])):
+        assert select_keys(scores, top_k).tolist() == [[keys]]
+    many = torch.zeros(1, 1, 5000)
+    assert torch.equal(select_keys(many, 300)[0, 0], torch.arange(300, dtype=torch.int32))
+
+
+def test_a_decision_is_what_attention_sees_whatever_the_scores_say():
+    q, k, v, *own = drawn()
+    core = SparseAttention(mask_documents=False)
+    keys_BSK = torch.zeros(ROWS, LENGTH, 1, dtype=torch.int32)
+    index = Index(*own, 1, lambda choose, scores: keys_BSK, None)
+    o_BHSC = core(q, k, v, core.mask(DOCUMENTS_BS), 0.4, None, index)
+    torch.testing.assert_close(o_BHSC, v[:, :, :1].expand_as(o_BHSC))
+
+
+def test_scores_cost_what_is_counted():
+    _, _, _, *own = drawn()
+    with FlopCounterMode(display=False) as counter:
+        index_scores(*own)
+    assert counter.get_total_flops() == 2 * ROWS * LENGTH * LENGTH * INDEX_HEADS * 8

@@ -1,0 +1,108 @@
+"""DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5 (arXiv 2602.15763), whose attention sees the keys that
+an indexer selects, from the config.json files of deepseek-ai/DeepSeek-V3.2-Exp and zai-org/GLM-5.
+
+The two differ in how positions rotate the indexer's channels: halves of a head in DeepSeek-V3.2,
+neighbours in GLM-5. Attention itself rotates neighbours in both.
+"""
+
+from typing import Any
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.models import hf_family as hf
+from titan_moe.models.config import IndexerConfig, MLAConfig, ModelConfig
+from titan_moe.models.hf_mla import MLA_KEYS, mla_block
+
+_FAMILY = "deepseek_v32"
+_GLM = "glm_moe_dsa"
+MODEL_TYPES = (_FAMILY, _GLM)
+IGNORED: tuple[str, ...] = ()
+COPIES = hf.MTP_COPIES
+
+_KEYS = {**MLA_KEYS, **hf.ROUTER_KEYS}
+_INDEXER_KEYS = {
+    "attention.indexer.num_heads": "index_n_heads",
+    "attention.indexer.head_dim": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
+_DEFAULTS = hf.DEFAULTS | {
+    "max_position_embeddings": 163_840,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+_GLM_DEFAULTS = {
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def from_hf(settings: hf.Settings) -> ModelConfig:
+    """The dimensions of a config.json. Raises ConfigError for what is not supported."""
+    glm = settings.get("model_type") == _GLM
+    hf.only(settings, hidden_act=("silu",), mlp_bias=(False,), moe_layer_freq=(1,))
+    hf.only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
+    hf.only(settings, rope_interleave=(True,), indexer_rope_interleave=(glm,))
+    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
+    hf.only(settings, index_topk_freq=(1,), index_topk_pattern=())
+    for key, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
+        if other := set(hf.given(settings, key, [])) - {kind}:
+            raise ConfigError([f"config.json: {key}: only {kind} is supported, not {other.pop()}"])
+    defaults = _DEFAULTS | (_GLM_DEFAULTS if glm else {})
+    mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
+    fields = hf.read_fields(settings, _KEYS, defaults | mtp)
+    indexer = hf.read_fields(settings, _INDEXER_KEYS, {})
+    fields |= {
+        "num_dense_layers": _dense_layers(settings, fields["num_dense_layers"]),
+        "attention.indexer": IndexerConfig(
+            **{path.rpartition(".")[2]: value for path, value in indexer.items()},
+            pairing="neighbours" if glm else "halves",
+        ),
+        "rope": hf.rope_from_hf(settings, "neighbours", latent=True),
+        "moe.score": "sigmoid",
+        "moe.group_score_top": 2 if fields["moe.num_groups"] > 1 else 1,
+    }
+    return hf.make_config(fields, MLAConfig)
+
+
+def _dense_layers(settings: hf.Settings, default: int) -> int:
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        return default
+    dense = kinds.count("dense")
+    if kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        return dense
+    raise ConfigError([f"config.json: mlp_layer_types: only dense layers first, not {kinds}"])
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of these dimensions."""
+    attention, indexer = _sparse(config)
+    glm = indexer.pairing == "neighbours"
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM" if glm else "DeepseekV32ForCausalLM"],
+        "model_type": _GLM if glm else _FAMILY,
+        "hidden_act": "silu",
+        "num_key_value_heads": attention.num_heads,
+        "indexer_rope_interleave": glm,
+        **hf.write_fields(config, _KEYS),
+        **hf.write_fields(config, _INDEXER_KEYS),
+        **hf.rope_to_hf(config.rope),
+    }
+
+
+def keys(config: ModelConfig) -> hf.HFKeys:
+    """Names of each tensor."""
+    block = {**mla_block(_sparse(config)[0]), **hf.ROUTING_BIAS}
+    return hf.with_mtp(block, config.num_mtp_layers)
+
+
+def _sparse(config: ModelConfig) -> tuple[MLAConfig, IndexerConfig]:
+    attention = hf.attention_of(config, MLAConfig, _FAMILY)
+    if attention.indexer is None or config.moe is None:
+        raise ConfigError([f"the Hugging Face form of {_FAMILY} has an indexer and experts"])
+    return attention, attention.indexer

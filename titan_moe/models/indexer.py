@@ -1,0 +1,58 @@
+"""The lightning indexer: selects the keys that a layer's attention sees (arXiv 2512.02556, 2.1)."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.models.config import IndexerConfig
+from titan_moe.models.rope import Rotation, rotate
+from titan_moe.moe.balance import attach_loss
+from titan_moe.moe.layer import DecisionMemo
+from titan_moe.ops.sparse_attention import Index
+
+
+class Indexer(nn.Module):
+    """Queries of several heads from the query's latent; from the stream one key for all heads, and
+    the weight of each head.
+
+    What it reads is detached: its own loss trains its parameters and nothing else, and they get no
+    other gradient. `memo` replays the selection in a recomputation.
+
+    Buffer: `loss_sum` adds up this step's losses.
+    """
+
+    loss_sum: Tensor
+
+    def __init__(self, dim: int, q_rank: int, config: IndexerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wq_b = nn.Linear(q_rank, config.num_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(dim, config.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(config.head_dim, eps=1e-6)
+        self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
+        self.memo = DecisionMemo()
+        self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Values of a run that begins; also called after the module leaves the meta device."""
+        self.loss_sum.zero_()
+
+    def forward(self, x_BSD: Tensor, q_latent_BSR: Tensor, rotation: Rotation) -> Index:
+        """Args: the normed stream, attention's latent of its queries, and the positions."""
+        config = self.config
+        x_BSD, q_latent_BSR = x_BSD.detach(), q_latent_BSR.detach()
+        q_BSHC = self.wq_b(q_latent_BSR).unflatten(-1, (-1, config.head_dim))
+        k_BSHC = self.k_norm(self.wk(x_BSD))[:, :, None]
+        q_BSHC, k_BSHC = (rotate(x, rotation, config.pairing) for x in (q_BSHC, k_BSHC))
+        scale = (config.num_heads * config.head_dim) ** -0.5
+        weights_BSH = self.weights_proj(x_BSD).to(rotation.cos_BSC.dtype) * scale
+        return Index(
+            q_BSHC,
+            k_BSHC[:, :, 0],
+            weights_BSH,
+            None if config.warm_up else config.top_k,
+            self.memo.decide,
+            partial(attach_loss, total=self.loss_sum) if self.training else None,
+        )

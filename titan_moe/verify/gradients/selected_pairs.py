@@ -1,0 +1,50 @@
+"""Sparse attention of the reference: one query after another, with the formulas of the paper."""
+
+import torch
+from torch import Tensor
+
+from titan_moe.ops.attention import explicit_mask
+from titan_moe.ops.sparse_attention import Index
+
+
+class SelectedPairs:
+    """An attention core that takes an `Index`; arXiv 2512.02556, equations 1 to 4.
+
+    Attributes:
+        losses: of the indexers, one of each call.
+    """
+
+    def __init__(self, *, mask_documents: bool) -> None:
+        self._mask_documents = mask_documents
+        self.losses: list[Tensor] = []
+
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
+        return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
+    ) -> Tensor:
+        assert index is not None
+        products_BHST = torch.einsum("bshc,btc->bhst", index.q_BSHC, index.k_BSC)
+        scores_BST = torch.einsum("bsh,bhst->bst", index.weights_BSH, products_BHST.relu())
+        chosen_BST = selected(scores_BST, mask[:, 0].expand_as(scores_BST), index.top_k)
+        attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(chosen_BST[:, None], -torch.inf)
+        attention_BHST = attention_BHST.softmax(-1)
+        summed_BST = attention_BHST.detach().sum(1)
+        target_BST = summed_BST / summed_BST.sum(-1, keepdim=True)
+        guess_BST = scores_BST.where(chosen_BST, -torch.inf).softmax(-1)
+        told = target_BST > 0
+        ratio = target_BST[told] / guess_BST[told]
+        self.losses.append((target_BST[told] * ratio.log()).sum())
+        return attention_BHST @ v_BHSC
+
+
+def selected(scores_BST: Tensor, seen_BST: Tensor, top_k: int | None) -> Tensor:
+    """The top_k keys of each query among those that it sees, the earlier of equal ones."""
+    chosen_BST = torch.zeros_like(seen_BST)
+    for row, query in torch.cartesian_prod(*map(torch.arange, scores_BST.shape[:2])).tolist():
+        scores = scores_BST[row, query].tolist()
+        keys = seen_BST[row, query].nonzero()[:, 0].tolist()
+        best = sorted(keys, key=lambda key: (-scores[key], key))[:top_k]
+        chosen_BST[row, query, best] = True
+    return chosen_BST
