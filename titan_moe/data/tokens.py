@@ -86,8 +86,13 @@ class TokenCorpus:
         return self._manifest.documents
 
     def __getitem__(self, index: int) -> Document:
-        start, end = self._read(_OFFSETS, index, index + 2)
-        ids = self._read(_TOKENS, int(start), int(end))
+        start, end = self._read(_OFFSETS, index, index + 2).tolist()
+        if not 0 <= start <= end <= self._manifest.tokens:
+            raise RunError(
+                f"{self._folder / _OFFSETS} is damaged, document {index} is not in the file: copy "
+                "the folder again, or make it anew"
+            )
+        ids = self._read(_TOKENS, start, end)
         return Document(f"{self._folder.name}/{index}", ids)
 
     def _read(self, name: str, start: int, end: int) -> np.ndarray:

@@ -116,6 +116,18 @@ def test_file_cut_short_while_a_run_reads_is_refused(tmp_path, name):
             corpus[index]
 
 
+@pytest.mark.parametrize("end", [9, 2, -(2**62)])
+def test_offset_outside_the_file_is_refused(tmp_path, end):
+    """The offsets are 0, 3, 3 and 8: the second document would end after the file, before it
+    begins, or before the file."""
+    write_tokens(corpus_of(tmp_path, ["one", "", "three"]), "bytes", tmp_path / "out")
+    with (tmp_path / "out/offsets.bin").open("r+b") as file:
+        file.seek(16)
+        file.write(end.to_bytes(8, "little", signed=True))
+    with pytest.raises(RunError, match=r"offsets.bin is damaged, document 1 is not in the file"):
+        opened(tmp_path / "out")[1]
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"format": "other"}', "{}", None])
 def test_foreign_manifest_is_refused(tmp_path, content):
     if content is not None:
