@@ -263,8 +263,8 @@ def _symmetric_memory(
 def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
 
-    A key is the ranks, and whether tokens travel between them (`process_groups.Traffic`). Groups
-    that Muon joins, and exchanges of a change of layout, are left out.
+    A key is the ranks, and whether tokens travel between them (`process_groups.Traffic`). Exchanges
+    of a change of layout, and Muon's over edp and etp joined, are left out.
     """
     dims, parallelism, muon = plan.dims, plan.parallelism, plan.optimizer.name == "Muon"
     cp = parallelism.context_parallel_rotate_method != "allgather"
@@ -273,6 +273,8 @@ def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     for axis in (*GROUP_AXES, "cp", "sequence"):
         kind = dims.group_of(0, axis), axis in TOKEN_AXES
         found[kind] = found.get(kind, False) or sends.get(axis, False)
+    if muon and dims.tp > 1 and dims.size("fsdp") > 1:
+        found[dims.group_of(0, ("fsdp", "tp")), False] = True
     on_node = dims.ranks_on_node(parallelism.expert_parallel_ranks_per_node or NODE)
     if on_node and plan.deduplicates(places=dims.ep // on_node):
         ranks = dims.group_of(0, "ep")

@@ -60,6 +60,7 @@ from titan_moe.models.stats import part_weights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
+from titan_moe.optim.optimizers import make_muon_groups
 from titan_moe.runtime.log import logger
 from titan_moe.runtime.process import backend_timeout
 
@@ -148,10 +149,12 @@ def build_sharded_model(
     open_symmetric_memory(parts, job, config, meshes, device)
 
     # 8. NCCL's communicators, before activations fill the memory.
+    named = {name: p for part in parts for name, p in part.named_parameters()}
+    if job.optimizer.name == "Muon":
+        make_muon_groups(named, meshes.group)
     if device.type == "cuda":
         connect(meshes, device)
 
-    named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
         parts,
         config,
