@@ -45,6 +45,8 @@ class Meshes:
     root: DeviceMesh
     groups: ProcessGroups = field(repr=False)
     timeout: timedelta | None = None
+    parameter_sms: int | None = None
+    """`comm.parameter_sms`."""
     _made: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _groups: dict[Names, ProcessGroup] = field(default_factory=dict, repr=False)
 
@@ -104,8 +106,9 @@ class Meshes:
         return next(same, primary or names)
 
     def _options(self, names: Names) -> GroupOptions:
-        tokens = isinstance(names, str) and names in TOKEN_AXES
-        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout)
+        if isinstance(names, str) and names in TOKEN_AXES:
+            return GroupOptions(Traffic.TOKENS, self.timeout)
+        return GroupOptions(Traffic.PARAMETERS, self.timeout, self.parameter_sms)
 
     def _description(self, names: Names) -> str:
         """The axes of a group, all that share it."""
@@ -120,12 +123,14 @@ def build_mesh(
     dims: ParallelDims,
     device_type: str,
     timeout: timedelta | None = None,
+    parameter_sms: int | None = None,
     groups: ProcessGroups | None = None,
 ) -> Meshes:
     """Returns the meshes and makes the groups that every run needs. Collective over all ranks.
 
     Args:
         timeout: longest wait for a collective; left out, the backend's own.
+        parameter_sms: `comm.parameter_sms`.
         groups: those of another layout of the same world, used again.
 
     Raises ValueError if the world's size is not that of `dims`.
@@ -134,7 +139,7 @@ def build_mesh(
         raise ValueError(f"{dims.world_size} ranks in a world of {dist.get_world_size()}")
     groups = ProcessGroups() if groups is None else groups
     root = root_mesh(device_type, torch.arange(dims.world_size))
-    meshes = Meshes(dims, dist.get_rank(), root, groups, timeout)
+    meshes = Meshes(dims, dist.get_rank(), root, groups, timeout, parameter_sms)
     for axis in GROUP_AXES:
         meshes.group(axis)
     meshes["fsdp"]  # Torch then knows that it joins two axes.

@@ -129,9 +129,13 @@ def build_sharded_model(
     check_hardware(job.model.converters, job.quantize, device)
 
     # 1. The two views of the world.
-    timeout = backend_timeout(job.comm.init_timeout_seconds)
-    dims = parallel_dims(job.parallelism, world_size)
-    meshes = build_mesh(dims, device.type, timeout=timeout, groups=groups)
+    meshes = build_mesh(
+        parallel_dims(job.parallelism, world_size),
+        device.type,
+        timeout=backend_timeout(job.comm.init_timeout_seconds),
+        parameter_sms=job.comm.parameter_sms,
+        groups=groups,
+    )
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)

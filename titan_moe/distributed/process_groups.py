@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from titan_moe.runtime.process import nccl_options
+
 
 class Traffic(Enum):
     """NCCL runs one collective at a time per communicator, so these two never share one: a shared
@@ -25,11 +27,13 @@ class Traffic(Enum):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Holds a group's traffic and timeout; groups that differ in either are distinct."""
+    """Holds a group's traffic and limits; groups that differ in any are distinct."""
 
     traffic: Traffic
     timeout: timedelta | None = None
     """Longest wait for a collective; None: the backend's own, not that of the world."""
+    max_sms: int | None = None
+    """As in `nccl_options`."""
 
     def of_backend(self) -> dict[str, Any]:
         """The arguments of `new_group` that make a group of NCCL alone, if the world has it: with
@@ -37,11 +41,9 @@ class GroupOptions:
         only control groups send. Other backends take none."""
         if "nccl" not in dist.get_backend_config():
             return {}
-        options = dist.ProcessGroupNCCL.Options()
+        options = nccl_options(self.timeout, self.max_sms)
         # A layer waits for tokens, for parameters only if they were not gathered early enough.
         options.is_high_priority_stream = self.traffic is Traffic.TOKENS
-        if self.timeout is not None:
-            options._timeout = self.timeout
         return {"backend": "nccl", "pg_options": options}
 
 
