@@ -93,7 +93,8 @@ class Ledger:
         self.met_groups.add(group.group_name)
 
     def judged(self, *, num_moe_layers: int, num_microbatches: int) -> Iterator[Finding]:
-        """All findings, each once; of layers with bounded sizes, `num_moe_layers` is 0."""
+        """All findings, each once; `num_moe_layers`: layers that wait, those in two parts
+        twice."""
         yield from dict.fromkeys(self.findings)
         for (place, what), calls in self.copies.items():
             if place.where not in COPIES:

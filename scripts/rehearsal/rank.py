@@ -64,7 +64,8 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microba
     sharded = replace(sharded, stops_on_overflow=False)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     step = TrainStep(sharded, optimizer, job.training, device=CUDA)
-    waits_in = 0 if _has_bounded_sizes(job) else len(sharded.moe_layers())
+    parts = [moe.dispatcher.num_parts for moe in sharded.moe_layers().values()]
+    waits_in = 0 if _has_bounded_sizes(job) else sum(parts)
     for logged in (True, False):
         mode.clear()
         ledger.begin_step()

@@ -39,7 +39,7 @@ class Memory:
     gathered: float
     """Weights of two of the largest layers, gradients of one before and while they are reduced;
     weights and gradients of the output layer. Where experts are reduced apart, two reductions are
-    under way."""
+    under way; where rows travel in two halves, each half makes gradients of the experts."""
     kept: float
     """Values that the forward keeps for the backward; in a pipeline, of all microbatches between
     the two, and the buffers in which each microbatch arrives."""
@@ -164,6 +164,7 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
         accumulated -= 0.0 if training.enable_cpu_offload else owned * wide
     layers = [size for name, size in parts.items() if name.startswith("layers.")]
     layer = max(map(whole, layers), default=0.0)
+    routed = max((size.routed for size in layers), default=0.0) / (dims.ep * dims.etp)
     tokens = share.rows * training.seq_len / dims.cp
     own_tokens = tokens / dims.tp
     most_rows = _most_rows(config, parallelism, max(round(own_tokens), 1))
@@ -181,7 +182,7 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
     offload = training.enable_cpu_offload
     return Memory(
         stored=0.0 if offload else stored,
-        gathered=layer * 3 * compute
+        gathered=(layer * 3 + routed * parallelism.expert_parallel_overlap) * compute
         + _in_reduction(layers, dims, whole) * reduced
         + whole(output) * (2 * compute + reduced),
         kept=kept,
