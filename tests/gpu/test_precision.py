@@ -109,5 +109,5 @@ def test_compiled_layers_train_alike_and_are_compiled_once(float8: bool):
 
 
 def test_router_multiplies_bfloat16_and_adds_up_in_float32():
-    logits, grads = router_errors("cuda")
-    assert max(logits) < 1e-5 and max(grads) < 4e-3
+    logits, *grads = router_errors("cuda")
+    assert logits < 1e-5 and max(grads) < 4e-3

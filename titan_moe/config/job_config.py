@@ -586,9 +586,8 @@ class Comm(Section):
     save_traces_folder: str = "comm_traces"
     """Folder of the reports of hangs, below job.dump_folder."""
     parameter_sms: int | None = Field(None, ge=1, le=32)
-    """Multiprocessors of a GPU for each collective of parameters, which matrix products leave free:
-    a product that finds some of them taken may last twice as long. Left out: NCCL takes what it
-    wants, products take all."""
+    """Multiprocessors of a GPU for each collective of parameters, and left free by matrix products.
+    Left out: as many as NCCL wants, and none."""
 
 
 class Validation(Section):

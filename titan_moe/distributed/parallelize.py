@@ -21,10 +21,7 @@ from titan_moe.distributed.context_parallel.apply import (
 )
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
 from titan_moe.distributed.execution import Execution, WholeModel
-from titan_moe.distributed.expert_parallel import (
-    apply_expert_parallel,
-    join_sequences,
-)
+from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.memory import Accumulation
@@ -62,7 +59,6 @@ from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
 from titan_moe.optim.optimizers import make_muon_groups
 from titan_moe.runtime.log import logger
-from titan_moe.runtime.process import backend_timeout
 
 
 @dataclass(frozen=True)
@@ -129,13 +125,8 @@ def build_sharded_model(
     check_hardware(job.model.converters, job.quantize, device)
 
     # 1. The two views of the world.
-    meshes = build_mesh(
-        parallel_dims(job.parallelism, world_size),
-        device.type,
-        timeout=backend_timeout(job.comm.init_timeout_seconds),
-        parameter_sms=job.comm.parameter_sms,
-        groups=groups,
-    )
+    dims = parallel_dims(job.parallelism, world_size)
+    meshes = build_mesh(dims, device.type, comm=job.comm, groups=groups)
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)

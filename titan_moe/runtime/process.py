@@ -69,7 +69,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         dist.init_process_group(
             backend_for(device),
             timeout=timeout,
-            pg_options=nccl_options(timeout, comm.parameter_sms) if device.type == "cuda" else None,
+            pg_options=nccl_options(comm, tokens=False) if device.type == "cuda" else None,
             store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
@@ -86,14 +86,14 @@ def backend_timeout(seconds: int) -> timedelta:
     return timedelta(seconds=seconds + BACKEND_GRACE_S)
 
 
-def nccl_options(timeout: timedelta | None, max_sms: int | None) -> Any:
-    """Returns the options of a group of NCCL, whose collectives take a multiprocessor of the GPU
-    for each of their blocks: at most `max_sms`."""
+def nccl_options(comm: Comm, *, tokens: bool) -> Any:
+    """Returns the options of a group of NCCL that tokens or parameters travel over."""
     options = dist.ProcessGroupNCCL.Options()
-    if timeout is not None:
-        options._timeout = timeout
-    if max_sms is not None:
-        options.config.max_ctas = max_sms
+    options._timeout = backend_timeout(comm.init_timeout_seconds)  # Else torch warns.
+    # A layer waits for tokens, for parameters only if they were not gathered early enough.
+    options.is_high_priority_stream = tokens
+    if not tokens and comm.parameter_sms is not None:
+        options.config.max_ctas = comm.parameter_sms
     return options
 
 

@@ -1,6 +1,5 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -8,6 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from titan_moe.config.job_config import Comm
 from titan_moe.distributed.agreement import control_group
 from titan_moe.distributed.mesh import Meshes, build_mesh
 from titan_moe.distributed.parallel_dims import ParallelDims
@@ -50,15 +50,13 @@ def test_on_gpus_only_control_groups_have_gloo(monkeypatch: pytest.MonkeyPatch) 
         "get_backend_config": lambda group=None: "cuda:nccl,cpu:gloo",
         "get_world_size": lambda: 4,
         "new_group": (new_group := mock.Mock()),
-        "ProcessGroupNCCL": SimpleNamespace(
-            Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None))
-        ),
+        "ProcessGroupNCCL": mock.Mock(Options=lambda: mock.Mock(config=SimpleNamespace())),
     }
     for name, value in values.items():
         monkeypatch.setattr(dist, name, value, raising=False)
     monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())
     dims = ParallelDims(4, dp_replicate=2, ep=2)
-    meshes = Meshes(dims, 0, mock.Mock(), ProcessGroups(), timedelta(seconds=5), parameter_sms=16)
+    meshes = Meshes(dims, 0, mock.Mock(), ProcessGroups(), Comm(parameter_sms=16))
     for axis in ("fsdp", "ep"):
         meshes.group(axis)
     control_group()
@@ -66,5 +64,5 @@ def test_on_gpus_only_control_groups_have_gloo(monkeypatch: pytest.MonkeyPatch) 
     assert control.args[2] == "gloo" and {call.kwargs["backend"] for call in own} == {"nccl"}
     fsdp, ep = (call.kwargs["pg_options"] for call in own)
     assert fsdp._timeout == own[0].kwargs["timeout"]  # Else torch warns.
-    assert (fsdp.config.max_ctas, fsdp.is_high_priority_stream) == (16, False)
-    assert (ep.config.max_ctas, ep.is_high_priority_stream) == (None, True)
+    assert (vars(fsdp.config), fsdp.is_high_priority_stream) == ({"max_ctas": 16}, False)
+    assert (vars(ep.config), ep.is_high_priority_stream) == ({}, True)

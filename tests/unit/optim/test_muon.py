@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tiny import make_job, tiny
 from titan_moe.config.job_config import Optimizer
-from titan_moe.config.parse import resolve
 from titan_moe.optim.muon import orthogonalized
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.runtime.process_pool import in_fresh_processes
-from titan_moe.simulate.fake_rank import FakeRank, fake_world
 from titan_moe.verify.gradients.reference import orthogonal
 
 
@@ -48,26 +44,6 @@ def test_a_step_in_bfloat16_is_nearly_that_of_float32(dtype, same):
     moved = "layers.0.moe.experts.w1"
     assert torch.equal(steps[0][moved], steps[1][moved]) == same
     assert (steps[0][moved] - steps[1][moved]).norm() < 0.05 * steps[0][moved].norm()
-
-
-def groups_before_and_after_a_step():
-    replicate = {"data_parallel_replicate_degree": 2}
-    degrees = {f"{axis}_parallel_degree": 2 for axis in ("tensor", "expert")} | replicate
-    job = make_job("qwen3", parallelism=degrees, optimizer={"name": "Muon"})
-    with fake_world(0, 8):
-        fake = FakeRank(resolve(job, 8), tiny(job))
-        groups = fake.sharded.meshes.groups
-        before = len(groups.all())
-        fake.step()
-        joined = fake.sharded.meshes.known_group(("fsdp", "tp"))
-        return before, len(groups.all()), joined is not None
-
-
-def test_groups_of_joined_axes_are_made_before_the_first_update():
-    ((_, (before, after, joined)),) = in_fresh_processes(
-        groups_before_and_after_a_step, [()], num_workers=1
-    )
-    assert before == after and joined
 
 
 def parameters():

@@ -53,21 +53,17 @@ def test_process_group_of_one_plain_process() -> None:
 
 
 def test_world_of_nccl_and_products_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, cuda = mock.Mock(), torch.device("cuda", 0)
-    options = SimpleNamespace(config=SimpleNamespace())
-    nccl = SimpleNamespace(Options=lambda: options)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    made, carve_out, options = mock.Mock(), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", mock.Mock(Options=lambda: options), raising=False)
     monkeypatch.setattr(dist, "init_process_group", made)
     monkeypatch.setattr(dist, "destroy_process_group", mock.Mock())
     monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
-    for name, value in {"pick_device": cuda, "use_flash_attention_3": None}.items():
-        monkeypatch.setattr(process_module, name, mock.Mock(return_value=value))
-    try:
-        with process_group(Launch(), Comm(parameter_sms=16), {}):
-            assert torch._C._get_sm_carveout_experimental() == 16
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
-    assert made.call_args.kwargs["pg_options"].config.max_ctas == 16
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", carve_out)
+    monkeypatch.setattr(process_module, "use_flash_attention_3", mock.Mock())
+    monkeypatch.setattr(process_module, "pick_device", lambda *_: torch.device("cuda", 0))
+    with process_group(Launch(), Comm(parameter_sms=16), {}):
+        carve_out.assert_called_once_with(16)
+    assert made.call_args.kwargs["pg_options"] is options and options.config.max_ctas == 16
 
 
 def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:
