@@ -57,7 +57,7 @@ from titan_moe.models.stats import part_weights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
-from titan_moe.optim.optimizers import make_muon_groups
+from titan_moe.optim.optimizers import make_joined_groups
 from titan_moe.runtime.log import logger
 
 
@@ -145,8 +145,7 @@ def build_sharded_model(
 
     # 8. NCCL's communicators, before activations fill the memory.
     named = {name: p for part in parts for name, p in part.named_parameters()}
-    if job.optimizer.name == "Muon":
-        make_muon_groups(named, meshes.group)
+    make_joined_groups(job.optimizer, named, meshes.group)
     if device.type == "cuda":
         connect(meshes, device)
 

@@ -108,14 +108,16 @@ BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 Muon gets the joined groups too."""
 
 
-def make_muon_groups(parameters: Mapping[str, nn.Parameter], joined_group: JoinedGroup) -> None:
-    """Makes the groups that Muon's updates exchange over. Collective.
+def make_joined_groups(
+    config: Optimizer, parameters: Mapping[str, nn.Parameter], joined_group: JoinedGroup
+) -> None:
+    """Asks for the groups of joined axes that updates exchange over. Collective.
 
     Args:
         parameters: this rank's, by name.
     """
     for name, parameter in parameters.items():
-        if is_hidden_matrix(name, parameter):
+        if config.name == "Muon" and is_hidden_matrix(name, parameter):
             matrix_cut(parameter, joined_group)
 
 
