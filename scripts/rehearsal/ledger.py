@@ -92,13 +92,13 @@ class Ledger:
             self.findings.append(Finding("late communicator", here(), detail))
         self.met_groups.add(group.group_name)
 
-    def judged(self, *, num_moe_layers: int, num_microbatches: int) -> Iterator[Finding]:
-        """All findings, each once; of layers with bounded sizes, `num_moe_layers` is 0."""
+    def judged(self, *, waits_in_layers: int) -> Iterator[Finding]:
+        """All findings, each once; `waits_in_layers`: how many are allowed in MoE layers."""
         yield from dict.fromkeys(self.findings)
         for (place, what), calls in self.copies.items():
             if place.where not in COPIES:
                 yield Finding("copy", place, f"{what}, {calls} x")
-        in_layers, most = 0, num_moe_layers * num_microbatches
+        in_layers = 0
         for (place, why), calls in self.waits.items():
             allowed = WAITS.get(place.where)
             if allowed is None:
@@ -107,8 +107,9 @@ class Ledger:
                 yield Finding("wait", place, f"{why}, {calls} x, where once a step is allowed")
             elif allowed.times == "layer":
                 in_layers += calls
-                if in_layers > most:
-                    detail = f"{why}, {in_layers} x in all MoE layers, where {most} are allowed"
+                if in_layers > waits_in_layers:
+                    most = f"where {waits_in_layers} are allowed"
+                    detail = f"{why}, {in_layers} x in all MoE layers, {most}"
                     yield Finding("wait", place, detail)
 
 

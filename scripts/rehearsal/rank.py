@@ -64,7 +64,7 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microba
     sharded = replace(sharded, stops_on_overflow=False)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     step = TrainStep(sharded, optimizer, job.training, device=CUDA)
-    waits_in = 0 if _has_bounded_sizes(job) else len(sharded.moe_layers())
+    waits = _waits(job) * _pieces(job) * microbatches * len(sharded.moe_layers())
     for logged in (True, False):
         mode.clear()
         ledger.begin_step()
@@ -73,9 +73,7 @@ def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microba
         ledger.end_step()
         found.findings += [
             finding
-            for finding in ledger.judged(
-                num_moe_layers=waits_in, num_microbatches=microbatches * _pieces(job)
-            )
+            for finding in ledger.judged(waits_in_layers=waits)
             if finding not in found.findings
         ]
     marks.end()
@@ -90,10 +88,12 @@ def _pieces(job: JobConfig) -> int:
     return job.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
 
 
-def _has_bounded_sizes(job: JobConfig) -> bool:
-    parallelism = job.parallelism
-    bounded = parallelism.expert_parallel_capacity_factor is not None
-    return bounded or parallelism.expert_parallel_comm_backend == "symmetric"
+def _waits(job: JobConfig) -> int:
+    """Waits of a layer's forward."""
+    keys = job.parallelism
+    if keys.expert_parallel_capacity_factor or keys.expert_parallel_comm_backend == "symmetric":
+        return 0
+    return 1 + keys.expert_parallel_overlap
 
 
 def _refused(error: Exception) -> Finding:

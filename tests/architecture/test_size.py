@@ -23,6 +23,8 @@ GLM_AND_MINIMAX = {"titan_moe": 215, "tests": 75, "scripts": 5}
 QWEN3_NEXT = {"titan_moe": 700, "tests": 295, "scripts": 5}
 # DeepSeek-V3.2 and GLM-5, with sparse attention, came later.
 SPARSE_ATTENTION = {"titan_moe": 440, "tests": 215, "scripts": 0}
+# NCCL's options, routers on tensor cores, and Muon's groups came later.
+NCCL_OPTIONS = {"titan_moe": 25, "tests": 60, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -72,7 +74,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
         if size > PACKAGES.get(package, size)
     ]
     total = sum(sizes.values())
-    later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION
+    later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
     budget = BUDGETS[folder] + sum(feature[folder] for feature in later)
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.router_cases import router_errors
 from tests.support.tiny import batch_of, make_job, tiny_step
 from titan_moe.ops.float8 import float8_grouped_mm, float8_linear
 from titan_moe.ops.grouped_mm import grouped_mm_loop
@@ -105,3 +106,8 @@ def test_compiled_layers_train_alike_and_are_compiled_once(float8: bool):
     compiled, graphs = compiled_losses(enable=True, float8=float8)
     assert compiled == pytest.approx(eager, rel=2e-2)
     assert graphs[1] == graphs[-1]
+
+
+def test_router_multiplies_bfloat16_and_adds_up_in_float32():
+    logits, *grads = router_errors("cuda")
+    assert logits < 1e-5 and max(grads) < 4e-3

@@ -588,6 +588,9 @@ class Comm(Section):
     hang. 0: none; the report then knows positions and stacks only."""
     save_traces_folder: str = "comm_traces"
     """Folder of the reports of hangs, below job.dump_folder."""
+    parameter_sms: int | None = Field(None, ge=1, le=32)
+    """Multiprocessors of a GPU for each collective of parameters, and left free by matrix products.
+    Left out: as many as NCCL wants, and none."""
 
 
 class Validation(Section):

@@ -34,6 +34,7 @@ _EXCHANGES = {torch.ops._c10d_functional.all_to_all_single.default}
 # parameters.
 _KEPT = _EXCHANGES | {
     torch.ops.aten.mm.default,
+    torch.ops.aten.mm.dtype,
     torch.ops.aten.addmm.default,
     torch.ops.titan_moe.grouped_mm.default,
     torch.ops.aten._scaled_mm.default,

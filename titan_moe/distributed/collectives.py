@@ -66,8 +66,8 @@ class AsyncRows(NamedTuple):
     """The rows of an exchange that `all_to_all_start` started, for `all_to_all_wait`."""
 
     carrier: Tensor
-    """One element, expanded to the shape of the rows that were sent: it links the two in autograd,
-    where its gradient is the reverse exchange, under way."""
+    """One element in the shape of the rows that were sent, with strides of 0: it links the two in
+    autograd, where its gradient is the reverse exchange, under way."""
     in_flight: Tensor
     """Received rows, unreadable before `all_to_all_wait`; without a gradient."""
 
@@ -218,7 +218,8 @@ class _StartRows(torch.autograd.Function):
             in_flight = x_RD.detach()
         ctx.mark_non_differentiable(in_flight)
         ctx.set_materialize_grads(False)  # Else the backward makes zeros of all rows for it.
-        return x_RD.new_empty(1).expand(x_RD.shape), in_flight
+        # No view, of which FSDP would warn after experts in parts.
+        return x_RD.new_empty_strided(x_RD.shape, (0,) * x_RD.ndim), in_flight
 
     @staticmethod
     @once_differentiable

@@ -160,7 +160,7 @@ def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
     if size is None:
         return None
     ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
-    options, first = GroupOptions(Traffic.TOKENS, meshes.timeout), place // size * size
+    options, first = GroupOptions(Traffic.TOKENS, meshes.comm), place // size * size
     return Nodes(
         across=meshes.groups.get(ranks[place % size :: size], options, "ep across nodes"),
         within=meshes.groups.get(ranks[first : first + size], options, "ep within a node"),

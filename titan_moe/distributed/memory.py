@@ -41,7 +41,7 @@ class Memory:
     gathered: float
     """Weights of two of the largest layers, gradients of one before and while they are reduced;
     weights and gradients of the output layer. Where experts are reduced apart, two reductions are
-    under way."""
+    under way; where rows travel in two halves, each half makes gradients of the experts."""
     kept: float
     """Values that the forward keeps for the backward; in a pipeline, of all microbatches between
     the two, and the buffers in which each microbatch arrives."""
@@ -166,6 +166,7 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
         accumulated -= 0.0 if training.enable_cpu_offload else owned * wide
     layers = [size for name, size in parts.items() if name.startswith("layers.")]
     layer = max(map(whole, layers), default=0.0)
+    routed = max((size.routed for size in layers), default=0.0) / (dims.ep * dims.etp)
     tokens = share.rows * training.seq_len / dims.cp
     own_tokens = tokens / dims.tp
     most_rows = _most_rows(config, parallelism, max(round(own_tokens), 1))
@@ -183,7 +184,7 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
     offload = training.enable_cpu_offload
     return Memory(
         stored=0.0 if offload else stored,
-        gathered=layer * 3 * compute
+        gathered=(layer * 3 + routed * parallelism.expert_parallel_overlap) * compute
         + _in_reduction(layers, dims, whole) * reduced
         + whole(output) * (2 * compute + reduced),
         kept=kept,
@@ -265,8 +266,8 @@ def _symmetric_memory(
 def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
 
-    A key is the ranks, and whether tokens travel between them (`process_groups.Traffic`). Groups
-    that Muon joins, and exchanges of a change of layout, are left out.
+    A key is the ranks, and whether tokens travel between them (`process_groups.Traffic`). Exchanges
+    of a change of layout, and Muon's over edp and etp joined, are left out.
     """
     dims, parallelism, muon = plan.dims, plan.parallelism, plan.optimizer.name == "Muon"
     cp = parallelism.context_parallel_rotate_method != "allgather"
@@ -275,6 +276,8 @@ def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     for axis in (*GROUP_AXES, "cp", "sequence"):
         kind = dims.group_of(0, axis), axis in TOKEN_AXES
         found[kind] = found.get(kind, False) or sends.get(axis, False)
+    if muon and dims.tp > 1 and dims.size("fsdp") > 1:
+        found[dims.group_of(0, ("fsdp", "tp")), False] = True
     on_node = dims.ranks_on_node(parallelism.expert_parallel_ranks_per_node or NODE)
     if on_node and plan.deduplicates(places=dims.ep // on_node):
         ranks = dims.group_of(0, "ep")

@@ -10,13 +10,13 @@ shares. Those that every run needs are made at once, all others when they are as
 """
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_moe.config.job_config import Comm
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DENSE_AXES,
@@ -44,7 +44,7 @@ class Meshes:
     rank: int
     root: DeviceMesh
     groups: ProcessGroups = field(repr=False)
-    timeout: timedelta | None = None
+    comm: Comm = field(default_factory=Comm)
     _made: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _groups: dict[Names, ProcessGroup] = field(default_factory=dict, repr=False)
 
@@ -105,7 +105,7 @@ class Meshes:
 
     def _options(self, names: Names) -> GroupOptions:
         tokens = isinstance(names, str) and names in TOKEN_AXES
-        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout)
+        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.comm)
 
     def _description(self, names: Names) -> str:
         """The axes of a group, all that share it."""
@@ -119,13 +119,13 @@ class Meshes:
 def build_mesh(
     dims: ParallelDims,
     device_type: str,
-    timeout: timedelta | None = None,
+    comm: Comm | None = None,
     groups: ProcessGroups | None = None,
 ) -> Meshes:
     """Returns the meshes and makes the groups that every run needs. Collective over all ranks.
 
     Args:
-        timeout: longest wait for a collective; left out, the backend's own.
+        comm: limits of the groups; left out, the defaults.
         groups: those of another layout of the same world, used again.
 
     Raises ValueError if the world's size is not that of `dims`.
@@ -134,7 +134,7 @@ def build_mesh(
         raise ValueError(f"{dims.world_size} ranks in a world of {dist.get_world_size()}")
     groups = ProcessGroups() if groups is None else groups
     root = root_mesh(device_type, torch.arange(dims.world_size))
-    meshes = Meshes(dims, dist.get_rank(), root, groups, timeout)
+    meshes = Meshes(dims, dist.get_rank(), root, groups, comm or Comm())
     for axis in GROUP_AXES:
         meshes.group(axis)
     meshes["fsdp"]  # Torch then knows that it joins two axes.

@@ -22,10 +22,7 @@ from titan_moe.distributed.context_parallel.apply import (
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
 from titan_moe.distributed.context_parallel.sparse import sparse_core
 from titan_moe.distributed.execution import Execution, WholeModel
-from titan_moe.distributed.expert_parallel import (
-    apply_expert_parallel,
-    join_sequences,
-)
+from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.memory import Accumulation
@@ -62,8 +59,8 @@ from titan_moe.models.stats import part_weights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
+from titan_moe.optim.optimizers import make_joined_groups
 from titan_moe.runtime.log import logger
-from titan_moe.runtime.process import backend_timeout
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,8 @@ def build_sharded_model(
     check_hardware(job.model.converters, job.quantize, device)
 
     # 1. The two views of the world.
-    timeout = backend_timeout(job.comm.init_timeout_seconds)
     dims = parallel_dims(job.parallelism, world_size)
-    meshes = build_mesh(dims, device.type, timeout=timeout, groups=groups)
+    meshes = build_mesh(dims, device.type, comm=job.comm, groups=groups)
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
@@ -150,10 +146,11 @@ def build_sharded_model(
     open_symmetric_memory(parts, job, config, meshes, device)
 
     # 8. NCCL's communicators, before activations fill the memory.
+    named = {name: p for part in parts for name, p in part.named_parameters()}
+    make_joined_groups(job.optimizer, named, meshes.group)
     if device.type == "cuda":
         connect(meshes, device)
 
-    named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
         parts,
         config,

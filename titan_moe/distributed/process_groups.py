@@ -7,12 +7,14 @@ per rank does not grow with the world.
 """
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from titan_moe.config.job_config import Comm
+from titan_moe.runtime.process import backend_timeout, nccl_options
 
 
 class Traffic(Enum):
@@ -25,11 +27,10 @@ class Traffic(Enum):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Holds a group's traffic and timeout; groups that differ in either are distinct."""
+    """Holds a group's traffic and limits; groups that differ in either are distinct."""
 
     traffic: Traffic
-    timeout: timedelta | None = None
-    """Longest wait for a collective; None: the backend's own, not that of the world."""
+    comm: Comm = field(default_factory=Comm)
 
     def of_backend(self) -> dict[str, Any]:
         """The arguments of `new_group` that make a group of NCCL alone, if the world has it: with
@@ -37,11 +38,7 @@ class GroupOptions:
         only control groups send. Other backends take none."""
         if "nccl" not in dist.get_backend_config():
             return {}
-        options = dist.ProcessGroupNCCL.Options()
-        # A layer waits for tokens, for parameters only if they were not gathered early enough.
-        options.is_high_priority_stream = self.traffic is Traffic.TOKENS
-        if self.timeout is not None:
-            options._timeout = self.timeout
+        options = nccl_options(self.comm, tokens=self.traffic is Traffic.TOKENS)
         return {"backend": "nccl", "pg_options": options}
 
 
@@ -70,7 +67,7 @@ class ProcessGroups:
             return known
         group = dist.new_group(
             list(ranks),
-            timeout=options.timeout,
+            timeout=backend_timeout(options.comm.init_timeout_seconds),
             **options.of_backend(),
             use_local_synchronization=True,
             group_desc=description or None,

@@ -75,6 +75,9 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype, weight_ED = torch.promote_types(x_TD.dtype, torch.float32), self.gate.weight
+        if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
+            logits_TE = _WideProduct.apply(x_TD, weight_ED)
+            return logits_TE if self.gate.bias is None else logits_TE + self.gate.bias
         bias_E = None if self.gate.bias is None else self.gate.bias.to(dtype)
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
 
@@ -98,6 +101,23 @@ class Router(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         scale = self.config.route_scale
         return weights_TK if scale == 1 else weights_TK * scale
+
+
+class _WideProduct(torch.autograd.Function):
+    """x @ weight.T of bfloat16 values, in float32: each product is exact. The backward rounds the
+    gradient of the logits, as it does its own results. CUDA alone; torch has no such gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TE: Tensor):  # type: ignore[override, no-untyped-def]
+        x_TD, weight_ED = ctx.saved_tensors
+        grad_TE = grad_TE.to(x_TD.dtype)
+        return grad_TE @ weight_ED, grad_TE.t() @ x_TD
 
 
 class _GatherSelected(torch.autograd.Function):

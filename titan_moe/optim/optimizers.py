@@ -10,7 +10,7 @@ from torch import nn
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
 from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
-from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon
+from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon, matrix_cut
 
 # Muon is for what maps hidden states to hidden states, as its author has it: lookup tables, the
 # output layer and gates, whose rows are single tokens or experts, and convolutions of single
@@ -106,6 +106,19 @@ BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 """Constructors by name. Arguments are the groups, the learning rate and the keys in OPTIMIZER_KEYS;
 Muon gets the joined groups too."""
+
+
+def make_joined_groups(
+    config: Optimizer, parameters: Mapping[str, nn.Parameter], joined_group: JoinedGroup
+) -> None:
+    """Asks for the groups of joined axes that updates exchange over. Collective.
+
+    Args:
+        parameters: this rank's, by name.
+    """
+    for name, parameter in parameters.items():
+        if config.name == "Muon" and is_hidden_matrix(name, parameter):
+            matrix_cut(parameter, joined_group)
 
 
 def decays(name: str, param: nn.Parameter) -> bool:

@@ -56,6 +56,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
     if device.type == "cuda":
         torch.cuda.set_device(device)
         use_flash_attention_3(device)
+        torch._C._set_sm_carveout_experimental(comm.parameter_sms)
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
     # torch reads it when it makes the first group. The environment's size goes first.
@@ -68,6 +69,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         dist.init_process_group(
             backend_for(device),
             timeout=timeout,
+            pg_options=nccl_options(comm, tokens=False) if device.type == "cuda" else None,
             store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
@@ -82,6 +84,17 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
 def backend_timeout(seconds: int) -> timedelta:
     """Returns a backend's timeout for collectives that may wait for `seconds`."""
     return timedelta(seconds=seconds + BACKEND_GRACE_S)
+
+
+def nccl_options(comm: Comm, *, tokens: bool) -> Any:
+    """Returns the options of a group of NCCL that tokens or parameters travel over."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = backend_timeout(comm.init_timeout_seconds)  # Else torch warns.
+    # A layer waits for tokens, for parameters only if they were not gathered early enough.
+    options.is_high_priority_stream = tokens
+    if not tokens and comm.parameter_sms is not None:
+        options.config.max_ctas = comm.parameter_sms
+    return options
 
 
 def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:

@@ -37,7 +37,7 @@ class RankFacts:
     traffic: dict[str, dict[str, tuple[int, float]]]
     """Axis -> operation -> calls and bytes that leave the rank in a step."""
     num_groups: int
-    """Process groups of two ranks or more, the world's not counted."""
+    """Process groups of two ranks or more before the step, the world's not counted."""
     parameter_bytes: int
     """Bytes of the shard that this rank owns."""
     optimizer_bytes: int
@@ -103,6 +103,7 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
     with fake_world(rank, world_size):
         fake = FakeRank(job, config)
         meshes = fake.sharded.meshes
+        num_groups = meshes.groups.num_groups
         dims, training = meshes.dims, job.training
         microbatch = training.local_batch_size * dims.size("batch")
         microbatches = training.global_batch_size // microbatch
@@ -117,7 +118,7 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
             num_microbatches=microbatches,
             tokens=microbatches * training.local_batch_size * training.seq_len // dims.cp,
             traffic=traffic,
-            num_groups=meshes.groups.num_groups,
+            num_groups=num_groups,
             parameter_bytes=_own_bytes(p for _, p in fake.sharded.named_parameters()),
             optimizer_bytes=_own_bytes(x for x in states if isinstance(x, Tensor)),
             seconds=time.perf_counter() - started,

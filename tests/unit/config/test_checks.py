@@ -359,11 +359,11 @@ def test_gpu_only_keys_are_switched_off_on_a_cpu() -> None:
     keys = (
         "--training.enable_cpu_offload --profiling.enable_memory_snapshot "
         f"--p.enable_async_tensor_parallel {_EP}_comm_backend symmetric "
-        "--model.converters quantize.linear.float8"
+        "--model.converters quantize.linear.float8 --comm.parameter_sms 16"
     )
     job, lines = fit_to_cpu(job_of(keys), bfloat16_units=True)
     assert job == JobConfig()
-    assert len(lines) == 5 and all(" has no effect on a CPU: " in line for line in lines)
+    assert len(lines) == 6 and all(" has no effect on a CPU: " in line for line in lines)
     assert fit_to_cpu(job, bfloat16_units=True) == (job, [])
 
 

@@ -1,6 +1,5 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -8,10 +7,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from titan_moe.config.job_config import Comm
 from titan_moe.distributed.agreement import control_group
-from titan_moe.distributed.mesh import build_mesh
+from titan_moe.distributed.mesh import Meshes, build_mesh
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
+from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.simulate.fake_rank import fake_world
 
 LAYOUTS = [
@@ -50,13 +50,19 @@ def test_on_gpus_only_control_groups_have_gloo(monkeypatch: pytest.MonkeyPatch) 
         "get_backend_config": lambda group=None: "cuda:nccl,cpu:gloo",
         "get_world_size": lambda: 4,
         "new_group": (new_group := mock.Mock()),
-        "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
+        "ProcessGroupNCCL": mock.Mock(Options=lambda: mock.Mock(config=SimpleNamespace())),
     }
     for name, value in values.items():
         monkeypatch.setattr(dist, name, value, raising=False)
     monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())
-    ProcessGroups().get((0, 1), GroupOptions(Traffic.TOKENS, timedelta(seconds=5)))
+    dims = ParallelDims(4, dp_replicate=2, ep=2)
+    meshes = Meshes(dims, 0, mock.Mock(), ProcessGroups(), Comm(parameter_sms=16))
+    for axis in ("fsdp", "ep"):
+        meshes.group(axis)
     control_group()
-    own, control = new_group.call_args_list
-    assert own.kwargs["backend"] == "nccl" and control.args[2] == "gloo"
-    assert own.kwargs["pg_options"]._timeout == own.kwargs["timeout"]  # Else torch warns.
+    *own, control = new_group.call_args_list
+    assert control.args[2] == "gloo" and {call.kwargs["backend"] for call in own} == {"nccl"}
+    fsdp, ep = (call.kwargs["pg_options"] for call in own)
+    assert fsdp._timeout == own[0].kwargs["timeout"]  # Else torch warns.
+    assert (vars(fsdp.config), fsdp.is_high_priority_stream) == ({"max_ctas": 16}, False)
+    assert (vars(ep.config), ep.is_high_priority_stream) == ({}, True)

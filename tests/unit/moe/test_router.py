@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.router_cases import router_errors
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router
 
@@ -51,3 +52,18 @@ def test_weights_are_normalised_scaled_and_differentiable():
     weights_TK = router.gating_weights(scores_TE, experts_TK)
     torch.testing.assert_close(weights_TK.sum(-1), torch.full((6,), 2.5, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda s: router.gating_weights(s, experts_TK), scores_TE)
+
+
+def test_product_on_tensor_cores_rounds_the_gradient_of_logits_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, mm = router_errors("cpu"), torch.mm
+
+    def wide_mm(x, w, out_dtype):  # CUDA's, which adds exact products up.
+        return mm(x.to(out_dtype), w.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    logits, *grads = router_errors("cpu")
+    assert max(plain[0], logits) < 1e-6
+    assert max(plain) < max(grads) < 1.5 * max(plain)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime import device as device_module
+from titan_moe.runtime import process as process_module
 from titan_moe.runtime.device import (
     backend_for,
     describe_device,
@@ -48,6 +50,20 @@ assert not dist.is_initialized()
 
 def test_process_group_of_one_plain_process() -> None:
     subprocess.run([sys.executable, "-c", _ALONE], check=True)
+
+
+def test_world_of_nccl_and_products_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, carve_out, options = mock.Mock(), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", mock.Mock(Options=lambda: options), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", made)
+    monkeypatch.setattr(dist, "destroy_process_group", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", carve_out)
+    monkeypatch.setattr(process_module, "use_flash_attention_3", mock.Mock())
+    monkeypatch.setattr(process_module, "pick_device", lambda *_: torch.device("cuda", 0))
+    with process_group(Launch(), Comm(parameter_sms=16), {}):
+        carve_out.assert_called_once_with(16)
+    assert made.call_args.kwargs["pg_options"] is options and options.config.max_ctas == 16
 
 
 def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:

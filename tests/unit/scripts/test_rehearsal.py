@@ -36,7 +36,7 @@ def test_place_that_may_copy_or_wait_exists(where: str):
 def test_wait_beyond_what_is_allowed_is_found(where: str, calls: int, found: bool):
     ledger = Ledger()
     ledger.waits[Place(where, 1), "tolist"] += calls
-    assert bool(list(ledger.judged(num_moe_layers=3, num_microbatches=2))) == found
+    assert bool(list(ledger.judged(waits_in_layers=6))) == found
 
 
 @pytest.mark.parametrize(("is_step", "number"), [(False, 0), (True, 1)])
@@ -44,5 +44,5 @@ def test_communicator_that_a_step_makes_is_found(is_step: bool, number: int):
     ledger, group = Ledger(is_step=is_step), SimpleNamespace(size=lambda: 2, group_name="tp")
     for _ in range(2):
         ledger.communicated("all_reduce", group, {"cuda"})
-    found = list(ledger.judged(num_moe_layers=0, num_microbatches=1))
+    found = list(ledger.judged(waits_in_layers=0))
     assert [finding.kind for finding in found] == ["late communicator"] * number

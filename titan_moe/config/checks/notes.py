@@ -25,6 +25,7 @@ _GPU_ONLY = {
     "training.enable_cpu_offload": "parameters are in host memory",
     "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
     "parallelism.enable_async_tensor_parallel": "CPUs do not read each other's memory",
+    "comm.parameter_sms": "it has no multiprocessors",
 }
 
 

@@ -46,7 +46,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
             )
         counts_PE, num_rows = gathered_QPE.flatten(0, 1), sum(gathered)
         return Exchanges(
-            rows=self.all_to_all(sent, received),
+            rows=AllToAll(sent, received, self.ep_group),
             weights=AllToAll(sent, received, self.ep_group),
             rows_gathered=gathered,
             weights_gathered=gathered,

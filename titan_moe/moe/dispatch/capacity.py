@@ -117,7 +117,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         gathered, equal = [degree * capacity] * slices, [capacity] * degree
         order = self.expert_order(counts_QPE.flatten(0, 1), sum(gathered), self.num_local)
         return Exchanges(
-            rows=self.all_to_all(equal, equal),
+            rows=AllToAll(equal, equal, self.ep_group),
             weights=AllToAll(equal, equal, self.ep_group),
             rows_gathered=gathered,
             weights_gathered=gathered,

@@ -161,10 +161,10 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
                 *by_nodes,
             )
         sent, received, choices_sent, choices_received, rows_gathered, choices_gathered = sizes[:6]
-        rows, second_hop = self.all_to_all(sent, received), None
+        rows, second_hop = AllToAll(sent, received, self.ep_group), None
         if self.nodes is not None:
             from_nodes, onward, through = sizes[6:]
-            rows = self.all_to_all(sent, from_nodes, self.nodes.across)
+            rows = AllToAll(sent, from_nodes, self.nodes.across)
             second_hop = self._second_hop(draft, rows, onward, through)
         slot_N = exchange_counts(draft.slot_N, self.ep_group, choices_sent, choices_received)
 
@@ -202,7 +202,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         def make() -> Hop:
             copies = copy_to_ranks(onward.wait().bool(), min(self.top_k, within.size()))
             copies = copies._replace(source_R=copies.source_R[: sum(sent)])
-            return Hop(copies, self.all_to_all(sent, received, within))
+            return Hop(copies, AllToAll(sent, received, within))
 
         return Pending(make)
 

@@ -140,12 +140,6 @@ class ExchangeDispatcher(Dispatcher):
         y_ND = all_to_all_wait(home, exchanges.rows.reverse())
         return combine_rows(y_ND, plan.rows)
 
-    def all_to_all(
-        self, sent: list[int], received: list[int], group: ProcessGroup | None = None
-    ) -> AllToAll:
-        """An exchange of rows, over ep by default."""
-        return AllToAll(sent, received, group or self.ep_group)
-
     def gather_counts(self, counts: Tensor) -> Tensor:
         """The counts of all Q ranks of the etp group: [Q, *counts.shape]."""
         if self.etp_group.size() == 1:
