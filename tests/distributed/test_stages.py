@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from tests.support.tiers import tiered
 from tests.support.trainings import figures, make_job, train_here
+from titan_moe import trainer
+from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
@@ -90,6 +93,25 @@ def test_figures_are_of_the_stage_that_a_step_is_in(live: Path) -> None:
     assert load_job(["--config", str(live / "config.toml")]) == staged_job(live)
 
 
+def order_with_a_slow_first_save(job: JobConfig) -> list[str]:
+    """Trains, and returns the order in which a rank ended its writes and moved its tensors."""
+    write, move, delays, order = FolderWriter.write_data, trainer.move, iter([3.0]), []
+
+    def slow_write(*args: Any) -> Any:
+        time.sleep(next(delays, 0))
+        order.append("written")
+        return write(*args)
+
+    def logged_move(*args: Any) -> int:
+        order.append("moved")
+        return move(*args)
+
+    FolderWriter.write_data = slow_write  # type: ignore[method-assign]
+    trainer.move = logged_move
+    train_here(job)
+    return order
+
+
 @pytest.mark.slow
 def test_a_change_of_layout_waits_for_the_save_in_the_background(
     tmp_path: Path, live: Path
@@ -97,7 +119,8 @@ def test_a_change_of_layout_waits_for_the_save_in_the_background(
     tables = staged_job(tmp_path, stages=STAGES[:1]).model_dump()
     tables["training"]["steps"] = 3
     tables["checkpoint"]["async_mode"] = "async"
-    run_on_ranks(train_here, 2, JobConfig.model_validate(tables))
+    found = run_on_ranks(order_with_a_slow_first_save, 2, JobConfig.model_validate(tables))
+    assert found == [["written", "moved", "moved", "written"]] * 2
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-3"]
     assert saved(tmp_path, 2) == saved(live, 2)
 
