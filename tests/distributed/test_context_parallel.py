@@ -187,8 +187,8 @@ BUGS = {
     ),
     "reduce-scatter dropped": Bug(
         context_parallel,
-        "reduce_scatter_rows(parts, [1] * size, self._group)[0]",
-        "parts[self._group.rank()]",
+        "reduce_scatter_rows(parts, [1] * size, group)[0]",
+        "parts[group.rank()]",
         "allgather",
         DK,
     ),

@@ -22,7 +22,7 @@ def test_missing_and_extra_tensors_are_listed(saved):
     run.model.extra = nn.Parameter(torch.ones(1))
     del run.model.linear.bias
     run.optimizer.param_groups[0]["params"] = [run.model.w_EFD, run.model.linear.weight]
-    refused(run, "it lacks model.extra", "the model has not, model.linear.bias")
+    refused(run, "it lacks model.extra", "the model lacks model.linear.bias")
 
 
 def test_foreign_folder(tmp_path):
