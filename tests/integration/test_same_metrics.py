@@ -69,7 +69,7 @@ def test_squares_of_parameter_norms_add_up_to_the_global_norm(curve_of: Train) -
 )
 def test_metrics_are_those_of_one_process(curve_of: Train, family: str, layout: str) -> None:
     ours, theirs = curve_of(family, layout), curve_of(family, "")
-    assert {"loss", "validation_loss", "norm of output.weight"} <= theirs.scalars.keys()
+    assert {"loss", "validation_loss", "norm of norm.weight"} <= theirs.scalars.keys()
     rates = {"tokens_per_second"}
     for found, expected in [(ours.scalars, theirs.scalars), (ours.loads, theirs.loads)]:
         assert found.keys() == expected.keys()
