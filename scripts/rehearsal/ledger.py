@@ -28,7 +28,7 @@ class Counts:
     dispatches: float = 0
     """Operations that torch dispatches, which cost the host time."""
     kernels: float = 0
-    """Those of them that launch something, and launches of our own kernels."""
+    """Dispatched operations that launch a kernel, and launches of titan_moe's own kernels."""
     bytes_moved: float = 0
     """Least bytes that the kernels read and write: each of their tensors once."""
     collectives: float = 0

@@ -18,7 +18,7 @@ from titan_moe.distributed.transfer_plan import Held
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.uint8)
 
 Ranks = list[dict[str, Held]]
-"""What each rank holds by name."""
+"""The tensors of each rank, by name."""
 
 
 def all_shardings(axes: Sequence[str], num_dims: int) -> Iterator[Sharding]:

@@ -95,7 +95,7 @@ class GQAConfig:
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """What selects the keys that attention sees (DeepSeek sparse attention: arXiv 2512.02556)."""
+    """Dimensions of the indexer of DeepSeek sparse attention (arXiv 2512.02556)."""
 
     num_heads: int
     head_dim: int
@@ -165,7 +165,7 @@ AttentionConfig = GQAConfig | MLAConfig
 """The variants. A further one has num_heads, num_kv_heads, rope_dim, qk_dim, v_dim and sinks too,
 its module in models/attention.py and its counts in models/stats.py."""
 TokenMixer = AttentionConfig | GatedDeltaConfig
-"""What passes values from token to token in a layer."""
+"""Dimensions of the part of a layer that mixes tokens."""
 
 
 @dataclass(frozen=True)

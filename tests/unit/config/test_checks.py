@@ -384,15 +384,6 @@ def test_compilation_without_a_compiler_is_switched_off(monkeypatch: pytest.Monk
     assert not job.compile.enable and "g++ was not found" in line
 
 
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_sparse_attention_gathers_keys_over_cp(method: str) -> None:
-    degrees = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
-    model = {"name": "deepseek_v32", "flavor": "gate"}
-    job = JobConfig.model_validate({"model": model, "parallelism": degrees})
-    (line,) = check(job, model_config("deepseek_v32", "gate"), 2)
-    assert line.startswith(f"parallelism.context_parallel_rotate_method={method}: an indexer of")
-
-
 def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:
     def lines(seq_len: int, tp: int = 1) -> list[str]:
         degrees = {"context_parallel_degree": 8, "tensor_parallel_degree": tp}

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig
@@ -101,3 +103,12 @@ def test_pairs_that_are_not_selected_cost_nothing(seq_len: int):
     left_out = sum(max(0, seen - 6) for seen in range(1, seq_len + 1)) / seq_len
     heads, channels = GATE.attention.num_heads, GATE.attention.qk_dim + GATE.attention.v_dim
     assert more - layer == pytest.approx(2 * heads * channels * left_out)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_sparse_attention_gathers_keys_over_cp(method: str) -> None:
+    degrees = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
+    model = {"name": "deepseek_v32", "flavor": "gate"}
+    job = JobConfig.model_validate({"model": model, "parallelism": degrees})
+    (line,) = check(job, model_config("deepseek_v32", "gate"), 2)
+    assert line.startswith(f"parallelism.context_parallel_rotate_method={method}: an indexer of")
