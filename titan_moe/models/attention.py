@@ -149,7 +149,7 @@ class MLA(Attention):
     ) -> None:
         super().__init__()
         self.config = config
-        self.pairing = rope.pairing
+        self.place = partial(rotate, pairing=rope.pairing) if config.rotary else _unrotated
         qk_dim = config.qk_dim
         self.scale = qk_dim**-0.5 * softmax_factor(rope)
         self.core = core
@@ -177,13 +177,13 @@ class MLA(Attention):
         q = q if whole_rank else self.wq_b(q_latent)
         q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
         q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
-        q_BSHC = torch.cat([q_nope, rotate(q_rope, rotation, self.pairing)], dim=-1)
+        q_BSHC = torch.cat([q_nope, self.place(q_rope, rotation)], dim=-1)
 
         latent_BSR, k_rope = latent.split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
         kv_BSHC = kv_BSHC.unflatten(-1, (-1, config.nope_dim + config.v_dim))
         k_nope, v_BSHC = kv_BSHC.split([config.nope_dim, config.v_dim], dim=-1)
-        k_rope = rotate(k_rope[:, :, None], rotation, self.pairing)
+        k_rope = self.place(k_rope[:, :, None], rotation)
         k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
 
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
@@ -201,6 +201,10 @@ def _placement(config: GQAConfig, rope: RopeConfig, norm_eps: float, rotary: boo
     if config.qk_norm == "unweighted":
         return partial(_normed, rotated=rotated, norm_eps=norm_eps)
     return rotated
+
+
+def _unrotated(x_BSHC: Tensor, rotation: Rotation) -> Tensor:
+    return x_BSHC
 
 
 def _rotated(

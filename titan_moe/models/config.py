@@ -126,6 +126,8 @@ class MLAConfig:
     """Epsilon of the latents' norms; the published code keeps it whatever the model's own."""
     indexer: IndexerConfig | None = None
     """Reads the query's latent. None: attention to the whole past."""
+    rotary: bool = True
+    """Positions rotate the rope_dim channels; else no position has a part in attention."""
 
     sinks: ClassVar[bool] = False
 
@@ -142,8 +144,8 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class GatedDeltaConfig:
-    """Layers with a recurrent state in place of attention: the gated delta rule
-    (arXiv 2412.06464)."""
+    """Layers with a recurrent state in place of attention: the gated delta rule (arXiv 2412.06464),
+    or Kimi Delta Attention (arXiv 2510.26692)."""
 
     num_key_heads: int
     """Heads of queries and keys."""
@@ -156,6 +158,11 @@ class GatedDeltaConfig:
     """Tokens that a channel's convolution sees, its own among them."""
     attention_every: int
     """Layers attention_every - 1, 2 * attention_every - 1, ... attend; 0: none does."""
+    attends_last: bool = False
+    """The last layer attends, whatever its number."""
+    gate_rank: int | None = None
+    """Kimi Delta Attention: each channel of a key decays at a rate of its own, and the projections
+    of the decay and of the output's gate have this rank. None: a head's channels decay alike."""
 
 
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
@@ -213,8 +220,9 @@ class ModelConfig:
         recurrent = self.recurrent
         if recurrent is None or layer >= self.num_layers:
             return self.attention
-        every = recurrent.attention_every
-        return self.attention if every and (layer + 1) % every == 0 else recurrent
+        every, last = recurrent.attention_every, layer == self.num_layers - 1
+        attends = (every and (layer + 1) % every == 0) or (recurrent.attends_last and last)
+        return self.attention if attends else recurrent
 
     @property
     def mixers(self) -> set[TokenMixer]:

@@ -47,6 +47,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wk_norm": "colwise_norm",
     "*.attention.sinks": "heads",
     # Recurrent layers: key heads in order, and the value heads of each.
+    "*.attention.narrow.*": "whole",
     "*.attention.in_proj.*": "colwise",
     "*.attention.gates.*": "colwise",
     "*.attention.conv.*": "heads",

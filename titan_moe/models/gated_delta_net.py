@@ -1,4 +1,5 @@
-"""Gated DeltaNet (arXiv 2412.06464), the recurrent layer of Qwen3-Next."""
+"""Recurrent layers: Gated DeltaNet (arXiv 2412.06464), that of Qwen3-Next, and Kimi Delta Attention
+(arXiv 2510.26692)."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ class GatedDeltaNet(Attention):
     exp(-exp(A_log) softplus(a x + dt_bias)), and is overwritten to the degree sigmoid(b x). What a
     query reads of it is normed in each head, multiplied by silu(z x), and projected.
 
+    Kimi Delta Attention has a decay for each channel of a head's keys, multiplies by sigmoid(z x),
+    and projects a and z through a few channels, `narrow`.
+
     Two strategies, which the layout of the tokens sets: `core`, called as a RecurrentCore, and
     `convolve`, its method.
     """
@@ -34,13 +38,20 @@ class GatedDeltaNet(Attention):
         self.conv = nn.ModuleDict(
             {x: PerHead(width, 1, config.conv_size) for x, width in widths.items()}
         )
-        widths["z"] = values
+        rank = config.gate_rank
+        self.narrow = nn.ModuleDict(
+            {x: nn.Linear(dim, rank, bias=False) for x in ("a", "z") if rank is not None}
+        )
+        gated, rates = (dim, heads) if rank is None else (rank, keys)
         self.in_proj = nn.ModuleDict(
             {x: nn.Linear(dim, width, bias=False) for x, width in widths.items()}
         )
-        self.gates = nn.ModuleDict({x: nn.Linear(dim, heads, bias=False) for x in ("a", "b")})
+        self.in_proj["z"] = nn.Linear(gated, values, bias=False)
+        self.gates = nn.ModuleDict(
+            {"a": nn.Linear(gated, rates, bias=False), "b": nn.Linear(dim, heads, bias=False)}
+        )
         self.A_log = PerHead(heads)
-        self.dt_bias = PerHead(heads)
+        self.dt_bias = PerHead(rates)
         self.out_norm = nn.RMSNorm(config.value_dim, eps=norm_eps)
         self.out_proj = nn.Linear(values, dim, bias=False)
 
@@ -52,10 +63,14 @@ class GatedDeltaNet(Attention):
             x.unflatten(-1, (-1, channels)).transpose(1, 2)
             for x, (_, channels) in zip(mixed, widths, strict=True)
         )
-        rate_BSH = F.softplus(self.gates["a"](x_BSD).to(wide) + self.dt_bias().to(wide))
-        decay_BSH = -self.A_log().to(wide).exp() * rate_BSH
+        a, z = (self.narrow[x](x_BSD) if self.narrow else x_BSD for x in ("a", "z"))
+        rates, scale = self.gates["a"](a).to(wide) + self.dt_bias().to(wide), self.A_log().to(wide)
+        if self.narrow:
+            rates, scale = rates.unflatten(-1, (-1, config.key_dim)), scale[:, None]
+        decay = -scale.exp() * F.softplus(rates)
         beta_BSH = self.gates["b"](x_BSD).to(wide).sigmoid()
-        o_BHSV = self.core(q, k, v, mask, decay_BSH.transpose(1, 2), beta_BSH.transpose(1, 2))
+        o_BHSV = self.core(q, k, v, mask, decay.transpose(1, 2), beta_BSH.transpose(1, 2))
         o_BSHV = self.out_norm(o_BHSV.transpose(1, 2))
-        z_BSHV = self.in_proj["z"](x_BSD).unflatten(-1, (-1, config.value_dim))
-        return self.out_proj((o_BSHV * F.silu(z_BSHV)).flatten(2))
+        z_BSHV = self.in_proj["z"](z).unflatten(-1, (-1, config.value_dim))
+        opened_BSHV = z_BSHV.sigmoid() if self.narrow else F.silu(z_BSHV)
+        return self.out_proj((o_BSHV * opened_BSHV).flatten(2))

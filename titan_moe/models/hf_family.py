@@ -286,6 +286,8 @@ class HFWeight:
     part: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
     """The stored rows that are ours, if projections share a tensor: of a matrix, its second last
     dim in our order; of a bias, its last; `Rows` of the first dim."""
+    ones: tuple[int, int] = (0, 0)
+    """Dims of size 1 that are stored before and after ours."""
 
 
 # Our name -> the ways it may be stored; the first is how it is published, and exported. What is

@@ -1,5 +1,6 @@
 """config.json's keys and weights' names of multi-head latent attention, as DeepSeek has them."""
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import MLAConfig
 
@@ -33,6 +34,17 @@ _INDEXER = {
     f"indexer.{name}": f"indexer.{name}"
     for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 }
+
+
+def dense_layers(settings: hf.Settings, default: int) -> int:
+    """The number of layers without experts. Raises ConfigError if they are not the first ones."""
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        return default
+    dense = kinds.count("dense")
+    if kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        return dense
+    raise ConfigError([f"config.json: mlp_layer_types: only dense layers first, not {kinds}"])
 
 
 def mla_block(attention: MLAConfig) -> hf.HFKeys:

@@ -21,6 +21,7 @@ FAMILIES = (
     "deepseek_v32",
     "glm4_moe",
     "gpt_oss",
+    "kimi_linear",
     "llama4",
     "minimax_m2",
     "mixtral",

@@ -103,17 +103,20 @@ def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int)
 
 @attention_stats.register
 def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
-    heads = attention.num_value_heads
-    values = heads * attention.value_dim
-    convolved = 2 * attention.num_key_heads * attention.key_dim + values
+    heads, rank = attention.num_value_heads, attention.gate_rank
+    keys, values = attention.num_key_heads * attention.key_dim, heads * attention.value_dim
+    convolved, rates = 2 * keys + values, heads if rank is None else keys
     # A convolution multiplies each channel's tokens with its weights.
-    matrices = dim * (convolved + 2 * values + 2 * heads) + convolved * attention.conv_size
+    matrices = dim * (convolved + values + heads) + convolved * attention.conv_size
+    matrices += dim * (values + rates) if rank is None else rank * (2 * dim + values + rates)
+    # Rates of channels are kept in float32, twice, and take as much as two of the others.
+    kept, narrow = (0, 0) if rank is None else (4 * rates, 2 * rank)
     return AttentionStats(
-        parameters=matrices + 2 * heads + attention.value_dim,
+        parameters=matrices + heads + rates + attention.value_dim,
         matrices=matrices,
         score_channels=0,
-        saved=2 * convolved + 5 * values,
-        results=2 * convolved + 2 * values + 2 * heads,
+        saved=2 * convolved + 5 * values + kept + narrow,
+        results=2 * convolved + 2 * values + heads + rates + narrow,
         # The state is read twice, by the key and by the query, and written once.
         state_products=3 * values * attention.key_dim,
     )

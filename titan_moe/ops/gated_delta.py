@@ -5,7 +5,8 @@ the token's value, to the degree beta, and reads it (arXiv 2412.06464, equation 
 
     S <- exp(decay_t) S;  S <- S + k_t (beta_t (v_t - S^T k_t))^T;  o_t = S^T q_t / sqrt(K)
 
-with keys and queries of unit length. The state begins at zero in every document. So a mask is one
+with keys and queries of unit length; in Kimi Delta Attention (arXiv 2510.26692) each of the K rows
+of S decays by a factor of its own. The state begins at zero in every document. So a mask is one
 number per token: its place in its document, counted from 0.
 
 In plain torch the tokens of a chunk are computed together (section 3.3 there, the WY
@@ -25,6 +26,8 @@ from titan_moe.ops.attention import first_seen_in_rows
 from titan_moe.ops.cross_entropy import at_least_float32
 
 CHUNK_SIZE = 64
+CHUNK_SIZE_BY_CHANNEL = 16
+"""Where channels decay apart: each pair of a chunk's tokens has a factor for each channel."""
 _EPS = 1e-6
 
 
@@ -45,7 +48,8 @@ class DeltaRule(Protocol):
 
         Args:
             q_BSGK, k_BSGK: of any length; G divides H, and consecutive heads share one of them.
-            decay_BSH: logarithm of the factor that is left of the state, 0 or less.
+            decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K]
+                where channels decay apart.
             beta_BSH: from 0 to 1.
             place_BS: each token's place in its document; [1, S] where all rows' are the same.
             state_BHKV: the state before a row, seen by its tokens up to the next document's first
@@ -76,7 +80,8 @@ class RecurrentCore(Protocol):
         beta_BHS: Tensor,
         /,
     ) -> Tensor:
-        """Returns o_BHSV of the gated delta rule, as `DeltaRule` explains it."""
+        """Returns o_BHSV of the gated delta rule, as `DeltaRule` explains it; where channels decay
+        apart, their decay is [B, H, S, K]."""
 
 
 class Recurrence:
@@ -97,15 +102,15 @@ class Recurrence:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
     ) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q_BGSK, k_BGSK, v_BHSV))
-        o_BSHV, _ = self.rule(q, k, v, decay_BHS.mT, beta_BHS.mT, place_BS)
+        tensors = (x.transpose(1, 2) for x in (q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS))
+        o_BSHV, _ = self.rule(*tensors, place_BS)
         return o_BSHV.transpose(1, 2)
 
 
 def choose_rule(device_type: str, dtype: torch.dtype) -> DeltaRule:
     """The kernels of the package `fla` on CUDA in 16-bit types, if it is installed; else torch's
     own operations."""
-    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fla_kernel():
+    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fla_kernels():
         return fla_rule
     return chunked_rule
 
@@ -152,14 +157,16 @@ def chunked_rule(  # type: ignore[no-untyped-def]
     beta_BSH,
     place_BS: Tensor,
     state_BHKV: Tensor | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The `DeltaRule` of torch's own operations, on any device and in any type.
 
     Computes in at least float32. Keeps its arguments alone for the backward, which computes all
-    again, and holds for that time the chunks' matrices [C, C], a few rows of K and V channels per
-    token and head, and a state [K, V] per chunk and head.
+    again, and holds for that time the chunks' matrices [C, C], or [C, C, K] where channels decay
+    apart, a few rows of K and V channels per token and head, and a state [K, V] per chunk and head.
     """
+    if chunk_size is None:
+        chunk_size = CHUNK_SIZE if decay_BSH.ndim == 3 else CHUNK_SIZE_BY_CHANNEL
     tensors = (q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV)
     return _Recomputed.apply(partial(_in_chunks, chunk_size), *tensors)
 
@@ -178,20 +185,28 @@ def _in_chunks(  # type: ignore[no-untyped-def]
         return x.unflatten(1, (-1, chunk_size)).movedim((3, 4), (1, 2))
 
     q, k, v = chunks(_unit(q_BSGK)), chunks(_unit(k_BSGK)), chunks(v_BSHV)
-    beta, total = chunks(beta_BSH), chunks(decay_BSH).cumsum(-1)
+    by_channel = decay_BSH.ndim == 4
+    decay = chunks(decay_BSH if by_channel else decay_BSH[..., None])  # [..., C, K or 1]
+    beta, total = chunks(beta_BSH)[..., None], decay.cumsum(-2)
     sees, sees_state = _seen(place_BS, length, chunk_size)
     # Factors that are left of a state: between two tokens, since the chunk's start, until its end.
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~sees, -torch.inf).exp()
-    since = total.exp() * sees_state
-    until = between[..., -1, :]
+    between = total[..., :, None, :] - total[..., None, :, :]
+    between = between.masked_fill(~sees[..., None], -torch.inf).exp()
+    since = total.exp() * sees_state[..., None]
+    until = between[..., -1, :, :]
 
-    kk, qk = k @ k.mT, q @ k.mT
-    system = (beta[..., None] * kk * between).tril(-1)
-    wanted = torch.cat([v, k * since[..., None]], -1) * beta[..., None]
+    def products(x: Tensor) -> Tensor:
+        """Of each token with its chunk's keys, as they are left: [..., C, C]."""
+        if by_channel:
+            return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)
+        return x @ k.mT * between[..., 0]
+
+    system = (beta * products(k)).tril(-1)
+    wanted = torch.cat([v, k * since], -1) * beta
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
-    reads, writes = q * since[..., None], (k * until[..., None]).mT
-    scores, kept = qk * between, since[..., -1, None, None]
+    reads, writes = q * since, (k * until).mT
+    scores, kept = products(q), since[..., -1, :, None]
 
     shape = (*v.shape[:3], k.shape[-1], v.shape[-1])
     state = v.new_zeros(shape) if state_BHKV is None else state_BHKV.to(wide).reshape(shape)
@@ -246,14 +261,15 @@ class _Recomputed(torch.autograd.Function):
 
 
 @cache
-def fla_kernel() -> Callable[..., Any] | None:
-    """`chunk_gated_delta_rule` of the package `fla` (flash-linear-attention); None: not
-    installed."""
+def fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """`chunk_gated_delta_rule` and `chunk_kda`, for channels that decay apart, of the package `fla`
+    (flash-linear-attention); None: not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
     except ImportError:
         return None
-    return chunk_gated_delta_rule
+    return chunk_gated_delta_rule, chunk_kda
 
 
 class _Pieces(NamedTuple):
@@ -280,8 +296,8 @@ def fla_rule(  # type: ignore[no-untyped-def]
     q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV=None
 ) -> tuple[Tensor, Tensor]:
     """The `DeltaRule` of fla's kernels: CUDA, 16-bit types."""
-    kernel = fla_kernel()
-    assert kernel is not None
+    kernels = fla_kernels()
+    assert kernels is not None
     batch, length, heads, _ = v_BSHV.shape
     pieces = _pieces(place_BS, batch)
     initial = None
@@ -295,7 +311,7 @@ def fla_rule(  # type: ignore[no-untyped-def]
     in_one_row = (
         x.flatten(0, 1)[None] for x in (q, k, v_BSHV, decay_BSH.float(), beta_BSH.to(v_BSHV.dtype))
     )
-    o_1THV, states_NHKV = kernel(
+    o_1THV, states_NHKV = kernels[decay_BSH.ndim == 4](
         *in_one_row,
         initial_state=initial,
         output_final_state=True,

@@ -64,7 +64,7 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         (["config", "init", "qwen3", "--flavor", "B"], "no configuration of qwen3 B for"),
         (
             ["config", "init", "none"],
-            "choose from bench, deepseek_v3, deepseek_v32, glm4_moe, gpt_oss, llama4, minimax_m2",
+            "choose from bench, deepseek_v3, deepseek_v32, glm4_moe, gpt_oss, kimi_linear",
         ),
         (["memory", "--ranks", "0"], "--ranks: 0 must be a positive number"),
         (["memory", "--ranks", "2", "--parallelism.expert_parallel_degree", "4"], "must divide"),

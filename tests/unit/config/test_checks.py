@@ -395,4 +395,4 @@ def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:
     (line,) = lines(32)
     assert "seq_len=32 in 16 segments" in line and "choose 48 or more" in line
     assert lines(48) == []
-    assert any("linear_num_key_heads=8" in line for line in lines(768, tp=16))
+    assert any("recurrent layers' key heads=8" in line for line in lines(768, tp=16))

@@ -23,6 +23,7 @@ PUBLISHED = {
     # The model cards' tables count the output layer alone as active.
     ("gpt_oss", "20b"): (20.91, 3.61, 1),
     ("gpt_oss", "120b"): (116.83, 5.13, 1),
+    ("kimi_linear", "48B-A3B"): (49.1, None, 2),  # By the weights' files; "3B" active.
     # 109 and 400 with the vision tower, of 0.9.
     ("llama4", "17bx16e"): (108.1, 17, 2),
     ("llama4", "17bx128e"): (400, 17, 2),

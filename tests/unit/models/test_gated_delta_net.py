@@ -3,10 +3,12 @@
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
@@ -15,12 +17,14 @@ from titan_moe.ops.gated_delta import Recurrence, chunked_rule
 from titan_moe.verify.gradients.token_by_token import recur
 
 CONFIG = replace(model_config("qwen3_next", "gate"), num_layers=4)
+KIMI = replace(model_config("kimi_linear", "gate"), num_layers=4)
+BOTH = pytest.mark.parametrize("config", [CONFIG, KIMI], ids=["qwen3_next", "kimi_linear"])
 
 
-def _model(*, mask_documents: bool = True) -> Decoder:
+def _model(config: ModelConfig = CONFIG, *, mask_documents: bool = True) -> Decoder:
     core = choose_core(mask_documents=mask_documents, device_type="cpu")
-    model = Decoder(CONFIG, core, Recurrence(chunked_rule, mask_documents=mask_documents))
-    fill_initial_weights(model, 0, partial(initial_std, config=CONFIG))
+    model = Decoder(config, core, Recurrence(chunked_rule, mask_documents=mask_documents))
+    fill_initial_weights(model, 0, partial(initial_std, config=config))
     return model.double().eval()
 
 
@@ -28,12 +32,13 @@ def _gradients(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_packed_documents_are_trained_as_one_by_one():
+@BOTH
+def test_packed_documents_are_trained_as_one_by_one(config: ModelConfig):
     lengths = (1, 2, 17, 70, 6)
     torch.manual_seed(0)
-    tokens = torch.randint(0, CONFIG.vocab_size, (1, sum(lengths)))
+    tokens = torch.randint(0, config.vocab_size, (1, sum(lengths)))
     number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    packed, alone = _model(), _model(mask_documents=False)
+    packed, alone = _model(config), _model(config, mask_documents=False)
     logits = packed(tokens, number)
     upstream = torch.randn_like(logits)
     logits.backward(upstream)
@@ -58,13 +63,15 @@ def test_first_values_are_the_published_ones():
         assert (weights[f"{name}.weight"] == 0).all()
 
 
-def test_cost_of_the_recurrence_is_that_of_its_products():
-    recurrent = CONFIG.recurrent
+@BOTH
+def test_cost_of_the_recurrence_is_that_of_its_products(config: ModelConfig):
+    recurrent = config.recurrent
     assert recurrent is not None
     heads, keys, values = recurrent.num_value_heads, recurrent.key_dim, recurrent.value_dim
     q, k = torch.randn(2, 1, recurrent.num_key_heads, 5, keys)
-    gates = torch.zeros(2, 1, heads, 5)
+    beta = torch.zeros(1, heads, 5)
+    decay = beta if recurrent.gate_rank is None else beta[..., None].expand(-1, -1, -1, keys)
     with FlopCounterMode(display=False) as counter:
-        recur(q, k, torch.randn(1, heads, 5, values), torch.zeros(1, 5), *gates)
-    counted = attention_stats(recurrent, CONFIG.dim).state_products
+        recur(q, k, torch.randn(1, heads, 5, values), torch.zeros(1, 5), decay, beta)
+    counted = attention_stats(recurrent, config.dim).state_products
     assert counter.get_total_flops() == 5 * 2 * counted

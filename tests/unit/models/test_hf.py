@@ -59,6 +59,8 @@ V3, V2, QWEN3 = ("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("qwen3", "30B-
 OSS, SCOUT, MIXTRAL = ("gpt_oss", "20b"), ("llama4", "gate"), ("mixtral", "8x7B")
 NEXT = ("qwen3_next", "gate")
 GLM, MINIMAX = ("glm4_moe", "GLM-4.5"), ("minimax_m2", "MiniMax-M2")
+KIMI = ("kimi_linear", "48B-A3B")
+_STATES = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
 
 
@@ -104,6 +106,11 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (GLM5, {"index_topk_freq": 4}, "index_topk_freq=4 is not supported: only 1"),
         (GLM5, {"index_topk_pattern": "FSSF"}, "index_topk_pattern='FSSF' is not supported"),
         (GLM5, {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers first"),
+        (KIMI, {"linear_attn_config": {**_STATES}}, "full_attn_layers is missing"),
+        (KIMI, {"linear_attn_config": {**_STATES, "full_attn_layers": [5, 9]}}, "must repeat with"),
+        (KIMI, {"linear_attn_config": None}, "linear_attn_config is missing"),
+        (KIMI, {"mla_use_nope": False}, "mla_use_nope=False is not supported"),
+        (KIMI, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
         (SPARSE, {"layer_types": ["full_attention"]}, "only indexed_attention is supported"),
     ],
 )

@@ -14,13 +14,14 @@ from titan_moe.ops.gated_delta import (
     Recurrence,
     choose_rule,
     chunked_rule,
-    fla_kernel,
+    fla_kernels,
     fla_rule,
     short_convolution,
 )
 from titan_moe.verify.gradients.token_by_token import TokenByToken, recur
 
-# Sequence length, chunk size, key heads, value heads of each, channels of keys, of values.
+# Sequence length, chunk size, key heads, value heads of each, channels of keys, of values; and
+# whether the channels of a key decay apart.
 SHAPES = [
     (1, 64, 1, 1, 1, 1),
     (5, 1, 1, 2, 3, 2),
@@ -31,18 +32,21 @@ SHAPES = [
     (96, 7, 2, 1, 5, 3),
     (130, 64, 1, 2, 6, 4),
 ]
+SHAPES = [(*shape, by_channel) for shape in SHAPES for by_channel in (False, True)]
 BATCH = 3
 
 
 def _rows(shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """q, k, v, decay, beta, the rows before heads, and the state before the rows."""
-    length, _, groups, each, keys, values = shape
+    length, _, groups, each, keys, values, by_channel = shape
     torch.manual_seed(seed)
     heads = groups * each
     q, k = torch.randn(2, BATCH, length, groups, keys)
     v = torch.randn(BATCH, length, heads, values)
     # Some states hardly decay, others are gone after a token.
     decay = -torch.rand(BATCH, length, heads) * torch.logspace(-3, 1.5, heads)
+    if by_channel:
+        decay = decay[..., None] * torch.rand(BATCH, length, heads, keys)
     beta, state = torch.rand(BATCH, length, heads), torch.randn(BATCH, heads, keys, values)
     return [x.to(dtype).requires_grad_() for x in (q, k, v, decay, beta, state)]
 
@@ -68,7 +72,7 @@ def _places(documents: Tensor, *, continued: bool) -> Tensor:
 
 def _slow(q, k, v, decay, beta, state, documents):
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    o, last = recur(*heads_first, documents, decay.mT, beta.mT, state)
+    o, last = recur(*heads_first, documents, decay.transpose(1, 2), beta.mT, state)
     return o.transpose(1, 2), last
 
 
@@ -99,7 +103,7 @@ def test_chunks_are_the_recurrence(shape, continued: bool):
 
 @pytest.mark.parametrize("at", [1, 5, 16, 31])
 def test_state_goes_on_where_a_row_is_cut(at: int):
-    rows, documents = _rows(SHAPES[4]), _documents(33)
+    rows, documents = _rows(SHAPES[8]), _documents(33)
     *tensors, state = rows
     places = _places(documents, continued=True)
     whole, last = chunked_rule(*tensors, places, state)
@@ -143,7 +147,7 @@ def test_place_in_the_document_is_the_mask(masked: bool):
 
 
 def test_arguments_alone_are_kept_for_the_backward():
-    *tensors, state = _rows(SHAPES[7])
+    *tensors, state = _rows(SHAPES[14])
     places, kept = _places(_documents(130), continued=False), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         chunked_rule(*tensors, places, state)
@@ -153,7 +157,7 @@ def test_arguments_alone_are_kept_for_the_backward():
 
 
 def test_half_precision_is_computed_in_float32():
-    *tensors, state = _rows(SHAPES[7], dtype=torch.bfloat16)
+    *tensors, state = _rows(SHAPES[15], dtype=torch.bfloat16)
     places = _places(_documents(130), continued=True)
     o, last = chunked_rule(*tensors, places, state)
     wide, wide_last = chunked_rule(*(x.float() for x in tensors), places, state.float())
@@ -168,9 +172,9 @@ def _kernel(
     q, k, v, g, beta, initial_state=None, output_final_state=False, *,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None,
 ):  # fmt: skip
-    """Computes fla's kernel by its documentation, one sequence after another."""
+    """Computes fla's kernels by their documentation, one sequence after another."""
     assert len(q) == 1 and output_final_state and use_qk_l2norm_in_kernel
-    assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
+    assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == g.shape[:3] == (*beta.shape,)
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens[0] == 0 and cu_seqlens[-1] == q.shape[1]
     assert g.dtype == torch.float32 and q.dtype == v.dtype == beta.dtype
     outputs, states = [], []
@@ -187,18 +191,27 @@ def _kernel(
 @pytest.fixture
 def installed(monkeypatch) -> Callable[[], None]:
     """A stand-in for the package."""
-    module = ModuleType("fla.ops.gated_delta_rule")
-    module.chunk_gated_delta_rule = _kernel  # type: ignore[attr-defined]
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    fla_kernel.cache_clear()
+
+    def kernel_for(ndim: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        def kernel(q, k, v, g, *args, **options) -> tuple[Tensor, Tensor]:
+            assert g.ndim == ndim
+            return _kernel(q, k, v, g, *args, **options)
+
+        return kernel
+
+    names = "fla", "fla.ops", "fla.ops.gated_delta_rule", "fla.ops.kda"
+    modules = {name: ModuleType(name) for name in names}
+    modules[names[2]].chunk_gated_delta_rule = kernel_for(3)  # type: ignore[attr-defined]
+    modules[names[3]].chunk_kda = kernel_for(4)  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    fla_kernels.cache_clear()
     yield
-    fla_kernel.cache_clear()
+    fla_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("shape", SHAPES[1:5])
+@pytest.mark.parametrize("shape", SHAPES[2:10])
 def test_kernels_are_called_with_each_document(installed, shape, continued: bool):
     *tensors, state = rows = _rows(shape, dtype=torch.float32)
     places = _places(_documents(shape[0]), continued=continued)
@@ -217,6 +230,6 @@ def test_kernels_are_for_cuda_and_16_bits(installed):
 
 def test_without_the_package_torch_computes(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
-    fla_kernel.cache_clear()
+    fla_kernels.cache_clear()
     assert choose_rule("cuda", torch.bfloat16) is gated_delta.chunked_rule
-    fla_kernel.cache_clear()
+    fla_kernels.cache_clear()

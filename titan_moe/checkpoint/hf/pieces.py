@@ -46,6 +46,8 @@ class Stored(NamedTuple):
             shape[self._shared_dim(len(shape))] *= 2
         if self.way.transposed:
             shape[-2:] = shape[:-3:-1]
+        before, after = self.way.ones
+        shape = [1] * before + shape + [1] * after
         names = [self.way.name]
         if self.one_by_one:
             names = [self._of_expert(expert) for expert in range(self.shape[0])]
@@ -84,7 +86,8 @@ class Stored(NamedTuple):
             theirs[dim] = _shared_rows(box[dim], part, size)
         if self.way.transposed:
             theirs[-2:] = theirs[:-3:-1]
-        return tuple(theirs)
+        before, after = (whole([1] * ones) for ones in self.way.ones)
+        return *before, *theirs, *after
 
 
 def _shared_rows(rows: slice, part: str, size: int) -> slice:

@@ -63,8 +63,9 @@ class HFSource:
         """
         for piece in self.found[name].pieces(box):
             theirs = self._folder.read(piece.tensor, piece.theirs)
-            # A tensor of one expert has a dim less, which copy_ puts in front.
-            yield piece.ours, theirs.transpose(-1, -2) if piece.transposed else theirs
+            theirs = theirs.transpose(-1, -2) if piece.transposed else theirs
+            # One side may have dims of size 1 that the other has not, such as that of experts.
+            yield piece.ours, theirs.reshape([rows.stop - rows.start for rows in piece.ours])
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

@@ -41,7 +41,7 @@ def _tensor(run: Run) -> Iterator[str]:
         "vocab_size": model.vocab_size,
     }
     if model.recurrent is not None:
-        sizes["linear_num_key_heads"] = model.recurrent.num_key_heads
+        sizes["the recurrent layers' key heads"] = model.recurrent.num_key_heads
     if not all(map(model.is_moe_layer, range(model.num_layers))):
         sizes["hidden_dim"] = model.hidden_dim
     if model.moe is not None and model.moe.num_shared_experts:

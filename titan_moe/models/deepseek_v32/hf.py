@@ -10,7 +10,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import IndexerConfig, MLAConfig, ModelConfig
-from titan_moe.models.hf_mla import MLA_KEYS, mla_block
+from titan_moe.models.hf_mla import MLA_KEYS, dense_layers, mla_block
 
 _FAMILY = "deepseek_v32"
 _GLM = "glm_moe_dsa"
@@ -57,7 +57,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields = hf.read_fields(settings, _KEYS, defaults | mtp)
     indexer = hf.read_fields(settings, _INDEXER_KEYS, {})
     fields |= {
-        "num_dense_layers": _dense_layers(settings, fields["num_dense_layers"]),
+        "num_dense_layers": dense_layers(settings, fields["num_dense_layers"]),
         "attention.indexer": IndexerConfig(
             **{path.rpartition(".")[2]: value for path, value in indexer.items()},
             pairing="neighbours" if glm else "halves",
@@ -67,16 +67,6 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         "moe.group_score_top": 2 if fields["moe.num_groups"] > 1 else 1,
     }
     return hf.make_config(fields, MLAConfig)
-
-
-def _dense_layers(settings: hf.Settings, default: int) -> int:
-    kinds = settings.get("mlp_layer_types")
-    if kinds is None:
-        return default
-    dense = kinds.count("dense")
-    if kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-        return dense
-    raise ConfigError([f"config.json: mlp_layer_types: only dense layers first, not {kinds}"])
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def recur(  # type: ignore[no-untyped-def]
     after the last token.
 
     Args:
+        decay_BHS: [B, H, S, K] where the channels of a key decay apart (arXiv 2510.26692).
         state_BHKV: the state before the first token, which continues its document; None: zero.
     """
     batch, heads, length, values = v_BHSV.shape
@@ -45,6 +46,7 @@ def recur(  # type: ignore[no-untyped-def]
         for x in (x.repeat_interleave(heads // x.shape[1], 1) for x in (q_BGSK, k_BGSK))
     )
     keys = k.shape[-1]
+    decay = decay_BHS if decay_BHS.ndim == 4 else decay_BHS[..., None]
     state = v_BHSV.new_zeros(batch, heads, keys, values) if state_BHKV is None else state_BHKV
     outputs = []
     for t in range(length):
@@ -52,7 +54,7 @@ def recur(  # type: ignore[no-untyped-def]
             same_B = documents_BS[:, t] == documents_BS[:, t - 1]
             state = state.where(same_B[:, None, None, None], 0)
         key, query = k[:, :, t, :, None], q[:, :, t, None, :]
-        state = decay_BHS[:, :, t, None, None].exp() * state
+        state = decay[:, :, t, :, None].exp() * state
         missing = v_BHSV[:, :, t, None, :] - key.mT @ state
         state = state + key @ (beta_BHS[:, :, t, None, None] * missing)
         outputs.append(query @ state / keys**0.5)

@@ -121,7 +121,7 @@ class Oracle(nn.Module):
 @torch.no_grad()
 def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # Models with recurrent layers: norms multiply by 1 + weight.
+    # Qwen3-Next's norms multiply by 1 + weight.
     zero_centred = any("linear_attn" in name for name in tensors)
     for name, tensor in tensors.items():
         # Drawn in float32, so that both types start from the same weights.
