@@ -100,8 +100,10 @@ class SegmentedRecurrence:
             return reduce_scatter_rows(grad, [1] * size, group)[0]
 
         own = own_N.unflatten(0, (len(self._own), -1))
-        return linear(own, partial(gather_parts, group=group), scatter).flatten(0, 1)[self._order]
+        dealt = linear(own, partial(gather_parts, group=group), scatter).flatten(0, 1)
+        # An index made of a list would be copied to the device, and waited for.
+        return torch.stack([dealt[place] for place in self._order])
 
     def _own_of(self, all_ZB: Tensor) -> Tensor:
         """The inverse of `_of_all`, without an exchange."""
-        return all_ZB[self._own].flatten(0, 1)
+        return torch.cat([all_ZB[segment] for segment in self._own])
