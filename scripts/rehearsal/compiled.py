@@ -42,8 +42,9 @@ class Traced(NamedTuple):
 
 def compiled_cases(word: str = "") -> dict[str, tuple[str, int]]:
     """Returns family and ep degree by name: experts on one rank, or on two with bounded sizes."""
-    # Sparse attention stays eager.
-    traced = [family for family in FAMILIES if model_config(family, "gate").indexer is None]
+    # Sparse attention and recurrences stay eager, and break the graph.
+    configs = {family: model_config(family, "gate") for family in FAMILIES}
+    traced = [name for name, each in configs.items() if not (each.indexer or each.recurrent)]
     cases = {f"compiled {family} ep={ep}": (family, ep) for family in traced for ep in (1, 2)}
     return {name: case for name, case in cases.items() if word in name}
 
