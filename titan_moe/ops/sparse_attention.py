@@ -75,7 +75,7 @@ class SparseAttention:
             scores_BST = index_scores(*own).masked_fill_(~mask, -torch.inf)
             chosen_BST = mask
             if index.top_k is not None:
-                chosen_BST = unpack_keys(index.decide(scores_BST), scores_BST.shape[-1])
+                chosen_BST = unpack_keys(index.decide(scores_BST), scores_BST.shape[-1]) & mask
         o_BHSC = sdpa(q_BHSC, k_BHTC, v_BHTC, chosen_BST[:, None], scale)
         if index.add_loss is None:
             return o_BHSC
