@@ -129,9 +129,8 @@ class RoutingTrace:
     def _count_flips(self, step: int) -> None:
         """Write how many decisions of each layer the run itself would make otherwise."""
         flips_L = torch.zeros(len(self._names), dtype=torch.int64, device=self._device)
-        for place, name in enumerate(self._names):
-            if name in self._layers:
-                flips_L[place] = self._layers[name].take_flips()
+        for name, layer in self._layers.items():
+            flips_L[self._names.index(name)] = layer.take_flips()
         dist.all_reduce(flips_L)
         if self._flips is not None:
             flips = dict(zip(self._names, flips_L.tolist(), strict=True))
