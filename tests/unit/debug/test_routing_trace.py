@@ -146,6 +146,10 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
         record.decisions(1, "layers.1", further, DIMS.experts)
     with pytest.raises(RunError, match=r"no routing of layers.2"):
         record.decisions(1, "layers.2", EVERYTHING, DIMS.experts)
+    assert "index_top_k" not in (tmp_path / "record.json").read_text()
+    line = r"routing_replay=.* was recorded with index_top_k=0, this model has 6: name a record"
+    with pytest.raises(ConfigError, match=line):
+        record.check(DIMS._replace(index_top_k=6), key="debug.routing_replay")
 
 
 def test_layer_follows_microbatches_one_after_the_other() -> None:

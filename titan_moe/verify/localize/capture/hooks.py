@@ -106,7 +106,7 @@ def _watch_selection(name: str, module: Indexer, watcher: Watcher, stack: ExitSt
         lead_BS1 = -ranked_BSK[..., -2:].diff()
         watcher.forward(name, "scores", scores_BST.masked_fill(scores_BST == -torch.inf, 0), lay)
         watcher.forward(name, "choice", chosen_BST.to(scores_BST.dtype), lay)
-        watcher.forward(name, "margin", lead_BS1.nan_to_num(torch.inf), lay)
+        watcher.forward(name, "margin", lead_BS1.nan_to_num(torch.inf, torch.inf), lay)
         return keys_BSW
 
     def end() -> None:
