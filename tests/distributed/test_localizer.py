@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.catching import BUGS, captured, setting
 from tests.support.gates import Gates, fitting
+from tests.support.planting import Bug
 from tests.support.tiers import split, tiered
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
@@ -80,6 +81,18 @@ def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: s
     wrong, places = finding.of_phase()
     assert wrong == places if bug.whole_phase else wrong <= places, said
     assert finding.first.copies or not bug.copies, said
+
+
+@pytest.mark.slow
+def test_keys_that_rounding_selects_are_a_tie(gates: Gates, baselines: Baselines, tmp_path: Path):
+    """Scores of 0 are common: so little makes the later key the better one."""
+    right = "index.decide(scores_BST)"
+    wrong = "index.decide(scores_BST + 1e-15 * torch.arange(scores_BST.shape[-1]))"
+    bug = Bug("titan_moe.ops.sparse_attention:SparseAttention.__call__", right, wrong)
+    task = setting(gates("deepseek_v32"), "tp=2", "tp=2")
+    finding = locate(baselines("deepseek_v32", "tp=2"), captured(task, tmp_path, bug))
+    assert finding is not None and finding.is_tie
+    assert finding.first.place == ("forward", "layers.0.attention.indexer", "choice")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Routings recorded in one layout are followed in any other, token by token."""
+"""Experts and keys recorded in one layout are followed in any other, token by token."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import torch
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
 from tests.support.trainings import train_curve
-from titan_moe.debug.routing_trace import FLIPS_FILE, Record, RoutingTrace, RowName, Tokens
-from titan_moe.distributed.dtensor import local_part
+from titan_moe.debug.routing_record import Record, RowName, Tokens, form_of_keys
+from titan_moe.debug.routing_trace import FLIPS_FILE, RoutingTrace
+from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import RankError
 from titan_moe.trainer import Trainer
@@ -20,6 +22,7 @@ from titan_moe.verify.compare.records import Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
 ROWS, SEQ_LEN, LAST = 16, 64, "mtp.layers.0"
+FIRST_KEYS, LAST_KEYS = "layers.0.attention.indexer", "mtp.layers.0.attention.indexer"
 KEYS = {
     "training.steps": "2",
     "training.global_batch_size": str(ROWS),
@@ -29,13 +32,13 @@ KEYS = {
     "validation.freq": "1",
     "validation.steps": "1",
 }
-SPEC = RunSpec(config=DEBUG_CONFIGS / "gate_deepseek_v3.toml", overrides=tuple(KEYS.items()))
 
 
 def run(
     folder: Path,
     layout: str,
     *,
+    family: str = "deepseek_v3",
     replay: Path | None = None,
     alter: Callable[[Trainer], None] | None = None,
     **keys: Any,
@@ -45,13 +48,15 @@ def run(
     if replay is not None:
         debug["routing_replay"] = replay
     words = tuple((f"debug.{key}", str(value)) for key, value in debug.items())
-    return train_curve(parse_run_spec(f"layout={layout}", SPEC), folder / "run", words, alter)
+    spec = RunSpec(config=DEBUG_CONFIGS / f"gate_{family}.toml", overrides=tuple(KEYS.items()))
+    return train_curve(parse_run_spec(f"layout={layout}", spec), folder / "run", words, alter)
 
 
-def own_choices(folder: Path) -> np.ndarray:
-    """Slots that the run's own router would have chosen otherwise, by step and layer, [S, L]."""
+def flips(folder: Path) -> dict[str, list[int]]:
+    """What the run itself would have decided otherwise: each layer's count of each step."""
     lines = read_json_lines(folder / "run" / FLIPS_FILE)
-    return np.array([list(line["flips"].values()) for line in lines])
+    assert (lines[0]["slots"], lines[0].get("queries", 1024)) == (2048, 1024)
+    return {layer: [line["flips"][layer] for line in lines] for layer in lines[0]["flips"]}
 
 
 class Recorded(NamedTuple):
@@ -59,19 +64,28 @@ class Recorded(NamedTuple):
     curve: Curve
 
 
+Records = Callable[[str], Recorded]
+"""Makes a family's record, once."""
+
+
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    folder = tmp_path_factory.mktemp("one")
-    return Recorded(folder / "record", run(folder, "dp_shard=1"))
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    @cache
+    def recorded(family: str) -> Recorded:
+        folder = tmp_path_factory.mktemp("one")
+        return Recorded(folder / "record", run(folder, "dp_shard=1", family=family))
+
+    return recorded
 
 
 def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]:
-    """(row, position) -> its experts, in their order."""
-    found = {}
-    for part in Record(path).steps[step]:
+    """(row, position) -> its experts, in their order, or its keys."""
+    record, found = Record(path), {}
+    form = form_of_keys(SEQ_LEN) if layer.endswith("indexer") else record.dims.experts
+    for part in record.steps[step]:
         if part.has(layer):
             rows, positions = part.tokens
-            experts_RPK = part.read(layer).tolist()
+            experts_RPK = part.read(layer, form).tolist()
             for row, experts_PK in zip(rows, experts_RPK, strict=True):
                 for position, experts in zip(positions.tolist(), experts_PK, strict=True):
                     assert (row, position) not in found, "recorded twice"
@@ -79,31 +93,38 @@ def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]
     return found
 
 
+V3, V32 = "deepseek_v3", "deepseek_v32"
 CASES = tiered(
-    [("dp_shard=1", 3), ("tp=2,ep=2", 0)],
-    slow=[("cp=2,recompute=op", 0), ("pp=2,schedule=ZBVZeroBubble", 0)],
+    [(V3, "dp_shard=1", 3), (V3, "tp=2,ep=2", 0), (V32, "tp=2,recompute=full", 0)],
+    slow=[
+        (V3, "cp=2,recompute=op", 0),
+        (V3, "pp=2,schedule=ZBVZeroBubble", 0),
+        (V32, "cp=2,dp_shard=2,cp_method=allgather", 3),
+    ],
     full=[
-        ("dp_shard=2,ep=2,recompute=full", 0),
-        ("pp=2,tp=2,schedule=DualPipeV", 0),
-        ("dp_replicate=2,cp=2,tp=2,ep=2,etp=2", 5),
+        (V3, "dp_shard=2,ep=2,recompute=full", 0),
+        (V3, "pp=2,tp=2,schedule=DualPipeV", 0),
+        (V3, "dp_replicate=2,cp=2,tp=2,ep=2,etp=2", 5),
+        (V32, "pp=2,schedule=ZBVZeroBubble", 0),
+        (V32, "pp=2,cp=2,tp=2,ep=2,cp_method=allgather,recompute=op", 5),
     ],
 )
 
 
-@pytest.mark.parametrize(("layout", "order"), CASES)
+@pytest.mark.parametrize(("family", "layout", "order"), CASES)
 def test_record_is_followed_in_any_layout(
-    tmp_path: Path, one_process: Recorded, layout: str, order: int
+    tmp_path: Path, one_process: Records, family: str, layout: str, order: int
 ) -> None:
-    ours = run(tmp_path, layout, replay=one_process.record, permute_rows=order)
-    theirs = one_process.curve
+    record, theirs = one_process(family)
+    ours = run(tmp_path, layout, family=family, replay=record, permute_rows=order)
     np.testing.assert_allclose(ours.scalars["loss"], theirs.scalars["loss"], rtol=1e-12)
     assert all((ours.loads[layer] == loads).all() for layer, loads in theirs.loads.items())
-    assert not own_choices(tmp_path).any()
-    layers = Record(one_process.record).dims.layers
-    assert layers[-1] == LAST
+    layers = flips(tmp_path)
+    assert not any(map(any, layers.values()))
+    assert list(layers)[-1] == (LAST if family == V3 else LAST_KEYS)
     for step in (1, 2):
         for layer in layers:
-            expected = table(one_process.record, step, layer)
+            expected = table(record, step, layer)
             assert len(expected) == ROWS * SEQ_LEN
             assert table(tmp_path / "record", step, layer) == expected
 
@@ -118,27 +139,37 @@ def shift_positions(trainer: Trainer) -> None:
     RoutingTrace._tokens = shifted  # type: ignore[method-assign]
 
 
-def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Recorded) -> None:
-    ours = run(tmp_path, "dp_shard=1", replay=one_process.record, alter=shift_positions)
-    assert (own_choices(tmp_path)[0] > 50).all()
-    assert not np.allclose(
-        ours.scalars["loss"], one_process.curve.scalars["loss"], rtol=1e-6, atol=0
-    )
+def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Records) -> None:
+    record, theirs = one_process(V3)
+    ours = run(tmp_path, "dp_shard=1", replay=record, alter=shift_positions)
+    assert all(counts[0] > 50 for counts in flips(tmp_path).values())
+    assert not np.allclose(ours.scalars["loss"], theirs.scalars["loss"], rtol=1e-6, atol=0)
 
 
-def disturb_routers(trainer: Trainer) -> None:
+def disturb(trainer: Trainer) -> None:
+    """Changes routers, and indexers a little."""
     generator = torch.Generator().manual_seed(7)
-    for moe in trainer.sharded.moe_layers().values():
-        weight = local_part(moe.router.gate.weight.data)
-        weight += 1e-2 * torch.randn(weight.shape, generator=generator)
+    for name, parameter in trainer.sharded.named_parameters():
+        if "router.gate" in name or "indexer.wk.weight" in name:
+            noise = torch.randn(parameter.shape, generator=generator)
+            local_part(parameter.data)[:] += 1e-2 * noise[local_slices(parameter)]
 
 
-def test_replay_binds_a_disturbed_router(tmp_path: Path, one_process: Recorded) -> None:
-    run(tmp_path, "dp_shard=2", replay=one_process.record, alter=disturb_routers)
-    assert table(tmp_path / "record", 1, LAST) == table(one_process.record, 1, LAST)
-    assert own_choices(tmp_path)[0].sum() > 0, "the router itself would have chosen otherwise"
+@pytest.mark.parametrize("family", tiered([V3], slow=[V32]))
+def test_replay_binds_a_disturbed_model(tmp_path: Path, one_process: Records, family: str) -> None:
+    record, _ = one_process(family)
+    run(tmp_path, "tp=2", family=family, replay=record, alter=disturb)
+    counts = flips(tmp_path)
+    for layer in counts:
+        assert table(tmp_path / "record", 1, layer) == table(record, 1, layer)
+    assert counts[LAST][0] > 0, "the router itself would have chosen otherwise"
+    if family == V32:  # Nothing comes before the first layer's keys.
+        run(tmp_path / "live", "dp_shard=2", family=family, alter=disturb)
+        live = table(tmp_path / "live/record", 1, FIRST_KEYS)
+        recorded = table(record, 1, FIRST_KEYS)
+        assert counts[FIRST_KEYS][0] == sum(keys != recorded[q] for q, keys in live.items()) > 0
 
 
-def test_record_of_other_data_is_refused(tmp_path: Path, one_process: Recorded) -> None:
+def test_record_of_other_data_is_refused(tmp_path: Path, one_process: Records) -> None:
     with pytest.raises(RankError, match=r"step 1 of .* has no routing of layers.1 for the row"):
-        run(tmp_path, "dp_shard=1", replay=one_process.record, seed=1)
+        run(tmp_path, "dp_shard=1", replay=one_process(V3).record, seed=1)

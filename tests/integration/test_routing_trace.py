@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trainings import make_job, train_here
-from titan_moe.debug.routing_trace import Record
+from titan_moe.debug.routing_record import Record
 from titan_moe.runtime.ranks import run_on_ranks
 
 

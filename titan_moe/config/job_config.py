@@ -630,11 +630,11 @@ class Debug(Section):
     """Seed of an order of each global batch's sequences, so that the ranks and microbatches that
     add them up change and nothing else does: how much rounding alone may do. 0: as they come."""
     routing_record: str | None = None
-    """Folder to write every step's chosen experts and their weights to."""
+    """Folder to write every step's chosen experts, and keys of indexers, to."""
     routing_record_gb: float = Field(4.0, gt=0)
     """Size of a rank's files at which all ranks stop recording."""
     routing_replay: str | None = None
-    """Folder of a routing_record whose experts every token goes to, in whatever layout."""
+    """Folder of a routing_record whose choices are repeated, in whatever layout."""
     capture_step: NonNegativeInt = 0
     """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
     titan-moe verify localize; 0: none."""

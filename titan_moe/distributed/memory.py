@@ -310,10 +310,10 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
     whole, pairs = float(config.dim), 0.0
     if config.indexer is not None:
         # Matrices of all pairs, whole on each rank of tp, and a mask that takes half a value a
-        # pair; selected keys, which take two values each.
+        # pair; a recomputation replays a bit a pair.
         pairs = float(plan.training.seq_len * plan.dims.tp)
         values, results = values + pairs / 2, results + pairs / 2
-        whole += 2 * config.indexer.top_k
+        whole += pairs / 16
     if recompute.keep_exchanged_rows:
         whole += _exchanged_per_token(plan, rows)
     if recompute.mode == "none":

@@ -1,5 +1,6 @@
 """The lightning indexer: selects the keys that a layer's attention sees (arXiv 2512.02556, 2.1)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from titan_moe.models.config import IndexerConfig
 from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.balance import attach_loss
 from titan_moe.moe.layer import DecisionMemo
-from titan_moe.ops.sparse_attention import Index
+from titan_moe.ops.sparse_attention import Index, select_keys
 
 
 class Indexer(nn.Module):
@@ -17,7 +18,8 @@ class Indexer(nn.Module):
     the weight of each head.
 
     What it reads is detached: its own loss trains its parameters and nothing else, and they get no
-    other gradient. `memo` replays the selection in a recomputation.
+    other gradient. `select_fn` is a strategy that routing traces set: scores_BST -> the keys, as
+    `select_keys` packs them. `memo` replays the selection in a recomputation.
 
     Buffer: `loss_sum` adds up this step's losses.
     """
@@ -31,6 +33,7 @@ class Indexer(nn.Module):
         self.wk = nn.Linear(dim, config.head_dim, bias=False)
         self.k_norm = nn.LayerNorm(config.head_dim, eps=1e-6)
         self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
+        self.select_fn: Callable[[Tensor], Tensor] = partial(select_keys, top_k=config.top_k)
         self.memo = DecisionMemo()
         self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
         self.init_buffers()
@@ -53,6 +56,6 @@ class Indexer(nn.Module):
             k_BSHC[:, :, 0],
             weights_BSH,
             None if config.warm_up else config.top_k,
-            self.memo.decide,
+            partial(self.memo.decide, self.select_fn),
             partial(attach_loss, total=self.loss_sum) if self.training else None,
         )

@@ -1,9 +1,10 @@
 """Attention to the keys that an indexer selects: DeepSeek sparse attention (arXiv 2512.02556, 2.1).
 
 A small indexer scores all keys that a query sees: I = sum over its heads of weight * relu(q . k).
-Attention sees the top_k best of them. The selection is a decision, like the routing of tokens:
-whole numbers without a gradient, made once per forward pass. Of equal scores, such as the zeros
-that relu makes, the earlier key is selected, so that every layout selects the same keys.
+Attention sees the top_k best of them. The selection is a decision, like the routing of tokens: a
+set of keys without a gradient, a bit for each key, made once per forward pass. Of equal scores,
+such as the zeros that relu makes, the earlier key is selected, so that every layout selects the
+same keys.
 
 The indexer learns from a loss of its own, sum over queries of KL(p || softmax(I)), where p is the
 attention's distribution over its keys, summed over heads and normalised, without a gradient.
@@ -13,11 +14,11 @@ layer at a time. Only the mask is kept for the backward, a byte a pair. Any devi
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -36,8 +37,8 @@ class Index(NamedTuple):
     """Weight of each head of each query; includes all factors of the scores."""
     top_k: int | None
     """Keys that a query attends to; None: all that it sees."""
-    decide: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-    """Calls a selection with the scores, or replays what it returned in the forward pass."""
+    decide: Callable[[Tensor], Tensor]
+    """Takes the scores; returns what `select_keys` returns of them, or keys decided before."""
     add_loss: Callable[[Tensor, Tensor], Tensor] | None
     """Takes attention's output and the loss, a number without a gradient; returns the output, whose
     backward adds the loss up. None: without a loss."""
@@ -74,10 +75,7 @@ class SparseAttention:
             scores_BST = index_scores(*own).masked_fill_(~mask, -torch.inf)
             chosen_BST = mask
             if index.top_k is not None:
-                select = partial(select_keys, top_k=index.top_k)
-                keys_BSK = index.decide(select, scores_BST)
-                chosen_BST = torch.zeros_like(scores_BST, dtype=torch.bool)
-                chosen_BST.scatter_(-1, keys_BSK.long(), True).logical_and_(mask)
+                chosen_BST = unpack_keys(index.decide(scores_BST), scores_BST.shape[-1]) & mask
         o_BHSC = sdpa(q_BHSC, k_BHTC, v_BHTC, chosen_BST[:, None], scale)
         if index.add_loss is None:
             return o_BHSC
@@ -105,11 +103,30 @@ def index_scores(q_BSHC: Tensor, k_BTC: Tensor, weights_BSH: Tensor) -> Tensor:
 
 
 def select_keys(scores_BST: Tensor, top_k: int) -> Tensor:
-    """The keys of the largest scores of each query, the earlier of equal ones: [B, S, K] int32.
+    """The keys of the largest scores of each query, packed; of equal scores the earlier key.
 
-    A sort, as `topk` leaves open which of equal scores it returns.
+    A key whose score is -inf is not selected. A sort, as `topk` leaves open which of equal scores
+    it returns.
     """
-    return scores_BST.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].int()
+    best_BSK = scores_BST.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    chosen_BST = torch.zeros_like(scores_BST, dtype=torch.bool).scatter_(-1, best_BSK, True)
+    return pack_keys(chosen_BST.logical_and_(scores_BST != -torch.inf))
+
+
+def pack_keys(chosen_BST: Tensor) -> Tensor:
+    """A bit for each key, eight in a byte, the earliest lowest: [B, S, W] uint8 of bool."""
+    bits = F.pad(chosen_BST.byte(), (0, -chosen_BST.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return bits.bitwise_left_shift_(_places(bits)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_keys(keys_BSW: Tensor, num_keys: int) -> Tensor:
+    """The inverse of `pack_keys`."""
+    bits = keys_BSW[..., None].bitwise_right_shift(_places(keys_BSW)).bitwise_and_(1)
+    return bits.bool().flatten(-2)[..., :num_keys]
+
+
+def _places(bits: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=bits.device)
 
 
 def summed_weights(q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: float) -> Tensor:

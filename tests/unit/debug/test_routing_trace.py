@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.debug.routing_trace import (
+from titan_moe.debug.routing_record import (
     Dims,
     Record,
     RecordWriter,
     RowName,
     Tokens,
-    _Layer,
     name_rows,
     start_record,
 )
+from titan_moe.debug.routing_trace import _Experts
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.runtime.errors import RunError
@@ -68,7 +68,7 @@ def test_record_is_read_by_other_ranks(tmp_path: Path, written: str, read: str) 
     assert record.dims == DIMS and list(record.steps) == [1]
     for rows, positions in PARTS[read]:
         for name, x_RPK in whole().items():
-            experts_RPK = record.experts(1, name, tokens_of(rows, positions))
+            experts_RPK = record.decisions(1, name, tokens_of(rows, positions), DIMS.experts)
             assert (experts_RPK == x_RPK[np.ix_(rows, positions)]).all()
 
 
@@ -81,7 +81,7 @@ def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
         writer.write(1, EVERYTHING, {layer: whole()[layer] for layer in layers})
     record = Record(tmp_path)
     for name, x_RPK in whole().items():
-        assert (record.experts(1, name, EVERYTHING) == x_RPK).all()
+        assert (record.decisions(1, name, EVERYTHING, DIMS.experts) == x_RPK).all()
     part = tmp_path / "step-1.rank-1-of-3.npz"
     part.rename(tmp_path / f".{part.name}.tmp")
     assert list(Record(tmp_path).steps) == [], "half written"
@@ -108,7 +108,7 @@ def test_start_record_drops_steps_that_run_again(tmp_path: Path) -> None:
     # In another layout.
     RecordWriter(folder, rank=0, world_size=1, limit_gb=1).write(3, EVERYTHING, whole(3))
     assert list(Record(folder).steps) == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"is of a model with top_k=2, this one has 3"):
+    with pytest.raises(ConfigError, match=r"was recorded with top_k=2, this model has 3"):
         start_record(folder, Dims(DIMS.layers, E, 3), after=2)
 
 
@@ -129,7 +129,7 @@ def test_damaged_record_is_one_line(tmp_path: Path) -> None:
         part.write_bytes(damaged)
         with pytest.raises(RunError, match=r"0-of-1.npz is damaged, or no part of a ") as error:
             for layer in DIMS.layers:
-                Record(tmp_path).experts(1, layer, EVERYTHING)
+                Record(tmp_path).decisions(1, layer, EVERYTHING, DIMS.experts)
         assert "\n" not in str(error.value)
 
 
@@ -140,12 +140,16 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
     record = Record(tmp_path)
     stranger = Tokens([RowName(0xBAD, 0)], np.arange(P))
     with pytest.raises(RunError, match=r"step 1 of .* no routing of layers.1 for the row 00000bad"):
-        record.experts(1, "layers.1", stranger)
+        record.decisions(1, "layers.1", stranger, DIMS.experts)
     further = Tokens(name_rows(FINGERPRINTS), np.arange(P + 1))
     with pytest.raises(RunError, match=r"for the row 00000007 at position 8: it is of other data"):
-        record.experts(1, "layers.1", further)
+        record.decisions(1, "layers.1", further, DIMS.experts)
     with pytest.raises(RunError, match=r"no routing of layers.2"):
-        record.experts(1, "layers.2", EVERYTHING)
+        record.decisions(1, "layers.2", EVERYTHING, DIMS.experts)
+    assert "index_top_k" not in (tmp_path / "record.json").read_text()
+    line = r"routing_replay=.* was recorded with index_top_k=0, this model has 6: name a record"
+    with pytest.raises(ConfigError, match=line):
+        record.check(DIMS._replace(index_top_k=6), key="debug.routing_replay")
 
 
 def test_layer_follows_microbatches_one_after_the_other() -> None:
@@ -153,18 +157,19 @@ def test_layer_follows_microbatches_one_after_the_other() -> None:
     moe = MoE(8, MoEConfig(num_experts=4, top_k=2, hidden_dim=8), None)
     for parameter in moe.parameters():
         parameter.data.normal_()
-    live, layer = moe.routing_fn, _Layer(moe)
+    live = moe.routing_fn
+    moe.routing_fn = layer = _Experts(moe, live, Dims(["layers.1"], 4, 2).experts)
     ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]]
-    layer.ahead_TK = torch.tensor(ahead)
+    layer.follow(np.array([ahead], np.uint16), torch.device("cpu"))
     x_BSD = torch.randn(1, 5, 8)
     moe(x_BSD[:, :2])
     moe.train(False)
     moe(x_BSD)
     moe.train(True)
-    with pytest.raises(AssertionError, match="tokens that were not routed"):
+    with pytest.raises(AssertionError, match="tokens without a decision"):
         layer.take_flips()
     moe(x_BSD[:, 2:])
-    assert layer.take((1, 5, 2)).tolist() == [ahead]
+    assert layer.take(1).tolist() == [ahead]
     own = [set(chosen) for chosen in live(moe.router(x_BSD[0]).scores_TE).tolist()]
     flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
     assert layer.take_flips() == flips > 0

@@ -2,13 +2,21 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_moe.moe.balance import attach_loss
-from titan_moe.ops.sparse_attention import Index, SparseAttention, index_scores, select_keys
+from titan_moe.ops.sparse_attention import (
+    Index,
+    SparseAttention,
+    index_scores,
+    pack_keys,
+    select_keys,
+    unpack_keys,
+)
 from titan_moe.verify.gradients.selected_pairs import SelectedPairs
 
 ROWS, LENGTH, HEADS, INDEX_HEADS = 2, 23, 3, 4
@@ -31,7 +39,7 @@ def run(core: SparseAttention | SelectedPairs, tensors: Tensors, top_k: int | No
     total = torch.zeros((), dtype=torch.float64)
     count = partial(attach_loss, total=total) if isinstance(core, SparseAttention) else None
     q, k, v, *own = tensors
-    index = Index(*own, top_k, lambda choose, scores: choose(scores), count)
+    index = Index(*own, top_k, partial(select_keys, top_k=top_k), count)
     mask = core.mask(DOCUMENTS_BS)
     o_BHSC = core(q, k, v, mask, 0.4, None, index)
     weighing = torch.randn(o_BHSC.shape, generator=torch.Generator().manual_seed(1)).to(o_BHSC)
@@ -68,16 +76,30 @@ def test_bfloat16_computes_scores_and_loss_in_float32():
 def test_of_equal_scores_the_earlier_key_is_selected():
     scores = torch.tensor([[[0.0, -0.0, 2.0, 0.0, -1.0, 2.0, 0.0]]])
     for top_k, keys in ((1, [2]), (2, [2, 5]), (4, [2, 5, 0, 1]), (9, [2, 5, 0, 1, 3, 6, 4])):
-        assert select_keys(scores, top_k).tolist() == [[keys]]
+        chosen = unpack_keys(select_keys(scores, top_k), 7)
+        assert chosen[0, 0].nonzero()[:, 0].tolist() == sorted(keys)
     many = torch.zeros(1, 1, 5000)
-    assert torch.equal(select_keys(many, 300)[0, 0], torch.arange(300, dtype=torch.int32))
+    assert torch.equal(unpack_keys(select_keys(many, 300), 5000)[0, 0], torch.arange(5000) < 300)
+
+
+@pytest.mark.parametrize("num_keys", [1, 7, 8, 23, 64])
+def test_packed_keys_are_a_bit_each_and_none_that_a_query_does_not_see(num_keys: int):
+    scores = torch.randn(2, 5, num_keys, generator=torch.Generator().manual_seed(0))
+    scores[:, 1:3, num_keys // 3 :] = -torch.inf
+    packed = select_keys(scores, 4)
+    chosen = unpack_keys(packed, num_keys)
+    bits = np.unpackbits(packed.numpy(), axis=-1, bitorder="little", count=num_keys)
+    assert packed.shape == (2, 5, -(-num_keys // 8)) and (chosen.numpy() == bits).all()
+    seen = scores > -torch.inf
+    assert not chosen[~seen].any() and torch.equal(chosen.sum(-1), seen.sum(-1).clamp(max=4))
+    assert torch.equal(pack_keys(chosen), packed)
 
 
 def test_a_decision_is_what_attention_sees_whatever_the_scores_say():
     q, k, v, *own = drawn()
     core = SparseAttention(mask_documents=False)
-    keys_BSK = torch.zeros(ROWS, LENGTH, 1, dtype=torch.int32)
-    index = Index(*own, 1, lambda choose, scores: keys_BSK, None)
+    first_BST = (torch.arange(LENGTH) == 0).expand(ROWS, LENGTH, LENGTH)
+    index = Index(*own, 1, lambda scores: pack_keys(first_BST), None)
     o_BHSC = core(q, k, v, core.mask(DOCUMENTS_BS), 0.4, None, index)
     torch.testing.assert_close(o_BHSC, v[:, :, :1].expand_as(o_BHSC))
 

@@ -23,7 +23,7 @@ class Finding:
     axes: Mapping[str, int]
     """Axes of which one run has more ranks, by how many times."""
     tie: str = ""
-    """If a routing choice changed because two experts scored alike: how far apart they were."""
+    """If a choice changed because two experts or keys scored alike: how far apart they were."""
 
     @property
     def wrong(self) -> list[PlaceDifference]:
@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def is_tie(self) -> bool:
-        """Rounding chose other experts: nothing is known to be wrong."""
+        """Rounding chose other experts or keys: nothing is known to be wrong."""
         return bool(self.tie)
 
     def lines(self) -> list[str]:

@@ -10,15 +10,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.attention import Attention
 from titan_moe.models.decoder import TENSOR_PLAN, Decoder
+from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Scores
+from titan_moe.ops.sparse_attention import unpack_keys
 from titan_moe.verify.localize.capture.moe_hooks import MoEHooks
 from titan_moe.verify.localize.capture.watcher import Watcher
 
@@ -34,6 +37,8 @@ def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> ExitStack:
             MoEHooks(name, module, watcher, sharded).install(stack)
         elif isinstance(module, Attention):
             _watch_core(f"{name}.core", module, watcher, stack)
+        elif isinstance(module, Indexer):
+            _watch_selection(name, module, watcher, stack)
     return stack
 
 
@@ -86,4 +91,26 @@ def _watch_core(name: str, module: Attention, watcher: Watcher, stack: ExitStack
         module.core = core
 
     module.core = watched
+    stack.callback(end)
+
+
+def _watch_selection(name: str, module: Indexer, watcher: Watcher, stack: ExitStack) -> None:
+    """Records each query's scores of keys, the keys that it selects, and the distance of the scores
+    from another selection: the lead of the last selected key, infinite if all keys are selected."""
+    select, top_k = module.select_fn, module.config.top_k
+
+    def watched(scores_BST: Tensor) -> Tensor:
+        keys_BSW, lay = select(scores_BST), watcher.by_token()
+        chosen_BST = unpack_keys(keys_BSW, scores_BST.shape[-1])
+        ranked_BSK = F.pad(scores_BST, (0, top_k), value=-torch.inf).topk(top_k + 1).values
+        lead_BS1 = -ranked_BSK[..., -2:].diff()
+        watcher.forward(name, "scores", scores_BST.masked_fill(scores_BST == -torch.inf, 0), lay)
+        watcher.forward(name, "choice", chosen_BST.to(scores_BST.dtype), lay)
+        watcher.forward(name, "margin", lead_BS1.nan_to_num(torch.inf, torch.inf), lay)
+        return keys_BSW
+
+    def end() -> None:
+        module.select_fn = select
+
+    module.select_fn = watched
     stack.callback(end)

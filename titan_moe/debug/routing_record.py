@@ -1,0 +1,251 @@
+"""Routing records: the folder in which a training keeps the decision of every token and layer.
+
+    record.json                 the MoE layers, experts and experts per token of the model, and the
+                                keys per query of its indexers, if it has some
+    step-12.rank-3-of-8.npz     what rank 3 of 8 decided in step 12, its part: rows [R, 2],
+                                positions [P], experts [R, P, K] of each MoE layer, best first, and
+                                keys [R, P, W] of each indexer, a bit for each key of the row
+
+A token goes by row and position, so a record made in one layout is read in any other. A file gets
+its name when it is whole, and a step counts when it has the parts of all its ranks.
+"""
+
+import json
+import logging
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError, reason
+from titan_moe.runtime.files import set_aside, write_whole
+
+logger = logging.getLogger(__name__)
+
+_HEADER = "record.json"
+_PART = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
+_UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile, zlib.error)
+
+
+class RowName(NamedTuple):
+    """Identifies a row of a step in any layout and order."""
+
+    fingerprint: int
+    """CRC32 of the row (`data.batch.fingerprints`)."""
+    number: int
+    """0, 1, ... among the rows of the step with this fingerprint, in their order."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of a step: the same positions of each of some rows."""
+
+    rows: list[RowName]
+    positions: NDArray[np.int64]
+
+
+class Form(NamedTuple):
+    """The numbers that stand for a layer's decision about a token."""
+
+    width: int
+    dtype: type[np.unsignedinteger[Any]]
+    limit: int
+    """All numbers are smaller."""
+
+
+class Dims(NamedTuple):
+    """The facts of a model that a record shares with the run that replays it."""
+
+    layers: list[str]
+    num_experts: int
+    top_k: int
+    index_top_k: int = 0
+    """Keys that an indexer selects for a query; 0, which no record.json has: there is none."""
+
+    @property
+    def experts(self) -> Form:
+        """The form of an MoE layer's decision."""
+        return Form(self.top_k, np.uint16, self.num_experts)
+
+
+def form_of_keys(num_keys: int) -> Form:
+    """The form of an indexer's decision in rows of so many keys (`ops.sparse_attention`)."""
+    return Form(-(-num_keys // 8), np.uint8, 256)
+
+
+def name_rows(fingerprints: Iterable[int], before: Iterable[int] = ()) -> list[RowName]:
+    """Number the rows of each fingerprint, of which there may be some `before` these."""
+    seen, names = Counter(before), []
+    for fingerprint in fingerprints:
+        names.append(RowName(fingerprint, seen[fingerprint]))
+        seen[fingerprint] += 1
+    return names
+
+
+def start_record(folder: Path, dims: Dims, *, after: int) -> None:
+    """Make a record ready for the steps after `after`; one rank's job.
+
+    A run that begins sets an earlier record aside as FOLDER.1, FOLDER.2, ...; one that resumes goes
+    on with it, without the steps that it runs again. Raises ConfigError for a record of another
+    model.
+    """
+    exists = (folder / _HEADER).is_file()
+    if exists and after == 0:
+        kept = set_aside(folder, lambda number: f"{folder.name}.{number}")
+        logger.info("%s was recorded by an earlier run: kept as %s", folder, kept.name)
+    elif exists:
+        Record(folder).check(dims, key="debug.routing_record")
+        for path in folder.iterdir():
+            if (part := _PART.fullmatch(path.name)) and int(part[1]) > after:
+                path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {name: value for name, value in dims._asdict().items() if value}
+    write_whole(folder / _HEADER, json.dumps(header))
+
+
+class RecordWriter:
+    """Writes one rank's parts, until they fill `limit_gb`. The record then ends for all ranks,
+    because a step counts when all its parts are there."""
+
+    def __init__(self, folder: Path, *, rank: int, world_size: int, limit_gb: float) -> None:
+        self._folder, self._limit_gb = folder, limit_gb
+        self._rank = f"rank-{rank}-of-{world_size}"
+        earlier = folder.glob(f"step-*.rank-{rank}-of-*.npz")
+        self._bytes = sum(path.stat().st_size for path in earlier)
+
+    def write(self, step: int, tokens: Tokens, decisions: Mapping[str, NDArray[Any]]) -> None:
+        """Write one step's part; does nothing once the record is full."""
+        if self._bytes > self._limit_gb * 1e9:
+            return
+        self._bytes += sum(numbers_RPW.nbytes for numbers_RPW in decisions.values())
+        if self._bytes > self._limit_gb * 1e9:
+            key = f"debug.routing_record_gb={self._limit_gb:g}"
+            logger.warning("%s ends before step %d: a rank reached %s", self._folder, step, key)
+            return
+        path = self._folder / f"step-{step}.{self._rank}.npz"
+        names = {"rows": np.array(tokens.rows), "positions": tokens.positions}
+        arrays: dict[str, Any] = {**names, **decisions}
+        with (aside := path.with_name(f".{path.name}.tmp")).open("wb") as file:
+            np.savez(file, **arrays)
+        aside.replace(path)
+
+
+class Record:
+    """A record to read. Raises ConfigError where there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+            self.dims = Dims(**header)
+        except (OSError, ValueError, TypeError, AttributeError):
+            raise ConfigError([f"{folder}: there is no routing record ({_HEADER})"]) from None
+        found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
+        for path in folder.iterdir():
+            if match := _PART.fullmatch(path.name):
+                step, rank, ranks = map(int, match.groups())
+                found[step][rank, ranks] = path
+        self.steps = {
+            step: [Part(paths[rank]) for rank in sorted(paths)]
+            for step, paths in sorted(found.items())
+            if all(ranks == len(paths) for _, ranks in paths)
+        }
+        """The parts of each step of which every rank's part is there."""
+
+    def check(self, dims: Dims, *, key: str, steps: range = range(0)) -> None:
+        """Raise ConfigError if the record, a folder that `key` names, is of another model or lacks
+        one of the steps."""
+        lines = [
+            f"{key}={self.folder} was recorded with {name}={theirs}, this model has {ours}: name a "
+            f"record of this model"
+            for name, theirs, ours in zip(Dims._fields, self.dims, dims, strict=True)
+            if theirs != ours
+        ]
+        if missing := set(steps).difference(self.steps):
+            lines.append(
+                f"{key}={self.folder} lacks step {min(missing)} of training.steps={steps[-1]}, or "
+                f"a rank's part of it: train fewer steps, or record more (debug.routing_record_gb)"
+            )
+        if lines:
+            raise ConfigError(lines)
+
+    def decisions(self, step: int, layer: str, tokens: Tokens, form: Form) -> NDArray[Any]:
+        """Returns a layer's decisions about these tokens, [R, P, W].
+
+        Raises RunError for a damaged part and for tokens that the record does not have.
+        """
+        missing_RP = np.ones((len(tokens.rows), len(tokens.positions)), dtype=bool)
+        out_RPW = np.empty((*missing_RP.shape, form.width), form.dtype)
+        for part in self.steps[step]:
+            ours, theirs = part.find(tokens)
+            if part.has(layer) and missing_RP[ours].size:
+                out_RPW[ours] = part.read(layer, form)[theirs]
+                missing_RP[ours] = False
+        if missing_RP.any():
+            row, position = np.argwhere(missing_RP)[0]
+            raise RunError(
+                f"step {step} of {self.folder} has no routing of {layer} for the row "
+                f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: it "
+                f"is of other data"
+            )
+        return out_RPW
+
+
+class Part:
+    """One rank's file of a step; its arrays are read when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _arrays(self) -> Mapping[str, NDArray[Any]]:
+        with _readable(self._path):
+            opened = np.load(self._path)
+            if not isinstance(opened, NpzFile):  # It may be a single array.
+                raise ValueError("it is no archive of arrays")
+            return opened
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        with _readable(self._path):
+            rows = [RowName(*row) for row in self._arrays["rows"].tolist()]
+            return Tokens(rows, self._arrays["positions"])
+
+    def has(self, layer: str) -> bool:
+        return layer in self._arrays
+
+    def find(self, tokens: Tokens) -> tuple[Any, Any]:
+        """Returns two indices of [R, P] arrays: which of the tokens are in this part, and where."""
+        known = {row: place for place, row in enumerate(self.tokens.rows)}
+        rows = [(i, known[row]) for i, row in enumerate(tokens.rows) if row in known]
+        ours_R, theirs_R = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+        _, ours_P, theirs_P = np.intersect1d(
+            tokens.positions, self.tokens.positions, assume_unique=True, return_indices=True
+        )
+        return np.ix_(ours_R, ours_P), np.ix_(theirs_R, theirs_P)
+
+    def read(self, layer: str, form: Form) -> NDArray[Any]:
+        """Returns a layer's decisions about `tokens`; a CRC32 in the archive covers them."""
+        shape = len(self.tokens.rows), len(self.tokens.positions), form.width
+        with _readable(self._path):
+            numbers_RPW = self._arrays[layer]
+            if numbers_RPW.shape != shape or numbers_RPW.max(initial=0) >= form.limit:
+                raise ValueError(f"{layer} has other tokens or choices than its record")
+            return numbers_RPW
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise RunError(f"{path} is damaged, or no part of a record: {reason(error)}") from None
