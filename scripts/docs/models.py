@@ -95,7 +95,8 @@ def _attention(config: ModelConfig) -> str:
             words += f", {indexer.top_k:,} keys by {indexer.num_heads} x {indexer.head_dim}"
     if recurrent := config.recurrent:
         state = f"{recurrent.key_dim}x{recurrent.value_dim}"
-        words += f" in 1 of {recurrent.attention_every}, {recurrent.num_value_heads} states {state}"
+        attending = config.num_layers - sum(map(config.recurs, range(config.num_layers)))
+        words += f" in {attending} layers, {recurrent.num_value_heads} states {state}"
     if config.local is not None:
         words += f", {config.local.kind} {config.local.size:,}"
     return words + (", sinks" if attention.sinks else "")
