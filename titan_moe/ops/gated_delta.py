@@ -102,8 +102,9 @@ class Recurrence:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
     ) -> Tensor:
-        tensors = (x.transpose(1, 2) for x in (q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS))
-        o_BSHV, _ = self.rule(*tensors, place_BS)
+        tensors = q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS
+        q, k, v, decay, beta = (x.transpose(1, 2) for x in tensors)
+        o_BSHV, _ = self.rule(q, k, v, decay, beta, place_BS)
         return o_BSHV.transpose(1, 2)
 
 

@@ -127,12 +127,18 @@ _RECURRENT: hf.HFKeys = {
         )
     },
 }
+
+
+def _beside_experts(way: hf.HFWeight) -> hf.HFWeight:
+    return hf.HFWeight(way.name.replace("mlp.", "block_sparse_moe."))
+
+
+_MOE = {**hf.SHARED_EXPERTS, **hf.ROUTING_BIAS}
 _FEED_FORWARD: hf.HFKeys = {
-    name: (hf.HFWeight(way.name.replace("mlp.", "block_sparse_moe.")), way)
-    for name, (way,) in {**hf.SHARED_EXPERTS, **hf.ROUTING_BIAS, **hf.FEED_FORWARD}.items()
+    **{name: (_beside_experts(way), way) for name, (way,) in _MOE.items()},
+    # transformers writes dense layers by the experts' name too.
+    **{name: (way, _beside_experts(way)) for name, (way,) in hf.FEED_FORWARD.items()},
 }
-# transformers writes dense layers by the experts' name too.
-_FEED_FORWARD |= {name: _FEED_FORWARD[name][::-1] for name in hf.FEED_FORWARD}
 
 
 def keys(config: ModelConfig) -> hf.HFKeys:
