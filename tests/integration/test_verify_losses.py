@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,6 @@ def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
     for line in process.stdout:
         if line.startswith("candidate:"):
             break
-    time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stdout.read()
     assert process.wait(60) == 130 and "the same command goes on" in rest
