@@ -53,7 +53,7 @@ def run(
 
 
 def flips(folder: Path) -> dict[str, list[int]]:
-    """What the run itself would have decided otherwise: each layer's count of each step."""
+    """Returns how many decisions of each layer the run itself would make otherwise, by step."""
     lines = read_json_lines(folder / "run" / FLIPS_FILE)
     assert (lines[0]["slots"], lines[0].get("queries", 1024)) == (2048, 1024)
     return {layer: [line["flips"][layer] for line in lines] for layer in lines[0]["flips"]}

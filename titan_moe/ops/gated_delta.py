@@ -27,7 +27,7 @@ from titan_moe.ops.cross_entropy import at_least_float32
 
 CHUNK_SIZE = 64
 CHUNK_SIZE_BY_CHANNEL = 16
-"""Where channels decay apart: each pair of a chunk's tokens has a factor for each channel."""
+"""Chunks are smaller where channels decay apart, as each pair of tokens then has K factors."""
 _EPS = 1e-6
 
 
@@ -197,7 +197,7 @@ def _in_chunks(  # type: ignore[no-untyped-def]
     until = between[..., -1, :, :]
 
     def products(x: Tensor) -> Tensor:
-        """Of each token with its chunk's keys, as they are left: [..., C, C]."""
+        """Multiplies each token with its chunk's keys, as they have decayed: [..., C, C]."""
         if by_channel:
             return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)
         return x @ k.mT * between[..., 0]
