@@ -15,8 +15,13 @@ from titan_moe.models.registry import model_config
 
 
 def small_model(family: str, num_layers: int = 4) -> HFModel:
-    """A family's gate flavor, with fewer layers."""
-    return HFModel(family, replace(model_config(family, "gate"), num_layers=num_layers))
+    """A family's gate flavor, with fewer layers; "qwen3_5_moe" is qwen3_next with other names."""
+    renamed = family == "qwen3_5_moe"
+    family = "qwen3_next" if renamed else family
+    config = replace(model_config(family, "gate"), num_layers=num_layers)
+    if renamed:
+        config = replace(config, recurrent=replace(config.recurrent, files_join_heads=False))
+    return HFModel(family, config)
 
 
 def make_folder(

@@ -163,6 +163,9 @@ class GatedDeltaConfig:
     gate_rank: int | None = None
     """Kimi Delta Attention: each channel of a key decays at a rate of its own, and the projections
     of the decay and of the output's gate have this rank. None: a head's channels decay alike."""
+    files_join_heads: bool = False
+    """Published files keep a key head's projections in one tensor, as Qwen3-Next's do. Nothing else
+    depends on it."""
 
 
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}

@@ -21,13 +21,15 @@ from titan_moe.models.registry import FAMILIES, family_module, flavors, model_co
 
 CONFIG = "config.json"
 
-# A run chooses these for its training, or for the length of its rows: weights fit all the same.
+# A run chooses these for its training, the length of its rows or the names in an exported folder:
+# weights fit all the same.
 _OF_TRAINING = {
     "init_std",
     "max_seq_len",
     "num_mtp_layers",
     "mtp_loss_weight",
     "attention.indexer.warm_up",
+    "recurrent.files_join_heads",
     "moe.row_alignment",
     "moe.bias_update_speed",
     "moe.sequence_aux_loss_weight",

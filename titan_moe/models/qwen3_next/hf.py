@@ -2,8 +2,7 @@
 Qwen/Qwen3-Next-80B-A3B-Instruct.
 
 The text models of Qwen3.5 (`qwen3_5_moe`) differ in the names of their tensors alone. They are
-read, alone or inside the published models, whose vision tower is left out, and written as
-Qwen3-Next.
+read, alone or inside the published models, whose vision tower is left out, and written alone.
 
 transformers leaves out multi-token prediction. Its one layer attends, has experts, and is built as
 DeepSeek-V3's; config.json of Qwen3-Next does not count it, that of Qwen3.5 does.
@@ -17,7 +16,8 @@ from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
 
 _FAMILY = "qwen3_next"
-MODEL_TYPES = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+_QWEN3_5 = "qwen3_5_moe_text"
+MODEL_TYPES = (_FAMILY, "qwen3_5_moe", _QWEN3_5)
 IGNORED = ("mtp.*", "model.visual.*")
 COPIES: hf.HFCopies = {}
 
@@ -64,6 +64,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         "recurrent": GatedDeltaConfig(
             **{path.removeprefix("recurrent."): value for path, value in recurrent.items()},
             attention_every=_attention_every(settings),
+            files_join_heads=settings.get("model_type", _FAMILY) == _FAMILY,
         ),
         "zero_centred_norms": True,
         "moe.num_shared_experts": _shared_experts(settings),
@@ -95,12 +96,13 @@ def _shared_experts(settings: hf.Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, _ = _mixers(config)
+    attention, recurrent = _mixers(config)
     assert config.moe is not None
+    joined = recurrent.files_join_heads
     attends = [not config.recurs(layer) for layer in range(config.num_layers)]
     return {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
+        "architectures": [f"{'Qwen3Next' if joined else 'Qwen3_5Moe'}ForCausalLM"],
+        "model_type": _FAMILY if joined else _QWEN3_5,
         "hidden_act": "silu",
         "layer_types": [_KINDS[each] for each in attends],
         "mlp_only_layers": [],
@@ -172,8 +174,9 @@ def _inside(name: str) -> str:
 
 
 def _recurrent(config: GatedDeltaConfig) -> hf.HFKeys:
-    """Names of a recurrent layer's tensors: as Qwen3-Next has the projections, one key head's after
-    another, and as Qwen3.5 has them, where the gates' have tensors of their own."""
+    """Names of a recurrent layer's tensors. Qwen3-Next's projections lie one key head's after
+    another; in Qwen3.5 the gates' have tensors of their own. Both are read, the first is written.
+    """
     keys, values = config.key_dim, config.num_value_heads * config.value_dim
     each = values // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads
@@ -183,10 +186,11 @@ def _recurrent(config: GatedDeltaConfig) -> hf.HFKeys:
     conv = _sections("linear_attn.conv1d.weight", q=all_keys, k=all_keys, v=values)
     joined = _sections("linear_attn.in_proj_qkv.weight", q=all_keys, k=all_keys, v=values)
     joined |= {gate: hf.HFWeight(f"linear_attn.in_proj_{gate}.weight") for gate in "zba"}
+    order = 1 if config.files_join_heads else -1
     return {
         **_RECURRENT,
-        **{f"attention.in_proj.{x}.weight": (way, joined[x]) for x, way in mixed.items()},
-        **{f"attention.gates.{x}.weight": (way, joined[x]) for x, way in gates.items()},
+        **{f"attention.in_proj.{x}.weight": (way, joined[x])[::order] for x, way in mixed.items()},
+        **{f"attention.gates.{x}.weight": (way, joined[x])[::order] for x, way in gates.items()},
         **{f"attention.conv.{x}.weight": (way,) for x, way in conv.items()},
     }
 

@@ -32,7 +32,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(write, "LARGEST_FILE", 100_000)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_there_and_back(family, dtype, tmp_path, small_pieces):
     model = small_model(family)
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
 def test_transformers_opens_an_export(family, tmp_path):
     import transformers
 
