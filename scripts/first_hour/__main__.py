@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -29,6 +30,7 @@ from titan_moe.verify.report.render import render
 _CPU_RANKS = 4
 _CPU_PATIENCE = 3
 """Limits are for GPUs; CPU ranks share cores with whatever else runs."""
+VERDICTS = ("passed", "goals missed", "not seen", "failed")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Result:
     name: str
     question: str
     verdict: str
-    """"passed", "failed", or "not seen": this machine cannot show it."""
+    """One of VERDICTS; "not seen": this machine cannot show it."""
     line: str
     seconds: float
     date: str
@@ -60,19 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --only {options.only}: choose from {names}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    results = []
     for number, (folder, part) in enumerate(chosen.items(), 1):
         print(f"{number}/{len(chosen)} {part.name}: {part.question}", flush=True)
         result = _known(folder, machine)
         if result is None or result.verdict != "passed":
             result = run_part(part, machine, folder)
         print(f"    {result.verdict} in {result.seconds:.0f} s: {result.line}", flush=True)
-        failed += result.verdict == "failed"
+        results.append(result)
         if machine.node == 0:
             write_whole(folder / "result.json", json.dumps(asdict(result), indent=1))
             _write(options.folder, list(parts), machine)
-    print(f"{failed} of {len(chosen)} parts failed; {options.folder / 'first_hour.html'}")
-    return 1 if failed else 0
+    print(f"{_in_words(results, len(chosen))}; {options.folder / 'first_hour.html'}")
+    return 1 if any(result.verdict == "failed" for result in results) else 0
 
 
 def run_part(part: Part, machine: Machine, folder: Path) -> Result:
@@ -84,7 +86,7 @@ def run_part(part: Part, machine: Machine, folder: Path) -> Result:
     session = Session(machine, folder, part.limit_s * (1 if machine.on_gpus else _CPU_PATIENCE))
     try:
         seen = part.run(session)
-        verdict, line, figures = "passed", seen.line, dict(seen.figures)
+        verdict, line, figures = seen.verdict, seen.line, dict(seen.figures)
     except UnseenError as reason:
         verdict, line = "not seen", str(reason)
     except PartError as reason:
@@ -130,9 +132,15 @@ def _write(folder: Path, parts: Sequence[Path], machine: Machine) -> None:
     facts = {**describe(machine.device), **asdict(machine), "code": _code(machine)}
     whole = {"machine": facts, "parts": [asdict(result) for result in results]}
     write_whole(folder / "first_hour.json", json.dumps(whole, indent=1))
-    values = {"facts": facts, "results": results, "of": len(parts)}
+    values = {"facts": facts, "results": results, "sum": _in_words(results, len(parts))}
     page = render("first_hour.html", title="The first hour", **values)
     write_whole(folder / "first_hour.html", page)
+
+
+def _in_words(results: Sequence[Result], parts: int) -> str:
+    counts = Counter(result.verdict for result in results)
+    text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    return f"{text}, of {parts} parts"
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -63,13 +63,15 @@ class Form(NamedTuple):
 
 
 class Dims(NamedTuple):
-    """The facts of a model that a record shares with the run that replays it."""
+    """The facts that a record shares with the run that replays it."""
 
     layers: list[str]
     num_experts: int
     top_k: int
     index_top_k: int = 0
     """Keys that an indexer selects for a query; 0, which no record.json has: there is none."""
+    across_documents: bool = False
+    """Indexers select keys of other documents too (training.mask_documents = false)."""
 
     @property
     def experts(self) -> Form:
@@ -162,11 +164,11 @@ class Record:
         """The parts of each step of which every rank's part is there."""
 
     def check(self, dims: Dims, *, key: str, steps: range = range(0)) -> None:
-        """Raise ConfigError if the record, a folder that `key` names, is of another model or lacks
-        one of the steps."""
+        """Raise ConfigError if the record, a folder that `key` names, is of another kind of run or
+        lacks one of the steps."""
         lines = [
-            f"{key}={self.folder} was recorded with {name}={theirs}, this model has {ours}: name a "
-            f"record of this model"
+            f"{key}={self.folder} was recorded with {name}={theirs}, this run has {ours}: name a "
+            f"record of such a run"
             for name, theirs, ours in zip(Dims._fields, self.dims, dims, strict=True)
             if theirs != ours
         ]

@@ -66,7 +66,8 @@ class RoutingTrace:
         assert moe is not None, "the configuration's own checks let this through"
         moe_layers = [_short(name) for name in sharded.all_moe_layers()]
         index_top_k = 0 if indexer is None or indexer.warm_up else indexer.top_k
-        dims = Dims(moe_layers, moe.num_experts, moe.top_k, index_top_k)
+        across = bool(index_top_k) and not job.training.mask_documents
+        dims = Dims(moe_layers, moe.num_experts, moe.top_k, index_top_k, across)
         queries = job.training.global_batch_size * job.training.seq_len
         self._totals = {"slots": queries * moe.top_k}
         self._names = moe_layers

@@ -25,9 +25,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from titan_moe.ops.attention import first_seen_in_rows
 from titan_moe.ops.cross_entropy import at_least_float32
 
-CHUNK_SIZE = 64
-CHUNK_SIZE_BY_CHANNEL = 16
-"""Chunks are smaller where channels decay apart, as each pair of tokens then has K factors."""
+CHUNK_SIZE = 16
+CHUNK_SIZE_ON_CUDA = 64
+"""Larger for the sake of fewer launches, unless channels decay apart: each pair of tokens then has
+K factors."""
 _EPS = 1e-6
 
 
@@ -167,7 +168,8 @@ def chunked_rule(  # type: ignore[no-untyped-def]
     apart, a few rows of K and V channels per token and head, and a state [K, V] per chunk and head.
     """
     if chunk_size is None:
-        chunk_size = CHUNK_SIZE if decay_BSH.ndim == 3 else CHUNK_SIZE_BY_CHANNEL
+        many = v_BSHV.is_cuda and decay_BSH.ndim == 3
+        chunk_size = CHUNK_SIZE_ON_CUDA if many else CHUNK_SIZE
     tensors = (q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV)
     return _Recomputed.apply(partial(_in_chunks, chunk_size), *tensors)
 

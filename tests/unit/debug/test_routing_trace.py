@@ -108,7 +108,7 @@ def test_start_record_drops_steps_that_run_again(tmp_path: Path) -> None:
     # In another layout.
     RecordWriter(folder, rank=0, world_size=1, limit_gb=1).write(3, EVERYTHING, whole(3))
     assert list(Record(folder).steps) == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"was recorded with top_k=2, this model has 3"):
+    with pytest.raises(ConfigError, match=r"was recorded with top_k=2, this run has 3"):
         start_record(folder, Dims(DIMS.layers, E, 3), after=2)
 
 
@@ -147,9 +147,13 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no routing of layers.2"):
         record.decisions(1, "layers.2", EVERYTHING, DIMS.experts)
     assert "index_top_k" not in (tmp_path / "record.json").read_text()
-    line = r"routing_replay=.* was recorded with index_top_k=0, this model has 6: name a record"
+    line = r"routing_replay=.* was recorded with index_top_k=0, this run has 6: name a record"
     with pytest.raises(ConfigError, match=line):
         record.check(DIMS._replace(index_top_k=6), key="debug.routing_replay")
+    across = DIMS._replace(index_top_k=6, across_documents=True)
+    start_record(tmp_path / "across", across, after=0)
+    with pytest.raises(ConfigError, match="with across_documents=True, this run has False"):
+        Record(tmp_path / "across").check(across._replace(across_documents=False), key="k")
 
 
 def test_layer_follows_microbatches_one_after_the_other() -> None:

@@ -65,11 +65,12 @@ def test_second_start_runs_what_has_not_passed_and_shows_all_parts(
     for name in ("fails", "passes"):
         first_hour.main([*arguments, "--only", name])
     assert [name for name, mark in marks.items() if not mark.exists()] == ["fails"]
-    assert "5 of 5 parts run, 3 failed" in (tmp_path / "first_hour.html").read_text()
+    page = tmp_path / "first_hour.html"
+    assert "1 passed, 0 goals missed, 1 not seen, 3 failed, of 5 parts" in page.read_text()
     monkeypatch.setattr(first_hour, "_CPU_RANKS", 2)  # Other ranks, other answers.
     first_hour.main([*arguments, "--only", "passes"])
     assert not marks["passes"].exists()
-    assert "1 of 5 parts run, 0 failed" in (tmp_path / "first_hour.html").read_text()
+    assert "1 passed, 0 goals missed, 0 not seen, 0 failed, of 5 parts" in page.read_text()
 
 
 def test_other_nodes_empty_no_folder_and_write_no_result(

@@ -131,11 +131,13 @@ def seed_buffers(
 
 
 def make_rows(num_rows: int, seq_len: int, vocab_size: int, *, seed: int) -> Rows:
-    """Packed rows; the number of ignored targets differs from row to row and from part to part."""
+    """Packed rows; the number of ignored targets differs from row to row and from part to part. The
+    last row is one document: a recurrent layer's chunks lie before and after one of its chunks."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab_size, (num_rows, seq_len + 1), generator=generator)
     ends = torch.rand(num_rows, seq_len, generator=generator) < 3 / seq_len
-    ends[:, seq_len // 2] = True
+    ends[:-1, seq_len // 2] = True
+    ends[-1] = False
     documents = ends.cumsum(1) - ends.long()
     labels = tokens[:, 1:].masked_fill(ends, IGNORED)
     for row in range(num_rows):
