@@ -281,7 +281,8 @@ class Training(Section):
     """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
     indexer_stage: Literal["dense", "sparse"] = "sparse"
     """Stage of sparse attention: 'dense' warms indexers up, which learn from attention to all keys
-    while other weights are frozen; 'sparse' trains everything on the selected keys."""
+    while other weights and routing biases are frozen; 'sparse' trains everything on the selected
+    keys."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Response to a loss or gradient that is not finite: 'stop' with the last good state, or 'skip'
     the update. Decisions are logged, and kept in events.jsonl."""

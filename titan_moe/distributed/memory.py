@@ -6,7 +6,7 @@ a GPU; a run logs what it measures beside it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Memory:
     """Bytes on one GPU."""
 
     stored: float
-    """This rank's shard of weights, gradients and AdamW's two moments."""
+    """This rank's shard of weights, and of gradients and AdamW's two moments of what trains."""
     gathered: float
     """Weights of two of the largest layers, gradients of one before and while they are reduced;
     weights and gradients of the output layer. Where experts are reduced apart, two reductions are
@@ -151,8 +151,13 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
     compute = _BYTES["float64"] if wide == 8 else _BYTES[training.mixed_precision_param]
     moment = _BYTES["bfloat16"] if optimizer.state_dtype == "bfloat16" else wide
     parts = share.parts
-    owned = sum(sum(size) for size in parts.values()) * dims.dp_replicate * dims.pp / world_size
-    stored = owned * (2 * wide + 2 * moment)
+    on_rank = dims.dp_replicate * dims.pp / world_size
+    owned = trained = sum(sum(size) for size in parts.values()) * on_rank
+    if config.indexer is not None and training.indexer_stage == "dense":
+        kinds = config.attention, replace(config.attention, indexer=None)
+        indexed, bare = (attention_stats(kind, config.dim).parameters for kind in kinds)
+        trained = share.layers * (indexed - bare) * on_rank
+    stored = owned * wide + trained * (wide + 2 * moment)
 
     def whole(size: Size) -> float:
         return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)

@@ -132,7 +132,7 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
-    warn_of_unbalanced_experts(config.moe)
+    warn_of_unbalanced_experts(config)
     laid_out = lay_out(job, config, meshes, device, ranks_per_node)
     parts, partial_over_tp, names, stages, accumulation = laid_out
 

@@ -16,6 +16,8 @@ from titan_moe.config.parse import resolve
 from titan_moe.distributed.communicators import communicator_bytes
 from titan_moe.distributed.memory import GIB, Plan, choose_accumulation, communicators, memory
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.runtime.ranks import run_on_ranks
@@ -64,6 +66,16 @@ def test_a_small_model_by_hand():
     assert found.total == sum((found.stored, found.gathered, found.kept, found.layer, found.logits))
     assert _estimate("none").kept == 2 * 21 * values * 2
     assert _estimate("selective").kept == 21 * values * 2 + 21 * 10 * 2
+
+
+def test_weights_that_are_frozen_have_neither_gradients_nor_moments():
+    config = model_config("deepseek_v32", "gate")
+    training = _TRAINING.model_copy(update={"indexer_stage": "dense"})
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in Decoder(config).named_parameters()}
+    trained = sum(size for name, size in sizes.items() if ".indexer." in name)
+    found = memory(_PLAN._replace(config=config, training=training, world_size=1))
+    assert found.stored == 4 * sum(sizes.values()) + 12 * trained
 
 
 def test_two_reductions_under_way_where_experts_are_apart():

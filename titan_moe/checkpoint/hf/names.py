@@ -24,15 +24,21 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 PREVIOUS_LOAD = ".router.previous_load"
 EXPERT_BIAS = ".router.expert_bias"
+_INDEXER = ".indexer."
 
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
 
 
 def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
-    """The place of each of our tensors in a folder; those that are never stored are left out.
+    """The place of each of our tensors in a folder; those that are never stored are left out, and
+    indexers that are to warm up if the folder has none.
 
     Raises RunError that names every missing, superfluous or misshapen tensor.
     """
+    indexer = model.config.indexer
+    if indexer is not None and indexer.warm_up and not any(_INDEXER in x for x in folder.shapes):
+        logger.info("%s has no indexers: they begin with random weights", folder.path)
+        shapes = {name: shape for name, shape in shapes.items() if _INDEXER not in name}
     places: dict[str, Stored] = {}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

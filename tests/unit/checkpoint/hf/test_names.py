@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tests.support.hf_folders import make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.names import find, model_shapes
+from titan_moe.models.config import MLAConfig
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.runtime.errors import RunError
 
@@ -100,6 +101,31 @@ def test_qwen3_next_predicts_ahead_where_the_folder_has_weights_for_it(tmp_path)
         {n: tensors[n] for n in tensors.keys() - ahead}, tmp_path / "in" / "model.safetensors"
     )
     assert model_of(tmp_path / "in").config.num_mtp_layers == 0
+
+
+def test_indexers_that_are_to_warm_up_may_be_missing(tmp_path, caplog):
+    sparse = small_model("deepseek_v32")
+    attention = sparse.config.attention
+    assert isinstance(attention, MLAConfig) and attention.indexer is not None
+    warm_up = replace(attention, indexer=replace(attention.indexer, warm_up=True))
+    warm = HFModel(sparse.family, replace(sparse.config, attention=warm_up))
+    make_folder(tmp_path / "in", sparse, torch.bfloat16, num_files=1)
+
+    def leave_out(word):
+        def change(tensors):
+            for name in [name for name in tensors if word in name]:
+                del tensors[name]
+
+        return change
+
+    with pytest.raises(RunError, match="1 tensor missing: model.layers.0.self_attn.indexer.wk"):
+        _find(tmp_path / "in", warm, leave_out("layers.0.self_attn.indexer.wk"))
+    with caplog.at_level("INFO", logger="titan_moe"):
+        found = _find(tmp_path / "in", warm, leave_out(".indexer."))
+    assert "norm.weight" in found and not any("indexer" in x for x in found)
+    assert any("no indexers: they begin with random weights" in line for line in caplog.messages)
+    with pytest.raises(RunError, match=r"tensors missing: model.layers.0.self_attn.indexer"):
+        _find(tmp_path / "in", sparse, lambda tensors: None)
 
 
 def test_a_tied_output_may_be_there(tmp_path):
