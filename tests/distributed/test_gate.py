@@ -43,6 +43,7 @@ def splits_backward(text: str) -> bool:
     return parse(text).schedule in SPLIT_BACKWARD
 
 
+RECURRENT = ["kimi_linear", "qwen3_next"]
 # Family, kind of gate, layout.
 DEFAULT = [
     *product(["deepseek_v3"], ["AdamW"], [*SMALL, UNEVEN[0]]),
@@ -65,6 +66,8 @@ SLOW = [
     ("deepseek_v32", "warm-up", "dp_shard=2,cp=2,ep=2,recompute=op"),
     ("deepseek_v32", "warm-up", "pp=2,dp_shard=2,schedule=Interleaved1F1B"),
     ("deepseek_v32", "compiled", "dp_shard=2,ep=2,recompute=2"),
+    *product(RECURRENT, ["Muon"], ["dp_shard=2,tp=2,ep=2"]),
+    *product(RECURRENT, ["compiled"], ["cp=2,ep=2,recompute=2"]),
     # A split backward runs a layer's nodes twice.
     ("deepseek_v32", "AdamW", "pp=2,schedule=ZBVZeroBubble"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
