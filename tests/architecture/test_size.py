@@ -28,7 +28,9 @@ NCCL_OPTIONS = {"titan_moe": 25, "tests": 60, "scripts": 0}
 # Routing traces of the keys that indexers select came later.
 SELECTION_TRACES = {"titan_moe": 100, "tests": 70, "scripts": 0}
 # Kimi Linear came later; its code fits into what the other rows leave.
-KIMI_LINEAR = {"titan_moe": 0, "tests": 40, "scripts": 15}
+KIMI_LINEAR = {"titan_moe": 0, "tests": 15, "scripts": 0}
+# Qwen3.5's own names and warm-up from weights without indexers came later.
+QWEN3_5 = {"titan_moe": 0, "tests": 60, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -79,7 +81,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
     ]
     total = sum(sizes.values())
     later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
-    later = *later, SELECTION_TRACES, KIMI_LINEAR
+    later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5
     budget = BUDGETS[folder] + sum(feature[folder] for feature in later)
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
