@@ -6,6 +6,10 @@ this leaves out all but half a block of them. On one core of a CPU with AVX-512 
 tokens), forward and backward take 0.4 to 0.5 (bfloat16) and 0.7 to 0.8 (float32) of the time of
 torch's.
 
+A CPU with AMX differs: whole steps of MLA models are 10 % (float32) and 32 % (bfloat16) faster than
+with torch's, those of a GQA model 3 % slower and 7 % faster, and from 512 tokens on torch's kernels
+are as fast.
+
 The price is the probabilities, kept for the backward: callers send long rows elsewhere.
 """
 
@@ -16,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-MAX_SEQ_LEN = 1024
-"""Beyond, the kept probabilities of a layer outweigh its other activations several times."""
+MAX_SEQ_LEN = 512
+"""Beyond, the kept probabilities outweigh a layer's other activations: a step of 8 rows of 1,024
+tokens took 2,083 MiB with them and takes 1,375 without."""
 
 
 def attend_in_blocks(

@@ -175,8 +175,8 @@ def _inside(name: str) -> str:
 
 def _recurrent(config: GatedDeltaConfig) -> hf.HFKeys:
     """Names of a recurrent layer's tensors. Qwen3-Next's projections lie one key head's after
-    another; in Qwen3.5 the gates' have tensors of their own. Both are read, the first is written.
-    """
+    another; in Qwen3.5 the gates' have tensors of their own. Both are read, and the model's own
+    form is written."""
     keys, values = config.key_dim, config.num_value_heads * config.value_dim
     each = values // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads
