@@ -4,11 +4,13 @@ One case: a model of `transformers` is drawn and saved, its folder is read into 
 and on random tokens the logits, the gradient of every weight and the losses of three AdamW steps
 are compared, in float32 or float64. In float32 the trained model is exported too, and what
 transformers loads of that compared again. Differences are norms relative to theirs, tensor by
-tensor.
+tensor. Their gradients are always float64's: in float32, recurrent models of transformers are up to
+1.1e-5 off their own in float64, which says nothing of ours.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,11 +98,8 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
         found, model = _ours(oracle)
         rows = _rows(case, seed, found.config.num_mtp_layers)
         their_logits = [logits.detach() for logits in oracle(rows.tokens_BS, rows.ahead_tokens_BKS)]
-        their_losses: list[float] = []
-        theirs: dict[str, Tensor] = {}
-        for loss in _steps(oracle, lambda: _their_loss(oracle, found.config, rows)):
-            their_losses.append(loss)
-            theirs = theirs or _their_gradients(oracle, found)
+        theirs = _their_gradients(deepcopy(oracle).double(), found, rows)
+        their_losses = list(_steps(oracle, lambda: _their_loss(oracle, found.config, rows)))
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     margins: list[float] = []
     _watch_margins(model, margins)
@@ -198,12 +197,13 @@ def _their_loss(oracle: Oracle, config: ModelConfig, rows: _Rows) -> Tensor:
     return loss
 
 
-def _their_gradients(oracle: Oracle, found: HFModel) -> dict[str, Tensor]:
-    """Returns the oracle's gradients by our names: writes them and the buffers as a folder, and
-    imports it."""
-    holder = Decoder(found.config)
-    tensors = {n: t if t.grad is None else t.grad for n, t in oracle.tensors().items()}
-    with TemporaryDirectory() as folder:
+def _their_gradients(oracle: Oracle, found: HFModel, rows: _Rows) -> dict[str, Tensor]:
+    """Returns the gradients of an oracle in float64 by our names: writes them and the buffers as a
+    folder, and imports it."""
+    with computing_in(torch.float64), TemporaryDirectory() as folder:
+        _their_loss(oracle, found.config, rows).backward()
+        holder = Decoder(found.config)
+        tensors = {n: t if t.grad is None else t.grad for n, t in oracle.tensors().items()}
         oracle.model.config.save_pretrained(folder)
         save_file({n: t.detach().contiguous() for n, t in tensors.items()}, Path(folder, _WEIGHTS))
         load_folder(holder, found, Path(folder))

@@ -124,8 +124,7 @@ def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     # Qwen3-Next's norms multiply by 1 + weight.
     zero_centred = any("linear_attn" in name for name in tensors)
     for name, tensor in tensors.items():
-        # Drawn in float32, so that both types start from the same weights.
-        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in name:
             drawn = (0 if zero_centred and "linear_attn" not in name else 1) + 0.1 * noise
         elif "A_log" in name:

@@ -118,7 +118,7 @@ def test_indexers_that_are_to_warm_up_may_be_missing(tmp_path, caplog):
 
         return change
 
-    with pytest.raises(RunError, match="1 tensor missing: model.layers.0.self_attn.indexer.wk"):
+    with pytest.raises(RunError, match=r"1 tensor missing: model.layers.0.self_attn.indexer.wk"):
         _find(tmp_path / "in", warm, leave_out("layers.0.self_attn.indexer.wk"))
     with caplog.at_level("INFO", logger="titan_moe"):
         found = _find(tmp_path / "in", warm, leave_out(".indexer."))
