@@ -18,7 +18,7 @@ from titan_moe.distributed.parallel_dims import (
     ParallelDims,
     parallel_dims,
 )
-from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
+from titan_moe.models.config import LOSS_CHUNKS, MLAConfig, ModelConfig
 from titan_moe.models.stats import Share, Size, attention_stats, shares_of_ranks
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
@@ -153,8 +153,10 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
     parts = share.parts
     on_rank = dims.dp_replicate * dims.pp / world_size
     owned = trained = sum(sum(size) for size in parts.values()) * on_rank
-    if config.indexer is not None and training.indexer_stage == "dense":
-        kinds = config.attention, replace(config.attention, indexer=None)
+    attention = config.attention
+    warms_up = config.indexer is not None and training.indexer_stage == "dense"
+    if warms_up and isinstance(attention, MLAConfig):
+        kinds = attention, replace(attention, indexer=None)
         indexed, bare = (attention_stats(kind, config.dim).parameters for kind in kinds)
         trained = share.layers * (indexed - bare) * on_rank
     stored = owned * wide + trained * (wide + 2 * moment)
