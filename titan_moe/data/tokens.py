@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -189,6 +190,8 @@ def _encoded(
 
     how: the arguments of `_encode`.
     """
+    import multiprocess
+
     datasets = import_datasets()
     datasets.enable_progress_bars()
     # Another source or tokenizer does not find the files of this one.
@@ -196,6 +199,10 @@ def _encoded(
     key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     cache.mkdir(parents=True, exist_ok=True)
     num_proc = workers if workers > 1 else None
+    # A fork of this process, which has threads (Arrow's, a caller's), can wait for a lock for ever.
+    for module in (multiprocess, multiprocessing):  # `datasets` maps with the one, loads with both.
+        module.set_start_method("forkserver", force=True)
+        module.set_forkserver_preload(["datasets", __name__])
     table = source.rows(num_proc)
     return table.map(
         _encode,

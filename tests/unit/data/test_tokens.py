@@ -35,7 +35,8 @@ def corpus_of(folder, texts=TEXTS):
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("json", 1), ("json", 3), ("hub", 2)])
-def test_copy_holds_every_document(tmp_path, kind, workers):
+def test_copy_holds_every_document(tmp_path, monkeypatch, kind, workers):
+    monkeypatch.delattr(os, "fork")  # A process with threads must not be forked.
     if kind == "json":
         source = corpus_of(tmp_path)
     else:
