@@ -43,11 +43,12 @@ def run(
     alter: Callable[[Trainer], None] | None = None,
     **keys: Any,
 ) -> Curve:
-    """Trains, records to the folder's `record`, and maybe follows another record."""
-    debug = {"routing_record": folder / "record", **keys}
+    """Trains, records to the folder's `record`, and maybe follows another record. Keys without a
+    table are those of [debug]."""
+    named = {"routing_record": folder / "record", **keys}
     if replay is not None:
-        debug["routing_replay"] = replay
-    words = tuple((f"debug.{key}", str(value)) for key, value in debug.items())
+        named["routing_replay"] = replay
+    words = tuple((k if "." in k else f"debug.{k}", str(value)) for k, value in named.items())
     spec = RunSpec(config=DEBUG_CONFIGS / f"gate_{family}.toml", overrides=tuple(KEYS.items()))
     return train_curve(parse_run_spec(f"layout={layout}", spec), folder / "run", words, alter)
 
@@ -173,3 +174,9 @@ def test_replay_binds_a_disturbed_model(tmp_path: Path, one_process: Records, fa
 def test_record_of_other_data_is_refused(tmp_path: Path, one_process: Records) -> None:
     with pytest.raises(RankError, match=r"step 1 of .* has no routing of layers.1 for the row"):
         run(tmp_path, "dp_shard=1", replay=one_process(V3).record, seed=1)
+
+
+def test_record_of_another_document_mask_is_refused(tmp_path: Path, one_process: Records) -> None:
+    record, crosses = one_process(V32).record, {"training.mask_documents": "false"}
+    with pytest.raises(RankError, match="with across_documents=False, this run has True"):
+        run(tmp_path, "dp_shard=1", family=V32, replay=record, **crosses)

@@ -35,6 +35,7 @@ WELL_FORMED = re.compile(
     r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)",
 )
 DENSE = replace(MODEL, moe=None)
+SPARSE = model_config("deepseek_v32", "debugmodel")
 _SHORT = {
     **{"pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"},
     **{"tp": "tensor_parallel_degree", "ep": "expert_parallel_degree"},
@@ -326,6 +327,7 @@ _PARTS = (
         ),
         ("--training.mtp_loss_weight 0.1", MODEL, "training.mtp_loss_weight=0.1 has no effect: de"),
         ("--training.indexer_stage dense", MODEL, "training.indexer_stage=dense has no effect: de"),
+        ("--training.indexer_stage dense --moe.bias_update_speed 1", SPARSE, "moe.bias_update_spe"),
         ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
         ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
         ("--validation.text_column a", MODEL, "validation.text_column=a has no effect: validation"),

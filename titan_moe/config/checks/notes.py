@@ -73,6 +73,11 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
     )
     yield "training.indexer_stage", run.model.indexer is None, f"{run.flavor} has no indexer"
+    yield (
+        "moe.bias_update_speed",
+        run.model.indexer is not None and training.indexer_stage == "dense",
+        "nothing but the indexer learns in training.indexer_stage=dense",
+    )
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
     plain = training.dataset in DATASETS_WITHOUT_COLUMNS
     yield "training.text_column", plain, "the data has no columns"
