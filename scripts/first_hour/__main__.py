@@ -6,7 +6,6 @@ scripts/first_hour.sh has the commands; parts.py has what each part asks.
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -22,7 +21,7 @@ import torch
 from scripts.bench.measure import describe
 from scripts.first_hour.parts import Part, all_parts
 from scripts.first_hour.session import REPO, Machine, PartError, Session, UnseenError
-from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.files import set_aside, write_whole
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.revision import code_in_words, running_code
 from titan_moe.verify.report.render import render
@@ -78,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: Part, machine: Machine, folder: Path) -> Result:
-    """Runs a part in a folder that the first node empties; whatever it raises is its result."""
-    if machine.node == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Runs a part in a new folder; whatever it raises is its result. The first node renames an
+    earlier one, which may hold files of somebody else."""
+    if machine.node == 0 and folder.exists():
+        set_aside(folder, f"{folder.name}.{{}}".format)
     folder.mkdir(parents=True, exist_ok=True)
     began, figures = time.monotonic(), {}
     session = Session(machine, folder, part.limit_s * (1 if machine.on_gpus else _CPU_PATIENCE))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import CRASHED, RunError, print_errors
-from titan_moe.runtime.launch import end_on_signals, ignores_hangups
+from titan_moe.runtime.launch import Launch, end_on_signals, ignores_hangups
 
 if TYPE_CHECKING:
     from titan_moe.config.job_config import JobConfig
@@ -72,7 +72,7 @@ class Command:
     def main(self, name: str, argv: list[str]) -> int:
         """Parses, runs, prints, and returns the exit code. Of torchrun's ranks the first prints."""
         self._handle_signals()
-        is_first = os.environ.get("RANK", "0") == "0"
+        is_first = Launch.from_environment(os.environ).rank == 0
         try:
             options = self._parse(name, argv)
             with redirect_stdout(sys.stderr) if options.json else nullcontext():

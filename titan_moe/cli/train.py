@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.runtime.launch import end_with_parent
     from titan_moe.runtime.stopping import attempt_folder
 
-    if is_rank := "RANK" in os.environ:
+    if is_rank := "LOCAL_WORLD_SIZE" in os.environ:
         end_with_parent()
         # Early: where a rank dies as it starts again, an earlier attempt's words no longer count.
         attempt_folder(os.environ)

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -149,6 +150,8 @@ def write_tokens(
     try:
         encoded = _encoded(source, how, cache=work / "arrow", workers=workers)
     except Exception as error:  # A disk, a network, a text, no document: each raises its own.
+        if isinstance(error.__context__, KeyboardInterrupt):  # `datasets` then waits for workers.
+            raise error.__context__ from None
         raise RunError(
             f"tokenizing {source.fingerprint} failed: {first_cause(error)}; mend it and run again"
         ) from error
@@ -200,9 +203,12 @@ def _encoded(
     cache.mkdir(parents=True, exist_ok=True)
     num_proc = workers if workers > 1 else None
     # A fork of this process, which has threads (Arrow's, a caller's), can wait for a lock for ever.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Workers inherit it.
     for module in (multiprocess, multiprocessing):  # `datasets` maps with the one, loads with both.
         module.set_start_method("forkserver", force=True)
         module.set_forkserver_preload(["datasets", __name__])
+        module.forkserver.ensure_running()
+    signal.signal(signal.SIGINT, before)
     table = source.rows(num_proc)
     return table.map(
         _encode,

@@ -29,8 +29,9 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
-        """Read torchrun's variables; without them this is the only process."""
-        if "RANK" not in environment:
+        """Read torchrun's variables; without them this is the only process, also in a pod whose
+        operator sets RANK and WORLD_SIZE."""
+        if "LOCAL_WORLD_SIZE" not in environment:
             return cls()
         world_size = int(environment["WORLD_SIZE"])
         local_world_size = int(environment["LOCAL_WORLD_SIZE"])

@@ -204,5 +204,6 @@ def _ended(command: Command, *words: str) -> tuple[int, str, str]:
 
 
 def test_of_several_ranks_the_first_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "RANK", "1")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.setitem(os.environ, name, "1")
     assert _ended(Command(lambda options: Answer(1, ["one"]))) == (0, "", "")

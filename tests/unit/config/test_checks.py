@@ -77,8 +77,8 @@ RULES = [
     ("--p.data_parallel_replicate_degree 4", 6, "4 = 4 must divide the 6 ranks of this run: start"),
     ("tp 3 --training.seq_len 96", 3, "must divide num_heads=16 and num_kv_heads=8 and vocab_size"),
     ("tp 16", 16, "=16 must divide num_kv_heads=8 of deepseek_v3 debugmodel: choose 1, 2, 4 or 8"),
-    ("tp 4 cp 2 --training.seq_len 4 --validation.seq_len 8", 8, "multiple of 8, for context"),
-    ("cp 2 --validation.seq_len 66", 2, "validation.seq_len=66 must be a multiple of 4"),
+    ("tp 4 cp 2 --training.seq_len 4", 8, "multiple of 8, for context"),
+    ("cp 2 --validation.seq_len 66 --validation.enable", 2, "validation.seq_len=66 must be a mu"),
     (
         "cp 16 --p.context_parallel_rotate_method ulysses",
         16,
@@ -102,7 +102,7 @@ RULES = [
     (f"{_LINEAR} --training.mixed_precision_param float32", 1, "float8 products go with"),
     ("--training.global_batch_size 20 --training.local_batch_size 4", 4, "data ranks = 16: choose"),
     ("--training.seq_len 8192", 1, "exceeds max_seq_len=4096 of deepseek_v3 debugmodel: choose at"),
-    ("--validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_seq_len=4096"),
+    ("--validation.enable --validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_s"),
     ("--validation.dataset_path held.jsonl", 1, "dataset_path='held.jsonl' is not read without"),
     (f"{_BLEND} --training.dataset synthetic", 1, "training.dataset='synthetic' is not read besid"),
     (f"{_BLEND} --training.dataset_path a", 1, "training.dataset_path='a' is not read beside"),
@@ -177,7 +177,8 @@ def test_any_layout_is_legal_or_refused_with_a_remedy(
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
-        ("--training.seq_len 4096 --validation.seq_len 4096", 1),
+        ("--training.seq_len 4096 --validation.seq_len 4096 --validation.enable", 1),
+        ("cp 2 --validation.seq_len 999999", 2),
         ("--checkpoint.enable --checkpoint.create_seed_checkpoint", 1),
         ("--training.dtype bfloat16", 1),
         ("--optimizer.state_dtype bfloat16", 1),
@@ -231,6 +232,7 @@ def test_routing_folders_that_cannot_be_meant(tmp_path: Path) -> None:
     for arguments, words in (
         (f"--debug.routing_record {full}", "holds other files: choose a new folder"),
         (f"--debug.routing_record {full}/notes.txt", "notes.txt holds other files"),
+        (f"--job.dump_folder {record}/a --debug.routing_record {record}", "holds job.dump_folder"),
         (f"--debug.routing_replay {tmp_path}/none", "has no record.json: name the folder of a"),
         (f"{replay} --debug.routing_record {full}/../record", "is what is replayed: choose"),
         (f"{replay} --debug.moe_force_load_balance", "both say where tokens go: choose one"),

@@ -40,10 +40,7 @@ def test_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "says"),
     [
         ("qwen3/debugmodel_mo", "did you mean qwen3/debugmodel or qwen3/debugmodel_moe or "),
-        (
-            "debugmodel",
-            "did you mean deepseek_v3/debugmodel or deepseek_v32/debugmodel or ",
-        ),
+        ("debugmodel", "did you mean deepseek_v3/debugmodel or deepseek_v32/debugmodel or "),
         ("nowhere.toml", "nor does titan_moe bring a configuration of this name along"),
     ],
 )

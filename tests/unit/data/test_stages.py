@@ -61,11 +61,7 @@ def take(loaders, steps):
                 (tokens.tolist(), labels.tolist(), documents.tolist(), names)
                 for batch in batches
                 for tokens, labels, documents, names in zip(
-                    batch.tokens_BS,
-                    batch.labels_BS,
-                    batch.documents_BS,
-                    batch.samples,
-                    strict=True,
+                    batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.samples, strict=True
                 )
             ]
         )

@@ -1,6 +1,7 @@
 """A tokenised copy holds every document, is complete or invisible, and shows damage."""
 
 import os
+import signal
 import subprocess
 import time
 
@@ -78,6 +79,19 @@ def test_command_survives_sigkill(tmp_path):
         subprocess.run([*command, str(folder)], check=True, capture_output=True)
     assert contents(out) == contents(tmp_path / "whole")
     assert not partial.parent.exists()
+
+
+def test_interrupt_of_workers_ends_the_command(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100] * 40_000)
+    data = ["--training.dataset", "json", "--training.dataset_path", path, "--out", tmp_path / "a"]
+    command = [*TITAN_MOE, "tokenize", *data, "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    seen = next(
+        line for line in iter(lambda: process.stderr.read(40), b"") if b"tokenizing" in line
+    )
+    os.killpg(process.pid, signal.SIGINT)
+    end = process.communicate(timeout=60)[1]
+    assert seen and process.returncode == 130 and end.endswith(b"goes on where it stopped\n")
 
 
 def test_remains_of_another_source_are_not_used(tmp_path, monkeypatch):

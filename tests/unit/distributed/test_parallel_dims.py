@@ -5,11 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from titan_moe.distributed.parallel_dims import (
-    DENSE_AXES,
-    SPARSE_AXES,
-    ParallelDims,
-)
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
 
 POWERS = (1, 2, 4, 8)
 

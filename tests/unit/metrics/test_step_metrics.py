@@ -9,10 +9,7 @@ from titan_moe.metrics.step_metrics import DeviceMetric, DeviceMetrics, expert_l
 
 CASES = {
     "even": ([6, 6, 6, 6], {"max_over_mean": 1, "cv": 0, "entropy": 1, "dead": 0}),
-    "collapsed": (
-        [8, 0, 0, 0],
-        {"max_over_mean": 4, "cv": math.sqrt(3), "entropy": 0, "dead": 3},
-    ),
+    "collapsed": ([8, 0, 0, 0], {"max_over_mean": 4, "cv": math.sqrt(3), "entropy": 0, "dead": 3}),
     "half dead": ([5, 5, 0, 0], {"max_over_mean": 2, "cv": 1, "entropy": 0.5, "dead": 2}),
     # Shares 1/2, 1/4, 1/8, 1/8: 1.75 bits of 2.
     "uneven": (

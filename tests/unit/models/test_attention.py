@@ -12,12 +12,7 @@ from torch.nn.attention import flex_attention
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import model_config
-from titan_moe.ops.attention import (
-    FlexCore,
-    Sdpa,
-    VarlenCore,
-    choose_core,
-)
+from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore, choose_core
 from titan_moe.ops.local_attention import LocalAttention
 
 

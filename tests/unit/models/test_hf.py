@@ -84,11 +84,7 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (GLM, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         (GLM, {"partial_rotary_factor": 0.3, "head_dim": 90}, "rotates 27 of 90 channels"),
         (GLM, {"n_routed_experts": None}, "n_routed_experts is missing"),
-        (
-            MINIMAX,
-            {"attn_type_list": [0, 1]},
-            "attn_type_list=[0, 1] is not supported: only [1]",
-        ),
+        (MINIMAX, {"attn_type_list": [0, 1]}, "attn_type_list=[0, 1] is not supported: only [1]"),
         (MINIMAX, {"qk_norm_type": "per_head"}, "only 'per_layer'"),
         (MINIMAX, {"sliding_window": 4096}, "sliding_window=4096 is not supported: only None"),
         (SCOUT, {"moe_layers": [0, 3]}, "moe_layers must repeat"),

@@ -76,9 +76,7 @@ def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_store_of_another_attempt_has_none_of_its_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_store_of_another_attempt_has_none_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     place |= {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -36,7 +36,7 @@ def test_attempt_that_dies_in_its_imports_has_a_folder(
     """Else its failure would be told in the words of the attempt before it."""
     (tmp_path / "attempt-0").mkdir()
     for name, value in (
-        ("RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
         ("TITAN_MOE_FAILURES", str(tmp_path)),
         ("TORCHELASTIC_RESTART_COUNT", "1"),
     ):

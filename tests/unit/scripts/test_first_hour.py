@@ -65,6 +65,7 @@ def test_second_start_runs_what_has_not_passed_and_shows_all_parts(
     for name in ("fails", "passes"):
         first_hour.main([*arguments, "--only", name])
     assert [name for name, mark in marks.items() if not mark.exists()] == ["fails"]
+    assert (tmp_path / "fails.1/mark").exists()
     page = tmp_path / "first_hour.html"
     assert "1 passed, 0 goals missed, 1 not seen, 3 failed, of 5 parts" in page.read_text()
     monkeypatch.setattr(first_hour, "_CPU_RANKS", 2)  # Other ranks, other answers.

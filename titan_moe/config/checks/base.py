@@ -30,6 +30,14 @@ class Run:
         """The number of ranks that read different sequences."""
         return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
 
+    @property
+    def row_lengths(self) -> dict[str, int]:
+        """Returns the lengths of the rows that the run reads, by their keys."""
+        training, validation = self.job.training, self.job.validation
+        if not validation.enable or validation.seq_len is None:
+            return {"training.seq_len": training.seq_len}
+        return {"training.seq_len": training.seq_len, "validation.seq_len": validation.seq_len}
+
 
 Rule = Callable[[Run], Iterable[str]]
 """Yields one line for each mistake that it finds: key, value, remedy."""

@@ -24,16 +24,12 @@ def check_vocabulary(job: JobConfig, model: ModelConfig, tokenizer_size: int) ->
 
 def _sequence_length(run: Run) -> Iterator[str]:
     most, depths = run.model.max_seq_len, run.model.num_mtp_layers
-    lengths = {
-        "training.seq_len": run.job.training.seq_len,
-        "validation.seq_len": run.job.validation.seq_len,
-    }
-    for key, length in lengths.items():
-        if length is not None and length > most:
+    for key, length in run.row_lengths.items():
+        if length > most:
             yield (
                 f"{key}={length} exceeds max_seq_len={most} of {run.flavor}: choose at most {most}"
             )
-        if length is not None and length <= depths:
+        if length <= depths:
             yield (
                 f"{key}={length} must be more than the {depths} tokens ahead of "
                 f"model.num_mtp_layers: choose at least {depths + 1}, or fewer layers"

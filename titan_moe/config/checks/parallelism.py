@@ -74,11 +74,7 @@ def _sequence_slices(run: Run) -> Iterator[str]:
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
     balanced = cp > 1 and degrees.context_parallel_load_balancer == "headtail"
     step, limit = math.lcm(2 * cp if balanced else cp, cp * tp), run.model.max_seq_len
-    lengths = {
-        "training.seq_len": run.job.training.seq_len,
-        "validation.seq_len": run.job.validation.seq_len or 0,
-    }
-    for key, length in lengths.items():
+    for key, length in run.row_lengths.items():
         if length % step:
             below = length // step * step
             legal = [n for n in (below, below + step) if step <= n <= limit]
