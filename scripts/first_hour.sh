@@ -9,7 +9,8 @@
 #       'NNODES=8 NODE_RANK=$SLURM_PROCID RDZV_ENDPOINT=HOST:29500 ./scripts/first_hour.sh'
 #
 # The same command goes on where it was interrupted: parts that have passed with this commit on as many
-# ranks are not run again. A part that fails or takes too long does not stop the others.
+# ranks are not run again; an earlier folder of a part that runs again is renamed to PART.1. A part that
+# fails or takes too long does not stop the others.
 #
 # Exit codes: 0 every part passed, or cannot be seen here; 1 a part failed; 2 a wrong argument.
 set -euo pipefail

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_part(part: Part, machine: Machine, folder: Path) -> Result:
     """Runs a part in a new folder; whatever it raises is its result. The first node renames an
-    earlier one, which may hold files of somebody else."""
+    existing folder: it may hold other files than this program's."""
     if machine.node == 0 and folder.exists():
         set_aside(folder, f"{folder.name}.{{}}".format)
     folder.mkdir(parents=True, exist_ok=True)

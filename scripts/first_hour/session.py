@@ -144,7 +144,7 @@ class Session:
     @property
     def log(self) -> Path:
         """The output of all commands of the part. That of a node other than the first lies beside
-        the folder, which the first one empties."""
+        the folder, which the first one makes anew."""
         node = self.machine.node
         name = f"{self.folder.name}-node{node}.txt"
         return self.folder.with_name(name) if node else self.folder / "log.txt"

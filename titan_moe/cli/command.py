@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import CRASHED, RunError, print_errors
-from titan_moe.runtime.launch import Launch, end_on_signals, ignores_hangups
+from titan_moe.runtime.launch import Launch, end_on_signals
 
 if TYPE_CHECKING:
     from titan_moe.config.job_config import JobConfig
@@ -71,15 +71,17 @@ class Command:
 
     def main(self, name: str, argv: list[str]) -> int:
         """Parses, runs, prints, and returns the exit code. Of torchrun's ranks the first prints."""
-        self._handle_signals()
+        signals = self._handle_signals()
         is_first = Launch.from_environment(os.environ).rank == 0
         try:
             options = self._parse(name, argv)
             with redirect_stdout(sys.stderr) if options.json else nullcontext():
                 answer = self.run(options)
-        except Exception as error:
-            return self._explain(error, is_first)
-        except KeyboardInterrupt:
+        except (Exception, KeyboardInterrupt) as error:
+            # Python drops a KeyboardInterrupt in a finalizer. An error after it is its consequence,
+            # such as that of a worker that the same Ctrl-C has ended.
+            if isinstance(error, Exception) and not signals:
+                return self._explain(error, is_first)
             more = "; the same command goes on where it stopped" if self.resumable else ""
             print(f"\ninterrupted{more}", file=sys.stderr)
             return _INTERRUPTED
@@ -129,12 +131,21 @@ class Command:
         options.overrides = rest
         return options
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self) -> list[int]:
+        """Returns a list that receives the signals as they come."""
+        signals: list[int] = []
+
+        def interrupt(number: int, frame: object) -> None:
+            signals.append(number)
+            raise KeyboardInterrupt
+
         if self.ends_at_once:
-            return end_on_signals()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if not ignores_hangups():
-            signal.signal(signal.SIGHUP, signal.default_int_handler)
+            end_on_signals()
+            return signals
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # By nohup, or a script's `&`.
+                signal.signal(number, interrupt)
+        return signals
 
 
 def job_arguments(options: argparse.Namespace) -> list[str]:

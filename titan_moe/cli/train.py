@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import table_of_help
-    from titan_moe.runtime.launch import end_with_parent
+    from titan_moe.runtime.launch import end_with_parent, is_rank
     from titan_moe.runtime.stopping import attempt_folder
 
-    if is_rank := "LOCAL_WORLD_SIZE" in os.environ:
+    if is_rank(os.environ):
         end_with_parent()
         # Early: where a rank dies as it starts again, an earlier attempt's words no longer count.
         attempt_folder(os.environ)
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> Answer:
     if {"-h", "--help"} & set(arguments):
         if table_of_help(arguments) is None:
             print(__doc__)
-    elif not (is_rank or options.one_process):
+    elif not (is_rank(os.environ) or options.one_process):
         return Answer(exit_code=_start_ranks(options, arguments))
     exit_code = main(arguments, os.environ)
     sys.stdout.flush()

@@ -631,7 +631,8 @@ class Debug(Section):
     """Seed of an order of each global batch's sequences, so that the ranks and microbatches that
     add them up change and nothing else does: how much rounding alone may do. 0: as they come."""
     routing_record: str | None = None
-    """Folder to write every step's chosen experts, and keys of indexers, to."""
+    """Folder to write every step's chosen experts, and keys of indexers, to; not one that holds
+    job.dump_folder."""
     routing_record_gb: float = Field(4.0, gt=0)
     """Size of a rank's files at which all ranks stop recording."""
     routing_replay: str | None = None

@@ -136,7 +136,7 @@ class FileCorpus:
         self.fingerprint = f"{dataset}:{_digest(self._files)}:documents={len(self._table)}"
         self.fingerprint += column_mark(self.column)
 
-    def rows(self, num_proc: int | None) -> Any:
+    def rows(self) -> Any:
         """The `datasets.Dataset`; for `titan-moe tokenize`."""
         return self._table
 

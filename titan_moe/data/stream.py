@@ -82,9 +82,9 @@ class HubStream:
         """Sampled checksum of a local copy; empty for remote data."""
         return sampled_checksum(self._files) if self._files else ""
 
-    def rows(self, num_proc: int | None) -> Any:
+    def rows(self) -> Any:
         """The whole data as a `datasets.Dataset`, downloaded to its cache."""
-        self._builder.download_and_prepare(num_proc=num_proc)
+        self._builder.download_and_prepare()
         return self._builder.as_dataset(self._split)
 
     def shard(self, index: int, count: int) -> HubStream:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
+from tqdm import tqdm
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, sampled_checksum
@@ -28,8 +28,12 @@ from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import fsync, replacing, sha256_of, write_whole
+from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
 
 _MANIFEST = "manifest.json"
+_PIECES, _DOCUMENTS = 8, 50_000
+"""A source is tokenized in so many pieces at least; a large one in pieces of so many documents. A
+piece costs a process and most of a second."""
 _TOKENS, _OFFSETS = "tokens.bin", "offsets.bin"
 _TYPES: dict[str, np.dtype[Any]] = {_TOKENS: np.dtype("<u4"), _OFFSETS: np.dtype("<i8")}
 
@@ -138,9 +142,9 @@ def write_tokens(
 ) -> Manifest:
     """Write all documents of `source`, in their order, into the new folder `out`.
 
-    `datasets` tokenizes in `workers` processes. The results of those that had finished before a
-    kill are used by the next call with as many workers. Raises RunError if `out` exists or if the
-    source cannot be read or has no document.
+    Tokenizes pieces of the source in `workers` processes. The next call uses the pieces that had
+    finished before a kill. Raises RunError if `out` exists or if the source cannot be read or has
+    no document.
     """
     if out.exists():
         raise RunError(f"--out {str(out)!r} exists already: nothing is overwritten, choose another")
@@ -150,10 +154,10 @@ def write_tokens(
     try:
         encoded = _encoded(source, how, cache=work / "arrow", workers=workers)
     except Exception as error:  # A disk, a network, a text, no document: each raises its own.
-        if isinstance(error.__context__, KeyboardInterrupt):  # `datasets` then waits for workers.
-            raise error.__context__ from None
+        worker = isinstance(error, WorkerError)  # Its last line is the error.
+        cause = str(error).splitlines()[-1] if worker else first_cause(error)
         raise RunError(
-            f"tokenizing {source.fingerprint} failed: {first_cause(error)}; mend it and run again"
+            f"tokenizing {source.fingerprint} failed: {cause}; mend it and run again"
         ) from error
     without_text, total = 0, 0
     with (
@@ -193,34 +197,40 @@ def _encoded(
 
     how: the arguments of `_encode`.
     """
-    import multiprocess
-
     datasets = import_datasets()
-    datasets.enable_progress_bars()
     # Another source or tokenizer does not find the files of this one.
     content = repr((source.fingerprint, source.checksum(), how["fingerprint"]))
     key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     cache.mkdir(parents=True, exist_ok=True)
-    num_proc = workers if workers > 1 else None
-    # A fork of this process, which has threads (Arrow's, a caller's), can wait for a lock for ever.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Workers inherit it.
-    for module in (multiprocess, multiprocessing):  # `datasets` maps with the one, loads with both.
-        module.set_start_method("forkserver", force=True)
-        module.set_forkserver_preload(["datasets", __name__])
-        module.forkserver.ensure_running()
-    signal.signal(signal.SIGINT, before)
-    table = source.rows(num_proc)
-    return table.map(
+    table = source.rows().select_columns(source.column)
+    pieces = min(len(table), max(_PIECES, len(table) // _DOCUMENTS))
+    paths = [cache / f"{key}-{piece}.arrow" for piece in range(pieces)]
+    tasks = [
+        (table.shard(pieces, piece), how, str(path))
+        for piece, path in enumerate(paths)
+        if not path.exists()
+    ]
+    # `datasets` would fork its own workers from this process, which has threads (Arrow's, a
+    # caller's): one waited for a lock for ever.
+    pool = partial(in_fresh_processes, num_workers=workers) if workers > 1 else starmap
+    bar = tqdm(desc="tokenizing", total=pieces, initial=pieces - len(tasks), unit="piece")
+    for _ in pool(_encode_piece, tasks):
+        bar.update()
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in paths])
+
+
+def _encode_piece(table: Any, how: dict[str, str], path: str) -> None:
+    """Writes the ids of a table's documents to an Arrow file, which appears when it is complete."""
+    datasets = import_datasets()
+    table.map(
         _encode,
         batched=True,
-        input_columns=[source.column],
+        input_columns=table.column_names,
         remove_columns=table.column_names,
         features=datasets.Features({"ids": datasets.Value("large_binary")}),
         fn_kwargs=how,
-        num_proc=num_proc,
-        cache_file_name=str(cache / f"{key}.arrow"),
-        new_fingerprint=key,
-        desc="tokenizing",
+        cache_file_name=path,
+        new_fingerprint=Path(path).stem,
     )
 
 

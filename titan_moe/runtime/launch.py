@@ -29,9 +29,8 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
-        """Read torchrun's variables; without them this is the only process, also in a pod whose
-        operator sets RANK and WORLD_SIZE."""
-        if "LOCAL_WORLD_SIZE" not in environment:
+        """Read torchrun's variables; without them this is the only process."""
+        if not is_rank(environment):
             return cls()
         world_size = int(environment["WORLD_SIZE"])
         local_world_size = int(environment["LOCAL_WORLD_SIZE"])
@@ -43,6 +42,12 @@ class Launch:
             node_rank=int(environment["GROUP_RANK"]),
             num_nodes=world_size // local_world_size,
         )
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Returns whether torchrun has started this process. Operators of Kubernetes set RANK and
+    WORLD_SIZE too, but for a pod."""
+    return "LOCAL_WORLD_SIZE" in environment
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
@@ -123,11 +128,6 @@ def end_on_signals() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def ignores_hangups() -> bool:
-    """Returns whether nohup has started this process, which then outlives its terminal."""
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def end_with_parent() -> None:

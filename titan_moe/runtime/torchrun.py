@@ -28,7 +28,6 @@ from titan_moe.runtime.launch import (
     count_gpus,
     cpu_threads,
     end_with_parent,
-    ignores_hangups,
 )
 from titan_moe.runtime.stopping import (
     FOLDER,
@@ -164,7 +163,7 @@ class _Torchrun:
         this process, also if that is killed.
         """
         for number in EXIT_CODES:
-            if not (number == signal.SIGHUP and ignores_hangups()):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # By nohup.
                 signal.signal(number, self._answer)
         signal.signal(signal.SIGALRM, self._give_up)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})

@@ -1,6 +1,7 @@
 """A tokenised copy holds every document, is complete or invisible, and shows damage."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -81,17 +82,19 @@ def test_command_survives_sigkill(tmp_path):
     assert not partial.parent.exists()
 
 
-def test_interrupt_of_workers_ends_the_command(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_a_command_with_workers(tmp_path, number):
     path = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100] * 40_000)
     data = ["--training.dataset", "json", "--training.dataset_path", path, "--out", tmp_path / "a"]
     command = [*TITAN_MOE, "tokenize", *data, "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
-    seen = next(
-        line for line in iter(lambda: process.stderr.read(40), b"") if b"tokenizing" in line
-    )
-    os.killpg(process.pid, signal.SIGINT)
+    shown = b""
+    while not re.search(rb"tokenizing.* [1-9]\d*%", shown):  # The workers have begun.
+        shown += os.read(process.stderr.fileno(), 1000)
+    os.killpg(process.pid, number)
     end = process.communicate(timeout=60)[1]
-    assert seen and process.returncode == 130 and end.endswith(b"goes on where it stopped\n")
+    assert process.returncode == 130, end
+    assert b"\ninterrupted; the same command goes on where it stopped\n" in end
 
 
 def test_remains_of_another_source_are_not_used(tmp_path, monkeypatch):

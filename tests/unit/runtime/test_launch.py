@@ -25,7 +25,8 @@ def test_launch_is_read_from_torchruns_variables() -> None:
     launch = Launch.from_environment(torchrun | {"GROUP_RANK": "1"})
     assert launch == Launch(5, 8, 1, 4, node_rank=1, num_nodes=2)
     pod = {"RANK": "1", "WORLD_SIZE": "2"}  # Some operators of Kubernetes set these.
-    assert Launch.from_environment(pod) == Launch(0, 1, 0, 1, node_rank=0, num_nodes=1)
+    for environment in ({}, pod):
+        assert Launch.from_environment(environment) == Launch(0, 1, 0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(

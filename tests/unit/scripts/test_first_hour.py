@@ -74,7 +74,7 @@ def test_second_start_runs_what_has_not_passed_and_shows_all_parts(
     assert "1 passed, 0 goals missed, 0 not seen, 0 failed, of 5 parts" in page.read_text()
 
 
-def test_other_nodes_empty_no_folder_and_write_no_result(
+def test_other_nodes_rename_no_folder_and_write_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NNODES", "2")
