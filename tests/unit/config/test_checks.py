@@ -293,8 +293,6 @@ def test_mistake_of_the_job_is_not_repeated_for_its_stages() -> None:
     assert line.startswith("training.seq_len=5000 exceeds")
 
 
-# --- notes ---
-
 _LATER = '[{"from_step":2,"parallelism":{"expert_parallel_degree":2}}]'
 _PARTS = (
     "--p.module_fqns_per_model_part="
