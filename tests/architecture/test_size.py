@@ -1,6 +1,7 @@
 """Lines of code and words of the documentation stay within a budget.
 
-Blank lines, comments and docstrings are no lines of code. Words are what `str.split` finds.
+Blank lines, comments and docstrings are no lines of code. Words are what `str.split` finds; those
+of generated tables do not count.
 
 A feature that comes later brings its lines in these tables. Packages may trade lines with each
 other; the totals bind.
@@ -8,6 +9,7 @@ other; the totals bind.
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -31,6 +33,8 @@ SELECTION_TRACES = {"titan_moe": 100, "tests": 70, "scripts": 0}
 KIMI_LINEAR = {"titan_moe": 0, "tests": 15, "scripts": 0}
 # Qwen3.5's own names and warm-up from weights without indexers came later.
 QWEN3_5 = {"titan_moe": 0, "tests": 60, "scripts": 0}
+# Running on GPUs as people have them came later: limits of kernels, torch 2.11 to 2.14, one GPU.
+ON_A_GPU = {"titan_moe": 500, "tests": 500, "scripts": 400}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -51,6 +55,7 @@ PACKAGES = {
     "simulate": 1_400,
     "verify": 4_700,
 }
+_GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 _NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
 
@@ -81,14 +86,15 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
     ]
     total = sum(sizes.values())
     later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
-    later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5
+    later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5, ON_A_GPU
     budget = BUDGETS[folder] + sum(feature[folder] for feature in later)
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 
 def test_words_of_the_documentation_stay_within_the_budget() -> None:
     pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS
+    texts = [_GENERATED.sub("", page.read_text(encoding="utf-8")) for page in pages]
+    assert sum(len(text.split()) for text in texts) <= WORDS
 
 
 def test_lines_of_code_leave_out_comments_and_docstrings(tmp_path: Path) -> None:
