@@ -41,7 +41,6 @@ from titan_moe.runtime.process import (
     GarbageCollector,
     Process,
     collect_everything,
-    leave_compiler_out,
     seed_everything,
     set_timeouts,
 )
@@ -66,8 +65,6 @@ class Trainer:
 
     def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
         """Build model, optimizer and checkpointer. Collective. Raises ConfigError or RunError."""
-        if not job.compile.enable:
-            leave_compiler_out()
         seed_everything(job.debug)
         self.process = process
         self.folder = Path(job.job.dump_folder)

@@ -82,10 +82,12 @@ def apply_fsdp(
     _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
     for units in chains:
         _prefetch(units)
-    if experts_apart and dense_mesh.device_type == "cuda":
+    # torch 2.11 and 2.12 have one buffer alone.
+    set_buffers = getattr(model, "set_reduce_scatter_max_input_buffers", None)
+    if experts_apart and dense_mesh.device_type == "cuda" and set_buffers is not None:
         # A layer has two reductions, of its experts and of its other parameters. With one buffer
         # the end of its backward waits for the first, which attention alone has hidden.
-        model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
+        set_buffers(2)
 
 
 class StepSync:

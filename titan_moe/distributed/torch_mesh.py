@@ -20,7 +20,7 @@ def root_mesh(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
 
 def unflatten(root: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
     """Returns the root as axes of these sizes, outermost first, without process groups."""
-    return root._unflatten("world", tuple(sizes.values()), tuple(sizes))
+    return root._unflatten(0, tuple(sizes.values()), tuple(sizes))
 
 
 def set_groups(mesh: DeviceMesh, groups: Sequence[ProcessGroup | None]) -> None:

@@ -5,7 +5,7 @@ takes where pieces begin from the device, and from the host only bounds of their
 so that nothing waits. torch has it for CUDA alone, and without sinks.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -89,10 +89,14 @@ def varlen_attention(
     if v_dim < qk_dim:  # The kernel knows one head dim.
         v_THC = F.pad(v_THC, (0, qk_dim - v_dim))
     starts, longest = pieces.starts_N1, pieces.longest
+    asked: dict[str, Any] = {}
+    # torch 2.11 takes fewer heads of keys and values without being asked.
+    if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        asked["enable_gqa"] = q_THC.shape[1] != k_THC.shape[1]
     o_THC = varlen_attn(
         *(q_THC, k_THC, v_THC, starts, starts, longest, longest),
         scale=scale,
         window_size=(-1 if pieces.window is None else pieces.window - 1, 0),
-        enable_gqa=q_THC.shape[1] != k_THC.shape[1],
+        **asked,
     )
     return cast(Tensor, o_THC)[..., :v_dim]

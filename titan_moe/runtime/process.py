@@ -3,7 +3,7 @@
 import gc
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._library.custom_ops import OPDEFS
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_moe.config.job_config import Comm, Debug
@@ -23,14 +22,6 @@ from titan_moe.runtime.stopping import attempt_folder
 
 BACKEND_GRACE_S = 30
 """A backend ends a collective so many seconds after its limit: the report of a hang comes first."""
-# torch keeps its compiler out of these functions by a wrapper that imports the compiler at the
-# first call: 0.5 s and 100 MB of a run on one rank. (FSDP imports it in any case.)
-_IMPORT_COMPILER: tuple[Callable[..., Any], ...] = (
-    torch.optim.Optimizer.add_param_group,
-    torch.optim.Optimizer.zero_grad,
-    torch.optim.Optimizer.state_dict,
-    torch.optim.Optimizer.load_state_dict,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,19 +136,6 @@ def seed_everything(debug: Debug) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
-
-
-def leave_compiler_out() -> None:
-    """Keep torch's compiler from being imported, in a process that compiles nothing.
-
-    The wrappers ask this attribute of their function first (torch/_compile.py of 2.13), those of
-    custom operations too. A later torch may import its compiler again; nothing else changes.
-    """
-    own = [op for name, op in OPDEFS.items() if name.startswith("titan_moe::")]
-    for wrapper in (*_IMPORT_COMPILER, *(fn for op in own for fn in op._backend_fns.values())):
-        function = getattr(wrapper, "__wrapped__", None)
-        if function is not None:
-            function.__dynamo_disable = function
 
 
 class GarbageCollector:

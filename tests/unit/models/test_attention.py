@@ -23,7 +23,7 @@ def slow_varlen_attn(
     *places: Any,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Computes `torch.nn.attention.varlen.varlen_attn` in any type; checks its arguments."""
     starts_N1, key_starts_N1, longest, longest_keys = places
