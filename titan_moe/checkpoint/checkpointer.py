@@ -10,7 +10,7 @@
 Each rank writes its *.distcp, rank 0 the other files.
 
 Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's files at the end. With
-checkpoint.async_mode DCP copies the tensors and does the rest in a thread of each rank.
+checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
 import logging
@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint import folder as folders
@@ -41,7 +40,7 @@ from titan_moe.checkpoint.manifest import (
     compare_checksums,
     gather_specs,
 )
-from titan_moe.checkpoint.saves import Save, make_stager, publish
+from titan_moe.checkpoint.saves import Save, Stager, publish
 from titan_moe.checkpoint.tensors import (
     MODEL,
     OPTIMIZER,
@@ -114,7 +113,8 @@ class Checkpointer:
             # Ranks use the other group between steps, while a thread uses this one.
             self._group = control_group("writes checkpoints")
             set_timeout(config.save_timeout_seconds, self._group)
-        self._stager: DefaultStager | None = None
+        pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
+        self._stager = Stager(pinned=pinned)
         self._save: Save | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
@@ -197,8 +197,6 @@ class Checkpointer:
                 future.set_exception(error)
             self._end(Save(step, target, aside, began, future))
         else:
-            if self._stager is None:
-                self._stager = make_stager(self._config.async_mode)
             begun = dcp.async_save(parts, async_stager=self._stager, **how)
             assert isinstance(begun, Future), "tensors are copied when async_save returns"
             self._save = Save(step, target, aside, began, begun)

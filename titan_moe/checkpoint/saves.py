@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.digests import write_listing
@@ -87,14 +88,34 @@ def publish(
     folders.keep_latest(target.parent, count=keep_latest_k, newest=step)
 
 
-def make_stager(async_mode: str) -> DefaultStager:
-    """The memory that tensors are copied to, kept from one save to the next."""
-    on_gpu = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu and async_mode == "async_with_pinned_mem",
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-    )
+class Stager(AsyncStager):
+    """Copies tensors to the host, into memory that is kept from one save to the next.
+
+    DCP's DefaultStager frees that memory after each save in torch 2.11, and then cannot copy again.
+
+    Args:
+        pinned: page-lock the memory, so that a GPU copies at its full rate.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._copies: dict[str, Tensor] = {}
+
+    def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the copies when they are complete; the next call overwrites them."""
+        kept, self._copies = self._copies, {}
+        for name, tensor in state_dict.items():
+            copy = kept.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+            self._copies[name] = copy.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._copies
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: copies are complete when `stage` returns."""
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._copies.clear()

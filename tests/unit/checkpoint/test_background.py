@@ -44,6 +44,11 @@ def _step(run, step):
     return run.checkpointer.maybe_save(step, {"step": step, "tokens": 0, "data": {"0": step}})
 
 
+def _memory(run):
+    copies = run.checkpointer._stager._copies
+    return {name: copy.data_ptr() for name, copy in copies.items()}
+
+
 def test_background_save_writes_the_files_of_a_save_that_waits(tmp_path):
     run, waiting = _run(tmp_path), _run(tmp_path / "waiting", async_mode="disabled")
     for step in (1, 2):
@@ -77,8 +82,7 @@ def test_save_waits_for_the_one_before_and_keeps_the_last_complete_one(tmp_path,
     disk.free.set()
     _step(run, 1)
     run.checkpointer.finish()
-    memory = run.checkpointer._stager._state_dict_stager._cached_storage_mapping
-    staged = {each.data_ptr() for each in memory.values()}
+    staged = _memory(run)
     disk.free.clear()
     _step(run, 2)
     time.sleep(0.1)
@@ -88,7 +92,7 @@ def test_save_waits_for_the_one_before_and_keeps_the_last_complete_one(tmp_path,
     assert "step 3 waited" in caplog.text and "for the save before it" in caplog.text
     run.checkpointer.finish()
     assert names(tmp_path) == ["step-3"]
-    assert {each.data_ptr() for each in memory.values()} == staged
+    assert _memory(run) == staged
 
 
 def test_later_step_completes_a_save(tmp_path, disk):
