@@ -5,18 +5,18 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # use_environment EXTRA sets $PYTHON to the active environment's Python if titan_moe's dependencies
 # (and those of EXTRA, such as "dev", or "") are installed there, else to that of .venv, which is made
-# if need be.
+# if need be. use_environment EXTRA VENV REQUIREMENT takes or makes VENV instead, with that REQUIREMENT.
 use_environment() {
-    local extra=$1 venv="$repo/.venv" lock
+    local extra=$1 venv=${2:-$repo/.venv} lock
     export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
     PYTHON=$(python3 -c 'import sys; print(sys.executable)') || fail "python3 is not installed"
-    if has_dependencies "$PYTHON" "$extra"; then return; fi
+    if (($# == 1)) && has_dependencies "$PYTHON" "$extra"; then return; fi
 
     # One process at a time: two nodes may start on one shared folder.
     exec {lock}<"$repo"
     flock "$lock"
     if [[ -e $venv/unfinished ]] || ! has_dependencies "$venv/bin/python" "$extra"; then
-        make_environment "$venv"
+        make_environment "$venv" "${@:3}"
     fi
     exec {lock}<&-
     PYTHON="$venv/bin/python"
@@ -35,7 +35,7 @@ make_environment() {
     mkdir -p "$1"
     touch "$1/unfinished"
     "$PYTHON" -m venv "$1"
-    "$1/bin/python" -m pip install --editable "${repo}[dev]"
+    "$1/bin/python" -m pip install --editable "${repo}[dev]" "${@:2}"
     rm "$1/unfinished"
 }
 

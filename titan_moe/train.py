@@ -9,6 +9,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from titan_moe.config.checks.base import flavor
@@ -71,6 +72,9 @@ def prepare_job(
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
     model = model_of_job(job.model)
     problems = check(job, model, world_size)
+    if job.model.converters and find_spec("torchao") is None:
+        named = ",".join(job.model.converters)
+        problems.append(f"model.converters={named} needs the package torchao: pip install torchao")
     if job.checkpoint.last_save_in_hf:
         problems += export_problems(HFModel(job.model.name, model), job.moe.bias_update_speed)
     if problems:

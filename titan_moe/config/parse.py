@@ -15,7 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -90,6 +89,8 @@ def save_job(job: JobConfig, path: Path) -> None:
 
 def as_toml(job: JobConfig) -> str:
     """Returns `job` as TOML text. None becomes an absent key."""
+    import tomli_w
+
     tables = job.model_dump(exclude_none=True)
     if not job.stages:
         del tables["stages"]  # TOML refuses [[stages]] beside an empty list.

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
-from tqdm import tqdm
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, sampled_checksum
@@ -197,6 +196,8 @@ def _encoded(
 
     how: the arguments of `_encode`.
     """
+    from tqdm import tqdm
+
     datasets = import_datasets()
     # Another source or tokenizer does not find the files of this one.
     content = repr((source.fingerprint, source.checksum(), how["fingerprint"]))

@@ -34,7 +34,7 @@ def sharding_of(tensor: Tensor) -> tuple[Sharding, Axes]:
     if not isinstance(tensor, DTensor):
         return Sharding(), {}
     axes = mesh_axes(tensor.device_mesh)
-    # torch keeps an order beside the placements (2.13), and has no public way to ask for it.
+    # torch keeps an order beside the placements, and has no public way to ask for it.
     order = getattr(tensor._spec, "shard_order", None)
     return _sharding(tuple(axes.items()), tensor.placements, order, tensor.shape), axes
 

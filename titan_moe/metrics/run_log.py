@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,11 @@ class RunLog:
         among `choices`."""
         for sink in (*self._sinks, *self._details.values()):
             sink.close()
-        if self._sinks and draws:
+        if not (self._sinks and draws):
+            return
+        if find_spec("matplotlib") is None:
+            logger.warning("curves.png is not drawn: pip install matplotlib")
+        else:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves
 

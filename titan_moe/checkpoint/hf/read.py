@@ -11,12 +11,11 @@ from dataclasses import asdict, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import check_listed
@@ -258,8 +257,10 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return model
 
 
-def progress_bar(what: str, total: int, unit: str) -> tqdm:
-    """Returns a bar of this rank's own work; it is shown on rank 0's terminal, if it has one."""
+def progress_bar(what: str, total: int, unit: str) -> Any:
+    """Returns tqdm's bar of this rank's own work; rank 0's terminal shows it, if there is one."""
+    from tqdm import tqdm
+
     others = dist.is_initialized() and dist.get_rank() != 0
     # tqdm takes None for "hidden where there is no terminal".
     return tqdm(desc=what, total=total, unit=unit, leave=False, disable=True if others else None)

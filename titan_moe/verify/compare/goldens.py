@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 import torch
 
 from titan_moe.config.errors import ConfigError
@@ -48,6 +47,8 @@ class Golden:
 
     def write_config(self, path: Path) -> Path:
         """Writes the golden's configuration as a TOML file."""
+        import tomli_w
+
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(dict(self.run.config)), encoding="utf-8")
         return path

@@ -1,0 +1,57 @@
+"""A training imports no package that it does not use, and says which one it lacks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import write_jsonl
+from tests.support.jobs import command
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.corpus import FileCorpus, Source
+from titan_moe.data.tokens import write_tokens
+from titan_moe.runtime.process_pool import TIMEOUT_S
+from titan_moe.train import prepare
+
+_UNUSED = (
+    "datasets huggingface_hub tokenizers transformers zstandard tqdm matplotlib jinja2 markupsafe "
+    "tensorboard torchao"
+)
+_RUN = """
+import os, sys
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split()))  # Imports of these raise.
+from titan_moe.train import main
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+def test_training_on_token_ids_needs_few_packages(tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "texts.jsonl", ["a document " * 20] * 4)
+    tokens = tmp_path / "tokens"
+    write_tokens(FileCorpus(Source("training.", "json", texts)), "bytes", tokens)
+    _, *words = command(
+        tmp_path, training__dataset="tokens", training__dataset_path=tokens, training__steps=1
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN, _UNUSED, *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "curves.png is not drawn: pip install matplotlib" in run.stderr + run.stdout
+
+
+def test_float8_without_torchao_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    _, *words = command(tmp_path, model__converters="quantize.linear.float8")
+    with pytest.raises(ConfigError) as caught:
+        prepare([*words, "--quantize.linear.float8.emulate=true"], 1, {})
+    assert caught.value.lines == [
+        "model.converters=quantize.linear.float8 needs the package torchao: pip install torchao"
+    ]
