@@ -11,7 +11,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.distributed.memory import GIB, Plan, choose_accumulation
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
@@ -98,6 +98,18 @@ def option_cases() -> Iterator[Case]:
         for case in in_layout("qwen3", _OPTIONS_LAYOUT):
             job = with_tables(case.job, tables)
             yield replace(case, name=f"{case.name} {name}", job=job)
+    # The gate's heads, and its type. Dense: a grouped GEMM in float64 is a loop, which waits.
+    for head_dim, dtype in ((8, "float32"), (32, "float64")):
+        for case in in_layout("qwen3", "tp=2,cp=2"):
+            job = with_tables(case.job, {"training": {"dtype": dtype}})
+            config = replace(with_heads(case.config, head_dim), moe=None)
+            name = f"{case.name} heads {head_dim} {dtype}"
+            yield replace(case, name=name, job=job, config=config)
+
+
+def with_heads(config: ModelConfig, head_dim: int) -> ModelConfig:
+    assert isinstance(config.attention, GQAConfig)
+    return replace(config, attention=replace(config.attention, head_dim=head_dim))
 
 
 def in_layout(family: str, text: str) -> Iterator[Case]:

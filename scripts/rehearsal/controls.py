@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from scripts.rehearsal.cases import Case, in_layout
+from scripts.rehearsal.cases import Case, in_layout, with_heads
 from scripts.rehearsal.rank import rehearse
 from scripts.rehearsal.sm90 import kernel_findings
 from titan_moe.verify.layouts.layouts import parse, with_tables
@@ -31,11 +31,13 @@ class Control:
     plant: Callable[[], AbstractContextManager]
     layout: str = _DISPATCHING
     tables: Mapping[str, Mapping[str, Any]] | None = None
+    head_dim: int = 32
 
     def case(self) -> Case:
         """Returns Qwen3 with one layer per pipeline stage."""
         case = next(iter(in_layout("qwen3", self.layout)))
         config = replace(case.config, num_layers=parse(self.layout).num_stages)
+        config = with_heads(config, self.head_dim)
         return replace(case, job=with_tables(case.job, self.tables or {}), config=config)
 
 
@@ -178,6 +180,21 @@ CONTROLS = [
         "refused",
         "grouped_mm.py:_grouped_mm",
         _wrapped("titan_moe.moe.experts:grouped_mm", _long_offsets),
+    ),
+    Control(
+        "heads that flex attention refuses",
+        "refused",
+        "flex_attention.py:_run",
+        _wrapped("titan_moe.ops.flex_attention:takes", lambda takes: lambda *heads: True),
+        layout="cp=2",
+        head_dim=8,
+    ),
+    Control(
+        "heads that flash attention refuses",
+        "refused",
+        "varlen_attention.py:varlen_attention",
+        _wrapped("titan_moe.ops.varlen_attention:takes", lambda takes: lambda *heads: True),
+        head_dim=20,
     ),
     Control(
         "a kernel that reads the host's memory",

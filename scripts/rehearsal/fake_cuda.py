@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from scripts.rehearsal.ledger import Counts, Ledger, bytes_of
+from scripts.rehearsal.limits import refuse
 from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, balanced_choice, fake_collective
 
@@ -76,6 +77,7 @@ class FakeCuda(FakeCommCounter):
         wanted = torch.device(kwargs.get("device") or "cpu")
         if wanted.type != "cuda" and not any(x.is_cuda for x in tensors):
             return super().execute(func, args, kwargs)
+        refuse(func.__name__.partition(".")[0], *tensors[:3])
         with self._fake:
             result = func(*args, **kwargs)
         self._note_kernel(func, tensors, result)

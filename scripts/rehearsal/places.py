@@ -39,7 +39,7 @@ class Allowance(NamedTuple):
     reason: str
     times: str = "step"
     """Number of waits: one a "step"; one a "layer", for each MoE layer and microbatch; one a
-    "parameter"; or one a "schedule" and stage. Only the first two are counted."""
+    "parameter"; one a "mask"; or one a "schedule" and stage. Only the first two are counted."""
 
 
 COPIES: Mapping[str, str] = {
@@ -56,6 +56,9 @@ COPIES: Mapping[str, str] = {
 _SIZES = Allowance("collectives of rows take their sizes as Python ints", "layer")
 WAITS: Mapping[str, Allowance] = {
     "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
+    "distributed/context_parallel/blocks.py:_block": Allowance(
+        "explicit masks are cut, for heads and types that flex attention does not take", "mask"
+    ),
     "distributed/pipeline/schedule.py:_run": Allowance(
         "stages agree how a schedule of torch's begins, in its first run", "schedule"
     ),

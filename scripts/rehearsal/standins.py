@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
+from scripts.rehearsal.limits import refuse
 from scripts.rehearsal.places import here
 from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
@@ -72,6 +73,7 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         mask = options.get("block_mask")
         tensors = [x for x in tree_leaves((query, key, value, vars(mask))) if isinstance(x, Tensor)]
         _check(mode, "flex_attention", tensors, contiguous=False)
+        refuse("flex_attention", query, key, value)
         out, lse = _Attention.apply(query, key, value, mode)
         return (out, flex.AuxOutput(lse=lse)) if options.get("return_aux") else out
 

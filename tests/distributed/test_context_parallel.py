@@ -95,7 +95,7 @@ def _core(case: Case) -> AttentionCore:
         method=case.method,
         balanced=case.balanced,
         mask_documents=case.mask_documents,
-        device_type="cpu",
+        takes_flex=False,
     )
 
 
@@ -151,7 +151,7 @@ def largest_errors_of_flex(cases: list[Case]) -> list[list[float]]:
     """CUDA's way, uncompiled. Torch refuses its backward on a CPU, but can do it."""
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     flex_attention._validate_device = lambda *tensors: None  # type: ignore[assignment]
-    context_parallel.choose_blocks = lambda *, mask_documents, device_type: (  # type: ignore[assignment]
+    context_parallel.choose_blocks = lambda *, mask_documents, takes_flex: (  # type: ignore[assignment]
         block_attention.FlexBlocks(mask_documents=mask_documents, compiled=False)
     )
     return largest_errors(cases)

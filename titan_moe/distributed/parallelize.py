@@ -41,7 +41,7 @@ from titan_moe.distributed.policies import (
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
-from titan_moe.models.attention import plain_core
+from titan_moe.models.attention import plain_core, takes_flex
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     TENSOR_PLAN,
@@ -317,7 +317,7 @@ def _attention_core(
         method=job.parallelism.context_parallel_rotate_method,
         balanced=_is_balanced(job.parallelism),
         mask_documents=masked,
-        device_type=device.type,
+        takes_flex=takes_flex(config, compute_dtype(job), device.type),
     )
 
 
@@ -326,7 +326,8 @@ def _recurrence(
 ) -> RecurrentCore | None:
     if config.recurrent is None:
         return None
-    rule, masked = choose_rule(device.type, compute_dtype(job)), job.training.mask_documents
+    rule = choose_rule(device.type, compute_dtype(job), config.recurrent.key_dim)
+    masked = job.training.mask_documents
     if meshes.dims.cp == 1:
         return Recurrence(rule, mask_documents=masked)
     balanced = _is_balanced(job.parallelism)

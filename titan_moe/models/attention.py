@@ -20,9 +20,9 @@ from titan_moe.models.config import (
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
-from titan_moe.ops.attention import AttentionCore, choose_core
+from titan_moe.ops import flex_attention, varlen_attention
+from titan_moe.ops.attention import LOAD_BYTES, AttentionCore, choose_core
 from titan_moe.ops.sparse_attention import SparseAttention
-from titan_moe.ops.varlen_attention import takes
 
 # Gives queries and keys their places in the row.
 Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
@@ -183,6 +183,8 @@ class MLA(Attention):
         kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
         kv_BSHC = kv_BSHC.unflatten(-1, (-1, config.nope_dim + config.v_dim))
         k_nope, v_BSHC = kv_BSHC.split([config.nope_dim, config.v_dim], dim=-1)
+        if config.nope_dim * v_BSHC.element_size() % LOAD_BYTES:
+            v_BSHC = v_BSHC.contiguous()  # Its rows begin between the loads of fused kernels.
         k_rope = self.place(k_rope[:, :, None], rotation)
         k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
 
@@ -243,7 +245,15 @@ def plain_core(
     heads = config.attention
     return choose_core(
         mask_documents=mask_documents,
-        device_type=device_type,
         local_or_sinks=config.local_or_sinks,
-        takes_varlen=takes(heads.qk_dim, heads.v_dim, dtype) and not heads.sinks,
+        takes_varlen=device_type == "cuda"
+        and varlen_attention.takes(heads.qk_dim, heads.v_dim, dtype)
+        and not heads.sinks,
+        takes_flex=takes_flex(config, dtype, device_type),
     )
+
+
+def takes_flex(config: ModelConfig, dtype: torch.dtype, device_type: str) -> bool:
+    """Returns whether a type of device has compiled flex attention for the model's heads."""
+    heads = config.attention
+    return device_type == "cuda" and flex_attention.takes(heads.qk_dim, heads.v_dim, dtype)

@@ -30,6 +30,9 @@ from titan_moe.ops.varlen_attention import (
     varlen_attention,
 )
 
+LOAD_BYTES = 16
+"""Fused kernels load the rows of heads in pieces of so many bytes: a row begins at a multiple."""
+
 
 class AttentionCore(Protocol):
     """Builds masks and attends, between an attention layer's projections."""
@@ -165,8 +168,9 @@ class MasksByLength:
 
 
 class Sdpa:
-    """torch's fused attention over whole rows; where documents, windows or sinks are masked, by an
-    explicit mask [B, 1, S, S]: the CPU's way."""
+    """torch's attention over whole rows: any device, any heads, any type. Where documents, windows
+    or sinks are masked, by an explicit mask [B, 1, S, S]: the CPU's way, and that of heads which
+    the other cores' kernels refuse."""
 
     def __init__(self, *, mask_documents: bool = False) -> None:
         self._mask_documents = mask_documents
@@ -247,21 +251,23 @@ class FlexCore:
 def choose_core(
     *,
     mask_documents: bool,
-    device_type: str,
     local_or_sinks: bool = False,
     takes_varlen: bool = False,
+    takes_flex: bool = False,
 ) -> AttentionCore:
-    """The fastest core for the device: on CUDA a mask never costs the fast kernel.
+    """The fastest core: a mask never costs the fast kernel where there is one.
 
     Plain causal attention is left to torch, which on an H100 prefers cuDNN's kernel to flash.
 
     Args:
         local_or_sinks: whether any layer has a window, a chunk or sinks.
-        takes_varlen: whether `varlen_attention` has a kernel for the heads and their type; it has
-            none for sinks.
+        takes_varlen: whether the device has `varlen_attention` for the heads and their type; there
+            is none for sinks.
+        takes_flex: whether it has compiled flex attention for them.
     """
-    if device_type == "cuda" and (mask_documents or local_or_sinks):
+    if mask_documents or local_or_sinks:
         if takes_varlen:
             return VarlenCore(mask_documents=mask_documents)
-        return FlexCore(mask_documents=mask_documents, compiled=True)
+        if takes_flex:
+            return FlexCore(mask_documents=mask_documents, compiled=True)
     return Sdpa(mask_documents=mask_documents)

@@ -12,6 +12,15 @@ from torch import Tensor
 
 _TILE = 128
 """Queries and keys of a tile of flex attention, as torch has them."""
+_MIN_HEAD_DIM = 16
+
+
+def takes(qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
+    """Returns whether compiled flex attention takes heads of these dims in this type on CUDA.
+
+    Triton's products want 16 channels, and its sums are float32 in any type.
+    """
+    return min(qk_dim, v_dim) >= _MIN_HEAD_DIM and dtype != torch.float64
 
 
 def seen_tiles(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,8 @@ CHUNK_SIZE_ON_CUDA = 64
 """Larger for the sake of fewer launches, unless channels decay apart: each pair of tokens then has
 K factors."""
 _EPS = 1e-6
+_MAX_KEY_DIM = 256
+"""Most channels of a key that fla's kernels take; they ask for no multiple."""
 
 
 class DeltaRule(Protocol):
@@ -109,10 +111,11 @@ class Recurrence:
         return o_BSHV.transpose(1, 2)
 
 
-def choose_rule(device_type: str, dtype: torch.dtype) -> DeltaRule:
-    """The kernels of the package `fla` on CUDA in 16-bit types, if it is installed; else torch's
-    own operations."""
-    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fla_kernels():
+def choose_rule(device_type: str, dtype: torch.dtype, key_dim: int) -> DeltaRule:
+    """The kernels of the package `fla` on CUDA in 16-bit types, if it is installed and takes
+    keys of so many channels; else torch's operations."""
+    taken = dtype in (torch.bfloat16, torch.float16) and key_dim <= _MAX_KEY_DIM
+    if device_type == "cuda" and taken and fla_kernels():
         return fla_rule
     return chunked_rule
 

@@ -64,7 +64,7 @@ def _copy_rows_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row = row < num_rows
-    source = tl.load(source_ptr + row, mask=is_row, other=-1)
+    source = tl.load(source_ptr + row, mask=is_row, other=-1).to(tl.int64)
     inside = (column < DIM)[None, :]
     x = tl.load(
         x_ptr + source[:, None] * DIM + column[None, :],
@@ -92,7 +92,7 @@ def _add_rows_kernel(
     inside = is_token[:, None] & (column < DIM)[None, :]
     total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float64 if WIDE else tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + token * TOP_K + k, mask=is_token, other=-1)
+        row = tl.load(rows_ptr + token * TOP_K + k, mask=is_token, other=-1).to(tl.int64)
         y = tl.load(
             y_ptr + row[:, None] * DIM + column[None, :],
             mask=(row >= 0)[:, None] & inside,

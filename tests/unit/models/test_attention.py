@@ -112,7 +112,7 @@ def test_cores_match_the_loop(
     masked: bool, local: str, sinks: bool, shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     inputs = _inputs(sinks=sinks, shape=shape)
-    core = choose_core(mask_documents=masked, device_type="cpu", local_or_sinks=True)
+    core = choose_core(mask_documents=masked, local_or_sinks=True)
     if kind == "varlen":
         if sinks:
             pytest.skip("torch's kernel has no sinks")
@@ -135,7 +135,7 @@ def test_flex_matches_the_explicit_mask_with_gradients(
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     inputs = _inputs(sinks=sinks)
-    plain = choose_core(mask_documents=masked, device_type="cpu", local_or_sinks=True)
+    plain = choose_core(mask_documents=masked, local_or_sinks=True)
     found = [
         _with_gradients(_attend(core, inputs, DOCUMENTS_BS, LOCALS[local]), inputs)
         for core in (plain, FlexCore(mask_documents=masked, compiled=False))
@@ -169,12 +169,35 @@ GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="learned")
 MLA = MLAConfig(num_heads=2, q_rank=12, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=6)
 
 
-@pytest.mark.parametrize("attention", [GQA, MLA])
-def test_packed_documents_give_the_logits_of_each_alone(attention):
-    config = ModelConfig(
+def _config(attention: GQAConfig | MLAConfig) -> ModelConfig:
+    return ModelConfig(
         vocab_size=32, dim=16, num_layers=2, attention=attention,
         rope=RopeConfig(100.0), hidden_dim=32, moe=None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nope_dim", [2, 4, 8, 12])
+def test_rows_of_heads_begin_where_fused_kernels_can_load(nope_dim: int, dtype: torch.dtype):
+    """Values of latent attention lie beside the keys' channels."""
+    seen = []
+
+    class Seeing(Sdpa):
+        def __call__(self, q_BHSC, k_BHSC, v_BHSC, *rest):
+            seen.extend([q_BHSC, k_BHSC, v_BHSC])
+            return v_BHSC
+
+    heads = replace(MLA, nope_dim=nope_dim, v_dim=16)
+    Decoder(_config(heads), Seeing()).to(dtype)(torch.zeros(2, 8, dtype=torch.int64))
+    for x in seen:
+        places = [x.storage_offset(), *x.stride()[:-1]]
+        whole = x.shape[-1] * x.element_size() % 16 == 0
+        assert not whole or all(place * x.element_size() % 16 == 0 for place in places)
+
+
+@pytest.mark.parametrize("attention", [GQA, MLA])
+def test_packed_documents_give_the_logits_of_each_alone(attention):
+    config = _config(attention)
     torch.manual_seed(0)
     model = Decoder(config, Sdpa(mask_documents=True)).double()
     for name, parameter in model.named_parameters():

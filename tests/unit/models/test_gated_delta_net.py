@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("config", [CONFIG, KIMI], ids=["qwen3_next", "kim
 
 
 def _model(config: ModelConfig = CONFIG, *, mask_documents: bool = True) -> Decoder:
-    core = choose_core(mask_documents=mask_documents, device_type="cpu")
+    core = choose_core(mask_documents=mask_documents)
     model = Decoder(config, core, Recurrence(chunked_rule, mask_documents=mask_documents))
     fill_initial_weights(model, 0, partial(initial_std, config=config))
     return model.double().eval()

@@ -223,13 +223,15 @@ def test_kernels_are_called_with_each_document(installed, shape, continued: bool
         _close(ours, theirs, 1e-4)
 
 
-def test_kernels_are_for_cuda_and_16_bits(installed):
-    assert choose_rule("cuda", torch.bfloat16) is fla_rule
-    assert choose_rule("cuda", torch.float32) is choose_rule("cpu", torch.bfloat16) is chunked_rule
+def test_kernels_are_for_cuda_and_16_bits_and_256_channels(installed):
+    assert choose_rule("cuda", torch.bfloat16, 256) is fla_rule
+    assert choose_rule("cuda", torch.bfloat16, 264) is chunked_rule
+    assert choose_rule("cuda", torch.float32, 64) is chunked_rule
+    assert choose_rule("cpu", torch.bfloat16, 64) is chunked_rule
 
 
 def test_without_the_package_torch_computes(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     fla_kernels.cache_clear()
-    assert choose_rule("cuda", torch.bfloat16) is gated_delta.chunked_rule
+    assert choose_rule("cuda", torch.bfloat16, 64) is gated_delta.chunked_rule
     fla_kernels.cache_clear()

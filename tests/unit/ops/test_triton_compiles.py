@@ -1,6 +1,8 @@
 """The Triton kernels compile for Hopper, which needs no GPU: the interpreter lets pass what a
 compiler refuses."""
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -34,19 +36,23 @@ def test_permute_indices_compiles(counts: str) -> None:
     assert asm["cubin"]
 
 
+@pytest.mark.parametrize("index", ["*i32", "*i64"])
 @pytest.mark.parametrize("dim", [1, 1536, 2048])
-def test_rows_compile_and_move_16_bytes_at_a_time(dim: int) -> None:
+def test_rows_compile_and_move_16_bytes_at_a_time(dim: int, index: str) -> None:
+    """A row's place is computed in 64 bits, also from an index of 32."""
     from titan_moe.ops import move_rows_triton as kernels
 
     rows, columns = kernels._tile(dim, kernels._TILE)
     constants = {"DIM": dim, "ROWS": rows, "COLUMNS": columns}
-    pointers = {"x_ptr": "*bf16", "source_ptr": "*i64", "out_ptr": "*bf16"}
+    pointers = {"x_ptr": "*bf16", "source_ptr": index, "out_ptr": "*bf16"}
     asm = compiled(kernels._copy_rows_kernel, pointers, ["num_rows"], **constants)
+    assert not re.search(r"muli .*x1xi32>", asm["ttir"])
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
 
     constants = {"DIM": dim, "TOKENS": rows // 2 or 1, "COLUMNS": columns, "TOP_K": 8, "WIDE": 0}
-    pointers = {"y_ptr": "*bf16", "rows_ptr": "*i64", "out_ptr": "*bf16"}
+    pointers = {"y_ptr": "*bf16", "rows_ptr": index, "out_ptr": "*bf16"}
     asm = compiled(kernels._add_rows_kernel, pointers, ["num_tokens"], **constants)
+    assert not re.search(r"muli .*x1xi32>", asm["ttir"])
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
 
 

@@ -1,9 +1,20 @@
 """Starts of pieces, and the cores of a GPU."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore, choose_core
+from titan_moe.distributed.context_parallel.blocks import (
+    ExplicitBlocks,
+    FlexBlocks,
+    choose_blocks,
+)
+from titan_moe.models.attention import plain_core, takes_flex
+from titan_moe.models.config import GQAConfig, MLAConfig
+from titan_moe.models.registry import model_config
+from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of, pieces_of_rows
 
@@ -48,13 +59,36 @@ def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int
         assert pieces.window == (size if kind == "window" else None)
 
 
-def test_documents_on_a_gpu_go_to_flash_where_it_takes_them() -> None:
-    chosen = choose_core(mask_documents=True, device_type="cuda", takes_varlen=True)
-    assert isinstance(chosen, VarlenCore)
-    for mask_documents in (False, True):
-        refused = choose_core(
-            mask_documents=mask_documents, device_type="cuda", local_or_sinks=True
-        )
-        assert isinstance(refused, FlexCore)
-    chosen = choose_core(mask_documents=False, device_type="cuda", takes_varlen=True)
-    assert isinstance(chosen, Sdpa)
+HEADS = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=32)
+LATENT = MLAConfig(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "core"),
+    [
+        (HEADS, torch.bfloat16, VarlenCore),
+        (replace(HEADS, sinks=True), torch.bfloat16, FlexCore),
+        (HEADS, torch.float32, FlexCore),
+        (replace(HEADS, head_dim=16), torch.float32, FlexCore),
+        (replace(HEADS, head_dim=20), torch.bfloat16, FlexCore),
+        (replace(HEADS, head_dim=264), torch.bfloat16, FlexCore),
+        # Of these, neither kernel takes heads or type.
+        (HEADS, torch.float64, Sdpa),
+        (replace(HEADS, head_dim=8), torch.float32, Sdpa),
+        (replace(HEADS, head_dim=8, sinks=True), torch.bfloat16, Sdpa),
+        (LATENT, torch.bfloat16, Sdpa),
+        (replace(LATENT, nope_dim=16), torch.float32, Sdpa),
+    ],
+    ids=str,
+)
+def test_masks_on_a_gpu_go_to_the_fastest_kernel_that_takes_the_heads(
+    heads: GQAConfig | MLAConfig, dtype: torch.dtype, core: type
+) -> None:
+    config = replace(model_config("qwen3", "gate"), attention=heads)
+    on_gpu = partial(plain_core, config, dtype=dtype, device_type="cuda")
+    assert isinstance(on_gpu(mask_documents=True), core)
+    assert isinstance(on_gpu(mask_documents=False), core if heads.sinks else Sdpa)
+    assert isinstance(plain_core(config, mask_documents=True, dtype=dtype), Sdpa)
+    blocks = choose_blocks(mask_documents=True, takes_flex=takes_flex(config, dtype, "cuda"))
+    assert isinstance(blocks, ExplicitBlocks if core is Sdpa else FlexBlocks)
+    assert not takes_flex(config, dtype, "cpu")

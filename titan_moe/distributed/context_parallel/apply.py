@@ -62,7 +62,7 @@ def context_parallel_core(
     method: str,
     balanced: bool,
     mask_documents: bool,
-    device_type: str,
+    takes_flex: bool,
 ) -> AttentionCore:
     """The core for attention layers whose tokens are cut over `group`.
 
@@ -78,11 +78,12 @@ def context_parallel_core(
         method: "allgather", "ulysses" or "ring".
         balanced: head-tail balance; else consecutive positions.
         mask_documents: whether documents packed into a row are kept apart.
-        device_type: "cuda" attends by compiled flex attention, others by explicit masks.
+        takes_flex: whether the device has compiled flex attention for the heads and their type;
+            else masks are explicit.
     """
     if method == "ulysses":
         return Ulysses(plain, group, balanced=balanced)
-    attention = choose_blocks(mask_documents=mask_documents, device_type=device_type)
+    attention = choose_blocks(mask_documents=mask_documents, takes_flex=takes_flex)
     if method == "allgather":
         return AllGather(attention, group, balanced=balanced)
     assert method == "ring"

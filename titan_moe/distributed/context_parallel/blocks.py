@@ -39,7 +39,7 @@ class Upstream(NamedTuple):
 
 
 class ExplicitBlocks:
-    """Masks [B, 1, queries, keys] in memory: any device, any type; the CPU's way.
+    """Masks [B, 1, queries, keys] in memory: any device, heads and type; the CPU's way.
 
     Queries are cut in two halves, and of the keys of each those left out that are after its last
     query or before all that it sees: where positions are head-tail balanced, that is all blocks in
@@ -153,12 +153,12 @@ class FlexBlocks:
 
 
 BlockAttention = ExplicitBlocks | FlexBlocks
-"""Attention within a block, by device. Keys and values may have fewer heads than queries."""
+"""Attention within a block. Keys and values may have fewer heads than queries."""
 
 
-def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
-    """Returns the attention within blocks for a type of device."""
-    if device_type == "cuda":
+def choose_blocks(*, mask_documents: bool, takes_flex: bool) -> BlockAttention:
+    """Returns the attention within blocks. `takes_flex`: as for `choose_core`."""
+    if takes_flex:
         return FlexBlocks(mask_documents=mask_documents, compiled=True)
     return ExplicitBlocks(mask_documents=mask_documents)
 
