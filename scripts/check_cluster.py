@@ -1,8 +1,8 @@
 """Check the GPUs, connections and disk of a cluster before a long run.
 
-    torchrun --nproc-per-node 8 scripts/check_cluster.py --folder outputs
+    torchrun --nproc-per-node 8 -m scripts.check_cluster --folder outputs
     srun torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
-        scripts/check_cluster.py --folder outputs
+        -m scripts.check_cluster --folder outputs
 
 Each rank multiplies matrices of whole numbers, writes a file into FOLDER and reads it back, and
 sums whole numbers with every other rank, pair by pair. Every result is known beforehand to the bit.
@@ -14,6 +14,7 @@ Exit codes: 0 nothing is wrong; 1 something is.
 
 import argparse
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from titan_moe.runtime.device import backend_for, pick_device
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import Launch, count_gpus
 
 _SLOW = {"cuda": 0.8, "cpu": 0.3}
 _DISK_BYTES = 64 << 20
@@ -158,11 +163,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check a cluster; started by torchrun.")
     parser.add_argument("--folder", type=Path, default=Path("outputs"), help="on the disk to check")
     folder = parser.parse_args().folder
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    try:
+        device = pick_device(Launch.from_environment(os.environ), count_gpus(os.environ))
+    except RunError as error:
+        sys.exit(f"error: {error}")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend_for(device))
     rates, problems = check(folder, device)
     if dist.get_rank() == 0:
         print("\n".join([*rates, *(f"error: {line}" for line in problems)]), flush=True)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from titan_moe.runtime.device import peak_flops
+from titan_moe.runtime.device import peak_flops, refuse_unusable
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import count_gpus
 
 REPO = Path(__file__).resolve().parents[2]
 TRAIN = ("-m", "titan_moe", "train")
@@ -55,10 +57,20 @@ def parse_gpu(
 ) -> argparse.Namespace:
     """Parse and seed; ends the script with one line where there is no GPU."""
     arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if arguments.device == "cuda" and not usable_gpus():
         sys.exit("no CUDA device here: --device cpu runs the same code on toy sizes")
     torch.manual_seed(arguments.seed)
     return arguments
+
+
+def usable_gpus() -> int:
+    """Returns the number of GPUs here; ends the script with one line if torch cannot use them."""
+    found = count_gpus(os.environ)
+    try:
+        refuse_unusable(found)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+    return found
 
 
 def is_toy(arguments: argparse.Namespace) -> bool:

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scripts.bench.measure import usable_gpus
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.runtime.device import backend_for
+from titan_moe.runtime.device import backend_for, pick_device
+from titan_moe.runtime.launch import Launch
 from titan_moe.train_step import StepResult, TrainStep
 
 
 def first_gpu_or_cpu(wanted: str | None = None) -> torch.device:
     """The device of this name; left out: a GPU if there is one."""
-    on_gpu = torch.cuda.is_available() if wanted is None else wanted == "cuda"
-    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return torch.device("cpu") if wanted == "cpu" else pick_device(Launch(), usable_gpus())
 
 
 @contextmanager

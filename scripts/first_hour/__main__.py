@@ -16,13 +16,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from scripts.bench.measure import describe
+from scripts.bench.measure import describe, usable_gpus
 from scripts.first_hour.parts import Part, all_parts
 from scripts.first_hour.session import REPO, Machine, PartError, Session, UnseenError
 from titan_moe.runtime.files import set_aside, write_whole
-from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.revision import code_in_words, running_code
 from titan_moe.verify.report.render import render
 
@@ -144,7 +141,7 @@ def _in_words(results: Sequence[Result], parts: int) -> str:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    gpus = count_gpus(os.environ) if torch.cuda.is_available() else 0
+    gpus = 0 if options.device == "cpu" else usable_gpus()
     device = options.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
         sys.exit("error: no GPU here: --device cpu runs debug models on CPU processes")

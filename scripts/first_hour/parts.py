@@ -90,7 +90,7 @@ def check_machine(session: Session) -> Seen:
         torchrun += ["--nnodes", str(machine.nodes), *meeting]
     else:
         torchrun += ["--standalone"]
-    script = ["scripts/check_cluster.py", "--folder", session.folder]
+    script = ["-m", "scripts.check_cluster", "--folder", session.folder]
     ranks = ["--nproc-per-node", machine.local_ranks]
     output = session.run(sys.executable, *torchrun, *ranks, *script)
     return Seen("; ".join(line for line in output.splitlines() if "median" in line))

@@ -16,8 +16,6 @@ from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Index, SparseAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 DEVICE = "cuda"
 LOCALS = {
     "all": None,

@@ -22,8 +22,6 @@ from titan_moe.ops.permute_indices import (
     sort_by_expert,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize("row_alignment", ALIGNMENTS)
 def test_permute_indices_equals_the_slow_loop(row_alignment):

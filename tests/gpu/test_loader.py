@@ -1,6 +1,5 @@
 """Batches read by another process, pinned, and copied without waiting: the values of plain ones."""
 
-import pytest
 import torch
 
 from titan_moe.config.job_config import Training
@@ -9,7 +8,6 @@ from titan_moe.data.loader import Loader
 from titan_moe.data.reader import ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
 
 

@@ -80,9 +80,6 @@ def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[in
     return losses, graphs
 
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.parametrize(
     "what, needs",
     [

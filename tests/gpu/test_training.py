@@ -5,13 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.jobs import TINY
 from tests.support.paths import REPO
 from titan_moe.metrics.jsonl import read_json_lines
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:

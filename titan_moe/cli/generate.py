@@ -10,10 +10,12 @@ Exit codes: 0; 1 the checkpoint cannot be read; 2 a wrong argument.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_seed
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.launch import Launch, count_gpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +43,9 @@ def run(options: argparse.Namespace) -> Answer:
 
     from titan_moe.checkpoint.hf.read import load_alone
     from titan_moe.generate import Sampling, decode, first_tokenizer, prompt_ids
+    from titan_moe.runtime.device import pick_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(Launch(), count_gpus(os.environ))
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = getattr(torch, options.dtype) if options.dtype else default
     loaded = load_alone(options.checkpoint, dtype=dtype, device=device)

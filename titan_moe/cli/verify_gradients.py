@@ -111,8 +111,12 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _check_gpus(ranks: int) -> None:
-    """Raises ConfigError if this machine has fewer GPUs than a layout has ranks."""
-    if (found := count_gpus(os.environ)) < ranks:
+    """Raises ConfigError if this machine has fewer GPUs than a layout has ranks, RunError if torch
+    cannot use them."""
+    from titan_moe.runtime.device import refuse_unusable
+
+    refuse_unusable(found := count_gpus(os.environ))
+    if found < ranks:
         raise ConfigError([f"--device cuda: {ranks} ranks need as many GPUs, and {found} are here"])
 
 

@@ -35,9 +35,8 @@ def pick_device(launch: Launch, num_gpus: int = 0) -> torch.device:
     Raises:
         RunError: the machine has fewer GPUs than ranks, or GPUs that CUDA cannot use.
     """
+    refuse_unusable(num_gpus)
     if not torch.cuda.is_available():
-        if num_gpus:
-            raise RunError(_unusable(num_gpus))
         return torch.device("cpu")
     if launch.local_world_size > torch.cuda.device_count():
         raise RunError(
@@ -47,13 +46,21 @@ def pick_device(launch: Launch, num_gpus: int = 0) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def _unusable(num_gpus: int) -> str:
+def refuse_unusable(num_gpus: int) -> None:
+    """Raises RunError if there are GPUs (`launch.count_gpus`), and this torch cannot use them."""
+    if not num_gpus or torch.cuda.is_available():
+        return
     driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "of unknown version"
-    return (
-        f"{num_gpus} GPUs found, but torch {torch.__version__} for CUDA {torch.version.cuda} "
-        f"cannot use them with the NVIDIA driver {driver}: install a newer driver, or a torch for "
-        "an older CUDA; or start with CUDA_VISIBLE_DEVICES= to use the CPU "
-        "(docs/getting-started.md)"
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} has no CUDA: install torch's build for CUDA"
+    else:
+        why = (
+            f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use them with the "
+            f"NVIDIA driver {driver}: install a newer driver, or a torch for an older CUDA"
+        )
+    raise RunError(
+        f"{num_gpus} GPUs found, but {why}; or start with CUDA_VISIBLE_DEVICES= to use the CPU "
+        "(docs/troubleshooting.md#the-gpus-cannot-be-used)"
     )
 
 

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 
@@ -72,9 +71,8 @@ def attempt_number(environment: Mapping[str, str]) -> int:
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Returns the number of GPUs that a run would use; 0 with a CPU build of torch."""
-    if metadata.version("torch").endswith("+cpu"):
-        return 0
+    """Returns the number of NVIDIA GPUs that a run would use, whether or not torch can: see
+    `device.refuse_unusable`."""
     found = len(list(devices.glob("nvidia[0-9]*")))
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return found

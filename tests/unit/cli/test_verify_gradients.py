@@ -88,6 +88,7 @@ def test_ranks_on_gpus_need_as_many_gpus(ranks: list[Task], tmp_path: Path, caps
 
 def test_results_of_a_cpu_are_not_those_of_gpus(ranks, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("titan_moe.cli.verify_gradients.count_gpus", lambda environment: 8)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     words = (*OWN, "--layouts", "dp_shard=2", "--float32")
     for device in ("cpu", "cuda", "cuda"):
         assert verify(tmp_path, *words, "--device", device) == 0

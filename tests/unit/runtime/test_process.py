@@ -137,6 +137,10 @@ def test_pick_device_refuses_gpus_that_cuda_cannot_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RunError, match=r"2 GPUs found, but torch 2\S+ has no CUDA: install torch"):
+        pick_device(Launch(), 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device_module, "_DRIVER", tmp_path / "version")
     with pytest.raises(RunError, match=r"8 GPUs found, .* driver of unknown version: install"):
         pick_device(Launch(), 8)

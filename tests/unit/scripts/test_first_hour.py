@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from scripts.bench import gpu_moe, measure
 from scripts.first_hour import __main__ as first_hour
 from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts
 from scripts.first_hour.session import REPO, Machine, Session, UnseenError
@@ -89,6 +92,17 @@ def test_other_nodes_rename_no_folder_and_write_no_result(
 def test_unknown_part_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first_hour.main([str(tmp_path), "--device", "cpu", "--only", "gtae"]) == 2
     assert capsys.readouterr().err.startswith("error: --only gtae: choose from fails, hangs")
+
+
+@pytest.mark.parametrize("main", [first_hour.main, gpu_moe.main])
+def test_gpus_that_torch_cannot_use_stop_a_script_with_one_line(
+    main: Callable[[list[str]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "count_gpus", lambda environment: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^error: 8 GPUs found, but .*: install .*$"):
+        main([])
 
 
 @pytest.mark.parametrize(("device", "ranks"), [("cuda", 8), ("cuda", 32), ("cuda", 64), ("cpu", 4)])

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.device import describe_device
-from titan_moe.runtime.launch import count_gpus
+from titan_moe.runtime.device import describe_device, pick_device
+from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.verify.compare.noise.band import Band, quantities_of
 from titan_moe.verify.compare.records import Curve, RunRecord
 
@@ -56,7 +56,7 @@ class Golden:
 
 def this_device() -> torch.device:
     """The device that run_train.sh would compute on."""
-    return torch.device("cuda" if count_gpus(os.environ) else "cpu")
+    return pick_device(Launch(), count_gpus(os.environ))
 
 
 def golden_key() -> str:
