@@ -25,6 +25,7 @@ from scripts.bench.measure import (
     finish,
     gpu_options,
     is_toy,
+    keep,
     medians,
     parse_gpu,
     print_facts,
@@ -84,13 +85,14 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_gpu(gpu_options(__doc__), argv)
-    rows = [
-        row
-        for shape in (TOY_SHAPES if is_toy(arguments) else SHAPES)
-        for routing in ("balanced", "natural")
-        for row in measure(shape, routing, arguments.repeats, arguments.device)
-    ]
     print_facts(describe(arguments.device))
+    rows: list[Row] = []
+    for shape in TOY_SHAPES if is_toy(arguments) else SHAPES:
+        for routing in ("balanced", "natural"):
+            rows += measure(shape, routing, arguments.repeats, arguments.device)
+            goals = [goal for row in rows for goal in row.goals()]
+            figures = [asdict(row) | {"over_gemms": row.over_gemms} for row in rows]
+            keep(arguments, figures, goals)
     heads = ["T", "D", "F", "E", "K", "routing", "busiest", "direction"]
     heads += ["layer ms", "GEMMs ms", "over GEMMs", "TFLOP/s", "published"]
     print_table(
@@ -110,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in rows
         ],
     )
-    goals = [goal for row in rows for goal in row.goals()]
-    finish(arguments, [asdict(row) | {"over_gemms": row.over_gemms} for row in rows], goals)
+    finish(arguments, figures, goals)
 
 
 def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:

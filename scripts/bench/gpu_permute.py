@@ -19,6 +19,7 @@ from scripts.bench.measure import (
     finish,
     gpu_options,
     is_toy,
+    keep,
     medians,
     parse_gpu,
     print_facts,
@@ -42,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_gpu(gpu_options(__doc__), argv)
     toy, device = is_toy(arguments), arguments.device
     copy_rate = copy_bandwidth(2**20 if toy else 2**30, arguments.repeats, device)
-    rows = [
-        measure(case, copy_rate, arguments.repeats, device)
-        for case in (TOY_CASES if toy else CASES)
-    ]
     print_facts(describe(device))
     print(f"copy: {copy_rate / 1e9:.0f} GB/s")
+    rows: list[dict[str, Any]] = []
+    for case in TOY_CASES if toy else CASES:
+        rows.append(measure(case, copy_rate, arguments.repeats, device))
+        keep(arguments, rows, [goal for row in rows for goal in goals_of(row)])
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
 

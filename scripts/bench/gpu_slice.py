@@ -4,12 +4,14 @@
     python -m scripts.bench.gpu_slice --only qwen3 --rows 8
     python -m scripts.bench.gpu_slice --device cpu      # the same code on toy sizes
 
-The first 4 layers of Qwen3-30B-A3B and DeepSeek-V3-16B at full width, with embedding, output layer,
-clipping and a fused AdamW, in bfloat16 over float32 parameters, rows of 4096 random tokens of one
-document each, nothing recomputed. Eager and compiled, with natural routing (a fresh router's on
-random tokens) and with forced balance. MFU counts the FLOPs of titan_moe/models/stats.py, thrice
-for forward and backward, over the device's dense bfloat16 peak; a slice's output layer weighs more
-than in the whole model. A variant that fails is reported with its error and the others go on.
+The first layers of Qwen3-30B-A3B and DeepSeek-V3-16B at full width, as many as the memory estimate
+lets in with 4 GiB to spare, with embedding, output layer, clipping and a fused AdamW, in bfloat16
+over float32 parameters, rows of 4096 random tokens of one document each, nothing recomputed. Eager
+and compiled, with natural routing (a fresh router's on random tokens) and with forced balance. MFU
+counts the FLOPs of titan_moe/models/stats.py, thrice for forward and backward, over the device's
+dense bfloat16 peak; a slice's output layer weighs more than in the whole model. "peak" is the most
+bytes of tensors, beside the estimate's with skewed rows, and "held" what the allocator held, beside
+all that the estimate wants. A variant that fails is reported with its error and the others go on.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import gc
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,18 +30,22 @@ from scripts.bench.measure import (
     finish,
     gpu_options,
     is_toy,
+    keep,
     parse_gpu,
     print_facts,
     print_table,
     take_turns,
     wall_seconds,
-    write_goals,
 )
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, why, world_of_one
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.memory import GIB, Memory, Plan, memory
+from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_weights
-from titan_moe.runtime.device import peak_flops
+from titan_moe.runtime.device import memory_of, peak_flops
 
-LAYERS, SEQ_LEN, ROWS = 4, 4096, 4
+TOY_LAYERS, SEQ_LEN, ROWS = 4, 4096, 4
+SPARE_BYTES = 4 * GIB
 MODELS = [("qwen3", "30B-A3B"), ("deepseek_v3", "16B")]
 TOY_MODELS = [("qwen3", "debugmodel_moe"), ("deepseek_v3", "2M")]
 WARMUP_STEPS, LEAST_MFU = 4, 0.45
@@ -47,6 +54,7 @@ WARMUP_STEPS, LEAST_MFU = 4, 0.45
 def main(argv: Sequence[str] | None = None) -> None:
     parser = gpu_options(__doc__, repeats=8)
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step")
+    parser.add_argument("--layers", type=int, help="default: as many as fit")
     parser.add_argument("--only", metavar="FAMILY", default="")
     parser.add_argument("--eager-only", action="store_true")
     arguments = parse_gpu(parser, argv)
@@ -63,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for variant in variants:
             rows.append(measure(*variant, arguments, device))
             compare_with_balanced(rows)
-            # Figures so far are not lost where a limit of time stops this process.
-            write_goals(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+            keep(arguments, rows, [goal for row in rows for goal in goals_of(row)])
     print_facts(describe(arguments.device))
     heads = list(dict.fromkeys(key for row in rows for key in row))
     print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
@@ -125,7 +132,9 @@ def steps(
     tables["debug"] = {"moe_force_load_balance": balanced}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    training = new_training(tables, device, num_layers=LAYERS, seed=arguments.seed)
+    estimates = estimates_of(tables)
+    num_layers = arguments.layers or layers_that_fit(estimates, memory_of(device))
+    training = new_training(tables, device, num_layers=num_layers, seed=arguments.seed)
     first_s = wall_seconds(training.run)
     results = []
     variants = {"step": lambda: results.append(training.run())}
@@ -134,6 +143,7 @@ def steps(
     rate = arguments.rows * seq_len / statistics.median(seconds)
     flops = 3 * sum(part_weights(training.sharded.config, seq_len).values()) * rate
     figures = {
+        "layers": num_layers,
         "tokens/s": rate,
         "TFLOP/s": flops / 1e12,
         "step ms": 1e3 * statistics.median(seconds),
@@ -146,8 +156,30 @@ def steps(
         figures["busiest"] = (counts_LE.amax(1) / counts_LE.mean(1)).max().item()
     if (peak := peak_flops(device)) is not None:
         figures["MFU"] = flops / peak
-        figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    if device.type == "cuda":
+        estimate = estimates[num_layers - 1]
+        figures["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
+        figures["estimated GiB"] = (estimate.total + estimate.skew) / GIB
+        figures["held GiB"] = torch.cuda.max_memory_reserved() / GIB
+        figures["wanted GiB"] = estimate.needed / GIB
     return figures
+
+
+def estimates_of(tables: dict[str, dict[str, Any]]) -> list[Memory]:
+    """Returns the memory estimates of the model's first layer, its first two, and so on."""
+    job = JobConfig.model_validate(tables)
+    config = model_config(job.model.name, job.model.flavor)
+    sections = (job.training, job.parallelism, job.activation_checkpoint, job.optimizer)
+    slices = (replace(config, num_layers=n) for n in range(1, config.num_layers + 1))
+    return [memory(Plan(each, *sections, 1)) for each in slices]
+
+
+def layers_that_fit(estimates: Sequence[Memory], gpu: int | None) -> int:
+    """Returns the most layers whose estimate leaves `SPARE_BYTES` of a GPU, at least one; without a
+    GPU `TOY_LAYERS`."""
+    if gpu is None:
+        return TOY_LAYERS
+    return max(1, sum(estimate.needed <= gpu - SPARE_BYTES for estimate in estimates))
 
 
 def job_tables(model: tuple[str, str], num_rows: int, seq_len: int) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ import torch
 
 from titan_moe.runtime.device import peak_flops, refuse_unusable
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import count_gpus
 
 REPO = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def write_json(path: Path | None, figures: Mapping[str, Any], device: str = "cpu
     """Write all figures and what they were measured on, if asked for."""
     if path is not None:
         text = json.dumps({**describe(device), **figures}, indent=1, default=str)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_whole(path, text + "\n")
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
@@ -96,7 +97,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 def print_facts(facts: Mapping[str, Any]) -> None:
     """Prints facts on one line."""
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(", ".join(f"{name} {_text(value)}" for name, value in facts.items()), flush=True)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
@@ -151,6 +152,12 @@ def finish(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[
     print("\ngoals (toy sizes: they mean nothing)" if is_toy(arguments) else "\ngoals")
     for goal in goals:
         print(f"  {goal}")
+    write_goals(arguments, rows, goals)
+
+
+def keep(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
+    """Prints the last row, and writes all so far: a limit of time may stop the next one."""
+    print_facts(rows[-1])
     write_goals(arguments, rows, goals)
 
 

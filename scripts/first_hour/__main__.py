@@ -7,41 +7,20 @@ import argparse
 import json
 import os
 import sys
-import time
-import traceback
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from scripts.bench.measure import describe, usable_gpus
-from scripts.first_hour.parts import Part, all_parts
-from scripts.first_hour.session import REPO, Machine, PartError, Session, UnseenError
-from titan_moe.runtime.files import set_aside, write_whole
-from titan_moe.runtime.revision import code_in_words, running_code
+from scripts.first_hour.parts import all_parts
+from scripts.first_hour.runner import Result, code_of, in_words, run_part
+from scripts.first_hour.session import REPO, Machine
+from titan_moe.runtime.files import write_whole
 from titan_moe.verify.report.render import render
 
 _CPU_RANKS = 4
 _CPU_PATIENCE = 3
 """Limits are for GPUs; CPU ranks share cores with whatever else runs."""
-VERDICTS = ("passed", "goals missed", "not seen", "failed")
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of one part."""
-
-    name: str
-    question: str
-    verdict: str
-    """One of VERDICTS; "not seen": this machine cannot show it."""
-    line: str
-    seconds: float
-    date: str
-    code: str
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,45 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{number}/{len(chosen)} {part.name}: {part.question}", flush=True)
         result = _known(folder, machine)
         if result is None or result.verdict != "passed":
-            result = run_part(part, machine, folder)
+            limit_s = part.limit_s * (1 if machine.on_gpus else _CPU_PATIENCE)
+            result = run_part(part, machine, folder, limit_s)
         print(f"    {result.verdict} in {result.seconds:.0f} s: {result.line}", flush=True)
         results.append(result)
         if machine.node == 0:
             write_whole(folder / "result.json", json.dumps(asdict(result), indent=1))
             _write(options.folder, list(parts), machine)
-    print(f"{_in_words(results, len(chosen))}; {options.folder / 'first_hour.html'}")
+    print(f"{in_words(results, len(chosen))}; {options.folder / 'first_hour.html'}")
     return 1 if any(result.verdict == "failed" for result in results) else 0
-
-
-def run_part(part: Part, machine: Machine, folder: Path) -> Result:
-    """Runs a part in a new folder; whatever it raises is its result. The first node renames an
-    existing folder: it may hold other files than this program's."""
-    if machine.node == 0 and folder.exists():
-        set_aside(folder, f"{folder.name}.{{}}".format)
-    folder.mkdir(parents=True, exist_ok=True)
-    began, figures = time.monotonic(), {}
-    session = Session(machine, folder, part.limit_s * (1 if machine.on_gpus else _CPU_PATIENCE))
-    try:
-        seen = part.run(session)
-        verdict, line, figures = seen.verdict, seen.line, dict(seen.figures)
-    except UnseenError as reason:
-        verdict, line = "not seen", str(reason)
-    except PartError as reason:
-        verdict, line = "failed", str(reason)
-    except Exception as error:  # A mistake of this script costs the other parts nothing.
-        verdict, line = "failed", f"{type(error).__name__}: {error}"
-        with session.log.open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
-    return Result(
-        name=part.name,
-        question=part.question,
-        verdict=verdict,
-        line=line,
-        seconds=round(time.monotonic() - began, 1),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        code=_code(machine),
-        figures=figures,
-    )
 
 
 def _known(folder: Path, machine: Machine) -> Result | None:
@@ -110,13 +59,7 @@ def _known(folder: Path, machine: Machine) -> Result | None:
     if not file.is_file():
         return None
     result = Result(**json.loads(file.read_text(encoding="utf-8")))
-    return result if result.code == _code(machine) else None
-
-
-def _code(machine: Machine) -> str:
-    """Names the commit, a hash of the package's files, and the ranks."""
-    code = code_in_words({**running_code(), "folder": "titan_moe"})
-    return f"{code} on {machine.ranks} {machine.device} ranks"
+    return result if result.code == code_of(machine) else None
 
 
 def _write(folder: Path, parts: Sequence[Path], machine: Machine) -> None:
@@ -126,18 +69,12 @@ def _write(folder: Path, parts: Sequence[Path], machine: Machine) -> None:
         parts: the folders of all parts.
     """
     results = [result for part in parts if (result := _known(part, machine)) is not None]
-    facts = {**describe(machine.device), **asdict(machine), "code": _code(machine)}
+    facts = {**describe(machine.device), **asdict(machine), "code": code_of(machine)}
     whole = {"machine": facts, "parts": [asdict(result) for result in results]}
     write_whole(folder / "first_hour.json", json.dumps(whole, indent=1))
-    values = {"facts": facts, "results": results, "sum": _in_words(results, len(parts))}
+    values = {"facts": facts, "results": results, "sum": in_words(results, len(parts))}
     page = render("first_hour.html", title="The first hour", **values)
     write_whole(folder / "first_hour.html", page)
-
-
-def _in_words(results: Sequence[Result], parts: int) -> str:
-    counts = Counter(result.verdict for result in results)
-    text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
-    return f"{text}, of {parts} parts"
 
 
 def _machine(options: argparse.Namespace) -> Machine:

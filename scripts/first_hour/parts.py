@@ -1,10 +1,10 @@
 """The parts of the first hour, in the order in which a broken machine is understood."""
 
 import json
+import os
 import re
 import statistics
 import sys
-import xml.etree.ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
 
-from scripts.first_hour.session import REPO, Machine, PartError, Session, UnseenError
+from scripts.first_hour.session import REPO, Machine, PartError, Session, UnseenError, count_tests
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import parallel_dims
@@ -69,9 +69,10 @@ class Part:
 
 def all_parts(machine: Machine) -> list[Part]:
     """Returns the parts for a machine, and a benchmark of each configuration of its size."""
+    kernels = partial(run_tests, files=["tests/gpu"])
     parts = [
         Part("machine", "Are GPUs, links and disk alike?", check_machine, 600, many_nodes=True),
-        Part("kernels", "Do kernels and modules agree with their references?", test_kernels, 900),
+        Part("kernels", "Do kernels and modules agree with their references?", kernels, 2400),
         Part("gate", "Does each layout have the gradients of one process?", verify_gate, 900),
         Part("layouts", "Do layouts train like one process?", compare_layouts, 900),
         Part("resume", "Is a resumed run the same run, in any layout?", resume, 600, True),
@@ -96,15 +97,17 @@ def check_machine(session: Session) -> Seen:
     return Seen("; ".join(line for line in output.splitlines() if "median" in line))
 
 
-def test_kernels(session: Session) -> Seen:
-    file = session.folder / "tests.xml"
-    pytest = (sys.executable, "-m", "pytest", "tests/gpu", f"--junit-xml={file}")
-    session.run(*pytest, accept=(0, 5))
-    suite = next(xml.etree.ElementTree.parse(file).iter("testsuite"))
-    tests, skipped = (int(suite.get(name, 0)) for name in ("tests", "skipped"))
-    if skipped == tests:
-        raise UnseenError(f"all {tests} tests need a GPU")
-    return Seen(f"{tests - skipped} tests passed, {skipped} skipped")
+def run_tests(session: Session, files: Sequence[str]) -> Seen:
+    # A line a test, as it ends. Each process compiles the kernels of its tests, minutes for some.
+    options = ("-vv", "-n", min(8, max(1, (os.cpu_count() or 1) // 2)), "--durations", 10)
+    session.run(
+        *(sys.executable, "-m", "pytest", *files, *options, f"--junit-xml={session.tests}"),
+        accept=(0, 5),
+    )
+    ends = count_tests(session.tests)
+    if not ends["passed"]:
+        raise UnseenError(f"all {ends['skipped']} tests need a GPU")
+    return Seen(f"{ends['passed']} tests passed, {ends['skipped']} skipped", ends)
 
 
 def verify_gate(session: Session) -> Seen:
@@ -215,9 +218,9 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
 
 def benchmark_kernels(session: Session, words: Sequence[str]) -> Seen:
     """Runs a script of scripts/bench. Its goals are for GPUs; one that is missed fails nothing."""
-    file, toy = session.folder / "figures.json", () if session.machine.on_gpus else _TOY
-    session.run(sys.executable, "-m", *words, *toy, "--json", file)
-    figures = json.loads(file.read_text(encoding="utf-8"))
+    toy = () if session.machine.on_gpus else _TOY
+    session.run(sys.executable, "-m", *words, *toy, "--json", session.figures)
+    figures = json.loads(session.figures.read_text(encoding="utf-8"))
     goals = figures["goals"]
     if not session.machine.on_gpus:
         return Seen(f"runs, with toy sizes; its {len(goals)} goals are for GPUs", figures)
@@ -236,7 +239,7 @@ def _kernel_benchmarks() -> Iterator[Part]:
         "gpu_slice --only deepseek_v3",
     ):
         run = partial(benchmark_kernels, words=f"scripts.bench.{name}".split())
-        yield Part(name, "How near are kernels to what the GPU can do?", run, 150)
+        yield Part(name, "How near are kernels to what the GPU can do?", run, 600)
 
 
 def _benchmarks(machine: Machine) -> Iterator[Part]:

@@ -1,11 +1,14 @@
 """Commands of one part of the first hour: started, timed, logged, and ended at the part's limit."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,23 @@ from titan_moe.metrics.jsonl import read_json_lines
 
 REPO = Path(__file__).resolve().parents[2]
 _POLL_S = 0.2
+_GRACE_S = 10
+"""Seconds between the interrupt of a command and its end by force."""
+_LAST_LINES = 20
+
+
+def count_tests(file: Path) -> dict[str, Any]:
+    """Returns how many tests of JUnit's file had which end, and the names of those that failed."""
+    ends = dict.fromkeys(("passed", "skipped", "failure", "error"), 0)
+    failed = []
+    for case in xml.etree.ElementTree.parse(file).iter("testcase"):
+        if case.get("name") is None:  # That ran when pytest was interrupted.
+            continue
+        end = next((child.tag for child in case if child.tag in ends), "passed")
+        ends[end] += 1
+        if end in ("failure", "error"):
+            failed.append(str(case.get("name")))
+    return {**ends, "failed": failed}
 
 
 class PartError(Exception):
@@ -52,14 +72,23 @@ class Session:
     """Runs the commands of one part.
 
     Args:
-        folder: one for all nodes; gets log.txt, and whatever the commands write.
+        folder: one for all nodes; gets whatever the commands write.
         limit_s: seconds that all commands of the part may take together.
+        log: file that the output of all commands is added to.
     """
 
     machine: Machine
     folder: Path
     limit_s: float
+    log: Path
     _began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.tests = self.folder / "tests.xml"
+        """JUnit's file, of a part that runs tests."""
+        self.figures = self.folder / "figures.json"
+        """What a benchmark writes after each row."""
+        self._start = self.log.stat().st_size if self.log.exists() else 0
 
     def run(
         self, *words: object, accept: tuple[int, ...] = (0,), env: Mapping[str, str] | None = None
@@ -72,7 +101,7 @@ class Session:
         code, output = self.wait(process), self.output(start)
         if code not in accept:
             last = output.strip().rpartition("\n")[2] or "no output"
-            raise PartError(f"a command of log.txt ended with {code}: {last}")
+            raise PartError(f"a command of {self.log.name} ended with {code}: {last}")
         return output
 
     def start(
@@ -100,13 +129,30 @@ class Session:
         return self.log.read_bytes()[start:].decode(errors="replace")
 
     def wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Waits for a command. Raises PartError at the limit, with the command killed."""
+        """Waits for a command. Raises PartError at the limit, with the command stopped: interrupted
+        first, for pytest then writes what it has seen."""
         try:
             return process.wait(max(1.0, self._began + self.limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
             raise PartError(f"stopped at the limit of {self.limit_s:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def evidence(self) -> dict[str, Any]:
+        """Returns what the part had seen when it ended: the tests and figures in its folder, and
+        the last lines of its log."""
+        found: dict[str, Any] = {}
+        if self.tests.is_file():
+            with suppress(xml.etree.ElementTree.ParseError):  # Ended while it was written.
+                found["tests"] = count_tests(self.tests)
+        if self.figures.is_file():
+            found["figures"] = json.loads(self.figures.read_text(encoding="utf-8"))
+        return found | {"log": self.output(self._start).splitlines()[-_LAST_LINES:]}
 
     def titan_moe(self, *words: object, accept: tuple[int, ...] = (0,)) -> str:
         """Runs a command of titan-moe."""
@@ -140,11 +186,3 @@ class Session:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         raise PartError("the training logged no three steps")
-
-    @property
-    def log(self) -> Path:
-        """The output of all commands of the part. That of a node other than the first lies beside
-        the folder, which the first one makes anew."""
-        node = self.machine.node
-        name = f"{self.folder.name}-node{node}.txt"
-        return self.folder.with_name(name) if node else self.folder / "log.txt"

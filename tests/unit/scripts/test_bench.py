@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 import torch
 
-from scripts.bench import training
+from scripts.bench import gpu_permute, training
 from scripts.bench.measure import Goal
 from scripts.bench.torchtitan import compare, jobs
 from scripts.bench.torchtitan.torchtitan_rank import fill_indices
@@ -49,6 +49,20 @@ def test_gpu_benchmark_runs_toy_sizes_on_a_cpu(tmp_path: Path, words: str) -> No
     figures = json.loads(file.read_text())
     assert figures["toy"] and figures["rows"] and figures["goals"]
     assert not [row for row in figures["rows"] if "failed" in row]
+
+
+def test_gpu_benchmark_that_ends_early_has_written_the_rows_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second row never comes."""
+    row, file = gpu_permute.measure(gpu_permute.TOY_CASES[0], 1e9, 1, "cpu"), tmp_path / "rows.json"
+    measured = iter([row])
+    monkeypatch.setattr(gpu_permute, "measure", lambda *_: next(measured))
+    monkeypatch.setattr(gpu_permute, "TOY_CASES", gpu_permute.TOY_CASES * 2)
+    with pytest.raises(StopIteration):
+        gpu_permute.main(["--device", "cpu", "--repeats", "1", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["rows"] == [row] and len(figures["goals"]) == 2
 
 
 def test_goal_that_was_not_measured_is_missed() -> None:

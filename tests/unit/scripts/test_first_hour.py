@@ -12,7 +12,8 @@ import torch
 
 from scripts.bench import gpu_moe, measure
 from scripts.first_hour import __main__ as first_hour
-from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts
+from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts, run_tests
+from scripts.first_hour.runner import run_part
 from scripts.first_hour.session import REPO, Machine, Session, UnseenError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import parallel_dims
@@ -25,6 +26,24 @@ def prints(session: Session, code: str) -> Seen:
 
 def raises(session: Session, error: Exception) -> Seen:
     raise error
+
+
+SLOW_TESTS = """
+import time
+
+def test_that_passes(): pass
+
+def test_that_fails(): assert False
+
+def test_that_is_slow(): time.sleep(600)
+"""
+
+
+def runs_slow_tests(session: Session) -> Seen:
+    file = session.folder / "test_slow.py"
+    file.write_text(SLOW_TESTS)
+    session.figures.write_text('{"rows": [1, 2]}')
+    return run_tests(session, [str(file), "-p", "no:cacheprovider"])
 
 
 PARTS = [
@@ -55,6 +74,18 @@ def test_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     page = (tmp_path / "first_hour.html").read_text()
     assert all(name in page for name in ("no such GPU", "needs a GPU", "KeyError"))
     assert "no such GPU" in (tmp_path / "fails" / "log.txt").read_text()
+
+
+def test_part_that_is_stopped_keeps_its_tests_its_figures_and_the_end_of_its_log(
+    tmp_path: Path,
+) -> None:
+    part = Part("slow", "?", runs_slow_tests, limit_s=8)
+    result = run_part(part, Machine("cpu", 1), tmp_path / "slow", part.limit_s)
+    assert (result.verdict, result.line) == ("failed", "stopped at the limit of 8 s")
+    tests = result.figures["tests"]
+    assert (tests["passed"], tests["failure"]) == (1, 1) and tests["failed"] == ["test_that_fails"]
+    assert result.figures["figures"] == {"rows": [1, 2]}
+    assert any("test_that_passes" in line for line in result.figures["log"])
 
 
 def test_second_start_runs_what_has_not_passed_and_shows_all_parts(
