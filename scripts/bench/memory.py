@@ -133,6 +133,11 @@ def _allocated_beyond(step: Callable[[], object], device: torch.device) -> float
         torch.cuda.reset_peak_memory_stats()
         step()
         return float(torch.cuda.max_memory_allocated() - before)
+    return float(most_allocated(step))
+
+
+def most_allocated(step: Callable[[], object]) -> int:
+    """The most bytes of a CPU's memory alive at once during a call that were not before it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
@@ -146,7 +151,7 @@ def _allocated_beyond(step: Callable[[], object], device: torch.device) -> float
     for _, change in sorted(changes, key=lambda each: each[0]):
         alive += change
         most = max(most, alive)
-    return float(most)
+    return most
 
 
 def _show(lines: list[Way]) -> None:

@@ -325,9 +325,9 @@ class Parallelism(Section):
     never do."""
     fsdp_accumulation: Literal["auto", "reduce_each", "keep_gathered"] = "auto"
     """Sharing among the microbatches of a step: 'reduce_each' none, 'keep_gathered' the gathered
-    parameters and one reduction of their gradients. 'auto': on a GPU 'keep_gathered' if it fits by
-    the memory estimate, else, and on a CPU, 'reduce_each'; a pipeline's schedule gathers and
-    reduces once a run."""
+    parameters and one reduction of their gradients. 'auto': on a GPU 'keep_gathered' if the
+    memory estimate leaves 4 GiB, else, and on a CPU, 'reduce_each'; a pipeline's schedule gathers
+    and reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""

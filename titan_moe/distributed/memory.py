@@ -19,14 +19,19 @@ from titan_moe.distributed.parallel_dims import (
     parallel_dims,
 )
 from titan_moe.models.config import LOSS_CHUNKS, MLAConfig, ModelConfig
-from titan_moe.models.stats import Share, Size, attention_stats, shares_of_ranks
+from titan_moe.models.stats import Share, Size, attention_stats, flash_workspace, shares_of_ranks
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 GIB = 2**30
 RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
+MARGIN = 4 * GIB
+"""Memory that shipped configurations leave, and that "auto" leaves, while no GPU has confirmed the
+estimate."""
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
+# Tokens of room that FlashAttention's backward leaves after each row.
+_ROOM = 128
 # Float32 values of a pair of tokens that sparse attention has at once.
 _PAIR_MATRICES = 6
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -47,6 +52,12 @@ class Memory:
     the two, and the buffers in which each microbatch arrives."""
     layer: float
     """The recomputed values of one layer, and their gradients."""
+    attention: float
+    """What FlashAttention's backward has beside these (`flash_workspace`), with room after each row
+    but not after each document. `debug.deterministic` may double its sums."""
+    copies: float
+    """Rows of one layer's T * K choices that are neither kept nor gradients: the experts' outputs,
+    and the buffer that they are sent home in. Other moments need no more."""
     logits: float
     """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
     accumulated: float
@@ -70,6 +81,8 @@ class Memory:
             "gathered": self.gathered,
             "kept": self.kept,
             "one layer": self.layer,
+            "attention": self.attention,
+            "copies": self.copies,
             "logits": self.logits,
             "accumulated": self.accumulated,
             "symmetric memory": self.exchange,
@@ -87,7 +100,7 @@ class Memory:
 
     def __str__(self) -> str:
         """One line of tensors, in GiB; in MiB where the sum is below 1 GiB."""
-        optional = ("accumulated", "symmetric memory")
+        optional = ("attention", "copies", "accumulated", "symmetric memory")
         unit = GIB if self.unit == "GiB" else 2**20
         terms = [
             f"{name} {size / unit:.1f}"
@@ -165,11 +178,10 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
         return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)
 
     reduced = max(wide, 4)
-    all_of_it = sum(whole(size) for size in parts.values())
     accumulated = 0.0
     if dims.pp > 1 or parallelism.fsdp_accumulation == "keep_gathered":
         # The shards of gradients, which `stored` has, are made from these sums and free them.
-        accumulated = all_of_it * (reduced + compute)
+        accumulated = sum(map(whole, parts.values())) * (reduced + compute)
         accumulated -= 0.0 if training.enable_cpu_offload else owned * wide
     layers = [size for name, size in parts.items() if name.startswith("layers.")]
     layer = max(map(whole, layers), default=0.0)
@@ -177,7 +189,7 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
     tokens = share.rows * training.seq_len / dims.cp
     own_tokens = tokens / dims.tp
     most_rows = _most_rows(config, parallelism, max(round(own_tokens), 1))
-    kept, one_layer = _activations(plan, share, own_tokens * compute, rows=1.0)
+    values = kept, one_layer, copies = _activations(plan, share, own_tokens * compute, rows=1.0)
     with_most_rows = _activations(plan, share, own_tokens * compute, rows=most_rows)
     vocabulary = config.vocab_size / dims.tp
     chunk = training.loss_chunk_size
@@ -196,11 +208,13 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
         + whole(output) * (2 * compute + reduced),
         kept=kept,
         layer=one_layer,
+        attention=flash_workspace(config, compute) * (own_tokens + _ROOM * share.rows / dims.tp),
+        copies=copies,
         logits=logits if output.dense else 0.0,
         accumulated=accumulated,
         exchange=_symmetric_memory(config, parallelism, own_tokens * most_rows, compute),
         host=stored if offload else 0.0,
-        skew=sum(with_most_rows) - kept - one_layer,
+        skew=sum(with_most_rows) - sum(values),
         communicators=sum(communicators(plan).values()),
     )
 
@@ -254,7 +268,7 @@ def choose_accumulation(plan: Plan, device_bytes: float | None) -> Accumulation:
         return with_word(parallelism.fsdp_accumulation)
     if microbatches > 1 and device_bytes is not None:
         keeping = with_word("keep_gathered")
-        if keeping.estimate.needed <= device_bytes:
+        if keeping.estimate.needed + MARGIN <= device_bytes:
             return keeping
     return with_word("reduce_each")
 
@@ -305,8 +319,11 @@ def _most_rows(config: ModelConfig, parallelism: Parallelism, num_tokens: int) -
     return max(most / (num_tokens * moe.top_k), 1.0)
 
 
-def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[float, float]:
-    """Bytes of values that the forward keeps, and of one layer's values and their gradients.
+def _activations(
+    plan: Plan, share: Share, bytes_: float, rows: float
+) -> tuple[float, float, float]:
+    """Bytes of values that the forward keeps, of one layer's values and their gradients, and of the
+    copies of its rows.
 
     A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
     what those return, another all its values. `bytes_`: of one value of every token. `rows`: those
@@ -333,7 +350,8 @@ def _activations(plan: Plan, share: Share, bytes_: float, rows: float) -> tuple[
         recomputed = -(-num_layers // int(recompute.selective_ac_option))
         kept = recomputed * whole + (num_layers - recomputed) * values
     kept += share.streams * config.dim
-    return kept * bytes_, (2 * values + _PAIR_MATRICES * 2 * pairs) * bytes_
+    copies = 2 * rows * config.moe.top_k * config.dim if config.moe else 0.0
+    return kept * bytes_, (2 * values + _PAIR_MATRICES * 2 * pairs) * bytes_, copies * bytes_
 
 
 def _exchanged_per_token(plan: Plan, rows: float) -> float:

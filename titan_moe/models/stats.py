@@ -41,6 +41,12 @@ class AttentionStats(NamedTuple):
     """Multiplications of a token with each token whose key an indexer scores."""
     top_k: int | None = None
     """The most tokens that a token sees; None: all that causal order leaves."""
+    query_sums: int = 0
+    """Elements of a token's query gradients that FlashAttention's backward adds up in float32, with
+    heads as wide as its tiles (`dq_accum` of ATen's mha_varlen_bwd); 0 for other kernels."""
+    expanded: int = 0
+    """Elements of a token's key and value gradients, one head for each query head, before that
+    backward adds groups of them up (`dk_expanded`, `dv_expanded`); 0 without groups."""
 
 
 @singledispatch
@@ -57,13 +63,22 @@ def _(attention: GQAConfig, dim: int) -> AttentionStats:
     biases = attention.bias * ((queries + 2 * kv_heads) * head_dim + attention.output_bias * dim)
     normed_heads = {"learned": 2, "across_heads": heads + kv_heads}
     norms = normed_heads.get(attention.qk_norm, 0) * head_dim
+    flash = not attention.sinks  # Flex attention, which sinks take, adds up in registers.
     return AttentionStats(
         parameters=matrices + biases + norms + attention.sinks * heads,
         matrices=matrices,
         score_channels=heads * 2 * head_dim,
         saved=(3 * heads + 3 * kv_heads + 2 * heads * attention.output_gate) * head_dim,
         results=2 * (heads + 2 * kv_heads) * head_dim + queries * head_dim,
+        query_sums=flash * heads * _tiled(head_dim),
+        expanded=flash * (heads != kv_heads) * 2 * heads * head_dim,
     )
+
+
+def _tiled(head_dim: int) -> int:
+    """Returns the dim of a head in FlashAttention's backward (`head_size_rounded`)."""
+    tile = 32 if head_dim <= 128 else 64
+    return -(-head_dim // tile) * tile
 
 
 @attention_stats.register
@@ -82,6 +97,7 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
         score_channels=heads * (qk_dim + v_dim),
         saved=heads * (by_head + 2 * v_dim) + 2 * (kv_rank + (q_rank or 0)),
         results=heads * (by_head + 3 * v_dim) + latent + (q_rank or 0),
+        query_sums=heads * _tiled(qk_dim),
     )
     return own if attention.indexer is None else _indexed(own, attention.indexer, dim, q_rank or 0)
 
@@ -98,6 +114,7 @@ def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int)
         results=own.results + kept,
         index_channels=queries,
         top_k=None if indexer.warm_up else indexer.top_k,
+        query_sums=0,
     )
 
 
@@ -120,6 +137,14 @@ def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
         # The state is read twice, by the key and by the query, and written once.
         state_products=3 * values * attention.key_dim,
     )
+
+
+def flash_workspace(config: ModelConfig, width: int) -> float:
+    """Returns the bytes of a token beside the gradients in the backward of FlashAttention, which
+    takes no type wider than 2 bytes; cuDNN's workspace is alike. `width`: bytes of an element."""
+    stats = (attention_stats(mixer, config.dim) for mixer in config.mixers)
+    most = max(4 * each.query_sums + width * each.expanded for each in stats)
+    return most if width == 2 else 0
 
 
 class Size(NamedTuple):

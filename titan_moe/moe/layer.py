@@ -143,7 +143,7 @@ class MoE(nn.Module):
         dispatcher = self.dispatcher
         if len(plans) == 1:
             with region("dispatch"):
-                rows = dispatcher.receive(sent[0], plans[0])
+                rows = dispatcher.receive(sent.pop(), plans[0])  # Received rows are freed here.
             with region("experts"):
                 y_RD = self.experts(rows)
             with region("combine"):

@@ -9,16 +9,25 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from scripts.bench.memory import most_allocated
 from tests.support.paths import REPO
 from tests.support.tiny import make_job, tiny, tiny_step
 from titan_moe.config.job_config import ActivationCheckpoint, Optimizer, Parallelism, Training
 from titan_moe.config.parse import resolve
 from titan_moe.distributed.communicators import communicator_bytes
-from titan_moe.distributed.memory import GIB, Plan, choose_accumulation, communicators, memory
+from titan_moe.distributed.memory import (
+    GIB,
+    MARGIN,
+    Plan,
+    choose_accumulation,
+    communicators,
+    memory,
+)
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.layer import MoE
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import balanced_choice
@@ -63,7 +72,11 @@ def test_a_small_model_by_hand():
     chunked = _estimate(loss_chunk_size=5)
     assert found.logits - chunked.logits == (21 - 5) * 100 * 2
     assert _estimate(loss_chunk_size=0) == found
-    assert found.total == sum((found.stored, found.gathered, found.kept, found.layer, found.logits))
+    # Float32 sums for 2 heads of 5, as wide as 32, and keys' and values' gradients of both, for 3
+    # rows of 7 with room for 128 tokens after each.
+    assert found.attention == (21 + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2)
+    assert _estimate(mixed_precision_param="float32").attention == 0  # FlashAttention is narrow.
+    assert found.total == sum(found.terms.values()) and found.copies == 0
     assert _estimate("none").kept == 2 * 21 * values * 2
     assert _estimate("selective").kept == 21 * values * 2 + 21 * 10 * 2
 
@@ -137,7 +150,7 @@ def _shared(free: float, word: str = "auto", **training: object) -> str:
     """Returns the choice of four ranks whose GPUs have `free` bytes beside the model."""
     section = _TRAINING.model_copy(update={**_FOUR_MICROBATCHES, **training})
     plan = _PLAN._replace(training=section, parallelism=Parallelism(fsdp_accumulation=word))
-    return choose_accumulation(plan, memory(plan).needed + free).word
+    return choose_accumulation(plan, memory(plan).needed + free + MARGIN).word
 
 
 def test_the_most_is_shared_that_fits():
@@ -169,7 +182,7 @@ def test_a_config_states_its_memory_and_fits(path: Path, monkeypatch: pytest.Mon
     comment = " ".join(line.removeprefix("# ") for line in text.splitlines())
     assert f"{found}; {found.needed / GIB:.1f} of 79.0 at most" in comment
     chosen = choose_accumulation(plan, _H100).estimate
-    assert found.needed <= chosen.needed < _H100
+    assert found.needed <= chosen.needed <= _H100 - MARGIN
     # A node of 8 has 2 TB.
     assert 8 * found.host < 1.9e12
 
@@ -246,6 +259,28 @@ def _kept_beyond_an_even_share() -> int:
 def test_skewed_rows_are_those_of_a_forward():
     plan = _plan(_SKEWED, tiny(_SKEWED), 2)
     layers = plan.config.num_layers
-    # The estimate has the values of one layer more, and their gradients.
-    estimate = memory(plan).skew * layers / (layers + 2)
+    # The estimate has the values of one layer more, their gradients, and two copies of its rows.
+    row = plan.config.dim + 2 * plan.config.moe.hidden_dim
+    estimate = memory(plan).skew * layers * row / ((layers + 2) * row + 2 * plan.config.dim)
     assert estimate == pytest.approx(run_on_ranks(_kept_beyond_an_even_share, 2)[0], rel=0.05)
+
+
+def test_live_rows_of_a_layer_are_within_the_estimate():
+    """Few and small projections: rows of `dim` elements are most of what lives. On one rank, since
+    gloo's threads hold an exchange's buffers for a while after it."""
+    config = MoEConfig(num_experts=8, top_k=8, hidden_dim=32)
+    layer, x_BSD = MoE(128, config, None), torch.randn(1, 2048, 128, requires_grad=True)
+    for parameter in layer.parameters():
+        parameter.grad = torch.nn.init.normal_(parameter.data).clone()
+    layer(x_BSD).sum().backward()  # What is made once.
+    peak = most_allocated(lambda: layer(x_BSD).sum().backward())
+
+    def estimate(top_k: int) -> tuple[float, float]:
+        model = replace(_DENSE, dim=128, moe=replace(config, top_k=top_k))
+        training = Training(local_batch_size=1, seq_len=2048, mixed_precision_param="float32")
+        found = memory(_PLAN._replace(config=model, training=training))
+        return found.layer, found.copies
+
+    (eight, copies), (four, _) = estimate(8), estimate(4)
+    rows = 2 * (eight - four)
+    assert rows < peak < rows + copies
