@@ -176,6 +176,12 @@ CONTROLS = [
         _wrapped(_WEIGHTS, _changed(lambda w: w + torch.ones(w.shape))),
     ),
     Control(
+        "a sum that has no deterministic kernel",
+        "not deterministic",
+        "moe/layer.py:forward",
+        _wrapped(_WEIGHTS, _and_then(lambda w: w.cumsum(-1))),
+    ),
+    Control(
         "offsets of a type that grouped GEMMs refuse",
         "refused",
         "grouped_mm.py:_grouped_mm",

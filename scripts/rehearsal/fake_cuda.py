@@ -21,8 +21,10 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from scripts.rehearsal.ledger import Counts, Ledger, bytes_of
+from scripts.rehearsal.deterministic import is_refused
+from scripts.rehearsal.ledger import Counts, Finding, Ledger, bytes_of
 from scripts.rehearsal.limits import refuse
+from scripts.rehearsal.places import here
 from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, balanced_choice, fake_collective
 
@@ -78,6 +80,8 @@ class FakeCuda(FakeCommCounter):
         if wanted.type != "cuda" and not any(x.is_cuda for x in tensors):
             return super().execute(func, args, kwargs)
         refuse(func.__name__.partition(".")[0], *tensors[:3])
+        if is_refused(func, args, kwargs):
+            self.ledger.findings.append(Finding("not deterministic", here(), func.__name__))
         with self._fake:
             result = func(*args, **kwargs)
         self._note_kernel(func, tensors, result)

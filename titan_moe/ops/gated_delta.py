@@ -193,7 +193,7 @@ def _in_chunks(  # type: ignore[no-untyped-def]
     q, k, v = chunks(_unit(q_BSGK)), chunks(_unit(k_BSGK)), chunks(v_BSHV)
     by_channel = decay_BSH.ndim == 4
     decay = chunks(decay_BSH if by_channel else decay_BSH[..., None])  # [..., C, K or 1]
-    beta, total = chunks(beta_BSH)[..., None], decay.cumsum(-2)
+    beta, total = chunks(beta_BSH)[..., None], _running_sums(decay)
     sees, sees_state = _seen(place_BS, length, chunk_size)
     # Factors that are left of a state: between two tokens, since the chunk's start, until its end.
     between = total[..., :, None, :] - total[..., None, :, :]
@@ -223,6 +223,16 @@ def _in_chunks(  # type: ignore[no-untyped-def]
         state = kept[..., n, :, :] * state + writes[..., n, :, :] @ new
     o = torch.cat(outputs, 3)[..., :length, :] * q.shape[-1] ** -0.5
     return o.flatten(1, 2).transpose(1, 2).to(dtype), state.flatten(1, 2)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Returns the cumsum over dim -2, of at most a chunk's tokens.
+
+    A product with a triangle: torch has no deterministic cumsum of floats in compiled graphs, and
+    promises none in others. In float64, for TF32 would round a product in float32.
+    """
+    triangle = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.float64, device=x.device).tril()
+    return (triangle @ x.double()).to(x.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:
