@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.tiers import tiered
-from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
 
@@ -58,6 +59,30 @@ def test_a_loss_without_its_reductions_is_seen():
     _, grad = whole_cross_entropy(1.0)
     _, grads = zip(*run_on_ranks(cut_cross_entropy, 2, 1.0, True), strict=True)
     assert not torch.allclose(torch.cat(grads, -1), grad, rtol=1e-3)
+
+
+def rows_without_a_loss(label: int) -> list[bool]:
+    from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy
+
+    labels = torch.tensor([3, label, 23])
+    own = torch.zeros(3, VOCABULARY // dist.get_world_size()).double()
+    _, grad = VocabParallelCrossEntropy(dist.group.WORLD)(own, labels)
+    return grad.isnan().all(1).tolist()
+
+
+def embed(token: int) -> None:
+    from titan_moe.distributed.tensor_parallel import VocabParallelEmbedding
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    embedding = VocabParallelEmbedding(nn.Embedding(VOCABULARY, 2), mesh, mesh.get_group())
+    embedding(torch.tensor([[3, token, 23, 0]]))
+
+
+@pytest.mark.parametrize("number", [VOCABULARY, -1])
+def test_a_number_outside_of_a_cut_vocabulary_is_never_silent(number: int):
+    assert run_on_ranks(rows_without_a_loss, 2, number) == [[False, True, False]] * 2
+    with pytest.raises(RankError, match="IndexError"):
+        run_on_ranks(embed, 2, number)
 
 
 def cut_norm(dtype: torch.dtype, planted: bool = False):

@@ -111,6 +111,7 @@ def test_grouped_mm_equals_the_slow_loop(dtype, shape, case):
 def test_cross_entropy_equals_torchs_loss(dtype):
     count = cross_entropy_cases.check(dtype, "cuda")
     assert count == 2 * len(cross_entropy_cases.SIZES)
+    cross_entropy_cases.check_labels_outside("cuda")
 
 
 def test_cross_entropy_is_one_launch_and_repeats_its_bits():

@@ -1,6 +1,7 @@
 """Cases for ops/cross_entropy.py, and torch's own loss in float64 to compare with."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,35 @@ def check(dtype: torch.dtype, device: str = "cpu") -> int:
         assert all(part is x for part, (_, x) in zip(parts, blocks, strict=True))
         _assert_gradient(torch.cat(parts, 1), wanted_TV, dtype)
         count += 1
+    _check_what_is_not_finite(dtype, device)
     return count
+
+
+def _check_what_is_not_finite(dtype: torch.dtype, device: str) -> None:
+    """A logit that is NaN or infinite makes of loss and gradient what torch makes of them."""
+    for value, column, width in product((torch.nan, torch.inf, -torch.inf), (0, 3), (8, 9001)):
+        logits_1V = torch.zeros(1, width, dtype=dtype, device=device)
+        logits_1V[0, column] = value
+        labels_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        exact_1V = logits_1V.double().requires_grad_()
+        wanted = F.cross_entropy(exact_1V, labels_1, reduction="sum")
+        (wanted_1V,) = torch.autograd.grad(wanted, exact_1V)
+        own = ops.statistics(logits_1V, labels_1, 0)
+        cut = own.largest_T.double() + own.sum_T.double().log() - own.target_T.double()
+        loss, grad_1V = ops.cross_entropy(logits_1V.clone(), labels_1)
+        pairs = (cut[0], wanted), (loss, wanted), (grad_1V, wanted_1V)
+        for found, expected in pairs:
+            torch.testing.assert_close(
+                found.double(), expected.detach(), rtol=0.01, atol=1e-4, equal_nan=True
+            )
+
+
+def check_labels_outside(device: str = "cpu") -> None:
+    """A label outside of the vocabulary makes its row NaN, and no other one."""
+    for label in (11, -1, -101, 1 << 40):
+        labels_2 = torch.tensor([label, 3], device=device)
+        loss, grad_2V = ops.cross_entropy(torch.zeros(2, 11, device=device), labels_2)
+        assert loss.isnan() and grad_2V.isnan().all(1).tolist() == [True, False]
 
 
 def _assert_gradient(grad_TV: Tensor, wanted_TV: Tensor, dtype: torch.dtype) -> None:

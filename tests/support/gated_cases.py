@@ -80,4 +80,19 @@ def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False)
             assert error <= limit * size, (case.name, ours.shape, error / size)
         assert all(torch.equal(a, b) for a, b in zip(kept, case.gate_up, strict=True))
         count += 1
+    _check_what_is_not_finite(dtype, device)
     return count
+
+
+def _check_what_is_not_finite(dtype: torch.dtype, device: str) -> None:
+    """NaN and infinities become what the definition makes of them: no clamp drops them."""
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0], dtype=dtype, device=device)
+    gate, up = values.repeat_interleave(4)[None], values.repeat(4)[None]
+    for name in ACTIVATIONS:
+        expected = plain(name, gate.double(), up.double())
+        found = gated_rows_backward(torch.ones_like(gate), gate, up, None, name)
+        for hidden in (gated_rows(gate, up, None, name), found.hidden_RF):
+            torch.testing.assert_close(
+                hidden.double(), expected, rtol=TOLERANCES[dtype], atol=0, equal_nan=True
+            )
+        assert found.gate_RF[gate.isnan()].isnan().all()

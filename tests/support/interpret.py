@@ -26,7 +26,7 @@ def count_interpreted(operation: str) -> int:
 
 
 def _cross_entropy() -> int:
-    from tests.support.cross_entropy_cases import DTYPES, check
+    from tests.support.cross_entropy_cases import DTYPES, check, check_labels_outside
     from titan_moe.ops import cross_entropy, cross_entropy_triton
 
     cross_entropy.cross_entropy_reference = cross_entropy_triton.cross_entropy
@@ -34,6 +34,7 @@ def _cross_entropy() -> int:
         *cross_entropy_triton.statistics(*arguments)
     )
     cross_entropy.gradient_in_place_reference = cross_entropy_triton.gradient_in_place
+    check_labels_outside()
     return sum(map(check, DTYPES))
 
 

@@ -202,8 +202,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         with region("embedding"):
             weight = local_part(self.weight)
-            row_BS = tokens_BS - self.group.rank() * len(weight)
-            elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
+            rank, last, rows = self.group.rank(), self.group.size() - 1, len(weight)
+            row_BS = tokens_BS - rank * rows
+            # The first or the last rank owns a token outside of the vocabulary, and refuses it.
+            elsewhere_BS = tokens_BS.div(rows, rounding_mode="floor").clamp(0, last) != rank
             x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
             return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
 
@@ -242,12 +244,14 @@ class VocabParallelCrossEntropy:
         own = statistics(logits_TV, labels_T, rank * width)
         largest_T = own.largest_T.clone()
         dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
-        elsewhere_T = labels_T.div(width, rounding_mode="floor") != rank
-        target_T = (own.target_T - largest_T).masked_fill(elsewhere_T, 0)
+        owner_T, ignored_T = labels_T.div(width, rounding_mode="floor"), labels_T == IGNORE_INDEX
+        target_T = (own.target_T - largest_T).masked_fill(owner_T != rank, 0)
         sums = torch.stack([own.sum_T * (own.largest_T - largest_T).exp(), target_T])
         dist.all_reduce(sums, group=group)
         sum_T, target_T = sums
-        loss_T = (sum_T.log() - target_T).masked_fill(labels_T == IGNORE_INDEX, 0)
+        # A label that no rank owns makes its row NaN.
+        sum_T.masked_fill_((owner_T.clamp(0, group.size() - 1) != owner_T) & ~ignored_T, torch.nan)
+        loss_T = (sum_T.log() - target_T).masked_fill(ignored_T, 0)
         lse_T = largest_T + sum_T.log()
         grad_TV = gradient_in_place(logits_TV, labels_T, rank * width, lse_T)
         return loss_T.tensor_split(group.size())[rank].sum(), grad_TV

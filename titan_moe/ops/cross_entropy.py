@@ -35,7 +35,10 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the sum of cross-entropies and its gradient for logits of the whole vocabulary, both
-    in at least float32."""
+    in at least float32.
+
+    A label outside of the vocabulary makes sum and row NaN on CUDA, and an IndexError elsewhere.
+    """
     if logits_TV.is_cuda:
         # Imported here: a CPU run has no Triton and no use for it.
         from titan_moe.ops.cross_entropy_triton import cross_entropy as cross_entropy_triton

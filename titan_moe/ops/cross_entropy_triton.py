@@ -66,10 +66,11 @@ def _cross_entropy_kernel(
     token = tl.program_id(0)
     row_ptr = logits_ptr + token.to(tl.int64) * WIDTH
     label = tl.load(labels_ptr + token)
+    inside = (label >= 0) & (label < WIDTH)
     # Before the reductions, after which others of the program write.
-    target = tl.load(row_ptr + label, mask=label != IGNORED, other=0)
+    target = tl.load(row_ptr + label, mask=inside, other=0)
     largest, total = _largest_and_sum(row_ptr, WIDTH, BLOCK, WIDE)
-    lse = largest + tl.log(total)
+    lse = tl.where(inside | (label == IGNORED), largest + tl.log(total), float("nan"))
     tl.store(losses_ptr + token, tl.where(label == IGNORED, 0.0, lse - target.to(lse.dtype)))
     _write_gradient(row_ptr, label, label == IGNORED, lse, WIDTH, BLOCK)
 

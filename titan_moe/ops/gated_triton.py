@@ -85,13 +85,14 @@ def _tile(dim: int) -> tuple[int, int]:
 
 @triton.jit
 def _parts(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """silu(gate), its slope, and what it is multiplied with."""
+    """silu(gate), its slope, and what it is multiplied with. NaN stays NaN, as in torch.clamp."""
     if CLAMPED:
-        low = tl.minimum(gate, LIMIT)
+        nan: tl.constexpr = tl.PropagateNan.ALL
+        low = tl.minimum(gate, LIMIT, propagate_nan=nan)
         sigmoid = 1 / (1 + tl.exp(-SLOPE * low))
         slope = tl.where(gate > LIMIT, 0, sigmoid * (1 + SLOPE * low * (1 - sigmoid)))
         silu = low * sigmoid
-        factor = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1
+        factor = tl.minimum(tl.maximum(up, -LIMIT, propagate_nan=nan), LIMIT, propagate_nan=nan) + 1
     else:
         sigmoid = 1 / (1 + tl.exp(-gate))
         slope = sigmoid * (1 + gate * (1 - sigmoid))
