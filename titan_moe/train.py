@@ -152,10 +152,10 @@ def _run(
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train
 
-    folder = Path(job.job.dump_folder)
+    folder, deterministic = Path(job.job.dump_folder), job.debug.deterministic
     reports, save_limit = folder / job.comm.save_traces_folder, job.checkpoint.save_timeout_seconds
     with (
-        process_group(launch, job.comm, environment) as process,
+        process_group(launch, job.comm, environment, deterministic=deterministic) as process,
         watch_for_hangs(process, job.comm, save_limit, reports, records),
     ):
         problems = on_rank_zero(lambda: _take_folders(job, model), doing=f"cannot lock {folder}")

@@ -1,6 +1,7 @@
 """One rank: its process group, timeouts, random state, and what it imports and collects."""
 
 import gc
+import logging
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,8 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
 from titan_moe.runtime.stopping import attempt_folder
 
+logger = logging.getLogger(__name__)
+
 BACKEND_GRACE_S = 30
 """A backend ends a collective so many seconds after its limit: the report of a hang comes first."""
 
@@ -37,7 +40,9 @@ class Process(Launch):
 
 
 @contextmanager
-def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) -> Iterator[Process]:
+def process_group(
+    launch: Launch, comm: Comm, environment: Mapping[str, str], *, deterministic: bool = False
+) -> Iterator[Process]:
     """Join the other ranks, and leave them when the block ends without an exception.
 
     After an exception nothing is torn down: peers may be blocked in a collective, and NCCL's
@@ -48,6 +53,8 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         torch.cuda.set_device(device)
         use_flash_attention_3(device)
         torch._C._set_sm_carveout_experimental(comm.parameter_sms)
+        if deterministic:
+            _leave_nvls_out()
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
     # torch reads it when it makes the first group. The environment's size goes first.
@@ -70,6 +77,17 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error
     yield Process(**asdict(launch), device=device)
     dist.destroy_process_group()
+
+
+def _leave_nvls_out() -> None:
+    """Keep NCCL from adding in NVLink's switches, in an order that varies, unless the user chose.
+
+    NCCL reads its choice when it makes its first communicator. torch would choose too, but for
+    groups made after `seed_everything`, and leaves the trees that add in switches.
+    """
+    if "NCCL_ALGO" not in os.environ:
+        os.environ["NCCL_ALGO"] = "^NVLS,NVLSTree"
+        logger.info("debug.deterministic: NCCL_ALGO=^NVLS,NVLSTree, for sums in a fixed order")
 
 
 def backend_timeout(seconds: int) -> timedelta:

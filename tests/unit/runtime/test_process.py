@@ -1,6 +1,7 @@
 """Process group, device, seeds, garbage, log."""
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,18 +53,42 @@ def test_process_group_of_one_plain_process() -> None:
     subprocess.run([sys.executable, "-c", _ALONE], check=True)
 
 
-def test_world_of_nccl_and_products_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, carve_out, options = mock.Mock(), mock.Mock(), mock.Mock()
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", mock.Mock(Options=lambda: options), raising=False)
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Lets `process_group` make a group of a GPU that is not there; returns what makes it."""
+    made, options = mock.Mock(), mock.Mock(Options=mock.Mock())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "init_process_group", made)
     monkeypatch.setattr(dist, "destroy_process_group", mock.Mock())
     monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", carve_out)
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", mock.Mock())
     monkeypatch.setattr(process_module, "use_flash_attention_3", mock.Mock())
-    monkeypatch.setattr(process_module, "pick_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(process_module, "pick_device", lambda *_, **__: torch.device("cuda", 0))
+    return made
+
+
+def test_world_of_nccl_and_products_share_the_gpu(join: mock.Mock) -> None:
     with process_group(Launch(), Comm(parameter_sms=16), {}):
-        carve_out.assert_called_once_with(16)
-    assert made.call_args.kwargs["pg_options"] is options and options.config.max_ctas == 16
+        torch._C._set_sm_carveout_experimental.assert_called_once_with(16)  # type: ignore[attr-defined]
+    assert join.call_args.kwargs["pg_options"].config.max_ctas == 16
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "own", "chosen"),
+    [(True, None, "^NVLS,NVLSTree"), (True, "Ring", "Ring"), (False, None, None)],
+)
+def test_deterministic_nccl_adds_in_no_switch(
+    monkeypatch, caplog, join: mock.Mock, deterministic: bool, own: str | None, chosen: str | None
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", own or "")  # So that it is as it was after the test.
+    if own is None:
+        monkeypatch.delenv("NCCL_ALGO")
+    found = []
+    join.side_effect = lambda *_, **__: found.append(os.environ.get("NCCL_ALGO"))
+    caplog.set_level(logging.INFO)
+    with process_group(Launch(), Comm(), {}, deterministic=deterministic):
+        assert found == [chosen]
+    assert ("NCCL_ALGO" in caplog.text) == (own != chosen)
 
 
 def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:
