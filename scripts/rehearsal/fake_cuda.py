@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,6 +24,7 @@ from scripts.rehearsal.deterministic import is_refused
 from scripts.rehearsal.ledger import Counts, Finding, Ledger, bytes_of
 from scripts.rehearsal.limits import refuse
 from scripts.rehearsal.places import here
+from titan_moe.ops.operation import KERNELS
 from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, balanced_choice, fake_collective
 
@@ -186,8 +186,7 @@ class FakeCuda(FakeCommCounter):
 
 def _kernel_of(func: Any) -> Callable[..., Any]:
     """Returns the CUDA kernel of one of our operations; fake tensors would take its stand-in."""
-    kernels = OPDEFS[func.name().partition(".")[0]]._backend_fns
-    return kernels.get("cuda") or kernels[None]
+    return KERNELS[func.name().removeprefix("titan_moe::").partition(".")[0]]["cuda"]
 
 
 def value_of(x: Tensor) -> Tensor | None:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.ops.operation import operation
+
 GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function with the signature of `grouped_mm`, differentiable in rows and weights."""
 
@@ -32,24 +34,33 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
         w_EFD: one [F, D] matrix per expert, contiguous.
         offsets_E: int32, ascending: where each expert's rows end.
     """
-    return _grouped_mm(x_RD, w_EFD, offsets_E)
+    return _GroupedMM.apply(x_RD, w_EFD, offsets_E)
 
 
-@torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
-def _grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RD, w_EFD, offsets_E)
+        return _grouped_mm(x_RD, w_EFD, offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
+        return *grouped_mm_backward(grad_RF, *ctx.saved_tensors), None
+
+
+def _product(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     if has_grouped_gemm(w_EFD):
         return F.grouped_mm(x_RD, w_EFD.transpose(-2, -1), offs=offsets_E)
     return grouped_mm_loop(x_RD, w_EFD, offsets_E)
 
 
-@_grouped_mm.register_fake
-def _(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+@operation("grouped_mm", _product)
+def _grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     return x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
 
 
-@torch.library.custom_op("titan_moe::grouped_mm_grad_rows", mutates_args=())
-def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """The gradient of x, from a contiguous gradient of `grouped_mm`'s result."""
+def _product_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     if has_grouped_gemm(w_EFD):
         return F.grouped_mm(grad_RF, w_EFD, offs=offsets_E)
     grad_RD, start = grad_RF.new_empty(len(grad_RF), w_EFD.shape[2]), 0
@@ -59,16 +70,15 @@ def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> T
     return grad_RD
 
 
-@grouped_mm_grad_rows.register_fake
-def _(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+@operation("grouped_mm_grad_rows", _product_grad_rows)
+def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """The gradient of x, from a contiguous gradient of `grouped_mm`'s result."""
     return grad_RF.new_empty(grad_RF.shape[0], w_EFD.shape[2])
 
 
-@torch.library.custom_op("titan_moe::grouped_mm_grad_weights", mutates_args=())
-def grouped_mm_grad_weights(
+def _product_grad_weights(
     grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
 ) -> Tensor:
-    """The gradient of w, from a contiguous one; of w only type and shape are read."""
     if has_grouped_gemm(w_EFD):
         return F.grouped_mm(grad_RF.t(), x_RD, offs=offsets_E)
     grad_EFD, start = torch.empty_like(w_EFD), 0
@@ -78,8 +88,11 @@ def grouped_mm_grad_weights(
     return grad_EFD
 
 
-@grouped_mm_grad_weights.register_fake
-def _(grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+@operation("grouped_mm_grad_weights", _product_grad_weights)
+def grouped_mm_grad_weights(
+    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
+) -> Tensor:
+    """The gradient of w, from a contiguous one; of w only type and shape are read."""
     return torch.empty_like(w_EFD)
 
 
@@ -90,19 +103,6 @@ def grouped_mm_backward(
     grad_RF = grad_RF.contiguous()  # torch refuses an expanded one, such as that of a plain sum.
     grad_RD = grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
     return grad_RD, grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
-
-
-def _keep_arguments(
-    ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor
-) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad_RF: Tensor):  # type: ignore[no-untyped-def]
-    return *grouped_mm_backward(grad_RF, *ctx.saved_tensors), None
-
-
-_grouped_mm.register_autograd(_backward, setup_context=_keep_arguments)
 
 
 def has_grouped_gemm(w_EFD: Tensor) -> bool:

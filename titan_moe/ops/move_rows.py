@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.ops.operation import operation
+
 
 class RowMap(NamedTuple):
     """Maps rows to the tokens that they copy, and tokens to their rows."""
@@ -71,46 +73,6 @@ class _CombineRows(torch.autograd.Function):
         return copy_rows(grad_TD, ctx.source_R), None
 
 
-# Compiled graphs do not look into these: on a GPU they are Triton kernels, on a CPU they look at
-# their indices. A kernel is imported where it runs: a CPU run has no Triton.
-
-
-@torch.library.custom_op("titan_moe::copy_rows", mutates_args=(), device_types="cpu")
-def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    """Gathers rows like `gather_rows`, without a gradient."""
-    return copy_rows_reference(x_TD, source_R)
-
-
-@copy_rows.register_kernel("cuda")
-def _(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    from titan_moe.ops import move_rows_triton
-
-    return move_rows_triton.copy_rows(x_TD, source_R)
-
-
-@copy_rows.register_fake
-def _(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    return x_TD.new_empty(source_R.shape[0], x_TD.shape[1])
-
-
-@torch.library.custom_op("titan_moe::add_rows", mutates_args=(), device_types="cpu")
-def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """Adds up rows like `combine_rows`, without a gradient."""
-    return add_rows_reference(y_RD, rows_TK)
-
-
-@add_rows.register_kernel("cuda")
-def _(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    from titan_moe.ops import move_rows_triton
-
-    return move_rows_triton.add_rows(y_RD, rows_TK)
-
-
-@add_rows.register_fake
-def _(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    return y_RD.new_empty(rows_TK.shape[0], y_RD.shape[1])
-
-
 def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
     """`copy_rows` in plain torch: two passes where there is padding."""
     padding_R = source_R < 0
@@ -141,3 +103,15 @@ def add_rows_reference(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
     counts_T = present_TK.sum(1)
     starts_T = counts_T.cumsum(0) - counts_T
     return F.embedding_bag(rows_TK[present_TK], y_RD, starts_T, mode="sum")
+
+
+@operation("copy_rows", copy_rows_reference, "move_rows_triton")
+def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
+    """Gathers rows like `gather_rows`, without a gradient."""
+    return x_TD.new_empty(source_R.shape[0], x_TD.shape[1])
+
+
+@operation("add_rows", add_rows_reference, "move_rows_triton")
+def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    """Adds up rows like `combine_rows`, without a gradient."""
+    return y_RD.new_empty(rows_TK.shape[0], y_RD.shape[1])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.ops.move_rows import RowMap
+from titan_moe.ops.operation import operation
 
 
 @dataclass(frozen=True)
@@ -57,39 +58,8 @@ def permute_indices(counts_PE: Tensor, num_rows: int, row_alignment: int) -> Per
     return PermuteIndices(*_permute_indices(counts_PE, num_rows, row_alignment, max_rows))
 
 
-@torch.library.custom_op("titan_moe::permute_indices", mutates_args=(), device_types="cpu")
-def _permute_indices(
-    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return permute_indices_reference(
-        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
-    )
-
-
-@_permute_indices.register_kernel("cuda")
-def _(
-    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    from titan_moe.ops import permute_indices_triton
-
-    return permute_indices_triton.permute_indices(
-        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
-    )
-
-
-@_permute_indices.register_fake
-def _(
-    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        counts_PE.new_empty(max_rows, dtype=torch.int64),
-        counts_PE.new_empty(num_rows, dtype=torch.int64),
-        counts_PE.new_empty(counts_PE.shape[1], dtype=torch.int32),
-    )
-
-
 def permute_indices_reference(
-    counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
+    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the fields of PermuteIndices in plain torch, from the received rows' side."""
     # The end of each (rank, expert) segment of rows within its expert's rows.
@@ -122,6 +92,17 @@ def permute_indices_reference(
     return source_R, position_R, offsets_E
 
 
+@operation("permute_indices", permute_indices_reference, "permute_indices_triton")
+def _permute_indices(
+    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        counts_PE.new_empty(max_rows, dtype=torch.int64),
+        counts_PE.new_empty(num_rows, dtype=torch.int64),
+        counts_PE.new_empty(counts_PE.shape[1], dtype=torch.int32),
+    )
+
+
 class SortedRows(NamedTuple):
     """T*K rows ordered by expert; within an expert, by token."""
 
@@ -131,19 +112,19 @@ class SortedRows(NamedTuple):
     """Rows as copies of flat (token, k) slots, one each."""
 
 
-@torch.library.custom_op("titan_moe::count_experts", mutates_args=())
+def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """`count_experts` in plain torch."""
+    slot_N = experts_TK.flatten()
+    return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
+
+
+@operation("count_experts", count_experts_reference)
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
     """Counts the T*K rows by expert: counts_E, int64, without a wait for the device.
 
     A function of its own, because the sort takes longer: counts can be exchanged meanwhile.
     Integers add up to the same sum in any order, so that atomics do no harm here.
     """
-    slot_N = experts_TK.flatten()
-    return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
-
-
-@count_experts.register_fake
-def _(experts_TK: Tensor, num_experts: int) -> Tensor:
     return experts_TK.new_empty(num_experts)
 
 
@@ -153,14 +134,15 @@ def sort_by_expert(experts_TK: Tensor) -> SortedRows:
     return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
 
 
-@torch.library.custom_op("titan_moe::sort_by_expert", mutates_args=())
-def _sort_by_expert(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    slot_N = experts_TK.flatten().sort(stable=True).indices
+def sort_by_expert_reference(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the tokens and slots of the rows of `sort_by_expert`, and the rows of slots."""
+    # A radix sort passes over the bytes of its keys: two of them hold an expert's number.
+    slot_N = experts_TK.flatten().short().sort(stable=True).indices
     return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
 
 
-@_sort_by_expert.register_fake
-def _(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@operation("sort_by_expert", sort_by_expert_reference)
+def _sort_by_expert(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = experts_TK.numel()
     return experts_TK.new_empty(rows), experts_TK.new_empty(rows), torch.empty_like(experts_TK)
 

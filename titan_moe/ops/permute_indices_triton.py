@@ -8,7 +8,7 @@ BLOCK_ROWS = 512
 
 
 def permute_indices(
-    counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
+    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `permute_indices.permute_indices_reference`, from the padded rows' side.
 

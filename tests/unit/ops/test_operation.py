@@ -1,0 +1,59 @@
+"""Who calls a kernel of ours, and who torch's operation for it."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.ops.operation import KERNELS
+from titan_moe.ops.permute_indices import permute_indices
+
+
+class Seen(TorchDispatchMode):
+    """Notes our operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "titan_moe":
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients() -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=drawn).requires_grad_() for shape in ((6, 8), (2, 4, 8)))
+    y = grouped_mm(x, w, torch.tensor([2, 6], dtype=torch.int32))
+    (y * y).sum().backward()
+    return [y.detach(), x.grad, w.grad]
+
+
+def test_kernels_are_called_without_the_dispatcher_where_nothing_looks_for_their_operations():
+    products = {"grouped_mm", "grouped_mm_grad_rows", "grouped_mm_grad_weights"}
+    with profile() as profiled:
+        _gradients()
+    names = {event.name for event in profiled.events()}
+    assert "aten::_grouped_mm" in names and not any("titan_moe::" in name for name in names)
+    with Seen() as seen:
+        _gradients()
+    assert seen.names == {f"{name}.default" for name in products}
+    assert products <= KERNELS.keys()
+
+
+def test_an_operation_and_its_kernel_give_the_same_bits_and_gradients():
+    directly = _gradients()
+    with Seen():
+        assert all(map(torch.equal, directly, _gradients()))
+
+
+def test_tensors_without_values_get_results_without_values():
+    counts = torch.empty(3, 5, dtype=torch.int64, device="meta")
+    assert permute_indices(counts, 7, 8).source_R.is_meta
+    with FakeTensorMode() as mode:
+        fake = torch.empty(3, 5, dtype=torch.int64, device="cuda")
+    # After its mode as well: a kernel would be launched on memory that is not there.
+    found = permute_indices(fake, 7, 8)
+    assert found.source_R.fake_mode is mode and found.position_R.shape == (7,)
