@@ -42,7 +42,9 @@ def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
     """The activation as its definition has it, for autograd."""
     if name == "swiglu":
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    # Clamped so that a bound itself has a gradient, as torch.clamp's has no longer in torch 2.14.
+    gate = torch.where(gate > 7.0, 7.0, gate)
+    up = torch.where(up.abs() > 7.0, 7.0 * up.sign(), up)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 

@@ -60,6 +60,8 @@ def compare_with_torchs_own(degrees: dict[str, int]) -> None:
             sliced = DeviceMesh._concatenate([view[name] for name in names])
             assert placed(meshes[names]) == placed(sliced)
             assert meshes[names]._get_root_mesh() is meshes.root
+    if torch.__version__ < "2.13":  # Its layouts differ by their nesting; we never ask for one.
+        return
     # Torch takes the mesh that is there, and makes no group.
     flattened = meshes["dp_shard", "cp"]._flatten("fsdp")
     assert flattened is meshes["fsdp"]
