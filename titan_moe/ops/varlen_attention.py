@@ -30,8 +30,9 @@ class Pieces(NamedTuple):
 
     starts_N1: Tensor
     """int32 [N + 1]: where each piece begins, and the stream's end. Empty ones are allowed."""
-    longest: int
-    """Most tokens of a piece."""
+    longest_L: Tensor
+    """[most tokens of a piece], without memory: compiled graphs take a size that changes, where
+    they would be compiled anew for a number."""
     window: int | None
     """The most tokens that a token sees, itself included; None: its piece up to itself."""
 
@@ -68,7 +69,14 @@ def pieces_of_rows(
     starts_BN = torch.searchsorted(piece_BS, pieces_BN)
     starts_BN += torch.arange(batch, device=at_S.device)[:, None] * seq_len
     starts_N1 = F.pad(starts_BN.flatten(), (0, 1), value=batch * seq_len).int()
-    return Pieces(starts_N1, longest, window)
+    # At least 2: graphs are compiled apart for a size of 1.
+    pieces = Pieces(starts_N1, starts_N1.new_empty(()).expand(max(longest, 2)), window)
+    # Imported here: it takes seconds.
+    from torch._dynamo import maybe_mark_dynamic
+
+    for x in (pieces.starts_N1, pieces.longest_L):
+        maybe_mark_dynamic(x, 0)
+    return pieces
 
 
 def takes(qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
@@ -88,7 +96,7 @@ def varlen_attention(
     v_dim, qk_dim = v_THC.shape[-1], q_THC.shape[-1]
     if v_dim < qk_dim:  # The kernel knows one head dim.
         v_THC = F.pad(v_THC, (0, qk_dim - v_dim))
-    starts, longest = pieces.starts_N1, pieces.longest
+    starts, longest = pieces.starts_N1, len(pieces.longest_L)
     asked: dict[str, Any] = {}
     # torch 2.11 takes fewer heads of keys and values without being asked.
     if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):

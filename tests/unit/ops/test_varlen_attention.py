@@ -5,7 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from titan_moe.config.job_config import ActivationCheckpoint, Compile
+from titan_moe.distributed.compile import apply_compile
 from titan_moe.distributed.context_parallel.blocks import (
     ExplicitBlocks,
     FlexBlocks,
@@ -13,6 +17,7 @@ from titan_moe.distributed.context_parallel.blocks import (
 )
 from titan_moe.models.attention import plain_core, takes_flex
 from titan_moe.models.config import GQAConfig, MLAConfig
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.local_attention import LocalAttention
@@ -52,11 +57,28 @@ def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int
         assert pieces.starts_N1.dtype == torch.int32
         assert len(pieces.starts_N1) == 3 * (per_row + spare + chunks) + 1
         lengths = pieces.starts_N1.diff()
-        assert (lengths >= 0).all() and lengths.max() <= pieces.longest <= 13
+        assert (lengths >= 0).all() and lengths.max() <= len(pieces.longest_L) <= 13
         filled = pieces.starts_N1[:-1][lengths > 0].tolist()
         assert filled == slow_starts(local)
         assert pieces.starts_N1[-1] == DOCUMENTS_BS.numel()
         assert pieces.window == (size if kind == "window" else None)
+
+
+@pytest.mark.parametrize("local", [None, LocalAttention("chunk", 24, global_every=0)], ids=str)
+def test_layers_are_compiled_once_whatever_the_documents(local: LocalAttention | None) -> None:
+    """On fake tensors: the CPU has no kernel of torch's operation, and no graph looks into it."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = replace(model_config("qwen3", "gate"), num_layers=1, moe=None, local=local)
+    per_row, longest = [1, 1, 2, 5, 5, 64, 9, 3, 7, 1], [64, 1, 40, 40, 13, 1, 64, 24, 50, 2]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Decoder(config, VarlenCore(mask_documents=True))
+        section, recompute = Compile(enable=True, backend="aot_eager"), ActivationCheckpoint()
+        apply_compile(dict(model.layers.items()), section, recompute, eager_attention=False)
+        tokens_BS = torch.zeros(2, 64, dtype=torch.int64)
+        for each in zip(per_row, longest, strict=True):
+            model(tokens_BS, tokens_BS, bounds=DocumentBounds(*each)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 HEADS = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=32)
