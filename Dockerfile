@@ -27,6 +27,12 @@ RUN python -m venv /home/trainer/venv \
     && mkdir titan_moe && touch titan_moe/__init__.py \
     && pip install --no-cache-dir --editable .
 
+# FlashAttention-3 for H100s, with --build-arg FLASH_ATTENTION_3=yes. Its wheel for CUDA 13 is on
+# torch's own index alone, and serves torch 2.9 and later.
+ARG FLASH_ATTENTION_3=no
+RUN test "$FLASH_ATTENTION_3" = no || pip install --no-cache-dir --no-deps \
+    --index-url https://download.pytorch.org/whl/cu130 flash-attn-3==3.0.0
+
 COPY --chown=trainer . .
 
 CMD ["./run_train.sh"]
