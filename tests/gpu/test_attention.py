@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
+from titan_moe.ops import flex_attention
 from titan_moe.ops.attention import (
     AttentionCore,
     FlexCore,
@@ -56,6 +57,29 @@ def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local
     oracle = _results(plain, local, sinks=sinks)
     for a, b in zip(_results(ours, local, sinks=sinks), oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dims", [(8, 8), (12, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_heads_that_no_fused_kernel_takes_match_the_cpu(
+    dtype: torch.dtype, dims: tuple[int, int], sinks: bool
+):
+    """The gate's heads and type."""
+    assert not flex_attention.takes(*dims, dtype)
+    core, documents_BS = choose_core(mask_documents=True), _documents()
+    shapes = [(2, 8, 512, dims[0]), (2, 2, 512, dims[0]), (2, 2, 512, dims[1]), (8,)]
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(s, dtype=dtype, generator=generator) for s in shapes[: 3 + sinks]]
+
+    def results(device: str) -> list[Tensor]:
+        q, k, v, *rest = inputs = [x.to(device).requires_grad_() for x in drawn]
+        out = core(q, k, v, core.mask(documents_BS.to(device)), 0.3, *rest)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    bound = 1e-3 if dtype is torch.float32 else 1e-12
+    for ours, oracle in zip(results(DEVICE), results("cpu"), strict=True):
+        assert (ours.cpu() - oracle).norm() <= bound * oracle.norm()
 
 
 @pytest.mark.parametrize("heads", ["gqa", "latent"])
