@@ -14,7 +14,7 @@ representation): products of matrices within all chunks at once, and one state a
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,8 @@ CHUNK_SIZE = 16
 CHUNK_SIZE_ON_CUDA = 64
 """Larger for the sake of fewer launches, unless channels decay apart: each pair of tokens then has
 K factors."""
+LATEST = 8
+"""Number of masks of which what follows from them is kept: microbatches may take turns."""
 _EPS = 1e-6
 _MAX_KEY_DIM = 256
 """Most channels of a key that fla's kernels take; they ask for no multiple."""
@@ -298,8 +300,10 @@ class _Pieces(NamedTuple):
     """True if the first piece of a row goes on from the state before the row."""
 
 
+@lru_cache(LATEST)
 def _pieces(place_BS: Tensor, batch: int) -> _Pieces:
-    """Waits for the device: the kernels want to know how many there are."""
+    """Waits for the device, in the first of the layers that share a mask: the kernels want to know
+    how many there are. They remember the chunks of the tensor `starts_N1` in turn."""
     opens_BS = (place_BS == 0).expand(batch, -1)
     cuts_BS = opens_BS.clone()
     cuts_BS[:, 0] = True

@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks
+from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
+from titan_moe.simulate.fake_rank import fake_world
 
 
 class Local(NamedTuple):
@@ -67,3 +70,19 @@ def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:
     assert torch.allclose(o[:, :, 1], v[:, :, 0], rtol=1e-14)
     scores = 0.5 * q[:, :, 2:] @ k.mT
     assert torch.allclose(lse[:, :, 2:], scores.logsumexp(-1), rtol=1e-14)
+
+
+def test_recurrent_layers_under_one_mask_share_the_tensor_of_its_segments() -> None:
+    noted: list[torch.Tensor] = []
+
+    def rule(q, k, v, decay, beta, place, state):  # type: ignore[no-untyped-def]
+        noted.append(place)
+        return v, state
+
+    with fake_world(0, 2):
+        core = SegmentedRecurrence(rule, dist.group.WORLD, balanced=True, mask_documents=True)
+        mask = core.mask(torch.zeros(3, 16, dtype=torch.int32))
+        x_BHSK, rates_BHS = torch.rand(3, 2, 8, 4), torch.rand(3, 2, 8)
+        for _ in range(2):
+            core(x_BHSK, x_BHSK, x_BHSK, mask, rates_BHS, rates_BHS)
+    assert noted[0] is noted[1] and noted[0].shape == (6, 4)

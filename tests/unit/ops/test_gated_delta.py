@@ -1,7 +1,7 @@
 """The gated delta rule in chunks and its convolution, against one token after another."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import ModuleType
 
@@ -189,12 +189,14 @@ def _kernel(
 
 
 @pytest.fixture
-def installed(monkeypatch) -> Callable[[], None]:
-    """A stand-in for the package."""
+def installed(monkeypatch) -> Iterator[list[Tensor]]:
+    """A stand-in for the package; yields the sequences that its kernels are called with."""
+    called: list[Tensor] = []
 
     def kernel_for(ndim: int) -> Callable[..., tuple[Tensor, Tensor]]:
         def kernel(q, k, v, g, *args, **options) -> tuple[Tensor, Tensor]:
             assert g.ndim == ndim
+            called.append(options["cu_seqlens"])
             return _kernel(q, k, v, g, *args, **options)
 
         return kernel
@@ -206,7 +208,7 @@ def installed(monkeypatch) -> Callable[[], None]:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     fla_kernels.cache_clear()
-    yield
+    yield called
     fla_kernels.cache_clear()
 
 
@@ -221,6 +223,16 @@ def test_kernels_are_called_with_each_document(installed, shape, continued: bool
     grads = [torch.autograd.grad([o.sum(), last.sum()], inputs) for o, last in (found, wanted)]
     for ours, theirs in zip([*found, *grads[0]], [*wanted, *grads[1]], strict=True):
         _close(ours, theirs, 1e-4)
+
+
+def test_layers_under_one_mask_share_the_tensor_of_their_documents(installed):
+    """Each new one is a wait for the device, here and in the kernels."""
+    *tensors, _ = _rows(SHAPES[4], dtype=torch.float32)
+    places = _places(_documents(16), continued=False)
+    for mask in (places, places, places.clone()):
+        fla_rule(*tensors, mask)
+    first, second, other = installed
+    assert first is second and first is not other and torch.equal(first, other)
 
 
 def test_kernels_are_for_cuda_and_16_bits_and_256_channels(installed):

@@ -10,7 +10,7 @@ The price is the rule on K more channels of values, and an all-gather of the map
 head and segment K (V + K) numbers. The convolution's is the last tokens of each segment.
 """
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import gather_parts, linear, reduce_scatter_rows
 from titan_moe.distributed.context_parallel.apply import chunks_of_ranks, local_positions
-from titan_moe.ops.gated_delta import DeltaRule, Recurrence, short_convolution
+from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convolution
 
 
 class SegmentedRecurrence:
@@ -42,6 +42,8 @@ class SegmentedRecurrence:
         dealt = [segment for of_rank in held for segment in of_rank]
         self._order = [dealt.index(segment) for segment in range(len(dealt))]
         self._positions = cache(partial(local_positions, balanced=balanced))
+        # The same tensor for all layers, by which rules know it again.
+        self._places = lru_cache(LATEST)(lambda x_BS, rows: self._cut(x_BS.expand(rows, -1)))
 
     def mask(self, documents_BS: Tensor) -> Tensor:
         place_BS = self._whole.mask(documents_BS)
@@ -53,7 +55,7 @@ class SegmentedRecurrence:
         last_NWC = x_NSC[:, x_NSC.shape[1] - weight_C1W.shape[-1] + 1 :]
         ends = self._of_all(last_NWC)
         before_NWC = self._own_of(torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]))
-        place_NS = self._cut(place_BS.expand(len(x_BSC), -1))
+        place_NS = self._places(place_BS, len(x_BSC))
         return self._join(short_convolution(x_NSC, weight_C1W, place_NS, before_NWC))
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -62,7 +64,7 @@ class SegmentedRecurrence:
         keys, values = k_BGSK.shape[-1], v_BHSV.shape[-1]
         tensors = (q_BGSK, k_BGSK, F.pad(v_BHSV, (0, keys)), decay_BHS, beta_BHS)
         q, k, v, decay, beta = (self._cut(x.transpose(1, 2)) for x in tensors)
-        place_NS = self._cut(place_BS.expand(len(v_BHSV), -1))
+        place_NS = self._places(place_BS, len(v_BHSV))
         identity_KE = F.pad(
             torch.eye(keys, dtype=decay_BHS.dtype, device=q_BGSK.device), (values, 0)
         )
