@@ -43,6 +43,7 @@ def splits_backward(text: str) -> bool:
     return parse(text).schedule in SPLIT_BACKWARD
 
 
+HOST = "through the host"
 RECURRENT = ["kimi_linear", "qwen3_next"]
 # Family, kind of gate, layout.
 DEFAULT = [
@@ -52,6 +53,7 @@ DEFAULT = [
     ("deepseek_v3", "overlap", "dp_shard=2,ep=2,recompute=full"),
     ("qwen3", "two depths", "pp=2,tp=2"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=2"),
+    *product(["deepseek_v3"], [HOST], ["dp_shard=2,ep=2,dispatch=deduplicated", "pp=2,tp=2"]),
 ]
 SLOW = [
     *product(["deepseek_v3"], ["AdamW"], [*SAMPLE[1::3], *UNEVEN[1:]]),
@@ -73,6 +75,9 @@ SLOW = [
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
     ("deepseek_v3", "compiled", "tp=2"),
     ("deepseek_v3", "compiled", "cp=2,cp_method=ring"),
+    *product(["deepseek_v3"], [HOST], ["cp=2,cp_method=ring", "dp_replicate=2,dp_shard=2,ep=2"]),
+    *product(["deepseek_v3"], [HOST], ["pp=2,schedule=ZBVZeroBubble", "cp=2,cp_method=ulysses"]),
+    *product(RECURRENT, [HOST], ["dp_shard=2,tp=2,ep=2", "cp=2,ep=2"]),
     ("deepseek_v3", "compiled halves", "dp_shard=2,ep=2"),
     ("deepseek_v3", "compiled halves", "dp_shard=2,ep=2,dispatch=bounded"),
 ]

@@ -2,6 +2,7 @@
 
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def judge(
     """The gate's result for a layout trained with a bug, and all differences."""
     found: list[TensorDifference] = []
 
-    def run_with_bug(fn: object, world_size: int, task: Task, **_: str) -> list[RankReport]:
-        reports = run_on_ranks(with_bug, world_size, bug, task)
+    def run_with_bug(fn: object, world_size: int, task: Task, **how: Any) -> list[RankReport]:
+        reports = run_on_ranks(with_bug, world_size, bug, task, **how)
         found.extend(difference for report in reports for difference in report.wrong)
         return reports
 

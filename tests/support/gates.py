@@ -26,6 +26,7 @@ KINDS: Mapping[str, Tables] = {
     "Muon": {"optimizer": {"name": "Muon"}},
     "narrow": {"optimizer": {"name": "Muon", "state_dtype": "bfloat16"}},
     "overlap": {"parallelism": {"expert_parallel_overlap": True}},
+    "through the host": {"comm": {"share_gpus": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
     "warm-up": {"training": {"indexer_stage": "dense", "max_norm": 0.01}},
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},

@@ -4,7 +4,7 @@
     titan-moe verify gradients --config FILE --layouts "dp_shard=2,tp=2,ep=4" "pp=2,cp=2,tp=2,etp=2"
     titan-moe verify gradients --config FILE --sample 20 --seed 1 --float32
     titan-moe verify gradients --config FILE --all --ranks 4 --optimizer.name Muon
-    titan-moe verify gradients --config FILE --sample 12 --device cuda
+    titan-moe verify gradients --config FILE --sample 12 --device cuda --ranks 4
 
 With --all and --sample, options that no argument fixes rotate over the layouts. An interrupted run
 goes on where it stopped:
@@ -37,7 +37,8 @@ from titan_moe.cli.command import (
     write_json,
 )
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.launch import count_gpus
+from titan_moe.config.job_config import JobConfig
+from titan_moe.runtime.launch import count_gpus, sharing_in_words
 
 if TYPE_CHECKING:
     from titan_moe.verify.gradients.gate import Gate
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_ranks(parser, default=[8], says="ranks for --all and --sample, several numbers; default: 8")
     parser.add_argument("--float32", action="store_true", help="repeat each layout in float32")
-    where = "cuda: ranks on this machine's GPUs, over NCCL, in float32 alone; default: cpu"
+    where = (
+        "cuda: ranks on this machine's GPUs, which they share where there are fewer; default: cpu"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=where)
     for option, values in OPTIONS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", choices=values, dest=option)
@@ -72,15 +75,13 @@ def run(options: argparse.Namespace) -> Answer:
 
     # The layouts are those of the arguments, and so is none that a stage has.
     job = job_of(options).model_copy(update={"stages": []})
+    if options.device == "cuda":
+        job = _on_gpus(job, options)
     out = make_folder(options.out)
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(job, Path(folder), device=options.device)
         dtypes = ["float64", "float32"] if options.float32 else ["float64"]
-        if options.device == "cuda":
-            dtypes = ["float32"]  # Grouped products and Triton kernels have no float64.
         reasons = {layout: gate.refusal(layout) for layout in _chosen(options, gate)}
-        if options.device == "cuda":
-            _check_gpus(max(layout.world_size for layout in reasons))
         refused = [f"{layout}: {reason}" for layout, reason in reasons.items() if reason]
         if len(refused) == len(reasons) or (refused and options.layouts):
             raise ConfigError(refused)
@@ -110,14 +111,22 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(data, [line], 1 if facts["failed"] else 2 if facts["refused"] else 0)
 
 
-def _check_gpus(ranks: int) -> None:
-    """Raises ConfigError if this machine has fewer GPUs than a layout has ranks, RunError if torch
-    cannot use them."""
-    from titan_moe.runtime.device import refuse_unusable
+def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
+    """Lets ranks share this machine's GPUs, and says so, where a layout has more ranks than that.
 
-    refuse_unusable(found := count_gpus(os.environ))
-    if found < ranks:
-        raise ConfigError([f"--device cuda: {ranks} ranks need as many GPUs, and {found} are here"])
+    Raises ConfigError if there is no GPU, RunError if torch cannot use it.
+    """
+    from titan_moe.runtime.device import refuse_unusable
+    from titan_moe.verify.layouts.layouts import parse, with_tables
+
+    if not (gpus := count_gpus(os.environ)):
+        raise ConfigError(["--device cuda: no GPU is here"])
+    refuse_unusable(gpus)
+    sizes = [parse(text).world_size for text in options.layouts or []] or options.ranks
+    if max(sizes) <= gpus:
+        return job
+    print(sharing_in_words(max(sizes), gpus))
+    return with_tables(job, {"comm": {"share_gpus": True}})
 
 
 def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":

@@ -592,6 +592,9 @@ class Comm(Section):
     parameter_sms: int | None = Field(None, ge=1, le=32)
     """Multiprocessors of a GPU for each collective of parameters, and left free by matrix products.
     Left out: as many as NCCL wants, and none."""
+    share_gpus: bool = False
+    """Let ranks share GPUs where a machine has fewer of them, to test a layout: collectives then go
+    through the host, slowly. No effect where GPUs suffice."""
 
 
 class Validation(Section):

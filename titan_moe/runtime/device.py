@@ -26,11 +26,12 @@ _PEAK_FLOPS = (
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
-def pick_device(launch: Launch, num_gpus: int = 0) -> torch.device:
+def pick_device(launch: Launch, num_gpus: int = 0, *, share_gpus: bool = False) -> torch.device:
     """Returns this rank's GPU if CUDA is available, else the CPU.
 
     Args:
         num_gpus: GPUs found on this machine without CUDA (`launch.count_gpus`).
+        share_gpus: whether ranks may share a GPU (`comm.share_gpus`).
 
     Raises:
         RunError: the machine has fewer GPUs than ranks, or GPUs that CUDA cannot use.
@@ -38,12 +39,13 @@ def pick_device(launch: Launch, num_gpus: int = 0) -> torch.device:
     refuse_unusable(num_gpus)
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if launch.local_world_size > torch.cuda.device_count():
+    found = torch.cuda.device_count()
+    if launch.local_world_size > found and not share_gpus:
         raise RunError(
-            f"{launch.local_world_size} ranks for {torch.cuda.device_count()} GPUs: start with "
-            f"NGPU={torch.cuda.device_count()}, or with CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"{launch.local_world_size} ranks for {found} GPUs: start with NGPU={found}, with "
+            "--comm.share_gpus to test a layout, or with CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-    return torch.device("cuda", launch.local_rank)
+    return torch.device("cuda", launch.local_rank % found)
 
 
 def refuse_unusable(num_gpus: int) -> None:
@@ -76,8 +78,23 @@ def use_flash_attention_3(device: torch.device) -> None:
         activate_flash_attention_impl("FA3")
 
 
-def backend_for(device: torch.device) -> str:
-    """Returns torch.distributed's backends; with a GPU also gloo, for objects and checkpoints."""
+HOST_GLOO = "host_gloo"
+"""The backend of ranks that share GPUs (runtime/host_gloo.py)."""
+
+
+def backend_for(device: torch.device, num_ranks: int = 1, *, share_gpus: bool = False) -> str:
+    """Returns torch.distributed's backends; with a GPU also gloo, for objects and checkpoints.
+
+    Args:
+        num_ranks: the ranks of this machine.
+        share_gpus: whether collectives go through the host where GPUs are fewer than ranks. A
+            machine without GPUs is one of those.
+    """
+    if share_gpus and num_ranks > torch.cuda.device_count():
+        from titan_moe.runtime import host_gloo
+
+        host_gloo.register()
+        return HOST_GLOO
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
 
 
@@ -92,10 +109,11 @@ def describe_device(device: torch.device) -> dict[str, str]:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Returns the bytes of a GPU's memory; None for a CPU."""
+    """Returns the bytes of a GPU's memory that this rank may use; None for a CPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.get_device_properties(device).total_memory
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return int(torch.cuda.get_device_properties(device).total_memory * share)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -16,9 +16,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_moe.config.job_config import Comm, Debug
-from titan_moe.runtime.device import backend_for, pick_device, use_flash_attention_3
+from titan_moe.runtime.device import HOST_GLOO, backend_for, pick_device, use_flash_attention_3
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
+from titan_moe.runtime.launch import (
+    Launch,
+    attempt_number,
+    count_gpus,
+    cpu_threads,
+    sharing_in_words,
+)
 from titan_moe.runtime.stopping import attempt_folder
 
 logger = logging.getLogger(__name__)
@@ -48,7 +54,8 @@ def process_group(
     After an exception nothing is torn down: peers may be blocked in a collective, and NCCL's
     destructors would wait for them. Raises RunError if the ranks cannot meet.
     """
-    device = pick_device(launch, count_gpus(environment))
+    device = pick_device(launch, count_gpus(environment), share_gpus=comm.share_gpus)
+    backend = backend_for(device, launch.local_world_size, share_gpus=comm.share_gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         use_flash_attention_3(device)
@@ -57,6 +64,8 @@ def process_group(
             _leave_nvls_out()
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
+    if backend == HOST_GLOO:
+        _share_gpus(launch, device)
     # torch reads it when it makes the first group. The environment's size goes first.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
@@ -65,9 +74,9 @@ def process_group(
         # No device_id: it makes NCCL split the world's communicator for every group, which groups
         # made by their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
-            backend_for(device),
+            backend,
             timeout=timeout,
-            pg_options=nccl_options(comm, tokens=False) if device.type == "cuda" else None,
+            pg_options=nccl_options(comm, tokens=False) if "nccl" in backend else None,
             store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
@@ -88,6 +97,15 @@ def _leave_nvls_out() -> None:
     if "NCCL_ALGO" not in os.environ:
         os.environ["NCCL_ALGO"] = "^NVLS,NVLSTree"
         logger.info("debug.deterministic: NCCL_ALGO=^NVLS,NVLSTree, for sums in a fixed order")
+
+
+def _share_gpus(launch: Launch, device: torch.device) -> None:
+    """Gives each rank of a GPU as much of its memory, so that none fails for another's sake."""
+    ranks, gpus = launch.local_world_size, torch.cuda.device_count()
+    if launch.rank == 0:
+        logger.info("%s", sharing_in_words(ranks, gpus))
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1 / -(-ranks // gpus), device)
 
 
 def backend_timeout(seconds: int) -> timedelta:

@@ -25,10 +25,13 @@ def run_on_ranks(
     *args: Any,
     timeout_s: float = TIMEOUT_S,
     device: str = "cpu",
+    share_gpus: bool = False,
 ) -> list:
     """Call `fn(*args)` on every rank of a world and return the ranks' results in rank order.
 
-    The world's backend is gloo; with the device "cuda", rank i has GPU i, and NCCL too.
+    The world's backend is gloo; with the device "cuda", rank i has GPU i, and NCCL too. With
+    `share_gpus`, ranks beyond the last GPU begin again with the first, and collectives go through
+    the host; on a CPU they do so too, which tests that.
 
     `fn` must be importable (a module's top-level function); results travel by pickle. Inside, torch
     runs on one thread and `torch.distributed` is initialised; a collective ends with the call.
@@ -38,7 +41,8 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         tasks = [
-            (store, rank, world_size, timeout_s, device, fn, args) for rank in range(world_size)
+            (store, rank, world_size, timeout_s, device, share_gpus, fn, args)
+            for rank in range(world_size)
         ]
         ends = outcomes(
             _on_rank,
@@ -80,6 +84,7 @@ def _on_rank(
     world_size: int,
     timeout_s: float,
     device: str,
+    share_gpus: bool,
     fn: Callable[..., Any],
     args: tuple,
 ) -> Any:
@@ -91,9 +96,9 @@ def _on_rank(
     gc.enable()  # A training may be long.
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count() if share_gpus else rank)
     dist.init_process_group(
-        backend_for(torch.device(device)),
+        backend_for(torch.device(device), world_size, share_gpus=share_gpus),
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from titan_moe.cli import verify_gradients as command
 from titan_moe.cli.main import main
 from titan_moe.config.job_config import JobConfig
 from titan_moe.verify.gradients import gate
@@ -32,7 +33,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """Tasks that ranks were given; the ranks report equal tensors."""
     given: list[Task] = []
 
-    def run(_, world_size: int, task: Task, *, device: str) -> list[RankReport]:
+    def run(_, world_size: int, task: Task, *, device: str, share_gpus: bool) -> list[RankReport]:
         given.append(task)
         equal = TensorDifference(NUM_STEPS, 0, "gradient", "norm.weight", 1e-15, 1.0)
         return [RankReport(equal, num_compared=9, tails=1, paddings=1)] * world_size
@@ -80,14 +81,23 @@ def test_an_illegal_layout_ends_before_anything_is_started(
     assert "must divide num_experts" in said.err and "pass" not in said.out and not ranks
 
 
-def test_ranks_on_gpus_need_as_many_gpus(ranks: list[Task], tmp_path: Path, capsys) -> None:
-    assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2", "--device", "cuda") == 2
-    assert "--device cuda: 2 ranks need as many GPUs, and 0 are here" in capsys.readouterr().err
-    assert not ranks
+def test_ranks_share_the_gpus_that_are_here(
+    ranks: list[Task], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*OWN, "--layouts", "dp_shard=2", "tp=4", "--device", "cuda")
+    assert verify(tmp_path, *words) == 2 and not ranks
+    assert "--device cuda: no GPU is here\n" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for gpus, said in ((4, ""), (1, "4 ranks share 1 GPU; collectives go through the host\n")):
+        monkeypatch.setattr(command, "count_gpus", lambda environment, gpus=gpus: gpus)
+        assert verify(tmp_path, *words) == 0
+        assert capsys.readouterr().out.startswith(said or "for the proof")
+    shared = [task.job.comm.share_gpus for task in ranks]
+    assert shared == [False, False, True, True]
 
 
 def test_results_of_a_cpu_are_not_those_of_gpus(ranks, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("titan_moe.cli.verify_gradients.count_gpus", lambda environment: 8)
+    monkeypatch.setattr(command, "count_gpus", lambda environment: 8)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     words = (*OWN, "--layouts", "dp_shard=2", "--float32")
     for device in ("cpu", "cuda", "cuda"):
@@ -95,5 +105,6 @@ def test_results_of_a_cpu_are_not_those_of_gpus(ranks, tmp_path, monkeypatch) ->
     assert [(task.device, task.job.training.dtype) for task in ranks] == [
         ("cpu", "float64"),
         ("cpu", "float32"),
+        ("cuda", "float64"),
         ("cuda", "float32"),
     ]

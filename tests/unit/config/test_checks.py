@@ -88,6 +88,8 @@ RULES = [
     (f"{_ZBV} --activation_checkpoint.mode full", 2, "mode=full with pipeline_parallel_schedule="),
     (f"{_ZBV} --activation_checkpoint.mode none --compile.enable", 2, "makes one graph of: choose"),
     (f"tp 2 ep 2 {_ASYNC} --compile.enable {_SYMMETRIC}", 2, "want symmetric memory of two kinds:"),
+    (f"ep 2 {_SYMMETRIC} --comm.share_gpus", 2, "which ranks of one GPU do not have: choose anoth"),
+    (f"tp 2 {_ASYNC} --compile.enable --comm.share_gpus", 2, "=true wants symmetric memory, which"),
     ("ep 3", 3, "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1, 2, 4 o"),
     ("ep 4", 2, "expert_tensor_parallel_degree=1 must divide dp_shard 2 x cp 1 x tp 1 = 2: choose"),
     ("--p.expert_tensor_parallel_degree 3", 3, "must divide the experts' hidden_dim=256: choose a"),

@@ -21,6 +21,7 @@ from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime import device as device_module
 from titan_moe.runtime import process as process_module
 from titan_moe.runtime.device import (
+    HOST_GLOO,
     backend_for,
     describe_device,
     peak_flops_of,
@@ -55,7 +56,7 @@ def test_process_group_of_one_plain_process() -> None:
 
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """Lets `process_group` make a group of a GPU that is not there; returns what makes it."""
+    """Lets `process_group` make a group of two GPUs that are not there; returns what makes it."""
     made, options = mock.Mock(), mock.Mock(Options=mock.Mock())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "init_process_group", made)
@@ -63,7 +64,8 @@ def join(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", mock.Mock())
     monkeypatch.setattr(process_module, "use_flash_attention_3", mock.Mock())
-    monkeypatch.setattr(process_module, "pick_device", lambda *_, **__: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return made
 
 
@@ -89,6 +91,23 @@ def test_deterministic_nccl_adds_in_no_switch(
     with process_group(Launch(), Comm(), {}, deterministic=deterministic):
         assert found == [chosen]
     assert ("NCCL_ALGO" in caplog.text) == (own != chosen)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "cuda:nccl,cpu:gloo"), (5, HOST_GLOO)])
+def test_ranks_share_gpus_where_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch, join: mock.Mock, ranks: int, backend: str
+) -> None:
+    share = mock.Mock()
+    monkeypatch.setattr(process_module, "_store", mock.Mock())
+    for name in ("set_device", "set_per_process_memory_fraction"):
+        monkeypatch.setattr(torch.cuda, name, share)
+    launch = Launch(rank=1, world_size=ranks, local_rank=ranks - 2, local_world_size=ranks)
+    with process_group(launch, Comm(share_gpus=True), {}) as process:
+        assert process.device == torch.device("cuda", launch.local_rank % 2)
+    assert join.call_args.args == (backend,)
+    assert (join.call_args.kwargs["pg_options"] is None) == (backend == HOST_GLOO)
+    fractions = [call.args[0] for call in share.call_args_list if len(call.args) > 1]
+    assert fractions == ([1 / 3] if backend == HOST_GLOO else [])
 
 
 def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:
@@ -154,7 +173,9 @@ def test_pick_device_refuses_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     device = pick_device(Launch(rank=1, world_size=2, local_rank=1, local_world_size=2))
     assert device == torch.device("cuda", 1) and "nccl" in backend_for(device)
-    with pytest.raises(RunError, match="4 ranks for 2 GPUs: start with NGPU=2"):
+    with pytest.raises(
+        RunError, match=r"4 ranks for 2 GPUs: start with NGPU=2, with --comm\.share_gpus"
+    ):
         pick_device(Launch(local_world_size=4))
 
 

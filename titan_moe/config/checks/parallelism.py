@@ -54,18 +54,23 @@ def _tensor(run: Run) -> Iterator[str]:
         )
 
 
-def _async_tensor(run: Run) -> Iterator[str]:
+def _symmetric_memory(run: Run) -> Iterator[str]:
     degrees, compiled = run.job.parallelism, run.job.compile
-    if (
-        degrees.enable_async_tensor_parallel
+    users = {
+        "enable_async_tensor_parallel=true": degrees.enable_async_tensor_parallel
         and degrees.tensor_parallel_degree > 1
         and compiled.compiles_layers
-        and compiled.backend == "inductor"
-        and degrees.expert_parallel_comm_backend == "symmetric"
-    ):
+        and compiled.backend == "inductor",
+        "expert_parallel_comm_backend=symmetric": degrees.expert_parallel_degree > 1
+        and degrees.expert_parallel_comm_backend == "symmetric",
+    }
+    named = [setting for setting, uses in users.items() if uses]
+    if len(named) > 1:
+        yield f"parallelism.{' and '.join(named)} want symmetric memory of two kinds: choose one"
+    if named and run.job.comm.share_gpus:
         yield (
-            "parallelism.enable_async_tensor_parallel=true and expert_parallel_comm_backend="
-            "symmetric want symmetric memory of two kinds: choose one"
+            f"parallelism.{named[0]} wants symmetric memory, which ranks of one GPU do not have: "
+            "choose another value, or comm.share_gpus=false"
         )
 
 
@@ -160,7 +165,7 @@ def _order_of_stages(run: Run) -> Iterator[str]:
 RULES: list[Rule] = [
     _ranks,
     _tensor,
-    _async_tensor,
+    _symmetric_memory,
     _sequence_slices,
     _recurrent_segments,
     _ulysses,

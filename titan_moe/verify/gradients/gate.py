@@ -65,7 +65,7 @@ class Gate:
 
     Args:
         job: the configuration; its degrees, options and batch sizes are replaced by each layout's,
-            and some keys by the proof's.
+            and some keys by the proof's. With comm.share_gpus, ranks share GPUs.
         folder: where references are kept for the ranks to read.
         device: "cpu", or "cuda" for ranks on GPUs; the reference is computed on the CPU.
     """
@@ -106,7 +106,10 @@ class Gate:
         if not unfit:
             task = Task(job, config, layout, path, self.device)
             try:
-                reports = run_on_ranks(verify_on_rank, layout.world_size, task, device=self.device)
+                shares = self.job.comm.share_gpus
+                reports = run_on_ranks(
+                    verify_on_rank, layout.world_size, task, device=self.device, share_gpus=shares
+                )
                 problems = _problems(result, layout, reports)
                 unfit = _unpoisoned(reports, layout, config)
             except RankError as error:

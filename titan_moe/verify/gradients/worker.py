@@ -47,7 +47,7 @@ class Task(NamedTuple):
     fixture_path: Path
     """A saved Fixture; ranks map the same pages."""
     device: str = "cpu"
-    """"cuda": rank i trains on GPU i."""
+    """"cuda": a rank trains on the GPU that is its current one."""
 
 
 @dataclass
@@ -96,8 +96,9 @@ class LocalState:
 
     def __init__(self, task: Task) -> None:
         self.task, self.rank = task, dist.get_rank()
-        on_gpu = task.device == "cuda"
-        device = torch.device("cuda", self.rank) if on_gpu else torch.device("cpu")
+        device = torch.device(task.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
         self.fixture: Fixture = torch.load(task.fixture_path, mmap=True, weights_only=False)
         self.sharded = build_sharded_model(
             task.job, task.config, device=device, world_size=dist.get_world_size()

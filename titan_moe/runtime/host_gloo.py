@@ -1,0 +1,112 @@
+"""A backend of torch.distributed for ranks that share a GPU: collectives go through the host.
+
+NCCL refuses two ranks on one GPU, and gloo takes a GPU's tensors in some collectives alone, others
+in other versions of torch. Here every collective copies its tensors to the host, runs on gloo, and
+copies back what it wrote. Each copy waits for the current stream: slow, and right on any stream.
+
+A tensor of the host is copied as well, so that tests on a CPU see what a copy gets wrong.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.runtime.device import HOST_GLOO
+
+_DEVICES = ["cpu", "cuda"]
+# Each writes to the tensors of its first argument, but `send`. torch 2.13 gave some a second name.
+_COLLECTIVES = {
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "recv"),
+    *("allgather", "allgather_coalesced", "gather", "scatter", "reduce_scatter", "alltoall"),
+    *("_allgather_base", "_reduce_scatter_base", "alltoall_base"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+    *("gather_single", "gather_into_tensor"),
+    *("all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
+}
+
+
+class _HostWork(dist.Work):
+    """A collective of gloo under way; its results are on the device once `wait` has returned."""
+
+    def __init__(self, work: dist.Work, results: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._work: dist.Work | None = work
+        self._results = results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Waits as long as the group's timeout, or as `timeout` if it is not 0. Returns at once if
+        it has been called before: gloo would wait for a second message."""
+        if self._work is not None:
+            self._work.wait(timeout)
+            self._work = None
+            for tensor, copy in self._results:
+                tensor.copy_(copy)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def _through_host(name: str) -> Callable[..., dist.Work]:
+    """Returns the method of this name on copies of its tensors."""
+
+    def collective(self: Any, *arguments: Any) -> dist.Work:
+        copies = [_on_host(each) for each in arguments]
+        work = getattr(self.gloo, name)(*copies)
+        written = zip(_tensors(arguments[0]), _tensors(copies[0]), strict=True)
+        return _HostWork(work, [] if name == "send" else list(written))
+
+    return collective
+
+
+def _on_host(argument: Any) -> Any:
+    """Returns a copy of a tensor or of lists of tensors; other arguments as they are."""
+    if isinstance(argument, list):
+        return [_on_host(each) for each in argument]
+    return argument.detach().to("cpu", copy=True) if isinstance(argument, Tensor) else argument
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    """Yields the tensors of nested lists. A write to one is not seen by autograd, as a backend's is
+    not."""
+    if isinstance(argument, list):
+        for each in argument:
+            yield from _tensors(each)
+    else:
+        yield argument.data
+
+
+_methods = {name: _through_host(name) for name in _COLLECTIVES & set(dir(dist.ProcessGroup))}
+_Staged: Any = type("_Staged", (dist.ProcessGroup,), _methods)
+
+
+class HostGloo(_Staged):
+    """A process group over gloo, which never sees a tensor of a GPU. A barrier has none, and is
+    gloo's own."""
+
+    def __init__(self, options: Any) -> None:
+        place = options.store, options.group_rank, options.group_size
+        super().__init__(options.group_rank, options.group_size)
+        backend = dist.ProcessGroupGloo(*place, timeout=options.timeout)
+        # The flight recorder tells a group's ranks by these.
+        backend.options.global_ranks_in_group = options.global_ranks_in_group
+        backend.options.group_name = options.group_id
+        self.gloo = dist.ProcessGroup(*place)
+        for group in (self, self.gloo):
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            for device in _DEVICES:
+                group._register_backend(
+                    torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
+                )
+
+
+def register() -> None:
+    """Makes the backend known to torch in this process."""
+    dist.Backend.register_backend(
+        HOST_GLOO, lambda options, _: HostGloo(options), extended_api=True, devices=_DEVICES
+    )
