@@ -61,12 +61,12 @@ class FakeCuda(FakeCommCounter):
         if func is torch.ops.prim.device.default:  # A query in Python, no operation.
             return getattr(args[0], "fake_device", None) or func(*args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.namespace == "titan_moe" and any(x.is_cuda for x in tensors):
+            with self:  # Not dispatched without this mode.
+                return _kernel_of(func)(*args, **kwargs)
         self.ledger.counts.dispatches += 1
         if func.namespace in COLLECTIVES:
             return self._communicate(func, args, tensors)
-        if func.namespace == "titan_moe" and any(x.is_cuda for x in tensors):
-            with self:
-                return _kernel_of(func)(*args, **kwargs)
         if func is _aten.lift_fresh.default and tensors[0].is_cuda:
             return self._tensor_from_numbers(tensors[0])
         if _waits(func, args, kwargs):

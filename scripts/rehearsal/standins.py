@@ -23,7 +23,12 @@ from scripts.rehearsal.limits import refuse
 from scripts.rehearsal.places import here
 from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
-from titan_moe.ops.permute_indices import permute_indices_reference
+from titan_moe.ops.permute_indices import (
+    copies_to_ranks_reference,
+    count_experts_reference,
+    permute_indices_reference,
+    sort_by_expert_reference,
+)
 
 _TRITON_TYPES = {
     torch.bfloat16: "bf16",
@@ -169,10 +174,31 @@ def _permuted(named: Mapping[str, Any]) -> None:
         named[name].copy_(value)
 
 
+def _counted(named: Mapping[str, Any]) -> None:
+    experts, counts = named["experts_ptr"], named["counts_ptr"]
+    if experts is not None:  # All as if by the first program.
+        counts.zero_()[0] = count_experts_reference(experts // named["DIVISOR"], named["KEYS"])
+
+
+def _ordered(named: Mapping[str, Any]) -> None:
+    experts, keys = named["experts_ptr"], named["NUM_KEYS"]
+    if experts is None:
+        return
+    found: tuple[Tensor, ...] = sort_by_expert_reference(experts, keys)
+    outputs = ["source_ptr", "slots_ptr", "rows_ptr"]
+    if named["ONCE"]:
+        found = copies_to_ranks_reference(experts, named["DIVISOR"], keys)
+        outputs = ["source_ptr", "rows_ptr", "slots_ptr", "totals_ptr"]
+    for name, value in zip(outputs, found, strict=True):
+        named[name].copy_(value)
+
+
 _VALUES: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "_copy_rows_kernel": _copied,
     "_add_rows_kernel": _added,
     "_permute_indices_kernel": _permuted,
+    "_count_kernel": _counted,
+    "_order_kernel": _ordered,
 }
 
 

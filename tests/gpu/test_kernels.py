@@ -15,10 +15,10 @@ from titan_moe.ops.move_rows import (
     copy_rows_reference,
 )
 from titan_moe.ops.permute_indices import (
+    copies_to_ranks,
     copy_to_ranks,
     permute_indices,
     reached_ranks,
-    rows_on_ranks,
     sort_by_expert,
 )
 
@@ -87,10 +87,9 @@ def test_choices_are_sorted_and_copied_without_a_wait():
     experts_TK = torch.rand(16384, 128, device="cuda").topk(8).indices
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sort_by_expert(experts_TK)
-        reached_TP = reached_ranks(experts_TK, 16, 8)
-        rows_on_ranks(experts_TK, reached_TP, 16)
-        copy_to_ranks(reached_TP, 8)
+        sort_by_expert(experts_TK, 128)
+        copies_to_ranks(experts_TK, 16, 8)
+        copy_to_ranks(reached_ranks(experts_TK, 16, 8), 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -72,11 +72,19 @@ def _permute_indices() -> int:
     return len(checks)
 
 
+def _sort_rows() -> int:
+    from tests.support.permute_cases import check_choices
+
+    _run_triton("count_experts", "sort_by_expert", "copies_to_ranks")
+    return check_choices()
+
+
 _OPERATIONS: dict[str, Callable[[], int]] = {
     "cross_entropy": _cross_entropy,
     "gated": _gated,
     "move_rows": _move_rows,
     "permute_indices": _permute_indices,
+    "sort_rows": _sort_rows,
 }
 
 if __name__ == "__main__":

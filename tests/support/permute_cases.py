@@ -7,12 +7,12 @@ from torch import Tensor
 
 from titan_moe.ops.permute_indices import (
     PermuteIndices,
+    copies_to_ranks,
     copy_to_ranks,
     count_experts,
     max_padded_rows,
     permute_indices,
     reached_ranks,
-    rows_on_ranks,
     sort_by_expert,
 )
 
@@ -114,9 +114,10 @@ def expert_choices() -> Iterator[tuple[Tensor, int, int]]:
     yield torch.tensor([[1, 1], [0, 1], [1, 0]]), 2, 2
 
 
-def check_choices(device: str = "cpu") -> None:
-    """Compares counts, sort and copies with loops, exactly."""
-    for experts_TK, num_experts, num_local in expert_choices():
+def check_choices(device: str = "cpu") -> int:
+    """Compares counts, sort and copies with loops, exactly; returns the number of cases."""
+    cases = list(expert_choices())
+    for experts_TK, num_experts, num_local in cases:
         on_device, num_ranks = experts_TK.to(device), num_experts // num_local
         choices = experts_TK.tolist()
         order = sorted(
@@ -126,7 +127,7 @@ def check_choices(device: str = "cpu") -> None:
         chosen = [expert for row in choices for expert in row]
         assert counts_E.tolist() == [chosen.count(expert) for expert in range(num_experts)]
 
-        tokens, slots = sort_by_expert(on_device)
+        tokens, slots = sort_by_expert(on_device, num_experts)
         top_k = experts_TK.shape[1]
         assert tokens.source_R.tolist() == [token for _, token, _ in order]
         assert slots.source_R.tolist() == [token * top_k + k for _, token, k in order]
@@ -135,6 +136,7 @@ def check_choices(device: str = "cpu") -> None:
         assert tokens.rows_TK.tolist() == order_TK
         assert slots.rows_TK.flatten().tolist() == [n for row in order_TK for n in row]
         _check_copies(on_device, choices, num_local, num_ranks)
+    return len(cases)
 
 
 def _check_copies(
@@ -149,10 +151,12 @@ def _check_copies(
     assert reached_TP.sum(0).tolist() == [len(tokens) for tokens in sent]
     top_k = experts_TK.shape[1]
     most = min(top_k, num_ranks)
-    source_R, rows_TK = copy_to_ranks(reached_TP, most)
+    source_R, rows_TK, slots_TK, counts_P = copies_to_ranks(experts_TK, num_local, num_ranks)
+    again = copy_to_ranks(reached_TP, most)
+    assert torch.equal(source_R, again.source_R) and torch.equal(rows_TK, again.rows_TK)
+    assert counts_P.tolist() == [len(tokens) for tokens in sent]
     assert source_R[: len(copies)].tolist() == [token for _, token in copies]
     assert rows_TK.shape == (len(choices), most) and len(source_R) == len(choices) * most
-    slots_TK = rows_on_ranks(experts_TK, reached_TP, num_local)
     assert slots_TK.dtype == torch.int32
     for token, row in enumerate(choices):
         places = [n for n, (_, copied) in enumerate(copies) if copied == token]

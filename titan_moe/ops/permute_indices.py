@@ -118,31 +118,29 @@ def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
     return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
 
 
-@operation("count_experts", count_experts_reference)
+@operation("count_experts", count_experts_reference, "sort_rows_triton")
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
     """Counts the T*K rows by expert: counts_E, int64, without a wait for the device.
 
     A function of its own, because the sort takes longer: counts can be exchanged meanwhile.
-    Integers add up to the same sum in any order, so that atomics do no harm here.
     """
     return experts_TK.new_empty(num_experts)
 
 
-def sort_by_expert(experts_TK: Tensor) -> SortedRows:
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
     """Order the T*K rows by expert, stably."""
-    token_N, slot_N, rows_TK = _sort_by_expert(experts_TK)
+    token_N, slot_N, rows_TK = _sort_by_expert(experts_TK, num_experts)
     return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
 
 
-def sort_by_expert_reference(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the tokens and slots of the rows of `sort_by_expert`, and the rows of slots."""
-    # A radix sort passes over the bytes of its keys: two of them hold an expert's number.
-    slot_N = experts_TK.flatten().short().sort(stable=True).indices
+    slot_N = experts_TK.flatten().sort(stable=True).indices
     return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
 
 
-@operation("sort_by_expert", sort_by_expert_reference)
-def _sort_by_expert(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@operation("sort_by_expert", sort_by_expert_reference, "sort_rows_triton")
+def _sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = experts_TK.numel()
     return experts_TK.new_empty(rows), experts_TK.new_empty(rows), torch.empty_like(experts_TK)
 
@@ -172,13 +170,37 @@ def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     return reached_TP.scatter_(1, experts_TK // num_local, True)
 
 
-def rows_on_ranks(experts_TK: Tensor, reached_TP: Tensor, num_local: int) -> Tensor:
-    """Slots of choices on their experts' ranks, int32 [T, K]: a choice's row, among those that its
-    rank is sent from here, times K, plus its k."""
-    top_k = experts_TK.shape[1]
-    row_TK = reached_TP.cumsum(0).gather(1, experts_TK // num_local)  # Counted from 1.
-    k_K = torch.arange(-top_k, 0, device=row_TK.device)
-    return torch.add(k_K, row_TK, alpha=top_k).int()
+def copies_to_ranks_reference(
+    experts_TK: Tensor, num_local: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes `copies_to_ranks` in plain torch."""
+    top_k, rank_TK = experts_TK.shape[1], experts_TK // num_local
+    reached_TP = reached_ranks(experts_TK, num_local, num_ranks)
+    place_TP, counts_P = _places(reached_TP), reached_TP.sum(0)
+    copy_TK = place_TP.gather(1, rank_TK) - starts(counts_P)[rank_TK]
+    k_K = torch.arange(top_k, device=copy_TK.device)
+    slots_TK = torch.add(k_K, copy_TK, alpha=top_k).int()
+    return *_copy(reached_TP, place_TP, min(top_k, num_ranks)), slots_TK, counts_P
+
+
+@operation("copies_to_ranks", copies_to_ranks_reference, "sort_rows_triton")
+def copies_to_ranks(
+    experts_TK: Tensor, num_local: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Copies tokens to the ranks of their experts, `num_local` on each; waits for nothing.
+
+    Returns the two fields of the map of `copy_to_ranks`; slots on the ranks, int32 [T, K]: a
+    choice's copy, among those for its rank, times K, plus its k; and the number of copies for each
+    rank, [P].
+    """
+    num_tokens, top_k = experts_TK.shape
+    most = min(top_k, num_ranks)
+    return (
+        experts_TK.new_empty(num_tokens * most),
+        experts_TK.new_empty(num_tokens, most),
+        experts_TK.new_empty(num_tokens, top_k, dtype=torch.int32),
+        experts_TK.new_empty(num_ranks),
+    )
 
 
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
@@ -191,13 +213,23 @@ def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
         reached_TP: bool.
         most: ranks that one row can reach.
     """
-    num_rows, num_ranks = reached_TP.shape
-    reached_PT = reached_TP.t().contiguous()
-    source = reached_PT.nonzero_static(size=num_rows * most)[:, 1].contiguous()
+    return _copy(reached_TP, _places(reached_TP), most)
+
+
+def _places(reached_TP: Tensor) -> Tensor:
+    """Returns the places of copies, [T, P]; between two where there is none.
+
+    A flat sum: over the first of two dims a GPU has one thread for each column.
+    """
+    reached_PT = reached_TP.t()
+    return (reached_PT.flatten().cumsum(0) - 1).view(reached_PT.shape).t()
+
+
+def _copy(reached_TP: Tensor, place_TP: Tensor, most: int) -> RowMap:
+    source = reached_TP.t().nonzero_static(size=len(reached_TP) * most)[:, 1].contiguous()
     # Ranks that a row does not reach write to a column before the first, which is cut off.
     nth_TP = reached_TP.cumsum(1) * reached_TP
-    place_TP = (reached_PT.flatten().cumsum(0) - 1).view(num_ranks, num_rows).t()
-    rows = place_TP.new_full((num_rows, most + 1), -1)
+    rows = place_TP.new_full((len(reached_TP), most + 1), -1)
     return RowMap(source, rows.scatter_(1, nth_TP, place_TP)[:, 1:].contiguous())
 
 

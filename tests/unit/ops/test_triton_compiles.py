@@ -4,6 +4,7 @@ compiler refuses."""
 import re
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -92,3 +93,21 @@ def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, clamped: int) 
     del pointers["hidden_ptr"]
     asm = compiled(kernels._gated_rows_backward_kernel, pointers, ["num_rows"], **constants)
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "num_keys", "once"), [(8, 128, 0), (6, 512, 0), (1, 16, 0), (8, 8, 1), (6, 64, 1)]
+)
+def test_sorts_compile(top_k: int, num_keys: int, once: int) -> None:
+    from titan_moe.ops import sort_rows_triton as kernels
+
+    experts_TK = torch.empty(1, top_k, dtype=torch.int64, device="meta")
+    constants = kernels.sizes(experts_TK, num_keys, DIVISOR=1 + once, ONCE=once)
+    pointers = {"experts_ptr": "*i64", "counts_ptr": "*i32"}
+    assert compiled(kernels._count_kernel, pointers, ["num_tokens"], **constants)["cubin"]
+
+    slots = "*i32" if once else "*i64"
+    pointers |= {"source_ptr": "*i64", "slots_ptr": slots, "rows_ptr": "*i64", "totals_ptr": "*i64"}
+    constants |= {"NUM_KEYS": num_keys, "MOST": min(top_k, num_keys), "PROGRAMS": 4096 // num_keys}
+    numbers = ["num_tokens", "num_programs"]
+    assert compiled(kernels._order_kernel, pointers, numbers, **constants)["cubin"]

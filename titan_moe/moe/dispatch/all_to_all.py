@@ -27,7 +27,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         sent_PE = counts_E.view(-1, self.num_local)
         received = exchange_counts(sent_PE, self.ep_group)
-        tokens, slots = sort_by_expert(experts_TK)
+        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         num_rows = experts_TK.numel()
         return ExchangePlan(
             rows=tokens,

@@ -87,7 +87,7 @@ class LocalDispatcher(Dispatcher):
         return counts_E.new_zeros(2)
 
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> LocalPlan:
-        tokens, slots = sort_by_expert(experts_TK)
+        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         permuted = permute_indices(counts_E[None], experts_TK.numel(), self.row_alignment)
         rows_TK = permuted.position_R[tokens.rows_TK]
         return LocalPlan(

@@ -51,7 +51,7 @@ class CapacityDispatcher(ExchangeDispatcher):
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         capacity = self._capacity(len(experts_TK))
         counts_PE, dropped = counts_E.view(self.ep_group.size(), -1), None
-        sorted_rows = sort_by_expert(experts_TK)
+        sorted_rows = sort_by_expert(experts_TK, len(counts_E))
         kept_PE, kept_N = counts_PE, None
         if capacity < len(experts_TK) * min(self.top_k, self.num_local):
             kept_TK = self._first_come(experts_TK // self.num_local, counts_PE.sum(1), capacity)
@@ -76,8 +76,9 @@ class CapacityDispatcher(ExchangeDispatcher):
 
     def _first_come(self, rank_TK: Tensor, sent_P: Tensor, capacity: int) -> Tensor:
         """Returns which choices are within the capacity, [T, K]; all first choices come first."""
-        rank_N, slot_N = rank_TK.t().flatten().sort(stable=True)
-        nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N]
+        # A radix sort passes over all bytes of its keys: two hold a rank's number.
+        rank_N, slot_N = rank_TK.t().flatten().short().sort(stable=True)
+        nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N.int()]
         return (nth_N < capacity)[invert(slot_N)].view(rank_TK.shape[::-1]).t()
 
     def _buffers(

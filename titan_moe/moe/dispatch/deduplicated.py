@@ -10,6 +10,7 @@ before they leave the node. (Hierarchical dispatch, as in DeepSeek's DeepEP libr
 2412.19437, section 3.2.2; the planning by one exchange of counts is ours.)
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,12 +28,12 @@ from titan_moe.moe.dispatch.exchange import (
 )
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
+    copies_to_ranks,
     copy_to_ranks,
     follow,
     permute_indices,
     reached_ranks,
     row_map,
-    rows_on_ranks,
     sort_by_expert,
     starts,
 )
@@ -80,10 +81,10 @@ class _Draft(NamedTuple):
     """Copies of this rank's tokens, one per rank or node; with room for more in `source_R`."""
     copies_P: Tensor
     """Number of copies for each rank or node."""
-    reached_TP: Tensor
-    """True for the ranks that each token reaches."""
+    reached_TP: Tensor | None
+    """True for the ranks that each token reaches; None without nodes."""
     slot_N: Tensor
-    """`rows_on_ranks` of the choices in the order of experts."""
+    """The slots of `copies_to_ranks` in the order of experts."""
     num_tokens: int
 
 
@@ -120,23 +121,23 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         degree, num_local = self.ep_group.size(), self.num_local
-        reached_TP = copied_TP = reached_ranks(experts_TK, num_local, degree)
-        copies_P = reached_TP.sum(0)
+        *copies, slots_TK, copies_P = copies_to_ranks(experts_TK, num_local, degree)
         # Exchanged first: choices by expert, rows, and what nodes need to know.
-        counts = [counts_E.view(degree, -1), copies_P[:, None]]
+        counts, reached_TP = [counts_E.view(degree, -1), copies_P[:, None]], None
         if self.nodes is not None:
+            reached_TP = reached_ranks(experts_TK, num_local, degree)
             counts.append(self.nodes.counts_to_send(reached_TP))
-            copied_TP = self.nodes.by_node(reached_TP).any(2)
-            copies_P = copied_TP.sum(0)
+            size = self.nodes.within.size()
+            *copies, _, copies_P = copies_to_ranks(experts_TK, num_local * size, degree // size)
         sent_PX = torch.cat(counts, 1)
         received = exchange_counts(sent_PX, self.ep_group)
 
-        _, slots = sort_by_expert(experts_TK)
-        slot_N = rows_on_ranks(experts_TK, reached_TP, num_local).flatten()[slots.source_R]
-        copies = copy_to_ranks(copied_TP, min(self.top_k, copied_TP.shape[1]))
-        draft = _Draft(copies, copies_P, reached_TP, slot_N, len(experts_TK))
+        _, slots = sort_by_expert(experts_TK, len(counts_E))
+        slot_N = slots_TK.flatten()[slots.source_R]
+        draft = _Draft(RowMap(*copies), copies_P, reached_TP, slot_N, len(experts_TK))
         exchanges = Pending(lambda: self._exchanges(draft, sent_PX, received.wait()))
-        return ExchangePlan(copies, slots, exchanges, num_rows=lambda: _num_sent(exchanges.wait()))
+        num_rows = partial(_num_sent, exchanges)
+        return ExchangePlan(draft.copies, slots, exchanges, num_rows=num_rows)
 
     def _exchanges(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Exchanges:
         num_local = self.num_local
@@ -190,7 +191,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
     ) -> Pending[Hop]:
         """Returns the hop from this rank to the others of its node, which the senders decide."""
-        assert self.nodes is not None
+        assert self.nodes is not None and draft.reached_TP is not None
         within, num_copies = self.nodes.within, sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(
             draft.copies_P, output_size=num_copies
@@ -253,6 +254,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         return first_QGA.transpose(1, 2).flatten()
 
 
-def _num_sent(exchanges: Exchanges) -> int:
-    assert isinstance(exchanges.rows, AllToAll)
-    return sum(exchanges.rows.sent)
+def _num_sent(exchanges: Pending[Exchanges]) -> int:
+    rows = exchanges.wait().rows
+    assert isinstance(rows, AllToAll)
+    return sum(rows.sent)

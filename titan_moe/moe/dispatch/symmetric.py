@@ -45,7 +45,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         ranks, own = self.ep_group.size(), self.ep_group.rank()
         all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
-        tokens, slots = sort_by_expert(experts_TK)
+        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         most_received = rows_of_buffers(
             len(experts_TK), self.top_k, self.num_experts, ranks, self.capacity_factor
         )
