@@ -1,4 +1,4 @@
-"""Write what the program knows into docs/: tables of keys, of models and of torchtitan's keys.
+"""Write what the program knows into docs/: keys, models, published speeds, torchtitan's keys.
 
     python -m scripts.docs            rewrite what is out of date
     python -m scripts.docs --check    name it instead: exit code 1

@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, torchtitan
+from scripts.docs import configuration, models, published, torchtitan
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
     "models": models.tables,
+    "published": published.table,
     "torchtitan": torchtitan.table,
 }
 """The text of a region, by its name in the page."""

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from scripts.first_hour.session import REPO, Machine, PartError, Session, Unseen
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.verify.compare.records import read_run
+from titan_moe.verify.report.bench import card
 
 _CONFIGS = REPO / "configs"
 _DEBUG_MODEL = "configs/qwen3/debugmodel_moe.toml"
@@ -41,7 +42,6 @@ _TOY = ("--device", "cpu", "--repeats", "1")
 _RESHARD_ERROR = 1e-5
 """Largest relative difference of a loss in float32 after a change of layout."""
 _RATES = ("tokens_per_second", "tflops", "mfu", "memory/", "time", "seconds")
-_PUBLISHED = re.compile(r"^# published: ([\d,]+) tokens/s per GPU \((.+)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -199,21 +199,18 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
     steps = 8 if session.machine.on_gpus else 4
     off = {"checkpoint.enable": False, "validation.enable": False}
     options = {**_TEXT, **off, "training.steps": steps, **keys}
-    lines = session.train("run", str(config), options)[steps // 2 :]
-    rates = [line["tokens_per_second_per_device"] for line in lines]
-    rate = statistics.median(rates)
-    tflops = statistics.median(line["tflops_per_device"] for line in lines)
-    memory = "memory/used_gib" if session.machine.on_gpus else "memory/peak_gib"
-    peak, estimate = max(x[memory] for x in lines), _estimate(session, config)
-    figures = {"tokens_per_second": rate, "tflops": tflops, "peak": peak, "estimate": estimate}
-    line = f"{rate:,.0f} tokens/s and {tflops:.2f} TFLOPS per device, {peak:.1f} GiB"
+    session.train("run", str(config), options)
+    found = card(read_run(session.folder / "run"))
+    peak, estimate, row = found["peak_gib"], _estimate(session, config), found["published"]
+    line = f"{found['tokens_per_second']:,.0f} tokens/s and {found['tflops']:.2f} TFLOPS per device"
+    line += f", {peak:.1f} GiB"
     if session.machine.on_gpus:
         line += f" of {estimate:.1f} estimated"
-    if published := _PUBLISHED.search(config.read_text(encoding="utf-8")):
-        line += f"; published: {published[1]} ({published[2]})"
+    if row:
+        line += f"; published: {row['tokens_per_second']:,} ({row['by']})"
     if session.machine.on_gpus and peak > estimate:
         raise PartError(f"more memory than estimated: {line}")
-    return Seen(line, figures)
+    return Seen(line, {**found, "estimate": estimate})
 
 
 def benchmark_kernels(session: Session, words: Sequence[str]) -> Seen:
@@ -243,14 +240,15 @@ def _kernel_benchmarks() -> Iterator[Part]:
 
 
 def _benchmarks(machine: Machine) -> Iterator[Part]:
-    """Yields a part for each configuration as it is; for those of published figures, which balance
-    the routing by force, also one with natural routing."""
-    natural = {"debug.moe_force_load_balance": False}
+    """Yields a part for each configuration as it is, and two for those of published figures: with
+    forced and with natural routing."""
+    routings = {"forced": True, "natural": False}
     for config in _configs(machine):
         name = f"bench {config.parent.name}/{config.stem}"
-        rows = (
-            {name: {}, f"{name} natural": natural} if config.parent.name == "bench" else {name: {}}
-        )
+        rows: dict[str, dict[str, object]] = {name: {}}
+        if config.parent.name == "bench":
+            key = "debug.moe_force_load_balance"
+            rows = {f"{name} {word}": {key: forced} for word, forced in routings.items()}
         for row, keys in rows.items():
             run = partial(benchmark, config=config, keys=keys)
             yield Part(row, "How fast, and in how much memory?", run, 900, many_nodes=True)

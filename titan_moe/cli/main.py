@@ -26,6 +26,7 @@ COMMANDS = {
     "verify parity": "logits, losses and gradients against transformers",
     "verify shards": "shards, meshes and process groups of up to thousands of ranks",
     "report run": "curves, expert load and configuration of runs, as a page",
+    "report bench": "speed of runs beside published figures, as a card",
     "report profile": "where a profiled step's time goes",
     "report hang": "who waited where when a run hung, and who never came",
     "simulate step": "communication and memory of one rank of a world of any size",

@@ -1,4 +1,4 @@
-"""report run, report profile and report hang: pages and tables about runs."""
+"""report run, bench, profile and hang: pages and tables about runs."""
 
 import argparse
 from pathlib import Path
@@ -33,6 +33,33 @@ def run(options: argparse.Namespace) -> Answer:
     page = out / "report.html"
     write_whole(page, runs_page(options.title or ", ".join(each.name for each in runs), runs))
     return Answer([str(page)], [str(page)])
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="its folder")
+    add_out(parser, default=None, says="a folder; default: the first run's")
+
+
+def bench(options: argparse.Namespace) -> Answer:
+    """A card of benchmark runs: command, commit, device, routing, speed beside published figures.
+
+        titan-moe report bench outputs/forced outputs/natural
+
+    Figures are medians over the later half of a run's logged steps. A published row is found by
+    model, number of ranks and routing. Prints the card, and writes it as card.md into --out, or
+    else into the first run's folder.
+
+    Exit codes: 0; 1 the card cannot be written; 2 something is no run.
+    """
+    from titan_moe.runtime.files import write_whole
+    from titan_moe.verify.compare.records import read_run
+    from titan_moe.verify.report.bench import card, markdown
+
+    cards = {str(run): card(read_run(run, name=str(run))) for run in options.runs}
+    first = options.runs[0]
+    path = make_folder(options.out or (first if first.is_dir() else first.parent)) / "card.md"
+    write_whole(path, page := markdown(cards))
+    return Answer(cards, [page, str(path)])
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +109,7 @@ def hang(options: argparse.Namespace) -> Answer:
 
 COMMANDS = {
     "run": Command(run, _run_arguments),
+    "bench": Command(bench, _bench_arguments),
     "profile": Command(profile, _profile_arguments),
     "hang": Command(hang, _hang_arguments),
 }

@@ -105,10 +105,10 @@ def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     if len(known) == 1:
         defaults = JobConfig().model_dump(mode="json", exclude_none=True)
         pair = known[0], replace(known[0], config=defaults)
-        rows = [row for row in _differing_keys(pair) if row[1] != ABSENT]
+        rows = [row for row in differing_keys(pair) if row[1] != ABSENT]
         said = f"{len(rows)} keys of {known[0].name} are not at their defaults."
         return {"lines": [*lines, said], "table": Table(["key", "value", "default"], rows)}
-    rows = _differing_keys(known)
+    rows = differing_keys(known)
     if not rows:
         return {"lines": [*lines, "All keys are the same."], "table": None}
     kinds = ["quiet" if row[0].startswith(_QUIET) else "" for row in rows]
@@ -118,7 +118,7 @@ def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {"lines": [*lines, said], "table": Table(heads, rows, kinds=kinds)}
 
 
-def _differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
+def differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Rows of key and each run's value where these differ; keys that change no training last."""
     configs = [_flat(run.config) for run in runs]
     rows = [

@@ -105,4 +105,6 @@ def test_every_template_is_package_data():
     data = read_configuration(REPO / "pyproject.toml", expand=False)["tool"]["setuptools"]
     patterns = data["package-data"]["titan_moe.verify.report"]
     packed = {path for pattern in patterns for path in folder.glob(pattern)}
-    assert packed == {path for path in folder.rglob("*") if path.suffix in (".html", ".css")}
+    assert packed == {
+        path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".toml")
+    }
