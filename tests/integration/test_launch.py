@@ -109,6 +109,30 @@ def _slurm(folder: Path, programs: dict[str, str], *words: str) -> subprocess.Co
     )
 
 
+def test_tests_of_another_torch_run_in_an_environment_of_their_own(tmp_path: Path) -> None:
+    """Python is a stand-in that notes how it is called, and finds no dependencies."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("environment.sh", "test_torch.sh"):
+        shutil.copy(REPO / "scripts" / name, tmp_path / "scripts")
+    stub = tmp_path / "python3"
+    stub.write_text(
+        f'#!/usr/bin/env bash\necho "$0 $@" >> {tmp_path}/calls\n'
+        'case "$1 $2" in\n'
+        '    "-c import sys; print"*) echo "$0" ;;\n'
+        '    "-m venv") install -D "$0" "$3/bin/python" ;;\n'
+        "esac\n"
+        "[[ $1 != *has_dependencies.py ]]\n"
+    )
+    stub.chmod(0o755)
+    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", TEST_PROCESSES=3)
+    script = tmp_path / "scripts" / "test_torch.sh"
+    subprocess.run([script, "2.11.0", "-k", "router"], env=variables, check=True)
+    python = tmp_path / ".venv-torch-2.11.0" / "bin" / "python"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert f"{python} -m pip install --editable {tmp_path}[dev] torch==2.11.0" in calls
+    assert calls[-1] == f"{python} -m pytest --tier default -n 3 --dist loadfile -k router"
+
+
 @pytest.mark.parametrize(
     ("requirements", "installed"),
     [
