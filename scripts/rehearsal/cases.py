@@ -34,7 +34,7 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "parallelism": {"fsdp_accumulation": "auto"},
     },
     "Muon": {"optimizer": {"name": "Muon"}},
-    "recompute full": {"activation_checkpoint": {"mode": "full"}},
+    "recompute full": {"activation_checkpoint": {"mode": "full", "keep_attention": True}},
     "bounded": {"parallelism": {"expert_parallel_capacity_factor": 1.5}},
     "symmetric": {"parallelism": {"expert_parallel_comm_backend": "symmetric"}},
     "no documents": {"training": {"mask_documents": False}},

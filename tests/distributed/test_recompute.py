@@ -16,6 +16,7 @@ from titan_moe.distributed import activation_checkpoint
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.registry import model_config
 from titan_moe.moe.layer import DecisionMemo
+from titan_moe.ops import attention
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
@@ -29,7 +30,9 @@ MODES: dict[str, dict[str, Any]] = {
     "op": {"mode": "selective", "selective_ac_option": "op"},
     "full": {"mode": "full"},
     "full, rows kept": {"mode": "full", "keep_exchanged_rows": True},
+    "full, attention kept": {"mode": "full", "keep_attention": True},
 }
+FUSED = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> dict:
@@ -99,6 +102,8 @@ def plant(bug: str) -> None:
         activation_checkpoint._HandBack.__torch_dispatch__ = shifted
     elif bug == "nothing kept":
         activation_checkpoint._KEPT.clear()
+    elif bug == "no bug, fused attention":
+        attention.MAX_SEQ_LEN = 0
 
 
 def distance(result: dict, reference: dict) -> float:
@@ -142,6 +147,17 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
     assert products(op["backward"]) == products(none["backward"])
     # The rest is computed again: norms, rotations, activations.
     assert op["backward"]["aten.silu"] == full["backward"]["aten.silu"] > 0
+
+
+def test_attention_that_is_kept_is_not_computed_again():
+    full, kept = (
+        run_on_ranks(train_once, 2, "qwen3", mode, 2, "no bug, fused attention")[0]
+        for mode in ("full", "full, attention kept")
+    )
+    assert full["forward"][FUSED] == full["backward"][FUSED] == kept["forward"][FUSED] == LAYERS
+    assert kept["backward"][FUSED] == 0
+    assert kept["backward"][f"{FUSED}_backward"] == LAYERS
+    assert distance(kept, full) == 0
 
 
 @pytest.mark.parametrize(

@@ -503,6 +503,9 @@ class ActivationCheckpoint(Section):
     """In layers that are recomputed whole, keep the rows that expert parallelism brought to a
     rank's experts instead of exchanging them again: four exchanges a layer instead of five, for
     the memory of top_k rows of a token (fewer with the deduplicating dispatcher)."""
+    keep_attention: bool = False
+    """In layers that are recomputed whole, keep the output of torch's attention kernels instead of
+    attending again, for the memory of a token's heads. Flex attention attends again."""
 
 
 class Compile(Section):

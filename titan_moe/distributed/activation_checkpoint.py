@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.collectives import ends_a_layer
 from titan_moe.moe.layer import DecisionMemo
+from titan_moe.ops.varlen_attention import varlen_operation
 
 _EXCHANGES = {torch.ops._c10d_functional.all_to_all_single.default}
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
@@ -41,6 +43,13 @@ _KEPT = _EXCHANGES | {
     torch.ops.aten._scaled_grouped_mm.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
+}
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
@@ -82,7 +91,8 @@ def _kept(section: ActivationCheckpoint) -> set[Any]:
     """The operations whose results are kept."""
     if recomputes_by_operation(section):
         return _KEPT
-    return _EXCHANGES if section.keep_exchanged_rows else set()
+    kept = _EXCHANGES if section.keep_exchanged_rows else set()
+    return kept | _ATTENTION | {varlen_operation()} if section.keep_attention else kept
 
 
 def _recomputed(block: Any, kept: set[Any]) -> Callable[..., Tensor]:
@@ -181,7 +191,7 @@ class _Keep(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.keeps(func) and not self.inside_attention:
             # Detached: autograd is about to give the result itself a history that would hold us.
-            self.kept[func].append(result.detach())
+            self.kept[func].append(tree_map_only(Tensor, Tensor.detach, result))
         return result
 
     def keeps(self, func: Any) -> bool:

@@ -340,6 +340,8 @@ def _activations(
         whole += pairs / 16
     if recompute.keep_exchanged_rows:
         whole += _exchanged_per_token(plan, rows)
+    if recompute.keep_attention:
+        whole += config.attention.num_heads * config.attention.qk_dim  # As wide as values, or more.
     if recompute.mode == "none":
         kept = num_layers * values
     elif recompute.mode == "full":

@@ -85,6 +85,13 @@ def takes(qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
     return narrow and v_dim <= qk_dim <= _MAX_HEAD_DIM and qk_dim % _ALIGNMENT == 0
 
 
+def varlen_operation() -> Any:
+    """The operation of torch that `varlen_attention` calls; its results serve its backward."""
+    from torch.nn.attention import varlen  # noqa: F401  Registers it.
+
+    return torch.ops.torch_attn._varlen_attn.default
+
+
 def varlen_attention(
     q_THC: Tensor, k_THC: Tensor, v_THC: Tensor, pieces: Pieces, scale: float
 ) -> Tensor:

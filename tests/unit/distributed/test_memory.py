@@ -126,6 +126,14 @@ def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: in
     assert kept[0] - kept[1] == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
+def test_attention_that_is_kept_takes_its_heads() -> None:
+    full = ActivationCheckpoint(mode="full")
+    keeping = full.model_copy(update={"keep_attention": True})
+    kept = [memory(_PLAN._replace(recompute=section)).kept for section in (keeping, full)]
+    heads = _DENSE.attention.num_heads * _DENSE.attention.qk_dim
+    assert kept[0] - kept[1] == pytest.approx(2 * 21 * heads * 2)
+
+
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", 1), ("GPipe", 3)])
 def test_the_heavier_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
