@@ -37,13 +37,13 @@ def _documents() -> Tensor:
     return steps.cumsum(1).int() // 40
 
 
-def _results(core: AttentionCore, local: str, *, sinks: bool) -> list[Tensor]:
+def _results(core: AttentionCore, local: str, *, sinks: bool, seq_len: int = 512) -> list[Tensor]:
     """Returns output and gradients."""
-    inputs = [x.requires_grad_() for x in _drawn(8, 2, 2)]
+    inputs = [x.requires_grad_() for x in _drawn(8, 2, 2, seq_len=seq_len)]
     sinks_H = torch.linspace(-1, 3, 8, device=DEVICE, requires_grad=True)
     inputs += [sinks_H] * sinks
     q, k, v, *rest = inputs
-    out = core(q, k, v, core.mask(_documents(), LOCALS[local]), 0.1, *rest)
+    out = core(q, k, v, core.mask(_documents()[:, :seq_len], LOCALS[local]), 0.1, *rest)
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
@@ -56,6 +56,14 @@ def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local
     assert isinstance(ours, FlexCore)
     oracle = _results(plain, local, sinks=sinks)
     for a, b in zip(_results(ours, local, sinks=sinks), oracle, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("seq_len", [1, 64, 100])
+def test_flex_takes_rows_shorter_than_a_tile_whose_heads_share_keys(seq_len: int):
+    cores = Sdpa(mask_documents=True), FlexCore(mask_documents=True, compiled=True)
+    oracle, ours = (_results(core, "all", sinks=False, seq_len=seq_len) for core in cores)
+    for a, b in zip(ours, oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 

@@ -147,7 +147,12 @@ class Flex:
         )
 
     def _kernel_options(self, dtype: torch.dtype) -> dict[str, Any] | None:
-        if not self._compiled or dtype is not torch.float32:
-            return None  # torch's defaults.
-        # With torch's 4 warps a tile of an H100 spills 10,828 bytes (heads of 128), with 8 none.
-        return {"fwd_num_warps": 8}
+        if not self._compiled:
+            return None
+        # Not the kernel for decoding, torch's choice below 128 queries: it takes at most 128 rows
+        # of the heads that share keys.
+        options: dict[str, Any] = {"BACKEND": "TRITON"}
+        if dtype is torch.float32:
+            # With torch's 4 warps a tile of an H100 spills 10,828 bytes (heads of 128); here none.
+            options["fwd_num_warps"] = 8
+        return options

@@ -52,6 +52,19 @@ def test_flex_tiles_are_those_of_all_pairs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_flex_leaves_out_the_kernel_for_decoding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses rows of fewer than 128 queries where many heads share keys."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda f: lambda *_, **options: seen.append(options))
+    q, k = (torch.zeros(1, heads, 64, 16, dtype=dtype) for heads in (8, 2))
+    flex = Flex(compiled=True)
+    flex.attend(q, k, k, flex.row_mask(torch.zeros(1, 64, dtype=torch.int64)), 1.0)
+    assert seen[0]["kernel_options"]["BACKEND"] == "TRITON"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_cost_no_precision(dtype: torch.dtype) -> None:
     """Errors with them are about those without."""
     generator = torch.Generator().manual_seed(0)
