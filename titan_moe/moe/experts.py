@@ -144,7 +144,8 @@ def activated_projection(
     In a split backward the products of both gradients run twice: one function makes both.
     """
     if multiply is grouped_mm:
-        return _ActivatedProjection.apply(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E, activation)
+        operands = gate_RF, up_RF, weights_R1, w2_EDF, offsets_E
+        return _Projection.apply(_KeptOperands.apply(*operands, activation), operands, activation)
     hidden_RF = _Activated.apply(gate_RF, up_RF, weights_R1, activation)
     return multiply(hidden_RF, w2_EDF, offsets_E)
 
@@ -184,7 +185,13 @@ class _Activated(torch.autograd.Function):
         return grads.gate_RF, grads.up_RF, grads.weights_R1, None
 
 
-class _ActivatedProjection(torch.autograd.Function):
+class _KeptOperands(torch.autograd.Function):
+    """Keeps what the gradients of `activated_projection` follow from, before its product is
+    computed: a recomputation of a layer ends here.
+
+    Returns one element in the shape of the product, with strides of 0, which links the two.
+    """
+
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -197,7 +204,7 @@ class _ActivatedProjection(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E)  # type: ignore[arg-type]
         ctx.activation = activation  # type: ignore[attr-defined]
-        return grouped_mm(gated_rows(gate_RF, up_RF, weights_R1, activation), w2_EDF, offsets_E)
+        return gate_RF.new_empty_strided((len(gate_RF), w2_EDF.shape[1]), (0, 0))
 
     @staticmethod
     @once_differentiable
@@ -208,6 +215,22 @@ class _ActivatedProjection(torch.autograd.Function):
         grads = gated_rows_backward(grad_RF, gate_RF, up_RF, weights_R1, ctx.activation)
         grad_w2_EDF = grouped_mm_grad_weights(grad_RD, grads.hidden_RF, w2_EDF, offsets_E)
         return grads.gate_RF, grads.up_RF, grads.weights_R1, grad_w2_EDF, None, None
+
+
+class _Projection(torch.autograd.Function):
+    """The product; its gradients are those of `_KeptOperands`, whose result is `link_RD`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, link_RD: Tensor, operands: tuple[Any, ...], activation: str
+    ) -> Tensor:
+        gate_RF, up_RF, weights_R1, w2_EDF, offsets_E = operands
+        return grouped_mm(gated_rows(gate_RF, up_RF, weights_R1, activation), w2_EDF, offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
+        return grad_RD, None, None
 
 
 class _ScaledProjections(torch.autograd.Function):
