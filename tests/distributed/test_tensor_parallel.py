@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.tiers import tiered
+from titan_moe.distributed import tensor_parallel
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
@@ -23,14 +24,12 @@ def logits_and_labels(scale: float):
 
 def cut_cross_entropy(scale: float, planted: bool = False):
     """This rank's share of the loss, and the gradient of its block of the vocabulary."""
-    from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy
-
     size, rank = dist.get_world_size(), dist.get_rank()
     logits, labels = logits_and_labels(scale)
     own = logits.flatten(0, 1).chunk(size, -1)[rank].clone()
     if planted:
         dist.all_reduce = lambda *args, **kwargs: None
-    whole = VocabParallelCrossEntropy(dist.group.WORLD)
+    whole = tensor_parallel.VocabParallelCrossEntropy(dist.group.WORLD)
     loss, grad = whole(own, labels.flatten())
     return loss.item(), grad.view(ROWS, SEQ_LEN, -1)
 
@@ -61,34 +60,27 @@ def test_a_loss_without_its_reductions_is_seen():
     assert not torch.allclose(torch.cat(grads, -1), grad, rtol=1e-3)
 
 
-def rows_without_a_loss(label: int) -> list[bool]:
-    from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy
-
-    labels = torch.tensor([3, label, 23])
-    own = torch.zeros(3, VOCABULARY // dist.get_world_size()).double()
-    _, grad = VocabParallelCrossEntropy(dist.group.WORLD)(own, labels)
+def without_a_loss(label: int) -> list[bool]:
+    own, labels = torch.zeros(3, VOCABULARY // 2).double(), torch.tensor([3, label, 23])
+    _, grad = tensor_parallel.VocabParallelCrossEntropy(dist.group.WORLD)(own, labels)
     return grad.isnan().all(1).tolist()
 
 
 def embed(token: int) -> None:
-    from titan_moe.distributed.tensor_parallel import VocabParallelEmbedding
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    embedding = VocabParallelEmbedding(nn.Embedding(VOCABULARY, 2), mesh, mesh.get_group())
-    embedding(torch.tensor([[3, token, 23, 0]]))
+    mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), nn.Embedding(VOCABULARY, 2)
+    cut = tensor_parallel.VocabParallelEmbedding(whole, mesh, mesh.get_group())
+    cut(torch.tensor([[3, token]]))
 
 
 @pytest.mark.parametrize("number", [VOCABULARY, -1])
 def test_a_number_outside_of_a_cut_vocabulary_is_never_silent(number: int):
-    assert run_on_ranks(rows_without_a_loss, 2, number) == [[False, True, False]] * 2
+    assert run_on_ranks(without_a_loss, 2, number) == [[False, True, False]] * 2
     with pytest.raises(RankError, match="IndexError"):
         run_on_ranks(embed, 2, number)
 
 
 def cut_norm(dtype: torch.dtype, planted: bool = False):
     """This rank's channels of a norm over all of them, and the gradients of input and weight."""
-    from titan_moe.distributed import tensor_parallel
-
     size, rank = dist.get_world_size(), dist.get_rank()
     if planted:
         tensor_parallel.sum_over_ranks = lambda x, group: x * size

@@ -94,7 +94,5 @@ def _check_what_is_not_finite(dtype: torch.dtype, device: str) -> None:
         expected = plain(name, gate.double(), up.double())
         found = gated_rows_backward(torch.ones_like(gate), gate, up, None, name)
         for hidden in (gated_rows(gate, up, None, name), found.hidden_RF):
-            torch.testing.assert_close(
-                hidden.double(), expected, rtol=TOLERANCES[dtype], atol=0, equal_nan=True
-            )
+            torch.testing.assert_close(hidden.double(), expected, rtol=0.02, atol=0, equal_nan=True)
         assert found.gate_RF[gate.isnan()].isnan().all()
