@@ -15,6 +15,7 @@ Published beside: SonicMoE (arXiv 2512.14080), ScatterMoE (arXiv 2403.08245) and
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.runtime.device import peak_flops
 
 Shape = tuple[int, int, int, int, int]
 SHAPES: list[Shape] = [
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for routing in ("balanced", "natural"):
             rows += measure(shape, routing, arguments.repeats, arguments.device)
             goals = [goal for row in rows for goal in row.goals()]
-            figures = [asdict(row) | {"over_gemms": row.over_gemms} for row in rows]
+            figures = [figures_of(row, arguments.device) for row in rows]
             keep(arguments, figures, goals)
     heads = ["T", "D", "F", "E", "K", "routing", "busiest", "direction"]
     heads += ["layer ms", "GEMMs ms", "over GEMMs", "TFLOP/s", "published"]
@@ -113,6 +115,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         ],
     )
     finish(arguments, figures, goals)
+
+
+def figures_of(row: Row, device: str) -> dict[str, Any]:
+    """Returns a row for JSON, with the shares of the device's peak that layer and GEMMs reach."""
+    figures = asdict(row) | {"over_gemms": row.over_gemms}
+    if peak := peak_flops(torch.device(device)):
+        share = row.tflops * 1e12 / peak
+        figures |= {"of_peak": share, "gemms_of_peak": share * row.over_gemms}
+    return figures
 
 
 def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:

@@ -18,8 +18,9 @@ import argparse
 import gc
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ from scripts.bench.measure import (
     wall_seconds,
 )
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, why, world_of_one
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import JobConfig, Profiling
 from titan_moe.distributed.memory import GIB, Memory, Plan, memory
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_weights
+from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.device import memory_of, peak_flops
 
 TOY_LAYERS, SEQ_LEN, ROWS = 4, 4096, 4
@@ -57,14 +59,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="default: as many as fit")
     parser.add_argument("--only", metavar="FAMILY", default="")
     parser.add_argument("--eager-only", action="store_true")
+    parser.add_argument("--trace", metavar="FOLDER", type=Path, help="profile one step, eager")
     arguments = parse_gpu(parser, argv)
     device = first_gpu_or_cpu(arguments.device)
     models = [m for m in (TOY_MODELS if is_toy(arguments) else MODELS) if arguments.only in m[0]]
+    only_eager = arguments.eager_only or arguments.trace is not None
     variants = [
         (model, compiled, balanced)
         for model in models
-        for compiled in ((False,) if arguments.eager_only else (False, True))
-        for balanced in (True, False)
+        for compiled in ((False,) if only_eager else (False, True))
+        for balanced in ((True, False) if arguments.trace is None else (False,))
     ]
     rows: list[dict[str, Any]] = []
     with world_of_one(device):
@@ -139,6 +143,8 @@ def steps(
     results = []
     variants = {"step": lambda: results.append(training.run())}
     seconds = take_turns(variants, arguments.repeats, warm_up=WARMUP_STEPS - 1)["step"]
+    if arguments.trace is not None:
+        profile(training.run, arguments.trace)
     result = results[-1]
     rate = arguments.rows * seq_len / statistics.median(seconds)
     flops = 3 * sum(part_weights(training.sharded.config, seq_len).values()) * rate
@@ -163,6 +169,15 @@ def steps(
         figures["held GiB"] = torch.cuda.max_memory_reserved() / GIB
         figures["wanted GiB"] = estimate.needed / GIB
     return figures
+
+
+def profile(run: Callable[[], object], folder: Path) -> None:
+    """Writes a trace of one run below a folder, for `titan-moe report profile`."""
+    section = Profiling(enable_profiling=True, profiler_warmup=1, profile_freq=2)
+    with profiler(section, folder, rank=0) as ended:
+        for _ in range(section.profile_freq):
+            run()
+            ended()
 
 
 def estimates_of(tables: dict[str, dict[str, Any]]) -> list[Memory]:

@@ -15,6 +15,7 @@ from scripts.first_hour.session import REPO, Machine, PartError, Session, Unseen
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.runtime.torchrun import allocators
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.report.bench import card
 
@@ -110,8 +111,8 @@ def run_tests(session: Session, files: Sequence[str]) -> Seen:
     return Seen(f"{ends['passed']} tests passed, {ends['skipped']} skipped", ends)
 
 
-def verify_gate(session: Session) -> Seen:
-    ranks = session.machine.ranks
+def verify_gate(session: Session, ranks: int | None = None) -> Seen:
+    ranks = ranks or session.machine.ranks
     number = 12 if session.machine.on_gpus else 3
     options = ("--sample", number, "--ranks", ranks, "--float32", "--out", session.folder)
     words = (*options, "--device", session.machine.device)
@@ -146,9 +147,12 @@ def resume(session: Session) -> Seen:
     whole = session.train("whole", _DEBUG_MODEL, keys)
     middle = session.folder / "whole" / "checkpoint" / "step-3"
     keys |= {"checkpoint.initial_load_path": middle, "checkpoint.initial_load_model_only": False}
-    again = session.train("again", _DEBUG_MODEL, keys)
-    if [_numbers(line) for line in again] != [_numbers(line) for line in whole[3:]]:
-        raise PartError("the resumed run has other bits than the whole one: see metrics.jsonl")
+    for name in ("again", "twice"):
+        again = session.train(name, _DEBUG_MODEL, keys)
+        if [_numbers(line) for line in again] != [_numbers(line) for line in whole[3:]]:
+            raise PartError(f"{name}: the resumed run has other bits than the whole one")
+    if session.machine.ranks == 1:
+        return Seen("resumed twice: the same bits")
     degree = "tensor" if session.machine.ranks % 2 == 0 else "expert"
     other = session.train(
         "other", _DEBUG_MODEL, keys | {f"parallelism.{degree}_parallel_degree": 2}
@@ -216,7 +220,8 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
 def benchmark_kernels(session: Session, words: Sequence[str]) -> Seen:
     """Runs a script of scripts/bench. Its goals are for GPUs; one that is missed fails nothing."""
     toy = () if session.machine.on_gpus else _TOY
-    session.run(sys.executable, "-m", *words, *toy, "--json", session.figures)
+    command = (sys.executable, "-m", *words, *toy, "--json", session.figures)
+    session.run(*command, env=allocators(os.environ))
     figures = json.loads(session.figures.read_text(encoding="utf-8"))
     goals = figures["goals"]
     if not session.machine.on_gpus:

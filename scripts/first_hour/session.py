@@ -89,6 +89,7 @@ class Session:
         self.figures = self.folder / "figures.json"
         """What a benchmark writes after each row."""
         self._start = self.log.stat().st_size if self.log.exists() else 0
+        self._stopped_at: int | None = None
 
     def run(
         self, *words: object, accept: tuple[int, ...] = (0,), env: Mapping[str, str] | None = None
@@ -108,7 +109,9 @@ class Session:
         self, *words: object, env: Mapping[str, str] | None = None
     ) -> tuple[subprocess.Popen[bytes], int]:
         """Starts a command; returns it, and where its output begins in the log."""
-        hidden = {} if self.machine.on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        variables = {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}".strip(":")}
+        if not self.machine.on_gpus:  # Of toy sizes, threads would only wait for each other.
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             log.write(f"\n$ {' '.join(map(str, words))}\n".encode())
             log.flush()
@@ -116,7 +119,7 @@ class Session:
             process = subprocess.Popen(
                 [*map(str, words)],
                 cwd=REPO,
-                env=os.environ | {"PYTHONPATH": str(REPO), **hidden, **(env or {})},
+                env={**os.environ, **variables, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -134,6 +137,7 @@ class Session:
         try:
             return process.wait(max(1.0, self._began + self.limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
+            self._stopped_at = self.log.stat().st_size
             os.killpg(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
@@ -145,14 +149,15 @@ class Session:
 
     def evidence(self) -> dict[str, Any]:
         """Returns what the part had seen when it ended: the tests and figures in its folder, and
-        the last lines of its log."""
+        the last lines of its log, before an interrupt."""
         found: dict[str, Any] = {}
         if self.tests.is_file():
             with suppress(xml.etree.ElementTree.ParseError):  # Ended while it was written.
                 found["tests"] = count_tests(self.tests)
         if self.figures.is_file():
             found["figures"] = json.loads(self.figures.read_text(encoding="utf-8"))
-        return found | {"log": self.output(self._start).splitlines()[-_LAST_LINES:]}
+        said = self.log.read_bytes()[self._start : self._stopped_at].decode(errors="replace")
+        return found | {"log": said.splitlines()[-_LAST_LINES:]}
 
     def titan_moe(self, *words: object, accept: tuple[int, ...] = (0,)) -> str:
         """Runs a command of titan-moe."""
