@@ -4,20 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.ops.cross_entropy import IGNORE_INDEX, cross_entropy, cross_entropy_reference
-from titan_moe.ops.gated import ACTIVATIONS, gated_rows, gated_rows_backward
-from titan_moe.ops.grouped_mm import grouped_mm, grouped_mm_loop
-from titan_moe.ops.move_rows import (
-    add_rows,
-    add_rows_reference,
-    copy_rows,
-    copy_rows_reference,
-)
-from titan_moe.ops.permute_indices import (
-    max_padded_rows,
-    permute_indices,
-    permute_indices_reference,
-)
+from titan_moe.ops import cross_entropy, gated, grouped_mm, move_rows, permute_indices
 
 DEVICE = "cuda"
 BOUNDS = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -39,26 +26,28 @@ def assert_near(found: Tensor, exact: Tensor, bound: float) -> None:
 def test_permute_indices_of_many_rows(ranks: int, experts: int, alignment: int) -> None:
     counts_PE = (drawn(ranks, experts).relu() * 200_000 / (ranks * experts)).long().cpu()
     num_rows = int(counts_PE.sum()) + 37
-    most = max_padded_rows(num_rows, experts, alignment)
-    sizes = {"num_rows": num_rows, "row_alignment": alignment, "max_rows": most}
-    expected = permute_indices_reference(counts_PE, **sizes)
-    ours = permute_indices(counts_PE.to(DEVICE), num_rows, alignment)
-    found = ours.source_R, ours.position_R, ours.offsets_E
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    # On the CPU it is plain torch, which the slow loops of the unit tests prove.
+    found, expected = (
+        permute_indices.permute_indices(counts_PE.to(device), num_rows, alignment)
+        for device in (DEVICE, "cpu")
+    )
+    for name in ("source_R", "position_R", "offsets_E"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))
 
 
 @TYPES
 @pytest.mark.parametrize(
-    "tokens, top_k, dim", [(16384, 8, 2048), (8191, 6, 7168), (10007, 4, 2880)]
+    "tokens, top_k, dim", [(16384, 8, 2048), (4097, 6, 7168), (10007, 4, 2880)]
 )
 def test_many_rows_are_copied_and_added(dtype: torch.dtype, tokens: int, top_k: int, dim: int):
     order = drawn(tokens * top_k).argsort()
     padding = torch.full((1001,), -1, device=DEVICE)
     source_R, x_TD = torch.cat([order // top_k, padding]), drawn(tokens, dim, dtype=dtype)
-    assert torch.equal(copy_rows(x_TD, source_R), copy_rows_reference(x_TD, source_R))
+    expected_RD = move_rows.copy_rows_reference(x_TD, source_R)
+    assert torch.equal(move_rows.copy_rows(x_TD, source_R), expected_RD)
     rows_TK, y_RD = order.argsort().view(tokens, top_k), drawn(len(source_R), dim, dtype=dtype)
-    exact_TD = add_rows_reference(y_RD.double(), rows_TK)
-    assert_near(add_rows(y_RD, rows_TK), exact_TD, BOUNDS[dtype])
+    exact_TD = move_rows.add_rows_reference(y_RD.double(), rows_TK)
+    assert_near(move_rows.add_rows(y_RD, rows_TK), exact_TD, BOUNDS[dtype])
 
 
 @TYPES
@@ -72,7 +61,8 @@ def test_grouped_products_of_many_rows(dtype: torch.dtype, experts: int, dim: in
     x, w = drawn(num_rows, dim, dtype=dtype), drawn(experts, hidden, dim, dtype=dtype)
     grad = drawn(num_rows, hidden, dtype=dtype)
     results = []
-    for multiply, wide in ((grouped_mm, dtype), (grouped_mm_loop, torch.float32)):
+    products = {grouped_mm.grouped_mm: dtype, grouped_mm.grouped_mm_loop: torch.float32}
+    for multiply, wide in products.items():
         inputs = [each.to(wide).requires_grad_() for each in (x, w)]
         y = multiply(*inputs, offsets_E)
         results.append([y, *torch.autograd.grad(y, inputs, grad.to(wide))])
@@ -81,15 +71,15 @@ def test_grouped_products_of_many_rows(dtype: torch.dtype, experts: int, dim: in
 
 
 @TYPES
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", gated.ACTIVATIONS)
 @pytest.mark.parametrize("rows, dim", [(65537, 768), (20_001, 2880)])
 def test_gated_values_of_many_rows(dtype: torch.dtype, rows: int, dim: int, activation: str):
     gate, up, grad = (drawn(rows + n, dim, dtype=dtype)[n:] for n in range(3))
     weights_R1 = drawn(rows, 1)
     exact = [each.double().requires_grad_() for each in (gate, up, weights_R1)]
-    hidden = ACTIVATIONS[activation].hidden(*exact[:2]) * exact[2]
-    assert_near(gated_rows(gate, up, weights_R1, activation), hidden, BOUNDS[dtype])
-    found = gated_rows_backward(grad.clone(), gate, up, weights_R1, activation)
+    hidden = gated.ACTIVATIONS[activation].hidden(*exact[:2]) * exact[2]
+    assert_near(gated.gated_rows(gate, up, weights_R1, activation), hidden, BOUNDS[dtype])
+    found = gated.gated_rows_backward(grad.clone(), gate, up, weights_R1, activation)
     wanted = torch.autograd.grad(hidden, exact, grad.double())
     for ours, theirs in zip(found[:3], wanted, strict=True):
         assert ours is not None
@@ -98,9 +88,9 @@ def test_gated_values_of_many_rows(dtype: torch.dtype, rows: int, dim: int, acti
 
 @TYPES
 def test_cross_entropy_of_a_large_vocabulary(dtype: torch.dtype) -> None:
-    logits_TV, labels_T = drawn(2047, 151_936, dtype=dtype), drawn(2047).abs().mul(10_000).long()
-    labels_T[::5] = IGNORE_INDEX
-    exact, exact_TV = cross_entropy_reference(logits_TV.double(), labels_T)
-    loss, grad_TV = cross_entropy(logits_TV.clone(), labels_T)
+    logits_TV, labels_T = drawn(1023, 151_936, dtype=dtype), drawn(1023).abs().mul(10_000).long()
+    labels_T[::5] = cross_entropy.IGNORE_INDEX
+    exact, exact_TV = cross_entropy.cross_entropy_reference(logits_TV.double(), labels_T)
+    loss, grad_TV = cross_entropy.cross_entropy(logits_TV.clone(), labels_T)
     assert_near(loss, exact, 1e-5)
     assert_near(grad_TV, exact_TV, BOUNDS[dtype])
