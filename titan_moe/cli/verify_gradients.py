@@ -38,7 +38,7 @@ from titan_moe.cli.command import (
 )
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.runtime.launch import count_gpus, sharing_in_words
+from titan_moe.runtime.launch import count_gpus
 
 if TYPE_CHECKING:
     from titan_moe.verify.gradients.gate import Gate
@@ -125,7 +125,7 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
     sizes = [parse(text).world_size for text in options.layouts or []] or options.ranks
     if max(sizes) <= gpus:
         return job
-    print(sharing_in_words(max(sizes), gpus))
+    print(f"{max(sizes)} ranks share {gpus} GPU(s); collectives go through the host")
     return with_tables(job, {"comm": {"share_gpus": True}})
 
 

@@ -65,11 +65,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {number_ranges(ranks)}"
 
 
-def sharing_in_words(ranks: int, gpus: int) -> str:
-    """Returns the line on ranks that share GPUs."""
-    return f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}; collectives go through the host"
-
-
 def attempt_number(environment: Mapping[str, str]) -> int:
     """Returns how often torchrun has started all ranks again."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

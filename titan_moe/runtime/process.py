@@ -18,13 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime.device import HOST_GLOO, backend_for, pick_device, use_flash_attention_3
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import (
-    Launch,
-    attempt_number,
-    count_gpus,
-    cpu_threads,
-    sharing_in_words,
-)
+from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
 from titan_moe.runtime.stopping import attempt_folder
 
 logger = logging.getLogger(__name__)
@@ -103,7 +97,7 @@ def _share_gpus(launch: Launch, device: torch.device) -> None:
     """Gives each rank of a GPU as much of its memory, so that none fails for another's sake."""
     ranks, gpus = launch.local_world_size, torch.cuda.device_count()
     if launch.rank == 0:
-        logger.info("%s", sharing_in_words(ranks, gpus))
+        logger.info("%d ranks share %d GPU(s); collectives go through the host", ranks, gpus)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1 / -(-ranks // gpus), device)
 

@@ -88,7 +88,7 @@ def test_ranks_share_the_gpus_that_are_here(
     assert verify(tmp_path, *words) == 2 and not ranks
     assert "--device cuda: no GPU is here\n" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for gpus, said in ((4, ""), (1, "4 ranks share 1 GPU; collectives go through the host\n")):
+    for gpus, said in ((4, ""), (1, "4 ranks share 1 GPU(s); collectives go through the host\n")):
         monkeypatch.setattr(command, "count_gpus", lambda environment, gpus=gpus: gpus)
         assert verify(tmp_path, *words) == 0
         assert capsys.readouterr().out.startswith(said or "for the proof")

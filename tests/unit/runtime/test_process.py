@@ -69,12 +69,6 @@ def join(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     return made
 
 
-def test_world_of_nccl_and_products_share_the_gpu(join: mock.Mock) -> None:
-    with process_group(Launch(), Comm(parameter_sms=16), {}):
-        torch._C._set_sm_carveout_experimental.assert_called_once_with(16)  # type: ignore[attr-defined]
-    assert join.call_args.kwargs["pg_options"].config.max_ctas == 16
-
-
 @pytest.mark.parametrize(
     ("deterministic", "own", "chosen"),
     [(True, None, "^NVLS,NVLSTree"), (True, "Ring", "Ring"), (False, None, None)],
@@ -93,21 +87,24 @@ def test_deterministic_nccl_adds_in_no_switch(
     assert ("NCCL_ALGO" in caplog.text) == (own != chosen)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "cuda:nccl,cpu:gloo"), (5, HOST_GLOO)])
+@pytest.mark.parametrize("ranks, backend", [(2, "cuda:nccl,cpu:gloo"), (5, HOST_GLOO)])
 def test_ranks_share_gpus_where_there_are_fewer(
     monkeypatch: pytest.MonkeyPatch, join: mock.Mock, ranks: int, backend: str
 ) -> None:
     share = mock.Mock()
-    monkeypatch.setattr(process_module, "_store", mock.Mock())
-    for name in ("set_device", "set_per_process_memory_fraction"):
-        monkeypatch.setattr(torch.cuda, name, share)
-    launch = Launch(rank=1, world_size=ranks, local_rank=ranks - 2, local_world_size=ranks)
-    with process_group(launch, Comm(share_gpus=True), {}) as process:
-        assert process.device == torch.device("cuda", launch.local_rank % 2)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", share)
+    launch = Launch(local_rank=ranks - 1, local_world_size=ranks)
+    with process_group(launch, Comm(parameter_sms=16, share_gpus=True), {}) as process:
+        torch._C._set_sm_carveout_experimental.assert_called_once_with(16)  # type: ignore[attr-defined]
+    assert process.device == torch.device("cuda", (ranks - 1) % 2)
     assert join.call_args.args == (backend,)
-    assert (join.call_args.kwargs["pg_options"] is None) == (backend == HOST_GLOO)
-    fractions = [call.args[0] for call in share.call_args_list if len(call.args) > 1]
-    assert fractions == ([1 / 3] if backend == HOST_GLOO else [])
+    options = join.call_args.kwargs["pg_options"]
+    if backend == HOST_GLOO:
+        assert options is None
+        share.assert_called_once_with(1 / 3, process.device)
+    else:
+        assert options.config.max_ctas == 16
+        share.assert_not_called()
 
 
 def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:
