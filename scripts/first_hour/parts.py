@@ -205,13 +205,11 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
     options = {**_TEXT, **off, "training.steps": steps, **keys}
     session.train("run", str(config), options)
     found = card(read_run(session.folder / "run"))
-    peak, estimate, row = found["peak_gib"], _estimate(session, config), found["published"]
-    line = f"{found['tokens_per_second']:,.0f} tokens/s and {found['tflops']:.2f} TFLOPS per device"
-    line += f", {peak:.1f} GiB"
+    peak, estimate = found["GiB"], _estimate(session, config)
+    line = f"{found['tokens/s per device']:,.0f} tokens/s and {found['TFLOPS per device']:.2f} "
+    line += f"TFLOPS per device, {peak:.1f} GiB"
     if session.machine.on_gpus:
-        line += f" of {estimate:.1f} estimated"
-    if row:
-        line += f"; published: {row['tokens_per_second']:,} ({row['by']})"
+        line += f" of {estimate:.1f} estimated; published: {found['published']}"
     if session.machine.on_gpus and peak > estimate:
         raise PartError(f"more memory than estimated: {line}")
     return Seen(line, {**found, "estimate": estimate})

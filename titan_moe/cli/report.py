@@ -35,11 +35,6 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer([str(page)], [str(page)])
 
 
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="its folder")
-    add_out(parser, default=None, says="a folder; default: the first run's")
-
-
 def bench(options: argparse.Namespace) -> Answer:
     """A card of benchmark runs: command, commit, device, routing, speed beside published figures.
 
@@ -58,7 +53,7 @@ def bench(options: argparse.Namespace) -> Answer:
     cards = {str(run): card(read_run(run, name=str(run))) for run in options.runs}
     first = options.runs[0]
     path = make_folder(options.out or (first if first.is_dir() else first.parent)) / "card.md"
-    write_whole(path, page := markdown(cards))
+    write_whole(path, page := markdown(options.title or ", ".join(cards), cards))
     return Answer(cards, [page, str(path)])
 
 
@@ -109,7 +104,7 @@ def hang(options: argparse.Namespace) -> Answer:
 
 COMMANDS = {
     "run": Command(run, _run_arguments),
-    "bench": Command(bench, _bench_arguments),
+    "bench": Command(bench, _run_arguments),
     "profile": Command(profile, _profile_arguments),
     "hang": Command(hang, _hang_arguments),
 }
