@@ -1,6 +1,8 @@
 """The MoE layer against a loop over tokens and experts."""
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -157,3 +159,25 @@ def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():
     assert torch.equal(layer.router.tokens_per_expert, counts_E)
     layer.memo.decide(layer.route, scores_BSE)
     assert torch.equal(layer.router.tokens_per_expert.sum(), counts_E.sum() * 3 // 2)
+
+
+class _Exchange(LocalDispatcher):
+    """Hands over copies of the received rows, as one that orders them by expert does."""
+
+    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> ExpertRows:
+        sent = super().send(x_TD, weights_TK, plan)
+        self.received = weakref.ref(sent.x_RD)
+        return sent
+
+    def receive(self, sent: ExpertRows, plan: Any) -> ExpertRows:
+        return sent._replace(x_RD=sent.x_RD.clone())
+
+    def combine_start(self, y_RD: Tensor, plan: Any) -> Tensor:
+        assert self.received() is None
+        return super().combine_start(y_RD, plan)
+
+
+def test_received_rows_are_freed_before_outputs_are_sent_back() -> None:
+    layer = _layer(CONFIG)
+    layer.dispatcher = _Exchange(CONFIG.row_alignment)
+    layer(torch.randn(1, 8, DIM, dtype=torch.float64))
