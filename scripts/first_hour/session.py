@@ -25,9 +25,10 @@ _LAST_LINES = 20
 
 
 def count_tests(file: Path) -> dict[str, Any]:
-    """Returns how many tests of JUnit's file had which end, and the names of those that failed."""
+    """Returns how many tests of JUnit's file had which end, the names of those that failed, and
+    what tests recorded."""
     ends = dict.fromkeys(("passed", "skipped", "failure", "error"), 0)
-    failed = []
+    failed, recorded = [], {}
     for case in xml.etree.ElementTree.parse(file).iter("testcase"):
         if case.get("name") is None:  # That ran when pytest was interrupted.
             continue
@@ -35,7 +36,9 @@ def count_tests(file: Path) -> dict[str, Any]:
         ends[end] += 1
         if end in ("failure", "error"):
             failed.append(str(case.get("name")))
-    return {**ends, "failed": failed}
+        if values := {each.get("name"): each.get("value") for each in case.iter("property")}:
+            recorded[case.get("name")] = values
+    return {**ends, "failed": failed, "recorded": recorded}
 
 
 class PartError(Exception):

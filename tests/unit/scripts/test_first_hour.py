@@ -31,7 +31,7 @@ def raises(session: Session, error: Exception) -> Seen:
 SLOW_TESTS = """
 import time
 
-def test_that_passes(): pass
+def test_that_passes(record_property): record_property("error", 1e-6)
 
 def test_that_fails(): assert False
 
@@ -84,6 +84,7 @@ def test_part_that_is_stopped_keeps_its_tests_its_figures_and_the_end_of_its_log
     assert (result.verdict, result.line) == ("failed", "stopped at the limit of 8 s")
     tests = result.figures["tests"]
     assert (tests["passed"], tests["failure"]) == (1, 1) and tests["failed"] == ["test_that_fails"]
+    assert tests["recorded"] == {"test_that_passes": {"error": "1e-06"}}
     assert result.figures["figures"] == {"rows": [1, 2]}
     assert any("test_that_passes" in line for line in result.figures["log"])
 
