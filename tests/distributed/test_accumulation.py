@@ -82,8 +82,7 @@ def test_units_are_gathered_and_reduced_as_often_as_the_word_says(
 
 
 @pytest.mark.parametrize(
-    "word, sums",
-    tiered([("keep_gathered", UNITS)], slow=[("reduce_each", MICROBATCHES * UNITS)]),
+    "word, sums", tiered([("keep_gathered", UNITS)], slow=[("reduce_each", MICROBATCHES * UNITS)])
 )
 def test_replicas_are_summed_once(word: str, sums: int):
     for found in run_on_ranks(trained, 4, job_with(word, replicas=2)):

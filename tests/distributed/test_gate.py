@@ -151,8 +151,7 @@ def spoilt_rank(task: Task, quantity: str) -> RankReport:
 @pytest.mark.parametrize(
     "quantity",
     tiered(
-        ["gradients"],
-        slow=["parameters", "exp_avg", "exp_avg_sq", "expert_bias", "previous_load"],
+        ["gradients"], slow=["parameters", "exp_avg", "exp_avg_sq", "expert_bias", "previous_load"]
     ),
 )
 def test_gate_names_diverged_replica(gates: Gates, quantity: str):

@@ -127,7 +127,7 @@ _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
                 "other branch",
                 _DIFFERS + " of 29 Double in the gradient norm of step 3 where rank 1 called "
                 "all_gather of 64 Float in the step of step 4",
-            ),
+            )
         ],
     ),
 )

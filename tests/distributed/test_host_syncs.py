@@ -150,10 +150,7 @@ def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recomp
     assert seen == {**SUMS, f"moe/dispatch/{file}.py:_exchanges": LAYERS}
 
 
-_DROPPED = {
-    "expert_parallel_capacity_factor": 1.1,
-    "expert_parallel_overflow": "drop",
-}
+_DROPPED = {"expert_parallel_capacity_factor": 1.1, "expert_parallel_overflow": "drop"}
 
 
 @pytest.mark.parametrize(
@@ -176,8 +173,7 @@ def test_layers_wait_for_nothing_without_ep_or_in_bounded_buffers(layout: str, t
 
 
 @pytest.mark.parametrize(
-    "bug",
-    tiered(["a truth is asked for"], slow=["rows chosen by a mask", "a gradient is read"]),
+    "bug", tiered(["a truth is asked for"], slow=["rows chosen by a mask", "a gradient is read"])
 )
 def test_a_planted_wait_is_seen(bug: str):
     assert sum(count("dp_shard=1", bug).values()) >= LAYERS + 1

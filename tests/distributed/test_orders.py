@@ -18,18 +18,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from tests.support.shardings import all_shardings
 from tests.support.tiers import tiered
 from titan_moe.checkpoint.checksums import checksums
-from titan_moe.checkpoint.tensors import (
-    Chunk,
-    held_chunks,
-    read_tensors,
-    write_chunks,
-)
-from titan_moe.distributed.dtensor import (
-    check_divides,
-    local_part,
-    mesh_axes,
-    sharding_of,
-)
+from titan_moe.checkpoint.tensors import Chunk, held_chunks, read_tensors, write_chunks
+from titan_moe.distributed.dtensor import check_divides, local_part, mesh_axes, sharding_of
 from titan_moe.distributed.parallel_dims import coordinates
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.runtime.ranks import run_on_ranks

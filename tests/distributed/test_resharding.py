@@ -8,16 +8,7 @@ import pytest
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.gates import OTHERS, SAMPLE, fitting
-from tests.support.resharding import (
-    LEG,
-    Run,
-    go_on,
-    make_job,
-    problems,
-    process_here,
-    run,
-    unlike,
-)
+from tests.support.resharding import LEG, Run, go_on, make_job, problems, process_here, run, unlike
 from tests.support.tiers import tiered
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig

@@ -116,13 +116,7 @@ def test_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
     "case",
     tiered(
         [unknown_key, missing_data, unwritable_folder],
-        slow=[
-            too_few_ranks,
-            no_number_of_ranks,
-            missing_config_file,
-            folder_in_use,
-            port_in_use,
-        ],
+        slow=[too_few_ranks, no_number_of_ranks, missing_config_file, folder_in_use, port_in_use],
     ),
 )
 def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
@@ -148,11 +142,7 @@ def _in_one_process(folder: Path, overrides: dict[str, Any]) -> list[str]:
 
 def _run(words: list[str], bad: Bad) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words,
-        env=environment(**bad.variables),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+        words, env=environment(**bad.variables), capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 

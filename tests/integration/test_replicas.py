@@ -39,8 +39,7 @@ def flipped(job: JobConfig, where: str):
 @pytest.mark.parametrize(
     "where",
     tiered(
-        ["model.layers.1.moe.router.gate.weight"],
-        slow=["optimizer.tok_embeddings.weight.exp_avg"],
+        ["model.layers.1.moe.router.gate.weight"], slow=["optimizer.tok_embeddings.weight.exp_avg"]
     ),
 )
 def test_a_flipped_bit_is_named(tmp_path: Path, where: str):

@@ -47,10 +47,7 @@ def fences(text: str) -> Iterator[Fence]:
         )
         before = _COMMENT.match(lines[at - 1]) if at else None
         yield Fence(
-            at + 1,
-            language,
-            textwrap.dedent("\n".join(body)) + "\n",
-            before[1] if before else None,
+            at + 1, language, textwrap.dedent("\n".join(body)) + "\n", before[1] if before else None
         )
         at += len(body) + 2
 

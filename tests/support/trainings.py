@@ -119,10 +119,7 @@ def assert_same_run(ours: Path, theirs: Path, steps: int = STEPS) -> None:
 
 
 def train_with_faults(
-    job: JobConfig,
-    faults: Mapping[int, str],
-    *,
-    kill_in: int | None = None,
+    job: JobConfig, faults: Mapping[int, str], *, kill_in: int | None = None
 ) -> bool:
     """Train on this rank; batches of the data are counted from 1. Spikes are judged by 4 norms.
 
@@ -184,10 +181,7 @@ def train_leaving_out_update(job: JobConfig, step: int) -> bool:
 
 
 def train_curve(
-    spec: RunSpec,
-    folder: Path,
-    words: Words = (),
-    alter: Callable[[Trainer], None] | None = None,
+    spec: RunSpec, folder: Path, words: Words = (), alter: Callable[[Trainer], None] | None = None
 ) -> Curve:
     """Returns a run's loss, the norms of all parameters ("norm of NAME") and loads of all experts.
 

@@ -32,7 +32,7 @@ MODEL = replace(
 WELL_FORMED = re.compile(
     r"[a-z_]+(\.[a-z_0-9]+(=\S+)?)?:? "
     r"(must be (-1 or at least 1|a positive integer N, .*)"
-    r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)",
+    r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)"
 )
 DENSE = replace(MODEL, moe=None)
 SPARSE = model_config("deepseek_v32", "debugmodel")

@@ -136,10 +136,7 @@ def test_analyse_allows_other_sizes_of_exchanges_and_other_stages() -> None:
         group("ep", [0, 1], [call(1, operation="all_to_all")]),
         group("pp", [0, 1], [call(1, "in layer 1")]),
     ]
-    theirs = [
-        group("ep", [0, 1], [call(1, **sizes)]),
-        group("pp", [0, 1], [call(1, "in layer 5")]),
-    ]
+    theirs = [group("ep", [0, 1], [call(1, **sizes)]), group("pp", [0, 1], [call(1, "in layer 5")])]
     lines = analyse([record(0, mine), record(1, theirs)], 2)
     assert len(lines) == 1 and lines[0].startswith("step 12: ranks 0-1 are in the step")
 

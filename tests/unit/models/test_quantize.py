@@ -11,8 +11,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
-    "converters, rows",
-    [([], 1), ([LINEAR], 1), ([LINEAR, GROUPED_MM], 16), ([GROUPED_MX], 32)],
+    "converters, rows", [([], 1), ([LINEAR], 1), ([LINEAR, GROUPED_MM], 16), ([GROUPED_MX], 32)]
 )
 def test_row_alignment_of_experts(converters: list[str], rows: int) -> None:
     assert row_alignment(converters, Quantize()) == rows

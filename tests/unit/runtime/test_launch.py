@@ -10,12 +10,7 @@ import pytest
 
 from tests.support.jobs import until
 from tests.support.paths import REPO
-from titan_moe.runtime.launch import (
-    Launch,
-    count_gpus,
-    cpu_threads,
-    has_bfloat16_units,
-)
+from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
 from titan_moe.train import read_for_device
 
 

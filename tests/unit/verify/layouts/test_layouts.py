@@ -19,8 +19,7 @@ from titan_moe.verify.layouts.layouts import (
 
 
 @pytest.mark.parametrize(
-    "world_size, count",
-    [(1, 1), (2, 11), (4, 57), (8, 203), (16, 574), (32, 1386), (64, 2982)],
+    "world_size, count", [(1, 1), (2, 11), (4, 57), (8, 203), (16, 574), (32, 1386), (64, 2982)]
 )
 def test_every_legal_layout_is_listed_once(world_size: int, count: int):
     layouts = legal_layouts(world_size)
