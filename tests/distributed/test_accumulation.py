@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from tests.support.tiny import FirstGradients, batch_of, make_job, tiny_step
 from titan_moe.checkpoint.tensors import model_tensors
@@ -94,23 +94,15 @@ def test_replicas_are_summed_once(word: str, sums: int):
         assert over_replicas == {"all_reduce": sums}
 
 
-class Reductions(TorchDispatchMode):
-    """Counts what FSDP reduces, over one rank too."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.fsdp.chunk_cat.default
-        return func(*args, **(kwargs or {}))
-
-
 def reductions(word: str) -> tuple[int, dict[str, Any]]:
-    """Two steps, with experts on one rank each in three layers, in bfloat16."""
+    """Two steps, with experts on one rank each in three layers, in bfloat16: what FSDP reduces,
+    over one rank too, and the gradients."""
     degrees = {"expert_parallel_degree": 2, "fsdp_accumulation": word}
     mixed = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
-    with Reductions() as seen:
+    seen: list[Any] = []
+    with Operations(lambda func, _: seen.append(func)):
         found = trained(make_job("qwen3", parallelism=degrees, training=mixed))
-    return seen.calls, found["gradients"]
+    return seen.count(torch.ops.fsdp.chunk_cat.default), found["gradients"]
 
 
 def test_experts_of_one_rank_add_up_without_a_reduction_in_each_microbatch():

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.support.operations import Operations
 from titan_moe.distributed.mesh import build_mesh, connect
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
@@ -10,18 +11,12 @@ from titan_moe.runtime.ranks import run_on_ranks
 def functional_gathers() -> list[str]:
     """Functional all-gathers of a gather of parts, on one rank of gloo."""
     import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from titan_moe.distributed.collectives import gather_parts
 
     seen = []
 
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Operations():
+    with Operations(lambda func, _: seen.append(str(func))):
         gathered = gather_parts(torch.full((2,), dist.get_rank()), dist.group.WORLD)
     assert gathered.tolist() == [[0, 0], [1, 1]]
     return [name for name in seen if "all_gather_into_tensor" in name]

@@ -172,9 +172,8 @@ def holds_another_shard(task: Task) -> RankReport:
 
 
 def test_gate_sees_shards_in_another_order(gates: Gates):
-    for report in run_on_ranks(
-        holds_another_shard, 2, setting(gates("deepseek_v3"), "dp_shard=2", "dp_shard=2")
-    ):
+    task = setting(gates("deepseek_v3"), "dp_shard=2", "dp_shard=2")
+    for report in run_on_ranks(holds_another_shard, 2, task):
         assert any("begins with other values" in problem for problem in report.problems)
 
 

@@ -158,9 +158,8 @@ def test_the_log_shows_the_serial_order():
 def log_of_halves(overlap: bool) -> list[tuple[str, list[str]]]:
     if overlap:  # Otherwise the log's own marks are views.
         warnings.filterwarnings("error", message=".*view tensor")
-    sharded = build(
-        {"parallelism": {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}}
-    )
+    degrees = {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}
+    sharded = build({"parallelism": degrees})
     log = Log()
     log.watch_exchanges()
     for moe in sharded.moe_layers().values():

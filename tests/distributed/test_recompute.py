@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from tests.support.tiny import make_job
 from titan_moe.distributed import activation_checkpoint
@@ -38,15 +38,6 @@ FUSED = "aten._scaled_dot_product_flash_attention_for_cpu"
 def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> dict:
     """Gradients, counted tokens, and what ran in the forward and in the backward."""
 
-    class Count(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls: Counter[str] = Counter()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.calls[str(func).rpartition(".")[0]] += 1
-            return func(*args, **(kwargs or {}))
-
     if planted is not None:
         plant(planted)
     kept: list[activation_checkpoint._Keep] = []
@@ -67,19 +58,19 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN), generator=generator)
     documents = (torch.arange(SEQ_LEN) >= torch.tensor([[5], [9], [20], [31]])).int()
-    forward, backward = Count(), Count()
-    with forward:
+    forward, backward = [], []
+    with Operations(lambda func, _: forward.append(str(func).rpartition(".")[0])):
         logits = model(tokens, documents, torch.arange(SEQ_LEN).expand_as(tokens))
         loss = logits.square().sum()
     exchanges = [rows for one in kept for op, rows in one.kept.items() if is_exchange(op)]
     num_exchanged = sum(map(len, exchanges))
-    with backward:
+    with Operations(lambda func, _: backward.append(str(func).rpartition(".")[0])):
         loss.backward()
     return {
         "grads": {name: p.grad.full_tensor() for name, p in model.named_parameters()},
         "counts": [moe.router.tokens_per_expert for moe in model.moe_layers().values()],
-        "forward": forward.calls,
-        "backward": backward.calls,
+        "forward": Counter(forward),
+        "backward": Counter(backward),
         "kept exchanges": num_exchanged,
     }
 
@@ -178,9 +169,8 @@ def test_planted_bugs_are_seen():
     for mode in ("op", "full"):
         with pytest.raises(RuntimeError, match=r"changed moe\.rows_sent, moe\.router\.tokens_per"):
             run_on_ranks(train_once, 2, "deepseek_v3", mode, 2, "routed again")
-    mixed, *_ = run_on_ranks(
-        train_once, 2, "deepseek_v3", "op", 2, "rows of other tokens handed back"
-    )
+    bug = "rows of other tokens handed back"
+    mixed, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, bug)
     assert distance(mixed, reference) > 1e-3
     forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
@@ -205,12 +195,7 @@ def test_recompute_by_operation_keeps_products_in_float8():
     x_TD = torch.randn(16, 16, requires_grad=True)
     calls: list[str] = []
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
+    with Operations(lambda func, _: calls.append(str(func))):
         y_TT = checkpoint(
             lambda x: Float8Product.apply(x.exp()).square(),
             x_TD,

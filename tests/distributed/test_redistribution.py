@@ -168,11 +168,8 @@ def problems_of_dtensors(bug: Bug | None = None) -> list[str]:
     """Every pair of shardings whose target is no sum, beside DTensor.redistribute."""
     if bug is not None:
         plant(bug)
-    mesh, whole, wrong = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")),
-        whole_of((4, 8)),
-        [],
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    whole, wrong = whole_of((4, 8)), []
     for source in all_shardings("xy", 2):
         for target in (each for each in all_shardings("xy", 2) if not each.partial):
             start = distribute_tensor(whole, mesh, [Replicate(), Replicate()])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from titan_moe.distributed import tensor_parallel
 from titan_moe.runtime.ranks import RankError, run_on_ranks
@@ -137,14 +138,11 @@ def widest_logits(world_size: int) -> int:
     tokens = torch.arange(32).view(2, 16)
     seen: list[torch.Size] = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            outputs = result if isinstance(result, (tuple, list)) else [result]
-            seen.extend(x.shape for x in outputs if isinstance(x, torch.Tensor))
-            return result
+    def note(func, result):
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        seen.extend(x.shape for x in outputs if isinstance(x, torch.Tensor))
 
-    with Watch():
+    with Operations(note):
         sharded.execution.train(LocalBatch(tokens, tokens, torch.zeros_like(tokens), tokens % 16))
     # Gathered weights are [V/tp, D]; D is none of these widths.
     widths = {config.vocab_size, config.vocab_size // world_size}
@@ -153,8 +151,5 @@ def widest_logits(world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", tiered([1, 2], slow=[4]))
 def test_no_rank_holds_whole_logits(world_size: int):
-    vocab_size = 272
-    assert (
-        run_on_ranks(widest_logits, world_size, world_size)
-        == [vocab_size // world_size] * world_size
-    )
+    widest = run_on_ranks(widest_logits, world_size, world_size)
+    assert widest == [272 // world_size] * world_size

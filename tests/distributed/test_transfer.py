@@ -81,6 +81,5 @@ def wanted_by_one_rank() -> None:
 
 
 def test_every_rank_refuses_alike() -> None:
-    with pytest.raises(RankError) as error:
+    with pytest.raises(RankError, match="w: no rank holds 3 of the elements that are wanted of it"):
         run_on_ranks(wanted_by_one_rank, 2)
-    assert "w: no rank holds 3 of the elements that are wanted of it" in str(error.value)

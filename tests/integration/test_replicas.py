@@ -51,10 +51,9 @@ def test_a_flipped_bit_is_named(tmp_path: Path, where: str):
     )
     with pytest.raises(RankError) as failure:
         run_on_ranks(flipped, 2, job, where)
-    assert "after step 4 ranks hold different values of what should be replicas" in str(
-        failure.value
-    )
-    assert f"{where} (rank 0 unlike rank 1)" in str(failure.value)
+    message = str(failure.value)
+    assert "after step 4 ranks hold different values of what should be replicas" in message
+    assert f"{where} (rank 0 unlike rank 1)" in message
     assert not (tmp_path / "checkpoint/step-4").exists()
 
 

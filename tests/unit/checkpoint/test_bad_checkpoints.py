@@ -32,11 +32,6 @@ def test_foreign_folder(tmp_path):
     refused(watched(tmp_path, initial_load_path=str(path)), path, "no manifest.json")
 
 
-def test_latest_without_manifest_is_not_passed_over(saved):
-    (step_folder(saved, 2) / "manifest.json").unlink()
-    refused(watched(saved), "step-2", "no manifest.json")
-
-
 def test_wrong_checksum_names_the_tensor(saved):
     path = step_folder(saved, 2) / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -55,7 +50,8 @@ def test_tensor_file_that_was_cut_or_emptied(saved, kept):
     refused(watched(saved), "step-2 is damaged")
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "train_state.json"])
-def test_missing_file(saved, name):
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "train_state.json", "manifest.json"])
+def test_latest_that_lacks_a_file_is_not_passed_over(saved, name):
     (step_folder(saved, 2) / name).unlink()
-    refused(watched(saved), "step-2 is incomplete", name)
+    lacks = f"no {name}" if name == "manifest.json" else "is incomplete"
+    refused(watched(saved), "step-2", lacks, name)

@@ -187,18 +187,14 @@ def test_stages_and_their_ranks():
     assert num_stages(parallelism(4), 8) == 4
     assert num_stages(parallelism(4, "LoopedBFS"), 8) == 8
     assert num_stages(parallelism(2, "LoopedBFS", layers_per_stage=2), 12) == 6
-    assert (
-        num_stages(parallelism(2, "LoopedBFS", layers_per_stage=2, last_stage_less_layers=4), 8)
-        == 6
-    )
+    lighter = parallelism(2, "LoopedBFS", layers_per_stage=2, last_stage_less_layers=4)
+    assert num_stages(lighter, 8) == 6
     for name, schedule in SCHEDULES.items():
         stages = stage_counts(name, 4)[-1]
         held = [stages_of_rank(schedule, rank, 4, stages) for rank in range(4)]
         assert sorted(stage for own in held for stage in own) == list(range(stages))
-    assert [stages_of_rank(SCHEDULES["DualPipeV"], rank, 2, 4) for rank in range(2)] == [
-        [0, 3],
-        [1, 2],
-    ]
+    folded = [stages_of_rank(SCHEDULES["DualPipeV"], rank, 2, 4) for rank in range(2)]
+    assert folded == [[0, 3], [1, 2]]
 
 
 def test_named_modules_are_kept_as_they_are():

@@ -1,6 +1,6 @@
 import pytest
 
-from titan_moe.config.errors import ConfigError
+from tests.support.refusals import refusal
 from titan_moe.config.parse import load_job, resolve, save_job
 from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 
@@ -97,6 +97,4 @@ def test_stages_of_the_command_line_replace_those_of_the_file(job, tmp_path):
     ],
 )
 def test_a_value_that_no_stage_can_have(stages, line):
-    with pytest.raises(ConfigError) as error:
-        load_job(["--stages", stages])
-    assert error.value.lines == [line]
+    assert refusal(load_job, ["--stages", stages]) == line

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
-from titan_moe.config.errors import ConfigError
+from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import known_keys, load_job, read_job, tomllib
 from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
@@ -18,13 +18,6 @@ _THEIRS = {f"{table}.{name}" for table, names in tomllib.loads(_TEXT).items() fo
 def _file(folder: Path, text: str) -> list[str]:
     (folder / "job.toml").write_text(text)
     return ["--config", str(folder / "job.toml")]
-
-
-def _refusal(argv: list[str]) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_job(argv)
-    (line,) = error.value.lines
-    return line
 
 
 def test_every_key_of_torchtitan_is_ours_ignored_or_refused() -> None:
@@ -44,7 +37,7 @@ def test_ignored_key_is_a_note(tmp_path: Path, key: str, value: str) -> None:
 @pytest.mark.parametrize("key", REFUSED)
 def test_refused_key_has_a_remedy(tmp_path: Path, key: str) -> None:
     for argv in (_file(tmp_path, f"{key} = true"), [f"--{key}"]):
-        line = _refusal(argv)
+        line = refusal(load_job, argv)
         assert line.startswith(f"{key} = ") and line.endswith(REFUSED[key])
     for argv in (_file(tmp_path, f"{key} = false"), [f"--{key}=false"]):
         assert read_job(argv) == (JobConfig(), [])

@@ -139,9 +139,7 @@ def test_without_repetition_each_document_is_read_once(tmp_path):
     assert "of the 99 documents" in line and "training.repeat_dataset=true" in line
     assert "\n" not in line
     assert sum(map(len, read)) == len(set.union(*read)) > 80
-    with pytest.raises(
-        RunError, match="ran out"
-    ):  # Not the step after it, with a hole in the data.
+    with pytest.raises(RunError, match="ran out"):  # Not the step after it, without the lost data.
         loader.next_step()
 
 
@@ -166,9 +164,8 @@ def test_blend_weights_are_shares_of_tokens(tmp_path):
 def test_failing_read_is_one_line(monkeypatch):
     (loader,) = loaders(training(dataset="stdlib"), 1)
     monkeypatch.setattr(StdlibCorpus, "__getitem__", fail)
-    with pytest.raises(
-        RunError, match=r"^step 1: reading the dataset 1 x stdlib.*OSError: I/O"
-    ) as e:
+    line = "^step 1: reading the dataset 1 x stdlib.*OSError: I/O"
+    with pytest.raises(RunError, match=line) as e:
         loader.next_step()
     assert "\n" not in str(e.value)
 

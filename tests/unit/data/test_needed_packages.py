@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.documents import write_jsonl
 from tests.support.jobs import command
-from titan_moe.config.errors import ConfigError
+from tests.support.refusals import refusal
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.tokens import write_tokens
 from titan_moe.runtime.process_pool import TIMEOUT_S
@@ -50,8 +50,5 @@ def test_float8_without_torchao_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     _, *words = command(tmp_path, model__converters="quantize.linear.float8")
-    with pytest.raises(ConfigError) as caught:
-        prepare([*words, "--quantize.linear.float8.emulate=true"], 1, {})
-    assert caught.value.lines == [
-        "model.converters=quantize.linear.float8 needs the package torchao: pip install torchao"
-    ]
+    line = "model.converters=quantize.linear.float8 needs the package torchao: pip install torchao"
+    assert refusal(prepare, [*words, "--quantize.linear.float8.emulate=true"], 1, {}) == line

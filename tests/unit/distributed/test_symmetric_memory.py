@@ -32,10 +32,8 @@ def exchange_twice(bug: str | None) -> list[list[float]]:
         first, second = next(channel._turns), next(channel._turns)
         second = second._replace(out_splits_offsets=first.out_splits_offsets)
         channel._turns = iter([first, second] * 9)
-    rank, (sent_P, received_P) = (
-        dist.get_rank(),
-        torch.tensor([[[1, 2], [1, 1]], [[1, 1], [2, 1]]])[dist.get_rank()],
-    )
+    rank = dist.get_rank()
+    sent_P, received_P = torch.tensor([[[1, 2], [1, 1]], [[1, 1], [2, 1]]])[rank]
     if bug == "more than the buffer holds":
         sent_P = sent_P * 2
     x_RD = torch.arange(6.0, dtype=torch.float64).view(3, 2)[: 3 - rank] + 10 * rank

@@ -56,12 +56,14 @@ def slow_expert(experts: Experts, e: int, x: Tensor) -> Tensor:
     return experts.w2[e] @ hidden + experts.b2[e]
 
 
+def _weighing(output: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+
+
 def _grads(layer: MoE, x_BSD: Tensor, output: Tensor) -> dict[str, Tensor]:
     layer.zero_grad()
     x_BSD.grad = None
-    (
-        output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    ).sum().backward()
+    (output * _weighing(output)).sum().backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     return grads | {"x": x_BSD.grad.clone()}
 
@@ -132,10 +134,9 @@ def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():
     chosen = F.one_hot(scores.topk(2).indices, 6).sum((1, 2)).double()
     frequency_BE = chosen * 6 / (2 * 7)
     loss = loss + 0.1 * (frequency_BE * scores.mean(1) * 7).sum()
-    weighing = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     layer.zero_grad()
     x_BSD.grad = None
-    ((output * weighing).sum() + loss).backward()
+    ((output * _weighing(output)).sum() + loss).backward()
     torch.testing.assert_close(layer.router.balance_loss, loss.detach())
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, msg=name)

@@ -23,6 +23,14 @@ def _find(folder, model, change):
     return find(model, HFFolder(folder), model_shapes(model.config))
 
 
+def _leave_out(word):
+    def change(tensors):
+        for name in [name for name in tensors if word in name]:
+            del tensors[name]
+
+    return change
+
+
 @pytest.fixture
 def deepseek(tmp_path):
     model = small_model("deepseek_v3")
@@ -82,12 +90,8 @@ def test_layers_beyond_the_last_are_superfluous(deepseek):
 def test_multi_token_prediction_that_is_not_there_is_missing(deepseek):
     model, folder = deepseek
 
-    def change(tensors):
-        for name in [name for name in tensors if "layers.4." in name]:
-            del tensors[name]
-
     with pytest.raises(RunError, match=r"tensors missing: model\.layers\.4\."):
-        _find(folder, model, change)
+        _find(folder, model, _leave_out("layers.4."))
 
 
 def test_qwen3_next_predicts_ahead_where_the_folder_has_weights_for_it(tmp_path):
@@ -97,9 +101,8 @@ def test_qwen3_next_predicts_ahead_where_the_folder_has_weights_for_it(tmp_path)
     published = {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"}
     assert published < ahead and "mtp.layers.0.mlp.experts.7.up_proj.weight" in ahead
     assert model_of(tmp_path / "in").config.num_mtp_layers == 1
-    save_file(
-        {n: tensors[n] for n in tensors.keys() - ahead}, tmp_path / "in" / "model.safetensors"
-    )
+    kept = {name: tensors[name] for name in tensors.keys() - ahead}
+    save_file(kept, tmp_path / "in" / "model.safetensors")
     assert model_of(tmp_path / "in").config.num_mtp_layers == 0
 
 
@@ -111,17 +114,10 @@ def test_indexers_that_are_to_warm_up_may_be_missing(tmp_path, caplog):
     warm = HFModel(sparse.family, replace(sparse.config, attention=warm_up))
     make_folder(tmp_path / "in", sparse, torch.bfloat16, num_files=1)
 
-    def leave_out(word):
-        def change(tensors):
-            for name in [name for name in tensors if word in name]:
-                del tensors[name]
-
-        return change
-
     with pytest.raises(RunError, match=r"1 tensor missing: model.layers.0.self_attn.indexer.wk"):
-        _find(tmp_path / "in", warm, leave_out("layers.0.self_attn.indexer.wk"))
+        _find(tmp_path / "in", warm, _leave_out("layers.0.self_attn.indexer.wk"))
     with caplog.at_level("INFO", logger="titan_moe"):
-        found = _find(tmp_path / "in", warm, leave_out(".indexer."))
+        found = _find(tmp_path / "in", warm, _leave_out(".indexer."))
     assert "norm.weight" in found and not any("indexer" in x for x in found)
     assert any("no indexers: they begin with random weights" in line for line in caplog.messages)
     with pytest.raises(RunError, match=r"tensors missing: model.layers.0.self_attn.indexer"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import DEBUG_CONFIGS
-from titan_moe.config.errors import ConfigError
+from tests.support.refusals import refusal
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.run_spec import RunSpec, parse_overrides, parse_run_spec
 
@@ -60,10 +60,7 @@ def test_options_are_set_only_where_they_are_written():
     ],
 )
 def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
-    with pytest.raises(ConfigError) as caught:
-        parse_run_spec(text, COMMON)
-    (line,) = caught.value.lines
-    assert told in line
+    assert told in refusal(parse_run_spec, text, COMMON)
 
 
 def test_paths_become_absolute(monkeypatch, tmp_path: Path):
