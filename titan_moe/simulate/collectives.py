@@ -164,7 +164,9 @@ def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
 def run_world(task: Task) -> WorldReport:
     """Run all ranks of the task, in processes forked from this one, and compare."""
     torch.set_num_threads(1)
-    _warm_up(task)
+    # In a build for CUDA a backward starts threads, and autograd refuses to work after a fork then.
+    if not torch.backends.cuda.is_built():
+        _warm_up(task)
     gc.collect()
     gc.freeze()  # The ranks share what is here as long as they do not write to it.
     return _compare_all(task)
