@@ -72,9 +72,9 @@ def test_a_fake_rank_sends_what_a_real_one_sends(layout: str) -> None:
     job, world_size = make_job(layout), parse(layout).world_size
     on_gloo = run_on_ranks(train_on_gloo, world_size, job)
     for rank in (0, world_size - 1):
-        ((_, (all_of_them, after_few)),) = in_fresh_processes(
-            train_fake_rank, [(job, world_size, rank)], num_workers=1
-        )
+        tasks = [(job, world_size, rank)]
+        ((_, sent),) = in_fresh_processes(train_fake_rank, tasks, num_workers=1)
+        all_of_them, after_few = sent
         assert all_of_them == on_gloo[rank]
         assert after_few == all_of_them
         assert sum(volume.bytes for volume in all_of_them.values()) > 0

@@ -88,9 +88,8 @@ def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: igno
 
 
 def _core(case: Case) -> AttentionCore:
-    plain = _plain(case)
     return context_parallel.context_parallel_core(
-        plain,
+        _plain(case),
         group=dist.group.WORLD,
         method=case.method,
         balanced=case.balanced,
@@ -219,9 +218,8 @@ def errors_with(name: str) -> list[list[float]]:
     modules = [block_attention, ring_attention, context_parallel]
     for module in modules[modules.index(bug.module) + 1 :]:
         exec(inspect.getsource(module), module.__dict__)
-    return largest_errors(
-        [Case(bug.method, True, True, "gqa", local=Local("window", 9), sinks=True)]
-    )
+    case = Case(bug.method, True, True, "gqa", local=Local("window", 9), sinks=True)
+    return largest_errors([case])
 
 
 QUICK = [

@@ -34,6 +34,8 @@ class Seen(NamedTuple):
     missing: int
 
 
+_FOUR = [(4, 1), (2, 2), (1, 4)]
+"""The degrees (ep, etp) of four ranks."""
 CASES = {
     2: [
         Case(2),
@@ -45,16 +47,10 @@ CASES = {
         Case(1, 2, SYMMETRIC, capacity_factor=None),
     ],
     4: [
-        Case(4),
-        Case(2, 2),
-        Case(1, 4),
-        Case(4, name=DEDUPLICATED),
-        Case(2, 2, DEDUPLICATED),
-        Case(1, 4, DEDUPLICATED),
+        *(Case(*degrees, name) for name in ("standard", DEDUPLICATED) for degrees in _FOUR),
         Case(2, name=DEDUPLICATED),
         Case(4, name=DEDUPLICATED, ranks_per_node=2),
-        Case(4, name=CAPACITY, capacity_factor=9),
-        Case(2, 2, name=CAPACITY, capacity_factor=9),
+        *(Case(*degrees, CAPACITY, capacity_factor=9) for degrees in _FOUR[:2]),
         Case(1, 4, name=CAPACITY, capacity_factor=1),
         Case(4, name=CAPACITY, capacity_factor=2.5),
         Case(4, name=SYMMETRIC, capacity_factor=None),
@@ -62,9 +58,7 @@ CASES = {
         Case(2, 2, SYMMETRIC, capacity_factor=1.9),
     ],
     8: [
-        Case(8, name=DEDUPLICATED),
-        Case(8, name=DEDUPLICATED, ranks_per_node=2),
-        Case(8, name=DEDUPLICATED, ranks_per_node=4),
+        *(Case(8, name=DEDUPLICATED, ranks_per_node=ranks) for ranks in (None, 2, 4)),
         Case(4, 2, DEDUPLICATED, ranks_per_node=4),
     ],
 }

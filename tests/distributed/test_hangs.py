@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.tiers import tiered
-from tests.support.trainings import make_job
+from tests.support.trainings import make_job, process_here
 from titan_moe import train_step
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.data.reader import StepReader
@@ -19,7 +18,6 @@ from titan_moe.debug.hang_report import analyse, read_report
 from titan_moe.models.hf import model_of_job
 from titan_moe.moe.experts import Experts
 from titan_moe.runtime.position import POSITION
-from titan_moe.runtime.process import Process
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.trainer import train
 
@@ -39,7 +37,6 @@ def hang(folder: Path, plant: str, world_size: int = 2) -> list[str]:
 
 
 def train_watched(folder: Path, plant: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     hangs._ANSWER_S = LIMIT_S
     saves = {"slow writer": 20 * LIMIT_S, "writer": LIMIT_S}
     checkpoint: dict[str, Any] = {"enable": False}
@@ -53,9 +50,9 @@ def train_watched(folder: Path, plant: str) -> None:
         parallelism={"expert_parallel_degree": 2},
         checkpoint=checkpoint,
     )
-    if rank == 1:
+    if dist.get_rank() == 1:
         PLANTS[plant]()
-    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    process = process_here()
     reports, save_limit = folder / "comm_traces", job.checkpoint.save_timeout_seconds
     with hangs.watch_for_hangs(process, job.comm, save_limit, reports, None):
         train(job, model_of_job(job.model), process)

@@ -37,18 +37,16 @@ RANKS = {"one rank": 1, "replicas": 2, "dp, tp, ep, etp": 4, "pp": 2}
 
 def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str) -> None:
     """Load a folder into a sharded model, and export the model."""
-    parallelism = LAYOUTS[layout]
     job = JobConfig.model_validate(
         {
             "model": {"name": model.family, "flavor": "gate"},
             "training": {"local_batch_size": 2, "seq_len": 32},
-            "parallelism": parallelism,
+            "parallelism": LAYOUTS[layout],
             "activation_checkpoint": {"mode": "none"},
         }
     )
-    sharded = build_sharded_model(
-        job, model.config, device=torch.device("cpu"), world_size=RANKS[layout]
-    )
+    cpu, world_size = torch.device("cpu"), RANKS[layout]
+    sharded = build_sharded_model(job, model.config, device=cpu, world_size=world_size)
     tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
     shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
     load_hf(source, model, tensors, shapes)
@@ -83,9 +81,8 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
 def test_round_trip_in_every_layout(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.bfloat16)
-    run_on_ranks(
-        through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "bfloat16"
-    )
+    paths = tmp_path / "in", tmp_path / "out"
+    run_on_ranks(through, RANKS[layout], model, layout, *paths, "bfloat16")
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > RANKS[layout]
     assert not list(tmp_path.glob(".*"))
@@ -98,7 +95,6 @@ def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, num_files=1)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
-    run_on_ranks(
-        through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "float32"
-    )
+    paths = tmp_path / "in", tmp_path / "out"
+    run_on_ranks(through, RANKS[layout], model, layout, *paths, "float32")
     assert_same_bits(read_folder(tmp_path / "out"), wanted)

@@ -24,6 +24,8 @@ from titan_moe.distributed.parallel_dims import coordinates
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.runtime.ranks import run_on_ranks
 
+Sizes = tuple[int, ...]
+
 
 def strided(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
     """Returns a tensor whose placements hold the order of its cuts."""
@@ -94,7 +96,7 @@ def _write(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _save_and_load(
-    sizes: tuple[int, ...], shape: tuple[int, ...], distances: list[int], folder: Path
+    sizes: Sizes, shape: Sizes, distances: list[int], folder: Path
 ) -> tuple[int, list[str]]:
     """Returns the number of saved tensors, and the loads with other bits. A tensor is loaded under
     the shardings that are `distances` further in the list."""
@@ -140,11 +142,7 @@ def _save_and_load(
     ),
 )
 def test_orders_of_axes_load_under_others(
-    tmp_path: Path,
-    sizes: tuple[int, ...],
-    shape: tuple[int, int],
-    distances: list[int],
-    number: int,
+    tmp_path: Path, sizes: Sizes, shape: Sizes, distances: list[int], number: int
 ) -> None:
     world = torch.Size(sizes).numel()
     found = run_on_ranks(_save_and_load, world, sizes, shape, distances, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.tiers import tiered
@@ -98,8 +99,6 @@ CPU = torch.device("cpu")
 
 
 def build(tables: dict):
-    import torch.distributed as dist
-
     from titan_moe.distributed.parallelize import build_sharded_model
 
     job = make_job("deepseek_v3", **tables)
@@ -107,8 +106,6 @@ def build(tables: dict):
 
 
 def train_once(sharded) -> None:
-    import torch.distributed as dist
-
     from titan_moe.distributed.execution import LocalBatch
 
     rank = dist.get_rank()

@@ -22,6 +22,7 @@ from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter
 
 GRID = {"x": 2, "y": 2}
+Pairs = list[tuple[str, str]]
 
 
 def mesh_of(axes: dict[str, int]) -> MeshGroups:
@@ -59,10 +60,7 @@ def is_whole(whole: Tensor, parts: Sequence[Tensor], sharding: Sharding, axes: A
 
 
 def move_all(
-    axes: dict[str, int],
-    shape: tuple[int, ...],
-    pairs: list[tuple[str, str]],
-    bug: Bug | None = None,
+    axes: dict[str, int], shape: tuple[int, ...], pairs: Pairs, bug: Bug | None = None
 ) -> list[tuple[Tensor, int]]:
     """Every pair's plan carried out: this rank's part afterwards, and the number of collectives."""
     if bug is not None:
@@ -81,10 +79,7 @@ def move_all(
 
 
 def check(
-    axes: dict[str, int],
-    shape: tuple[int, ...],
-    pairs: list[tuple[str, str]],
-    bug: Bug | None = None,
+    axes: dict[str, int], shape: tuple[int, ...], pairs: Pairs, bug: Bug | None = None
 ) -> None:
     whole, world = whole_of(shape), torch.Size(list(axes.values())).numel()
     of_ranks = run_on_ranks(move_all, world, axes, shape, pairs, bug)
@@ -96,7 +91,7 @@ def check(
         assert set(calls) == {sum(step.op not in LOCAL_OPS for step in steps)}, place
 
 
-def all_pairs(axes: dict[str, int], num_dims: int) -> list[tuple[str, str]]:
+def all_pairs(axes: dict[str, int], num_dims: int) -> Pairs:
     texts = [str(each) for each in all_shardings(list(axes), num_dims)]
     return [(one, other) for one in texts for other in texts]
 

@@ -8,8 +8,9 @@ import pytest
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.gates import OTHERS, SAMPLE, fitting
-from tests.support.resharding import LEG, Run, go_on, make_job, problems, process_here, run, unlike
+from tests.support.resharding import LEG, Run, go_on, make_job, problems, run, unlike
 from tests.support.tiers import tiered
+from tests.support.trainings import process_here
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig

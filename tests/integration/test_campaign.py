@@ -47,16 +47,14 @@ def test_checkpoint_that_is_named_too_early_is_found(tmp_path: Path):
     assert "counts as a checkpoint" in done.stdout and "1 failed" in done.stdout
 
 
-@pytest.mark.slow
-def test_killed_runs():
-    done = campaign("--only", "kills", "--count", 2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " resumed" in done.stdout
+_MOUNTS = pytest.mark.skipif(not can_mount(), reason="mounting a file system takes root")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="mounting a file system takes root")
-def test_disks_in_trouble():
-    done = campaign("--only", "full|read_only|removed", "--count", 1)
+@pytest.mark.parametrize(
+    "subject, count", [("kills", 2), pytest.param("full|read_only|removed", 1, marks=_MOUNTS)]
+)
+def test_killed_runs_and_disks_in_trouble(subject: str, count: int):
+    done = campaign("--only", subject, "--count", count)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " resumed" in done.stdout

@@ -37,8 +37,7 @@ def test_buffers_that_suffice_are_exact_and_say_nothing(tmp_path: Path):
     wide = {**EP2, "expert_parallel_capacity_factor": 1.99}
     for folder, parallelism in (("wide", wide), ("exact", EP2)):
         run_on_ranks(train_here, 2, make_job(tmp_path / folder, parallelism=parallelism))
-    ours, theirs = (
-        read_json_lines(tmp_path / folder / "metrics.jsonl") for folder in ("wide", "exact")
-    )
+    files = (tmp_path / folder / "metrics.jsonl" for folder in ("wide", "exact"))
+    ours, theirs = map(read_json_lines, files)
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     assert not any("dispatch/dropped" in line for line in ours)

@@ -60,8 +60,6 @@ def test_a_flipped_bit_is_named(tmp_path: Path, where: str):
 @pytest.mark.slow
 def test_comparing_changes_nothing(tmp_path: Path):
     run_on_ranks(train_here, 2, make_job(tmp_path / "plain", parallelism=_REPLICATED))
-    watched = make_job(
-        tmp_path / "watched", parallelism=_REPLICATED, metrics={"replica_check_freq": 1}
-    )
-    run_on_ranks(train_here, 2, watched)
+    each = {"parallelism": _REPLICATED, "metrics": {"replica_check_freq": 1}}
+    run_on_ranks(train_here, 2, make_job(tmp_path / "watched", **each))
     assert figures(tmp_path / "watched") == figures(tmp_path / "plain")

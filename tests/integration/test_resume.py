@@ -30,9 +30,8 @@ def test_ten_steps_and_ten_more_are_twenty(
     tables = {"dtype": dtype, "parallelism": parallelism, "optimizer": optimizer}
     run_on_ranks(train_here, world_size, make_job(tmp_path / "whole", **tables))
     run_on_ranks(train_here, world_size, make_job(tmp_path / "halves", steps=10, **tables))
-    run_on_ranks(
-        partial(train_here, disturb=True), world_size, make_job(tmp_path / "halves", **tables)
-    )
+    disturbed = partial(train_here, disturb=True)
+    run_on_ranks(disturbed, world_size, make_job(tmp_path / "halves", **tables))
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
 
 

@@ -34,9 +34,8 @@ def curve_of(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def curve(family: str, layout: str) -> Curve:
         config = DEBUG_CONFIGS / f"gate_{family}.toml"
         spec = RunSpec(config=config, overrides=tuple(KEYS.items()))
-        return train_curve(
-            parse_run_spec(layout and f"layout={layout}", spec), tmp_path_factory.mktemp("run")
-        )
+        own = parse_run_spec(layout and f"layout={layout}", spec)
+        return train_curve(own, tmp_path_factory.mktemp("run"))
 
     return curve
 
@@ -74,6 +73,5 @@ def test_metrics_are_those_of_one_process(curve_of: Train, family: str, layout: 
     for found, expected in [(ours.scalars, theirs.scalars), (ours.loads, theirs.loads)]:
         assert found.keys() == expected.keys()
         for key in expected.keys() - rates:
-            np.testing.assert_allclose(
-                found[key], expected[key], rtol=1e-9, atol=1e-12, err_msg=key
-            )
+            pair = found[key], expected[key]
+            np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-12, err_msg=key)

@@ -16,9 +16,8 @@ from tests.support.paths import REPO
 def test_three_layouts_of_eight_ranks_start_from_one_seed_checkpoint(tmp_path: Path) -> None:
     text = (REPO / "configs" / "suites" / "seed_8.toml").read_text()
     short = tmp_path / "short.toml"
-    short.write_text(
-        text.replace("steps = 100", "steps = 2").replace("repeats = 12", "repeats = 0")
-    )
+    text = text.replace("steps = 100", "steps = 2").replace("repeats = 12", "repeats = 0")
+    short.write_text(text)
     words = ["verify", "suite", str(short), "--out", str(tmp_path / "out"), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "titan_moe", *words],

@@ -24,6 +24,10 @@ def loaders_of(section: Training, num_ranks: int, *, seed: int, rows: int) -> li
     ]
 
 
+def training(**keys):
+    return Training(**({"dataset": "synthetic", "seq_len": 64, "local_batch_size": 2} | keys))
+
+
 class ListCorpus:
     """A corpus of given texts."""
 

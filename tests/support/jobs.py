@@ -144,6 +144,14 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def is_running(pid: int | str) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def _alive(marker: str) -> dict[int, int]:
     """The living processes that have a marker, and the parent of each."""
     found = {}

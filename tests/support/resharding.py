@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.trainings import process_here
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
@@ -27,7 +28,6 @@ from titan_moe.distributed.dtensor import local_part
 from titan_moe.metrics import curves
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
-from titan_moe.runtime.process import Process
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
@@ -150,11 +150,6 @@ def go_on(family: str, source: Run, layout: Layout, folder: Path, **how: Any) ->
     """Train LEG steps more from a checkpoint of another run, in a folder of its own."""
     shutil.copytree(source.checkpoint(LEG), folder / "checkpoint" / f"step-{LEG}")
     return run(family, layout, folder, steps=2 * LEG, **how)
-
-
-def process_here() -> Process:
-    cpu = torch.device("cpu")
-    return Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=cpu)
 
 
 def train_watched(

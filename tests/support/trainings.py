@@ -8,22 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
+from titan_moe.metrics import curves
 from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.process import Process
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.trainer import Trainer
+from titan_moe.trainer import Trainer, train
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.records import Curve, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 
 STEPS = 20
-_LOGGED = {
-    "metrics.log_freq": "1",
-    "metrics.log_parameter_norms": "true",
-    "metrics.log_expert_counts": "true",
-}
+_LOGGED = {f"metrics.log_{what}": "true" for what in ("parameter_norms", "expert_counts")}
 
 
 def make_job(folder: Path, *, steps: int = STEPS, dtype: str = "float32", **tables) -> JobConfig:
@@ -49,19 +50,16 @@ def make_job(folder: Path, *, steps: int = STEPS, dtype: str = "float32", **tabl
     )
 
 
+def process_here() -> Process:
+    cpu = torch.device("cpu")
+    return Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=cpu)
+
+
 def train_here(
     job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] | None = None
 ) -> bool:
     """Train on this rank; `disturb` starts from other random states and a warm thread pool. Returns
     whether the run stopped before its last step, saved."""
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe.metrics import curves
-    from titan_moe.models.hf import model_of_job
-    from titan_moe.runtime.process import Process
-    from titan_moe.trainer import train
-
     curves.plot_curves = lambda *_, **__: None  # The picture takes as long as many steps.
     if disturb:
         torch.manual_seed(12345)
@@ -70,15 +68,11 @@ def train_here(
         torch.set_num_threads(1)
     if kill is not None:
         _plant_kill(*kill)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    return train(job, model_of_job(job.model), process)
+    return train(job, model_of_job(job.model), process_here())
 
 
 def _plant_kill(where: str, rank: int) -> None:
     """Let this process die by SIGKILL in the second half of the run."""
-    import torch.distributed as dist
-
     from titan_moe import train_step
     from titan_moe.checkpoint import folder as folders
     from titan_moe.checkpoint.tensors import FolderWriter
@@ -127,9 +121,6 @@ def train_with_faults(
         faults: "spike", "nan" (an output) or "gradient" (infinite) by batch, on the last rank.
         kill_in: the last rank dies by SIGKILL in the step of so many batches read by this process.
     """
-    import torch
-    import torch.distributed as dist
-
     from titan_moe import bad_steps
     from titan_moe.data.loader import Loader
     from titan_moe.models.output import Output
@@ -190,7 +181,7 @@ def train_curve(
         alter: plants a mistake on every rank before the first step.
     """
     keys = dict((*batch_words(spec, spec.job()), *words)) | _LOGGED
-    keys["job.dump_folder"] = str(folder)
+    keys |= {"metrics.log_freq": "1", "job.dump_folder": str(folder)}
     job = resolve(load_job([*spec.file(), *spec.arguments(*keys.items())]), spec.world_size)
     run_on_ranks(_train_altered, spec.world_size, job, alter)
     curve = read_run(folder).curve

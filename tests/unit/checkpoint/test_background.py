@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.jobs import until
 from tests.support.saved_runs import Run, full_disk, names, step_folder
 from titan_moe.checkpoint import checkpointer as module
 from titan_moe.checkpoint import folder as folders
@@ -55,9 +56,8 @@ def test_background_save_writes_the_files_of_a_save_that_waits(tmp_path):
         assert _step(run, step) and _step(waiting, step)
     assert run.checkpointer.finish() == 2
     for step in (1, 2):
-        ours, theirs = (
-            read_digests(step_folder(folder, step)) for folder in (tmp_path, tmp_path / "waiting")
-        )
+        folders_of_step = (step_folder(at, step) for at in (tmp_path, tmp_path / "waiting"))
+        ours, theirs = map(read_digests, folders_of_step)
         # The manifest says who saved: another async_mode.
         different = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
         assert different == {"manifest.json"} and "__0_0.distcp" in ours
@@ -102,10 +102,7 @@ def test_later_step_completes_a_save(tmp_path, disk):
     checkpointer.maybe_save(3, {})
     assert checkpointer.last_step is None
     disk.free.set()
-    deadline = time.monotonic() + 30
-    while checkpointer.last_step is None and time.monotonic() < deadline:
-        checkpointer.maybe_save(3, {})
-        time.sleep(0.02)
+    until(lambda: checkpointer.maybe_save(3, {}) or checkpointer.last_step is not None, 30)
     assert checkpointer.last_step == 2 and names(tmp_path) == ["step-2"]
 
 

@@ -11,9 +11,8 @@ from titan_moe.checkpoint.digests import write_listing
 
 
 def test_another_model(saved):
-    refused(
-        watched(saved, dim=6), "step-2", "model.linear.weight float32[4, 5] (wanted float32[4, 6])"
-    )
+    wider = "model.linear.weight float32[4, 5] (wanted float32[4, 6])"
+    refused(watched(saved, dim=6), "step-2", wider)
     refused(watched(saved, experts=4), "model.w_EFD float32[2, 3, 5] (wanted float32[4, 3, 5])")
 
 

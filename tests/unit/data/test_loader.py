@@ -1,5 +1,4 @@
 import json
-import time
 
 import pytest
 import torch
@@ -9,10 +8,12 @@ from tests.support.documents import (
     loaders_of,
     random_texts,
     slow_rows,
+    training,
     write_hub,
     write_jsonl,
 )
-from titan_moe.config.job_config import Dataset, Training
+from tests.support.jobs import until
+from titan_moe.config.job_config import Dataset
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import merge_states
@@ -20,10 +21,6 @@ from titan_moe.data.stream import StreamOrder
 from titan_moe.runtime.errors import RunError
 
 ROWS = 8
-
-
-def training(**keys):
-    return Training(**({"dataset": "synthetic", "seq_len": 64, "local_batch_size": 2} | keys))
 
 
 def loaders(section, num_ranks, *, seed=3, rows=ROWS):
@@ -116,9 +113,7 @@ def test_reading_ahead_does_not_show_in_the_state():
     for _ in range(4):
         eager.next_step()
         lazy.next_step()
-        deadline = time.monotonic() + 10
-        while not all(future.done() for future in eager._ahead) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert until(lambda: all(future.done() for future in eager._ahead), 10)
         assert len(eager._ahead) == 6
         assert eager.state_dict() == lazy.state_dict()
 

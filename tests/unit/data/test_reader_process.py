@@ -6,15 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.documents import random_texts, write_jsonl
+from tests.support.documents import random_texts, training, write_jsonl
+from tests.support.jobs import is_running, until
 from tests.support.refusals import refusal
-from titan_moe.config.job_config import JobConfig, Training
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import ReaderProcess
@@ -25,10 +25,6 @@ from titan_moe.train_data import TrainData
 
 PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
 KEYS = ("tokens_BS", "labels_BS", "documents_BS")
-
-
-def training(**keys):
-    return Training(**({"dataset": "synthetic", "seq_len": 64, "local_batch_size": 2} | keys))
 
 
 def in_a_process(section, **place):
@@ -138,18 +134,7 @@ def test_reader_process_ends_with_its_rank(number):
     assert is_running(pid)
     rank.send_signal(number)
     rank.wait()
-    deadline = time.monotonic() + 20
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_running(pid)
-
-
-def is_running(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    assert until(lambda: not is_running(pid), 20)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])

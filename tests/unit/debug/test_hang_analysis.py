@@ -104,9 +104,8 @@ def test_analyse_begins_with_the_rank_that_64_wait_for() -> None:
         "step 12: ranks 32-36, 38-39 wait in layer 9's combine (all_to_all, ep group 32-39, 7 of 8 "
         "there); rank 37 does not answer (stopped, killed, or Python is held)"
     )
-    assert second.startswith(
-        "ranks 0-31, 40-63 wait in the gradient norm (all_reduce, all ranks, 56 of 64 there)"
-    )
+    others = "ranks 0-31, 40-63 wait in the gradient norm (all_reduce, all ranks, 56 of 64 there)"
+    assert second.startswith(others)
 
 
 @pytest.mark.parametrize(

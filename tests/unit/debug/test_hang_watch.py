@@ -33,11 +33,7 @@ _LONGEST_S = _SAVE_S + BACKEND_GRACE_S
     ],
 )
 def test_hang_watch_waits_too_long(
-    quiet_s: float,
-    phase: str,
-    collectives: list[tuple[float, float]],
-    hangs: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    quiet_s: float, phase: str, collectives: list, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collective past its own limit; or a rank that is silent longer than a save may take, except
     in a start, which compiles and reads as long as it needs.

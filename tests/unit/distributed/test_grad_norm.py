@@ -19,9 +19,8 @@ def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def test_norms_of_gradients_that_are_there(dtype: torch.dtype):
     parameters = _parameters(dtype)
     grads = torch.cat([p.grad.double() for p in parameters if p.grad is not None])
-    assert sum_of_squares(parameters, 1).item() == pytest.approx(
-        grads.square().sum().item(), rel=1e-6
-    )
+    expected = pytest.approx(grads.square().sum().item(), rel=1e-6)
+    assert sum_of_squares(parameters, 1).item() == expected
 
 
 def test_a_piece_that_four_ranks_hold_counts_a_quarter_on_each():

@@ -21,9 +21,8 @@ def test_rotation_is_complex_multiplication_of_the_pairs(pairing: str):
             for i in range(4):
                 a, c = (i, i + 4) if pairing == "halves" else (2 * i, 2 * i + 1)
                 angle = positions_BS[b, s].item() * 100.0 ** (-2 * i / 8)
-                turned = torch.complex(x_BSHC[b, s, :, a], x_BSHC[b, s, :, c]) * complex(
-                    math.cos(angle), math.sin(angle)
-                )
+                turn = complex(math.cos(angle), math.sin(angle))
+                turned = torch.complex(x_BSHC[b, s, :, a], x_BSHC[b, s, :, c]) * turn
                 torch.testing.assert_close(out[b, s, :, a], turned.real)
                 torch.testing.assert_close(out[b, s, :, c], turned.imag)
 

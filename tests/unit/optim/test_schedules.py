@@ -34,10 +34,9 @@ def test_decay_shapes_down_to_the_least_factor(decay_type, expected):
 
 
 def test_set_lr_scales_each_group_by_its_own_peak():
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "peak_lr": peak} for peak in (0.5, 4.0)
-    ]
-    optimizer = torch.optim.AdamW(groups)
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = zip(weights, (0.5, 4.0), strict=True)
+    optimizer = torch.optim.AdamW([{"params": [w], "peak_lr": peak} for w, peak in groups])
     set_lr(optimizer, 0.25)
     set_lr(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]

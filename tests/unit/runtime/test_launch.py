@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import until
+from tests.support.jobs import is_running, until
 from tests.support.paths import REPO
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
 from titan_moe.train import read_for_device
@@ -105,12 +105,4 @@ def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> Non
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    assert until(lambda: _is_gone(pid), 5)
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
+    assert until(lambda: not is_running(pid), 5)

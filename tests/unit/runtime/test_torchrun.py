@@ -92,11 +92,10 @@ _LOOPBACK = {
 def test_gloo_takes_the_interface_that_reaches_the_endpoint(monkeypatch) -> None:
     sources = {"node0": "10.0.0.7", "own-name": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
     monkeypatch.setattr(torchrun, "_source_address", lambda host, port: sources[host])
-    addresses = {"lo": ["127.0.0.1", "127.0.1.1"], "eth1": ["10.0.0.7"], "eth0": ["10.1.0.7"]}
-    found = {
-        name: [SimpleNamespace(address=each) for each in each_of]
-        for name, each_of in addresses.items()
-    }
+    lo, lo1, eth1, eth0 = (
+        SimpleNamespace(address=each) for each in ("127.0.0.1", "127.0.1.1", "10.0.0.7", "10.1.0.7")
+    )
+    found = {"lo": [lo, lo1], "eth1": [eth1], "eth0": [eth0]}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: found)
     for host in ("node0", "own-name"):
         towards = torchrun._interface_towards(f"{host}:29500")

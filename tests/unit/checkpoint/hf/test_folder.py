@@ -8,6 +8,7 @@ from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.runtime.errors import RunError
 
+_BLOCKS = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
@@ -20,9 +21,8 @@ def _folder(path, tensors, settings="{}"):
 def _fp8(path, rows=10, columns=13, block=(4, 5)):
     weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
-    settings = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
     tensors = {"w.weight": weight, "w.weight_scale_inv": scales, "norm": torch.ones(3)}
-    return weight, scales, _folder(path, tensors, settings)
+    return weight, scales, _folder(path, tensors, _BLOCKS)
 
 
 def test_block_float8(tmp_path):
@@ -74,7 +74,6 @@ def test_mxfp4_as_transformers(tmp_path):
     assert torch.equal(folder.read("e.down_proj", whole((2, 128, 64))), theirs)
 
 
-_BLOCKS = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
 _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
 
 

@@ -25,6 +25,18 @@ from titan_moe.runtime.errors import RunError
 CPU = torch.device("cpu")
 
 
+def _imported(folder, model):
+    make_folder(folder / "in", model, torch.bfloat16)
+    import_folder(folder / "in", folder / "imported", torch.float32)
+
+
+def _drawn(model):
+    plain = Decoder(model.config)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    return plain
+
+
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Everything is cut often, and there are several files."""
@@ -49,8 +61,7 @@ def test_there_and_back(family, dtype, tmp_path, small_pieces):
 
 def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
     model = small_model("deepseek_v3")
-    make_folder(tmp_path / "in", model, torch.bfloat16)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    _imported(tmp_path, model)
     plain = Decoder(model.config)
     imported = str(tmp_path / "imported")
     checkpointer = plain_checkpointer(
@@ -71,9 +82,7 @@ def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_last_save_is_exported_beside_its_checkpoint(mode, tmp_path):
     model = small_model("mixtral")
-    plain = Decoder(model.config)
-    for parameter in plain.parameters():
-        nn.init.normal_(parameter)
+    plain = _drawn(model)
     keys = {"interval": 1, "async_mode": mode, "last_save_in_hf": True, "export_dtype": "float32"}
     checkpointer = plain_checkpointer(tmp_path, plain, model=model, **keys)
     folder = tmp_path / "checkpoint"
@@ -90,10 +99,7 @@ def test_last_save_is_exported_beside_its_checkpoint(mode, tmp_path):
 
 def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
     model = small_model("mixtral")
-    plain = Decoder(model.config)
-    for parameter in plain.parameters():
-        nn.init.normal_(parameter)
-    checkpointer = plain_checkpointer(tmp_path, plain, model=model, last_save_in_hf=True)
+    checkpointer = plain_checkpointer(tmp_path, _drawn(model), model=model, last_save_in_hf=True)
     checkpointer.check_export(3)
     checkpointer.save(3, {}, last=True)  # Killed before the export.
     checkpointer.check_export(3, finished=True)
@@ -126,8 +132,7 @@ def test_transformers_opens_an_export(family, tmp_path):
     import transformers
 
     model = small_model(family)
-    make_folder(tmp_path / "in", model, torch.bfloat16)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    _imported(tmp_path, model)
     export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
     opened, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
@@ -140,8 +145,7 @@ def test_transformers_opens_an_export(family, tmp_path):
 
 
 def test_a_changed_export_is_refused(tmp_path):
-    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    _imported(tmp_path, small_model("qwen3"))
     export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
     assert audit(tmp_path / "out").problems == audit(tmp_path / "imported").problems == []
     weights = tmp_path / "out" / "model.safetensors"
@@ -189,8 +193,7 @@ def test_float8_comes_as_what_it_means(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
-    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    _imported(tmp_path, small_model("qwen3"))
     (file,) = (tmp_path / "imported").glob("*.distcp")
     content = bytearray(file.read_bytes())
     at = content.index(read_folder(tmp_path / "in")["model.norm.weight"].float().numpy().tobytes())
@@ -202,8 +205,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 
 
 def test_a_stored_weight_that_the_model_does_not_have_is_refused(tmp_path, monkeypatch):
-    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    _imported(tmp_path, small_model("qwen3"))
     manifest = read_manifest(tmp_path / "imported")
     manifest.tensors["model.layers.0.attention.wg.weight"] = TensorSpec((4,), "float32")
     monkeypatch.setattr(read, "read_manifest", lambda path: manifest)

@@ -25,9 +25,8 @@ def test_what_a_run_leaves_out_is_common():
 
 
 def test_words_then_overrides():
-    side = parse_run_spec(
-        "revision=main ranks=4 layout=tp=2,ep=2 --training.steps=7 --x.on", COMMON
-    )
+    words = "revision=main ranks=4 layout=tp=2,ep=2 --training.steps=7 --x.on"
+    side = parse_run_spec(words, COMMON)
     assert (side.revision, side.ranks) == ("main", 4)
     assert side.layout is not None and side.layout.dp_shard == 2
     assert argument(side, "training.steps") == "7"
@@ -66,19 +65,16 @@ def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
 def test_paths_become_absolute(monkeypatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("x")
-    assert parse_overrides(["--training.dataset_path", "text"]) == (
-        ("training.dataset_path", str(tmp_path / "text")),
-    )
+    (path,) = parse_overrides(["--training.dataset_path", "text"])
+    assert path == ("training.dataset_path", str(tmp_path / "text"))
     assert parse_overrides(["--model.tokenizer_path", "bytes"])[0][1] == "bytes"
 
 
 def test_microbatches_fit_the_layout():
     side = parse_run_spec("layout=dp_shard=4", COMMON)
     job = parse_run_spec("", COMMON).job()
-    assert dict(batch_words(side, job)) == {
-        "training.global_batch_size": "8",
-        "training.local_batch_size": "2",
-    }
+    sizes = {"training.global_batch_size": "8", "training.local_batch_size": "2"}
+    assert dict(batch_words(side, job)) == sizes
 
 
 def test_control_runs_differ_in_order_and_layout():

@@ -245,12 +245,8 @@ def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Pat
     path = update_golden(plan(), launcher, golden, "a first one", silent)
     assert path.parent == golden and len(calls(launcher)) == 10
     no_config = RunSpec(overrides=(("training.steps", "6"),))
-    against = Plan(
-        "g",
-        parse_run_spec(str(golden), no_config),
-        parse_run_spec("", no_config),
-        num_control_runs=8,
-    )
+    sides = parse_run_spec(str(golden), no_config), parse_run_spec("", no_config)
+    against = Plan("g", *sides, num_control_runs=8)
     assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
     assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
     wrong = replace(against, candidate=parse_run_spec("--optimizer.lr 3.1e-3", no_config))
