@@ -23,7 +23,6 @@ from titan_moe.runtime.launch import count_gpus
 REPO = Path(__file__).resolve().parents[2]
 TRAIN = ("-m", "titan_moe", "train")
 """Command of a job of titan_moe."""
-MATMUL_SIZES = (512, 1024, 2048)
 _Name = TypeVar("_Name")
 Run = Callable[[], object]
 
@@ -227,31 +226,6 @@ def medians(variants: Mapping[_Name, Run], repeats: int, device: str) -> dict[_N
     else:
         found = take_turns(variants, repeats, clock=gpu_seconds, warm_up=3)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-
-def matmul_tflops(dtype: torch.dtype, repeats: int = 5) -> dict[int, float]:
-    """Size -> TFLOP/s of a square matrix product in this process: the median of `repeats`."""
-    rates = {}
-    for size in MATMUL_SIZES:
-        a, b = torch.randn(2, size, size).to(dtype)
-        (seconds,) = medians({"": lambda a=a, b=b: a @ b}, repeats, "cpu").values()  # type: ignore[misc]
-        rates[size] = 2 * size**3 / seconds / 1e12
-    return rates
-
-
-def best_rate(rounds: Sequence[Mapping[int, float]]) -> float:
-    """The rate of the size that is fastest in the median."""
-    return max(statistics.median(each[size] for each in rounds) for size in rounds[0])
-
-
-def print_matmul(rounds: Mapping[str, Sequence[Mapping[int, float]]]) -> None:
-    """A table of `matmul_tflops`, by what was multiplied."""
-    rows = [
-        [name, *(spread([1e3 * each[size] for each in found]) for size in MATMUL_SIZES)]
-        for name, found in rounds.items()
-    ]
-    title = "matrix product, one process, GFLOP/s: median (slowest-fastest of the rounds)"
-    print_table(["", *map(str, MATMUL_SIZES)], rows, title)
 
 
 # --- jobs -----------------------------------------------------------------------------------------

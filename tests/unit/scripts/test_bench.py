@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 import torch
 
-from scripts.bench import gpu_permute, training
+from scripts.bench import gpu_permute
 from scripts.bench.measure import Goal
 from scripts.bench.torchtitan import compare, jobs
 from scripts.bench.torchtitan.torchtitan_rank import fill_indices
@@ -68,13 +68,6 @@ def test_gpu_benchmark_that_ends_early_has_written_the_rows_before(
 def test_goal_that_was_not_measured_is_missed() -> None:
     for at_most in (True, False):
         assert not Goal("MFU", float("nan"), 0.45, at_most=at_most).met
-
-
-def test_rows_of_training_are_configurations_that_run(tmp_path: Path) -> None:
-    rows = training.all_rows()
-    assert len({row.name for row in rows}) == len(rows) == 24
-    for row in rows:
-        check_job(training.job_tables(row, 6, str(tmp_path)), row.num_ranks, tmp_path)
 
 
 def test_rows_of_torchtitan_are_configurations_that_run(tmp_path: Path) -> None:
