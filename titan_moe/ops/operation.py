@@ -20,7 +20,7 @@ def operation(
 
     What it decorates tells the results' shapes and types. Nothing is differentiated through it. A
     compiled graph, a dispatch mode and a fake tensor see torch's custom operation, which costs the
-    host some 50 µs; all others call the device's kernel, for a fifth of that.
+    host five times a direct call; all others call the device's kernel.
 
     Args:
         reference: computes the results in plain torch.
