@@ -122,12 +122,15 @@ def _order_kernel(
     keys = tl.arange(0, KEYS)
     totals = tl.zeros((KEYS,), dtype=tl.int32)
     before = tl.zeros((KEYS,), dtype=tl.int32)  # Of each key, in tokens before the chunk.
-    for first_program in range(0, num_programs, PROGRAMS):
+    first_program = 0
+    # Not a range: Triton 3.6 interprets none whose end is an argument, with numpy 2.4.
+    while first_program < num_programs:
         program = first_program + tl.arange(0, PROGRAMS)
         place = counts_ptr + program[:, None] * KEYS + keys[None, :]
         counted = tl.load(place, mask=(program < num_programs)[:, None], other=0)
         totals += tl.sum(counted, 0)
         before += tl.sum(tl.where((program < tl.program_id(0))[:, None], counted, 0), 0)
+        first_program += PROGRAMS
     starts = tl.cumsum(totals, 0) - totals
     k = tl.arange(0, CHOICES)
     order = tl.arange(0, TOKENS * CHOICES)
