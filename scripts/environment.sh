@@ -6,6 +6,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # use_environment EXTRA sets $PYTHON to the active environment's Python if titan_moe's dependencies
 # (and those of EXTRA, such as "dev", or "") are installed there, else to that of .venv, which is made
 # if need be. use_environment EXTRA VENV REQUIREMENT takes or makes VENV instead, with that REQUIREMENT.
+# .venv has torch 2.13, of which the goldens are.
 use_environment() {
     local extra=$1 venv=${2:-$repo/.venv} lock
     export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
@@ -16,7 +17,7 @@ use_environment() {
     exec {lock}<"$repo"
     flock "$lock"
     if [[ -e $venv/unfinished ]] || ! has_dependencies "$venv/bin/python" "$extra"; then
-        make_environment "$venv" "${@:3}"
+        make_environment "$venv" "${3:-torch==2.13.*}"
     fi
     exec {lock}<&-
     PYTHON="$venv/bin/python"
@@ -35,7 +36,7 @@ make_environment() {
     mkdir -p "$1"
     touch "$1/unfinished"
     "$PYTHON" -m venv "$1"
-    "$1/bin/python" -m pip install --editable "${repo}[dev]" "${@:2}"
+    "$1/bin/python" -m pip install --editable "${repo}[dev]" "$2"
     rm "$1/unfinished"
 }
 
