@@ -35,7 +35,8 @@ def control_group(use: str = "waits for files") -> ProcessGroup:
         # None, the world's own, where that has no gloo: in a fake world.
         backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
         timeout = backend_timeout(_LONGEST_WAIT_S)
-        groups[use] = dist.new_group(None, timeout, backend, group_desc=use)
+        group: Any = dist.new_group(None, timeout, backend, group_desc=use)
+        groups[use] = group
     return groups[use]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -307,7 +307,7 @@ def exchange_counts(
         )
         return Pending(lambda: _functional.wait_tensor(in_flight))
     result = counts.new_empty(rows, *counts.shape[1:])
-    work = dist.all_to_all_single(result, counts, received, sent, group=group, async_op=True)
+    work: Any = dist.all_to_all_single(result, counts, received, sent, group=group, async_op=True)
 
     def complete() -> Tensor:
         work.wait()

@@ -65,7 +65,7 @@ class ProcessGroups:
         known = self.known(ranks, options)
         if known is not None:
             return known
-        group = dist.new_group(
+        group: Any = dist.new_group(
             list(ranks),
             timeout=backend_timeout(options.comm.init_timeout_seconds),
             **options.of_backend(),

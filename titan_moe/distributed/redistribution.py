@@ -148,7 +148,8 @@ class MeshGroups:
 def _joined_group(world: ProcessGroup, ranks: tuple[int, ...]) -> ProcessGroup:
     if len(ranks) == world.size():
         return world
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    group: Any = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
 
 
 def execute(steps: Plan, local: Tensor, mesh: MeshGroups) -> Tensor:
