@@ -90,7 +90,7 @@ class Session:
         self.tests = self.folder / "tests.xml"
         """JUnit's file, of a part that runs tests."""
         self.figures = self.folder / "figures.json"
-        """What a benchmark writes after each row."""
+        """The figures that a benchmark writes anew after each row of its table."""
         self._start = self.log.stat().st_size if self.log.exists() else 0
         self._stopped_at: int | None = None
 

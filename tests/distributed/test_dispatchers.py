@@ -30,7 +30,7 @@ class Seen(NamedTuple):
     rows_sent: int
     fewest: int
     dropped: int | None
-    """As the dispatcher says; and missing in the expression."""
+    """The choices that the dispatcher says it dropped; `missing` counts them in its sums."""
     missing: int
 
 

@@ -1,4 +1,4 @@
-"""What a user's mistake is answered with."""
+"""Reads the line that answers a user's mistake."""
 
 from collections.abc import Callable
 

@@ -30,7 +30,7 @@ MARGIN = 4 * GIB
 estimate."""
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
-# Tokens of room that FlashAttention's backward leaves after each row.
+# FlashAttention's backward leaves room for so many tokens after each sequence.
 _ROOM = 128
 # Float32 values of a pair of tokens that sparse attention has at once.
 _PAIR_MATRICES = 6
@@ -53,7 +53,7 @@ class Memory:
     layer: float
     """The recomputed values of one layer, and their gradients."""
     attention: float
-    """What FlashAttention's backward has beside these (`flash_workspace`), with room after each row
+    """The workspace of FlashAttention's backward (`flash_workspace`), with room after each sequence
     but not after each document. `debug.deterministic` may double its sums."""
     copies: float
     """Rows of one layer's T * K choices that are neither kept nor gradients: the experts' outputs,
