@@ -46,9 +46,10 @@ def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:
 
     Sorted, not scattered: no atomics, no host sync.
     """
-    # A radix sort passes over all bytes of its keys: two hold an expert's number.
-    sorted_BN = experts_BN.short().sort(-1).values
-    borders_E = torch.arange(num_experts + 1, dtype=torch.int16, device=experts_BN.device)
+    # A radix sort passes over all bytes of its keys: two mostly hold an expert's number.
+    dtype = torch.int16 if num_experts < 2**15 else torch.int32
+    sorted_BN = experts_BN.to(dtype).sort(-1).values
+    borders_E = torch.arange(num_experts + 1, dtype=dtype, device=experts_BN.device)
     borders_BE = borders_E.expand(experts_BN.shape[0], -1).contiguous()
     return torch.searchsorted(sorted_BN, borders_BE).diff(dim=-1)
 
