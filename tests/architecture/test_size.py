@@ -35,6 +35,8 @@ KIMI_LINEAR = {"titan_moe": 0, "tests": 15, "scripts": 0}
 QWEN3_5 = {"titan_moe": 0, "tests": 60, "scripts": 0}
 # Running on GPUs as people have them came later: limits of kernels, torch 2.11 to 2.14, one GPU.
 ON_A_GPU = {"titan_moe": 500, "tests": 680, "scripts": 400}
+# What real files and real users break came later.
+REAL_FILES = {"titan_moe": 1_200, "tests": 1_300, "scripts": 60}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -86,7 +88,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
     ]
     total = sum(sizes.values())
     later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
-    later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5, ON_A_GPU
+    later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5, ON_A_GPU, REAL_FILES
     budget = BUDGETS[folder] + sum(feature[folder] for feature in later)
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
