@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support import cross_entropy_cases, gated_cases, move_rows_cases
+from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, rotate_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check, check_choices
 from titan_moe.ops.cross_entropy import cross_entropy
@@ -135,3 +135,8 @@ def test_the_weights_gradient_is_added_up_in_float32():
         found.append([loss, *torch.autograd.grad(loss, inputs)])
     for ours, exact in zip(*found, strict=True):
         assert (ours - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", rotate_cases.DTYPES, ids=str)
+def test_rotations_are_those_of_complex_numbers(dtype):
+    assert rotate_cases.check(dtype, "cuda") == rotate_cases.NUM_CASES

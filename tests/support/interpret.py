@@ -72,6 +72,15 @@ def _permute_indices() -> int:
     return len(checks)
 
 
+def _rotate() -> int:
+    from tests.support.rotate_cases import DTYPES, check
+    from titan_moe.ops import rotate
+
+    _run_triton("rotate_heads")
+    rotate.rotate_reference = lambda *arguments: rotate._Rotate.apply(*arguments)
+    return sum(map(check, DTYPES))
+
+
 def _sort_rows() -> int:
     from tests.support.permute_cases import check_choices
 
@@ -84,6 +93,7 @@ _OPERATIONS: dict[str, Callable[[], int]] = {
     "gated": _gated,
     "move_rows": _move_rows,
     "permute_indices": _permute_indices,
+    "rotate": _rotate,
     "sort_rows": _sort_rows,
 }
 

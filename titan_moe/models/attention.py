@@ -176,8 +176,7 @@ class MLA(Attention):
         q_latent = q if whole_rank else self.q_norm(q)
         q = q if whole_rank else self.wq_b(q_latent)
         q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
-        q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
-        q_BSHC = torch.cat([q_nope, self.place(q_rope, rotation)], dim=-1)
+        q_BSHC = self.place(q_BSHC, rotation, first=config.nope_dim)
 
         latent_BSR, k_rope = latent.split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
@@ -205,7 +204,7 @@ def _placement(config: GQAConfig, rope: RopeConfig, norm_eps: float, rotary: boo
     return rotated
 
 
-def _unrotated(x_BSHC: Tensor, rotation: Rotation) -> Tensor:
+def _unrotated(x_BSHC: Tensor, rotation: Rotation, first: int = 0) -> Tensor:
     return x_BSHC
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from titan_moe.ops import rotate as ops
 
 
 class Rotation(NamedTuple):
@@ -45,28 +46,9 @@ class Rope(nn.Module):
         )
 
 
-def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str) -> Tensor:
-    """Rotate pairs of channels by their position's angle; computes in the rotation's type.
-
-    Of wider heads the first channels rotate, as many as there are angles for.
-    """
-    assert pairing in ("halves", "neighbours"), pairing
-    width = 2 * rotation.cos_BSC.shape[-1]
-    if width < x_BSHC.shape[-1]:
-        return torch.cat([rotate(x_BSHC[..., :width], rotation, pairing), x_BSHC[..., width:]], -1)
-    cos, sin = rotation.cos_BSC[:, :, None], rotation.sin_BSC[:, :, None]
-    x = x_BSHC.to(cos.dtype)
-    if pairing == "halves":
-        a, b = x.chunk(2, dim=-1)
-        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    elif x.is_cpu and not torch.compiler.is_compiling():
-        # The same products and sums in one pass; strided ones take five times as long on a CPU.
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        rotated = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
-    else:
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    return rotated.to(x_BSHC.dtype)
+def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str, first: int = 0) -> Tensor:
+    """Rotates pairs of channels by their position's angle, as ops/rotate.py does."""
+    return ops.rotate(x_BSHC, rotation.cos_BSC, rotation.sin_BSC, pairing, first)
 
 
 def inverse_frequencies(dim: int, config: RopeConfig) -> Tensor:

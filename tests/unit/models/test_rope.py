@@ -27,15 +27,6 @@ def test_rotation_is_complex_multiplication_of_the_pairs(pairing: str):
                 torch.testing.assert_close(out[b, s, :, c], turned.imag)
 
 
-@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-def test_channels_beyond_the_angles_do_not_rotate(pairing: str):
-    x_BSHC = torch.randn(2, 5, 3, 12, dtype=torch.float64)
-    rotation = Rope(8, RopeConfig(100.0, pairing))(torch.arange(10).view(2, 5), torch.float64)
-    out = rotate(x_BSHC, rotation, pairing)
-    assert torch.equal(out[..., 8:], x_BSHC[..., 8:])
-    assert torch.equal(out[..., :8], rotate(x_BSHC[..., :8].clone(), rotation, pairing))
-
-
 def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():
     plain = inverse_frequencies(64, RopeConfig(10_000.0))
     yarn = YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
