@@ -44,6 +44,12 @@ def test_attached_loss_gets_gradient_one_and_is_counted_once_in_the_backward():
     assert total == 4.0
 
 
+def test_counts_per_row_of_more_experts_than_16_bits_number():
+    experts_BN = torch.tensor([[39_999, 0, 33_000, 39_999]])
+    counts_BE = balance.counts_per_row(experts_BN, 40_000)
+    assert counts_BE.sum() == 4 and counts_BE[0, [0, 33_000, 39_999]].tolist() == [1, 1, 2]
+
+
 def test_counts_per_row_with_experts_nobody_chose():
     experts_BN = torch.tensor([[0, 3, 3, 3], [2, 2, 0, 1]])
     assert balance.counts_per_row(experts_BN, 5).tolist() == [[1, 0, 0, 3, 0], [1, 1, 2, 0, 0]]
