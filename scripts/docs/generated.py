@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, published, torchtitan
+from scripts.docs import commands, configuration, models, published, torchtitan
 
 REGIONS: dict[str, Callable[[], str]] = {
+    "commands": commands.sections,
     "configuration": configuration.tables,
     "models": models.tables,
     "published": published.table,
