@@ -20,6 +20,7 @@ PUBLISHED = {
     ("glm4_moe", "GLM-4.5-Air"): (106, 12, 0),
     ("glm4_moe", "GLM-4.5"): (355, 32, 0),
     ("glm4_moe", "GLM-4.6"): (355, 32, 0),
+    ("glm4_moe", "GLM-4.7-Flash"): (30, None, 0),  # "3B" active.
     # The model cards' tables count the output layer alone as active.
     ("gpt_oss", "20b"): (20.91, 3.61, 1),
     ("gpt_oss", "120b"): (116.83, 5.13, 1),

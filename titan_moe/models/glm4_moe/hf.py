@@ -1,6 +1,8 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv 2508.06471), from the config.json files of
-zai-org/GLM-4.5, zai-org/GLM-4.5-Air and zai-org/GLM-4.6. Positions rotate half of each head's
-channels.
+"""GLM-4.5, GLM-4.5-Air, GLM-4.6 (arXiv 2508.06471) and GLM-4.7-Flash, from the config.json files of
+zai-org/GLM-4.5, zai-org/GLM-4.5-Air, zai-org/GLM-4.6 and zai-org/GLM-4.7-Flash.
+
+Positions rotate half of each head's channels. GLM-4.7-Flash (`glm4_moe_lite`) has DeepSeek-V3's
+latent attention instead, and the same experts.
 
 transformers leaves out multi-token prediction; its layer here is built as DeepSeek-V3's.
 """
@@ -8,14 +10,17 @@ transformers leaves out multi-token prediction; its layer here is built as DeepS
 from typing import Any
 
 from titan_moe.models import hf_family as hf
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.models.hf_mla import MLA_KEYS, dense_layers, mla_block
 
 _FAMILY = "glm4_moe"
-MODEL_TYPES = ("glm4_moe",)
+_LATENT = "glm4_moe_lite"
+MODEL_TYPES = (_FAMILY, _LATENT)
 IGNORED: tuple[str, ...] = ()
 COPIES = hf.MTP_COPIES
 
 _KEYS = {**hf.GQA_KEYS, **hf.ROUTER_KEYS, "num_mtp_layers": "num_nextn_predict_layers"}
+_LATENT_KEYS = {**MLA_KEYS, **hf.ROUTER_KEYS}
 _DEFAULTS = hf.DEFAULTS | {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131_072,
@@ -26,42 +31,76 @@ _DEFAULTS = hf.DEFAULTS | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+_LATENT_DEFAULTS = {
+    "max_position_embeddings": 202_752,
+    "routed_scaling_factor": 1.8,
+    "q_lora_rank": None,
+}
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     hf.only(settings, hidden_act=("silu",), scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 1)}
-    fields = hf.read_fields(settings, _KEYS, _DEFAULTS | hf.gqa_defaults(settings) | mtp)
+    latent = settings.get("model_type") == _LATENT
+    fields = (_latent_fields if latent else _fields)(settings, _DEFAULTS | mtp)
+    fields["moe.score"] = "sigmoid"
+    fields["moe.group_score_top"] = 2 if fields["moe.num_groups"] > 1 else 1
+    return hf.make_config(fields, MLAConfig if latent else GQAConfig)
+
+
+def _fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
+    fields = hf.read_fields(settings, _KEYS, {**defaults, **hf.gqa_defaults(settings)})
     head_dim = fields["attention.head_dim"]
-    fields |= {
+    return fields | {
         "attention.qk_norm": "learned" if hf.given(settings, "use_qk_norm", False) else "none",
         "attention.output_bias": False,
         "attention.partial_rotary_factor": hf.partial_rotary_factor(settings, head_dim, 0.5),
         "rope": hf.rope_from_hf(settings),
-        "moe.score": "sigmoid",
-        "moe.group_score_top": 2 if fields["moe.num_groups"] > 1 else 1,
     }
-    return hf.make_config(fields, GQAConfig)
+
+
+def _latent_fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
+    hf.only(settings, rope_interleave=(True,), partial_rotary_factor=(1.0,))
+    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
+    fields = hf.read_fields(settings, _LATENT_KEYS, {**defaults, **_LATENT_DEFAULTS})
+    return fields | {
+        "num_dense_layers": dense_layers(settings, fields["num_dense_layers"]),
+        "rope": hf.rope_from_hf(settings, "neighbours", latent=True),
+    }
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
+    settings = {"hidden_act": "silu", **hf.rope_to_hf(config.rope)}
+    if isinstance(config.attention, MLAConfig):
+        dense = config.num_dense_layers
+        return {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "model_type": _LATENT,
+            "num_key_value_heads": config.attention.num_heads,
+            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (config.num_layers - dense),
+            **hf.write_fields(config, _LATENT_KEYS),
+            **settings,
+        }
     attention = hf.attention_of(config, GQAConfig, _FAMILY)
     return {
         "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "hidden_act": "silu",
+        "model_type": _FAMILY,
         "partial_rotary_factor": attention.partial_rotary_factor,
         "use_qk_norm": attention.qk_norm == "learned",
         **hf.write_fields(config, _KEYS),
-        **hf.rope_to_hf(config.rope),
+        **settings,
     }
 
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    hf.attention_of(config, GQAConfig, _FAMILY)
-    attention = {**hf.GQA, **hf.GQA_BIASES, **hf.QK_NORMS}
-    feed_forward = {**hf.FEED_FORWARD, **hf.SHARED_EXPERTS, **hf.EXPERTS, **hf.ROUTING_BIAS}
-    return hf.with_mtp({**hf.BLOCK_NORMS, **attention, **feed_forward}, config.num_mtp_layers)
+    if isinstance(config.attention, MLAConfig):
+        block = mla_block(config.attention)
+    else:
+        hf.attention_of(config, GQAConfig, _FAMILY)
+        attention = {**hf.GQA, **hf.GQA_BIASES, **hf.QK_NORMS}
+        feed_forward = {**hf.FEED_FORWARD, **hf.SHARED_EXPERTS, **hf.EXPERTS}
+        block = {**hf.BLOCK_NORMS, **attention, **feed_forward}
+    return hf.with_mtp({**block, **hf.ROUTING_BIAS}, config.num_mtp_layers)
