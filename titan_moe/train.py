@@ -15,7 +15,7 @@ from pathlib import Path
 from titan_moe.config.checks.base import flavor
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
-from titan_moe.config.checks.notes import fit_to_cpu, notes
+from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes
 from titan_moe.config.checks.run_folder import check_run_folder
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
@@ -126,7 +126,7 @@ def _read(
     has no effect."""
     job, lines = read_for_device(argv, environment)
     job, model = prepare_job(job, world_size, environment)
-    lines += notes(job, model, world_size)
+    lines += notes(job, model, world_size) + narrow_lines(job)
     return job, model, lines
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
-from titan_moe.config.checks.notes import fit_to_cpu, notes
+from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
@@ -110,6 +110,7 @@ RULES = [
     (f"{_BLEND} --training.dataset_path a", 1, "training.dataset_path='a' is not read beside"),
     ("--training.dtype bfloat16 --training.mixed_precision_param float32", 1, "cannot restore par"),
     ("--optimizer.state_dtype bfloat16 --optimizer.beta2 0.999", 1, "changes a moment by less tha"),
+    ("--training.dtype bfloat16 --optimizer.beta2 0.999", 1, "less than training.dtype=bfloat16"),
     ("--profiling.enable_profiling --profiling.profile_freq 3", 1, "profiler_active: choose 4 or"),
     ("--compile.enable --debug.capture_step 3", 1, "looks into layers that compile.enable=true"),
     ("--checkpoint.create_seed_checkpoint", 1, "=true is not read without checkpoint.enable=true:"),
@@ -375,6 +376,21 @@ def test_stages_lose_gpu_only_keys_too() -> None:
     stages = '[{"from_step":2,"parallelism":{"expert_parallel_comm_backend":"symmetric"}}]'
     job, (line,) = fit_to_cpu(job_of(f"--stages {stages}"), bfloat16_units=True)
     assert job.stages[0].parallelism == Parallelism() and "=symmetric has no effect" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", None),
+        ("--training.dtype float64", None),
+        ("--optimizer.state_dtype bfloat16", "optimizer.state_dtype=bfloat16: moments are kept"),
+        ("--training.dtype bfloat16", "training.dtype=bfloat16: parameters and moments are kept"),
+    ],
+)
+def test_parameters_or_moments_in_bfloat16_get_one_line(arguments: str, words: str | None) -> None:
+    lines = narrow_lines(job_of(arguments))
+    assert [line.startswith(words) for line in lines if words] == [True] * bool(words)
+    assert bool(lines) == bool(words)
 
 
 def test_emulated_float8_stays_on_a_cpu() -> None:

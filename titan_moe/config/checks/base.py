@@ -49,6 +49,13 @@ def flat(job: JobConfig) -> dict[str, Any]:
     return {f"{table}.{key}": value for table, keys in tables for key, value in keys.items()}
 
 
+def narrow_keys(job: JobConfig) -> list[str]:
+    """Returns the keys by which the optimizer's moments are in bfloat16."""
+    moments, stored = job.optimizer.state_dtype, job.training.dtype
+    types = {"optimizer.state_dtype": moments, "training.dtype": stored}
+    return [key for key, dtype in types.items() if dtype == "bfloat16"]
+
+
 def flavor(job: JobConfig) -> str:
     """Returns the name of the model in messages."""
     return f"{job.model.name} {job.model.flavor}"

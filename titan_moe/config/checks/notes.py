@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
-from titan_moe.config.checks.base import Run, flat
+from titan_moe.config.checks.base import Run, flat, narrow_keys
 from titan_moe.config.job_config import (
     DATASETS_WITHOUT_COLUMNS,
     OPTIMIZER_KEYS,
@@ -44,6 +44,17 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
         for _, stage in stage_jobs(job)
     ]
     return [line for line in first if all(line in other for other in others)]
+
+
+def narrow_lines(job: JobConfig) -> list[str]:
+    """Returns a line if parameters or moments are kept in bfloat16, with what that costs."""
+    if not (keys := narrow_keys(job)):
+        return []
+    kept = "parameters and moments are" if "training.dtype" in keys else "moments are"
+    return [
+        f"{' and '.join(keys)}=bfloat16: {kept} kept in bfloat16, which rounds away a change of "
+        "less than 1/256 of a value"
+    ]
 
 
 def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:

@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_moe.config.checks.base import Rule, Run
+from titan_moe.config.checks.base import Rule, Run, narrow_keys
 from titan_moe.config.job_config import OPTIMIZER_KEYS
 
 
 def _optimizer(run: Run) -> Iterator[str]:
     optimizer = run.job.optimizer
-    if optimizer.state_dtype != "bfloat16":
+    if not (narrow := narrow_keys(run.job)):
         return
     for key in ("beta1", "beta2", "muon_momentum"):
         # Half a unit in the last place is up to 1/256: a smaller change is rounded away.
         if key in OPTIMIZER_KEYS[optimizer.name] and getattr(optimizer, key) > 0.99:
             yield (
                 f"optimizer.{key}={getattr(optimizer, key)} changes a moment by less than "
-                "optimizer.state_dtype=bfloat16 can tell: choose 0.99 or less, or float32"
+                f"{' and '.join(narrow)}=bfloat16 can tell: choose 0.99 or less, or float32"
             )
 
 
