@@ -315,8 +315,9 @@ class Trainer:
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
-        # A pipeline's stages depend on the length of sequences.
-        moves = self.meshes.dims.pp > 1 or not same_layout(self.job, job)
+        # A pipeline's stages, and buffers in symmetric memory, depend on the length of sequences.
+        sized = job.parallelism.expert_parallel_comm_backend == "symmetric"
+        moves = self.meshes.dims.pp > 1 or sized or not same_layout(self.job, job)
         sent = self._move_to(job) if moves else 0
         self.job, self._ran = job, False
         self.data.reopen(job, self.meshes.dims)

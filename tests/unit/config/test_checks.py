@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -405,14 +406,18 @@ def test_compilation_without_a_compiler_is_switched_off(monkeypatch: pytest.Monk
 
 
 def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:
-    def lines(seq_len: int, tp: int = 1) -> list[str]:
+    def lines(seq_len: int, tp: int = 1, **more: Any) -> list[str]:
         degrees = {"context_parallel_degree": 8, "tensor_parallel_degree": tp}
-        tables = {"parallelism": degrees, "training": {"seq_len": seq_len}}
+        tables = {"parallelism": degrees, "training": {"seq_len": seq_len}, **more}
         model = {"name": "qwen3_next", "flavor": "gate"}
         job = JobConfig.model_validate({"model": model, **tables})
         return check(job, model_config("qwen3_next", "gate"), 8 * tp)
 
     (line,) = lines(32)
-    assert "seq_len=32 in 16 segments" in line and "choose 48 or more" in line
+    assert "training.seq_len=32 in 16 segments" in line and "choose 48 or more" in line
     assert lines(48) == []
+    (line,) = lines(48, validation={"enable": True, "seq_len": 32})
+    assert line.startswith("validation.seq_len=32 in 16 segments")
+    (line,) = lines(48, stages=[{"from_step": 5, "training": {"seq_len": 32}}])
+    assert "from_step=5" in line and "training.seq_len=32 in 16 segments" in line
     assert any("recurrent layers' key heads=8" in line for line in lines(768, tp=16))

@@ -93,17 +93,19 @@ def _sequence_slices(run: Run) -> Iterator[str]:
 
 def _recurrent_segments(run: Run) -> Iterator[str]:
     degrees, recurrent = run.job.parallelism, run.model.recurrent
-    cp, length = degrees.context_parallel_degree, run.job.training.seq_len
+    cp = degrees.context_parallel_degree
     balanced = degrees.context_parallel_load_balancer == "headtail"
     segments = cp * (2 if balanced else 1)
-    if recurrent is None or cp == 1 or length // segments >= recurrent.conv_size - 1:
+    if recurrent is None or cp == 1:
         return
     back = recurrent.conv_size - 1
-    yield (
-        f"training.seq_len={length} in {segments} segments for context_parallel_degree={cp} leaves "
-        f"less than the {back} tokens that the convolutions of {run.flavor} look back: choose "
-        f"{segments * back} or more, or a smaller degree"
-    )
+    for key, length in run.row_lengths.items():
+        if length // segments < back:
+            yield (
+                f"{key}={length} in {segments} segments for context_parallel_degree={cp} leaves "
+                f"less than the {back} tokens that the convolutions of {run.flavor} look back: "
+                f"choose {segments * back} or more, or a smaller degree"
+            )
 
 
 def _ulysses(run: Run) -> Iterator[str]:
