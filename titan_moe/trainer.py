@@ -33,7 +33,7 @@ from titan_moe.metrics.run_log import RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_raised_rate
+from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
@@ -137,7 +137,9 @@ class Trainer:
         self.data = TrainData(self.run_job, self.sharded.config, self.process)
         self.data.open(self.job, self.meshes.dims)
         self._resume()
-        warn_of_raised_rate(self.checkpointer.loaded_job, self.job.model_dump(), self.progress.step)
+        warn_of_changed_rate(
+            self.checkpointer.loaded_job, self.job.model_dump(), self.progress.step
+        )
         steps = self.job.training.steps
         if self.progress.step >= steps:
             self.checkpointer.check_export(self.progress.step, finished=True)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,24 +45,43 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 
-def warn_of_raised_rate(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
-    """Warn in a run that goes on after `step` with more than twice the learning rate that the
-    configuration which made its checkpoint gave. Both are tables of keys, as a manifest has them.
+def warn_of_changed_rate(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
+    """Warn in a run that goes on after `step` at other learning rates than the configuration which
+    made its checkpoint gave, from the next step on or a later one. Both are tables of keys, as a
+    manifest has them.
     """
     if not step or not before.keys() >= {"lr_scheduler", "optimizer", "training"}:
         return
-    planned, rate = (
-        job["optimizer"]["lr"]
-        * lr_factor(step, LRScheduler.model_validate(job["lr_scheduler"]), job["training"]["steps"])
-        for job in (before, now)
-    )
-    if rate > 2 * planned:
-        end = before["lr_scheduler"].get("total_steps") or before["training"]["steps"]
-        logger.warning(
-            "the learning rate rises: step %d was taken at %.3g, and is %.3g now; "
-            "lr_scheduler.total_steps=%d keeps the earlier schedule",
-            *(step, planned, rate, end),
-        )
+    old, new = _schedule(before), _schedule(now)
+    changed = [f"{key}={value}" for key, value in old.keys().items() if new.keys()[key] != value]
+    for ahead in range(step + 1, now["training"]["steps"] + 1 if changed else 0):
+        planned, rate = old.rate(ahead), new.rate(ahead)
+        if not math.isclose(planned, rate):
+            logger.warning(
+                "the learning rate changes: step %d would have been taken at %.3g by the "
+                "checkpoint's configuration, and is at %.3g; %s keeps the earlier schedule",
+                *(ahead, planned, rate, " ".join(changed)),
+            )
+            return
+
+
+class _Schedule(NamedTuple):
+    peak: float
+    shape: LRScheduler
+    total_steps: int
+
+    def rate(self, step: int) -> float:
+        return self.peak * lr_factor(step, self.shape, self.total_steps)
+
+    def keys(self) -> dict[str, Any]:
+        shape = self.shape.model_dump() | {"total_steps": self.total_steps}
+        return {"optimizer.lr": self.peak} | {f"lr_scheduler.{k}": v for k, v in shape.items()}
+
+
+def _schedule(job: Mapping[str, Any]) -> _Schedule:
+    shape = LRScheduler.model_validate(job["lr_scheduler"])
+    total_steps = shape.total_steps or job["training"]["steps"]
+    return _Schedule(job["optimizer"]["lr"], shape, total_steps)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -111,6 +111,20 @@ def test_initial_weights_go_with_any_data(tmp_path):
     assert check(tmp_path, {"dim": 32}, model={"flavor": "16B"}, checkpoint=again) == []
 
 
+def test_another_stage_of_the_indexers_begins_with_new_moments(tmp_path):
+    sparse = DIMENSIONS | {"attention": {"indexer": {"top_k": 8}}}
+    at = saved(tmp_path, training={"indexer_stage": "dense"})
+    assert check(tmp_path) == [], "a model without indexers"
+    (line,) = check(tmp_path, sparse)
+    assert line.startswith(f"training.indexer_stage='sparse', and {at} is of a run with 'dense', ")
+    assert "checkpoint.exclude_from_loading=['optimizer']" in line
+    assert check(tmp_path, sparse, training={"indexer_stage": "dense"}) == []
+    fresh = {"enable": True, "exclude_from_loading": ["optimizer"]}
+    assert check(tmp_path, sparse, checkpoint=fresh) == []
+    saved(tmp_path, 20, training={"indexer_stage": "dense"}, model_only=True)
+    assert check(tmp_path, sparse) == [], "weights alone have no moments"
+
+
 def test_the_check_before_a_run_looks(tmp_path):
     saved(tmp_path)
     words = "--model.name deepseek_v3 --model.flavor 2M --training.dataset synthetic --debug.seed 7"

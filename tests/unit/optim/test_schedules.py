@@ -1,10 +1,12 @@
 """lr_factor against values computed by hand."""
 
+import re
+
 import pytest
 import torch
 
 from titan_moe.config.job_config import JobConfig, LRScheduler
-from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_raised_rate
+from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
 
 
 def factors(steps, training_steps=20, **keys):
@@ -42,18 +44,48 @@ def test_set_lr_scales_each_group_by_its_own_peak():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]
 
 
-def test_a_rate_that_rises_at_a_resume_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"lr_scheduler": {"warmup_steps": 10, "min_lr_factor": 0.05}, "optimizer": {"lr": 4e-3}}
-    before = JobConfig(**keys, training={"steps": 300})
-    longer = JobConfig(**keys, training={"steps": 600})
-    schedule = {**keys["lr_scheduler"], "total_steps": 300}
-    kept = JobConfig(**keys | {"lr_scheduler": schedule}, training={"steps": 600})
-    record = before.model_dump(mode="json")
-    warn_of_raised_rate(record, before.model_dump(), 300)
-    warn_of_raised_rate(record, longer.model_dump(), 0)
-    warn_of_raised_rate(record, kept.model_dump(), 300)
-    warn_of_raised_rate({}, longer.model_dump(), 300)
-    assert caplog.text == ""
-    warn_of_raised_rate(record, longer.model_dump(), 300)
-    assert "step 300 was taken at 0.0002, and is 0.0021" in caplog.text
-    assert "lr_scheduler.total_steps=300 keeps" in caplog.text
+KEYS = {"lr_scheduler": {"warmup_steps": 10, "min_lr_factor": 0.05}, "optimizer": {"lr": 4e-3}}
+
+
+def record(training_steps=300, lr=4e-3, **schedule):
+    tables = {"lr_scheduler": KEYS["lr_scheduler"] | schedule, "optimizer": {"lr": lr}}
+    return JobConfig(**tables, training={"steps": training_steps}).model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("now", "step", "words"),
+    [
+        (record(600), 300, "step 301 would have been taken at 0.0002 by .* at 0.00213; lr_"),
+        (
+            record(600),
+            20,
+            "step 21 .* 0.00386 by .* at 0.00393; lr_scheduler.total_steps=300",
+        ),
+        (record(290), 20, "step 21 .* at 0.00385; lr_scheduler.total_steps=300 keeps the earlier"),
+        (record(600), 5, "step 11 would have been taken"),
+        (record(lr=3e-3), 5, "step 6 .* at 0.0024 by .* at 0.0018; optimizer.lr=0.004 keeps"),
+        (record(decay_type="cosine", warmup_steps=20), 5, "warmup_steps=10 lr_.*type=linear keeps"),
+    ],
+)
+def test_resume_at_another_learning_rate_names_both_and_what_keeps_the_first(
+    now, step, words, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_changed_rate(record(), now, step)
+    (line,) = caplog.messages
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "step"),
+    [
+        (record(), record(), 300),
+        (record(), record(600), 0),
+        (record(), record(600, total_steps=300), 300),
+        (record(), record(total_steps=300), 20),
+        (record(decay_ratio=0.1), record(280, decay_ratio=0.1, total_steps=300), 20),
+        ({}, record(600), 300),
+    ],
+)
+def test_resume_at_the_same_learning_rates_says_nothing(before, now, step, caplog) -> None:
+    warn_of_changed_rate(before, now, step)
+    assert caplog.messages == []

@@ -41,7 +41,11 @@ def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
         keys = [key for key in keys if key not in _MODEL]
     if "dataloader" in excluded:
         keys = [key for key in keys if key not in _DATA]
-    return list(_differences(keys, job, checkpoint, manifest["job"]))
+    lines = list(_differences(keys, job, checkpoint, manifest["job"]))
+    has_indexer = (dimensions.get("attention") or {}).get("indexer") is not None
+    if has_indexer and not manifest.get("model_only") and "optimizer" not in excluded:
+        lines += _other_indexer_stage(job, checkpoint, manifest["job"])
+    return lines
 
 
 def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -76,6 +80,17 @@ def _differences(
                 f"{key}={new!r}, and {checkpoint} is of a run with {old!r}: set it to that, or "
                 f"choose another job.dump_folder{'' if key in _MODEL else there}"
             )
+
+
+def _other_indexer_stage(job: JobConfig, checkpoint: Path, saved: dict[str, Any]) -> Iterator[str]:
+    old, new = saved["training"].get("indexer_stage"), job.training.indexer_stage
+    if old != new:
+        yield (
+            f"training.indexer_stage={new!r}, and {checkpoint} is of a run with {old!r}, whose "
+            "optimizer has moments of other weights: set "
+            "checkpoint.exclude_from_loading=['optimizer'] to begin with new ones, or set it to "
+            f"{old!r}"
+        )
 
 
 def _without_paths(value: Any) -> Any:
