@@ -26,6 +26,7 @@ from titan_moe.metrics.step_metrics import device_metrics
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
+from titan_moe.ops.attention import document_starts
 from titan_moe.ops.varlen_attention import bounds_of
 from titan_moe.profiling.regions import region
 
@@ -292,11 +293,14 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Lo
     num_rows, seq_len = whole.tokens_BS.shape
     positions_S = sharded.positions(seq_len, device=device)
     own = slice(None) if len(positions_S) == seq_len else positions_S
+    positions_BS = positions_S.expand(num_rows, -1)
+    if sharded.counts_in_documents:
+        positions_BS = positions_S - document_starts(whole.documents_BS)[:, own]
     local = LocalBatch(
         tokens_BS=whole.tokens_BS[:, own],
         labels_BS=whole.labels_BS[:, own],
         documents_BS=whole.documents_BS,
-        positions_BS=positions_S.expand(num_rows, -1),
+        positions_BS=positions_BS,
         bounds=bounds_of(batch.documents_BS),
     )
     depths = sharded.config.num_mtp_layers

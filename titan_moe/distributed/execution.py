@@ -21,7 +21,8 @@ class LocalBatch(NamedTuple):
     documents_BS: Tensor
     """[B, S] the document of every token of the whole sequences: masks look beyond the own part."""
     positions_BS: Tensor
-    """[B, S/cp] position of each own token in its sequence."""
+    """[B, S/cp] position of each own token in its sequence, or in its document
+    (`ShardedModel.counts_in_documents`)."""
     ahead_tokens_BKS: Tensor | None = None
     """[B, K, S/cp] the tokens 1, 2, ..., K positions on, for multi-token prediction."""
     ahead_labels_BKS: Tensor | None = None

@@ -87,6 +87,9 @@ class ShardedModel:
     """Sharing of gathered parameters and reductions between the microbatches of a step."""
     stops_on_overflow: bool = False
     """True if a step, or a validation, that dropped rows does not count and ends the run."""
+    counts_in_documents: bool = False
+    """True if positions are counted in the document, which attention's temperature must see; else
+    in the row: rotary positions have a meaning in their differences alone."""
     compiled: bool = False
     """True if layers are compiled: a value of Python that changes would compile them again."""
 
@@ -167,6 +170,7 @@ def build_sharded_model(
         counts_targets=_counts_targets(meshes),
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
+        counts_in_documents=job.training.mask_documents and config.has_temperature,
         compiled=job.compile.compiles_layers,
     )
 

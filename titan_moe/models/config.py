@@ -75,7 +75,8 @@ class GQAConfig:
     sinks: bool = False
     """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
     temperature: PositionTemperature | None = None
-    """Temperature of attention in layers without positions."""
+    """Temperature of attention in layers without rotary positions. Positions are counted in the
+    document where documents are masked."""
 
     @property
     def rope_dim(self) -> int:
@@ -246,6 +247,12 @@ class ModelConfig:
     def local_or_sinks(self) -> bool:
         """True if a layer's attention is more than causal: local, or with sinks."""
         return self.local is not None or self.attention.sinks
+
+    @property
+    def has_temperature(self) -> bool:
+        """True if attention depends on positions themselves, not only on their differences."""
+        attention = self.attention
+        return isinstance(attention, GQAConfig) and attention.temperature is not None
 
     def local_in(self, layer: int) -> LocalAttention | None:
         """Returns how far a layer sees; None: the whole past."""

@@ -45,7 +45,8 @@ class AttentionCore(Protocol):
     ) -> Any:
         """The mask of a microbatch for layers that see as far as `local`; None: the whole past.
 
-        `documents_BS` numbers each row's packed documents from 0. Positions are counted in the row.
+        `documents_BS` numbers each row's packed documents from 0. Chunks are counted in the row, or
+        in the document where a core keeps documents apart.
         A core that wants `bounds` of them waits for the device where there are none.
         """
 
@@ -66,7 +67,7 @@ class AttentionCore(Protocol):
 
 
 def first_seen(positions_S: Tensor, local: LocalAttention | None) -> Tensor:
-    """The first position in the row that a query at each of these sees; None: all of the past."""
+    """The first position that a query at each of these sees; None: all of the past. Any shape."""
     if local is None:
         return torch.zeros_like(positions_S)
     if local.kind == "window":
@@ -85,12 +86,17 @@ def first_seen_in_rows(
         mask_documents: whether a query sees its own document only.
     """
     positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
-    first_1S = first_seen(positions_S, local)[None]
     if not mask_documents:
-        return first_1S
+        return first_seen(positions_S, local)[None]
+    starts_BS = document_starts(documents_BS)
+    return starts_BS + first_seen(positions_S - starts_BS, local)
+
+
+def document_starts(documents_BS: Tensor) -> Tensor:
+    """The position in the row of the first token of each token's document: [B, S]."""
+    positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     opens_BS = documents_BS.diff(dim=1, prepend=documents_BS[:, :1]) != 0
-    starts_BS = (positions_S * opens_BS).cummax(1).values
-    return torch.maximum(first_1S, starts_BS)
+    return (positions_S * opens_BS).cummax(1).values
 
 
 def is_seen(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Tensor:

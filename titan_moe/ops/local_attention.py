@@ -10,7 +10,8 @@ class LocalAttention:
 
     kind: Literal["window", "chunk"]
     """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
-    'chunk': a row is cut every `size` tokens, and a token sees its own piece (Llama 4)."""
+    'chunk': a row, or each document of it where documents are masked, is cut every `size` tokens,
+    and a token sees its own piece (Llama 4)."""
     size: int
     global_every: int
     """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""

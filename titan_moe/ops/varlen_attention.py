@@ -54,10 +54,12 @@ def pieces_of_rows(
     """The pieces of rows that lie end to end: their documents, cut further into chunks."""
     batch, seq_len = documents_BS.shape
     at_S = torch.arange(seq_len, device=documents_BS.device)
+    # Chunks are counted from the first token of each document.
     begins_BS = F.pad(documents_BS.diff(dim=1) != 0, (1, 0))
     per_row, longest, window = *bounds, None
     if local is not None and local.kind == "chunk":
-        begins_BS = begins_BS | ((at_S % local.size == 0) & (at_S > 0))
+        place_BS = at_S - (at_S * begins_BS).cummax(1).values
+        begins_BS = begins_BS | ((place_BS % local.size == 0) & (at_S > 0))
         per_row += (seq_len - 1) // local.size
         longest = min(longest, local.size)
     elif local is not None:

@@ -40,7 +40,9 @@ def _visible(documents_BS: torch.Tensor, local: Local | None) -> torch.Tensor:
     if local and local.kind == "window":
         seen &= distance < local.size
     elif local:
-        seen &= at[:, None] // local.size == at // local.size
+        same = documents_BS[:, :, None] == documents_BS[:, None]
+        chunk_BS = (at - same.int().argmax(-1)) // local.size
+        seen &= chunk_BS[:, :, None] == chunk_BS[:, None]
     return seen.long()
 
 

@@ -64,7 +64,8 @@ def sees(documents_S, local, query, key) -> bool:
         return True
     if local.kind == "window":
         return query - key < local.size
-    return query // local.size == key // local.size
+    start = documents_S.tolist().index(documents_S[query])
+    return (query - start) // local.size == (key - start) // local.size
 
 
 def slow_attention(q, k, v, documents_BS, local, scale, sinks):

@@ -32,9 +32,10 @@ def slow_starts(local: LocalAttention | None) -> list[int]:
     starts = []
     for row, documents in enumerate(DOCUMENTS_BS.tolist()):
         for at, document in enumerate(documents):
-            opens = at == 0 or document != documents[at - 1]
-            chunk = local is not None and local.kind == "chunk" and at % local.size == 0
-            if opens or chunk:
+            if at == 0 or document != documents[at - 1]:
+                opens = at
+            size = local.size if local is not None and local.kind == "chunk" else len(documents)
+            if (at - opens) % size == 0:
                 starts.append(row * len(documents) + at)
     return starts
 

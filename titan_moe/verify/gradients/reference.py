@@ -167,6 +167,9 @@ class Reference:
                 each[row : row + 1] for each in (rows.tokens_BS, rows.labels_BS, rows.documents_BS)
             )
             positions = torch.arange(tokens.shape[1])[None]
+            if self.training.mask_documents:
+                numbers = documents[0].tolist()
+                positions = positions - torch.tensor([numbers.index(n) for n in numbers])
             logits, further = self._logits(tokens, documents, positions)
             entropy = cross_entropy_sum(logits[0], labels[0])
             ahead = self._further_loss(further, labels[0], documents[0])

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.tiers import split
 from titan_moe.cli.main import main
+from titan_moe.data.batch import Batch
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
+from titan_moe.train_step import local_batch
 from titan_moe.verify.parity import check as parity
 from titan_moe.verify.parity.cases import ParityCase, cases
 from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
@@ -134,3 +137,21 @@ def test_nan_and_no_gradient_exceed_every_bound(changes: dict[str, object]):
     assert not exceeds_a_bound({case: {torch.float64: [_GOOD, _GOOD]}})
     for results in ([replace(_GOOD, **changes), _GOOD], [_GOOD, replace(_GOOD, **changes)], []):
         assert exceeds_a_bound({case: {torch.float64: results}})
+
+
+def test_packed_documents_of_llama4_are_those_that_transformers_reads_alone():
+    """Chunks of 16 tokens and temperatures from 8 tokens on count in the document."""
+    lengths, seq_len = (5, 1, 27, 14, 3), 50
+    tokens = torch.randint(3, 96, (1, seq_len), generator=torch.Generator().manual_seed(0))
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    with parity.computing_in(torch.float64):
+        oracle = parity.Oracle(_CASES["llama4: plain"].settings, 0)
+        found, model = parity._ours(oracle)
+        alone = [oracle(document, None)[0] for document in tokens.split(lengths, 1)]
+    layout = SimpleNamespace(
+        config=found.config, counts_in_documents=True, positions=lambda n, device: torch.arange(n)
+    )
+    batch = Batch(tokens, tokens, documents, [[]])
+    local = local_batch(batch, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    packed = model(local.tokens_BS, local.documents_BS, local.positions_BS)
+    assert parity.distance(packed, torch.cat(alone, 1)) <= 1e-12
