@@ -66,8 +66,8 @@ def apply_compile(
     )
 
     @torch.compiler.disable
-    def call_untraced(moe: MoE, x_BSD: Tensor) -> Tensor:
-        return moe(x_BSD)
+    def call_untraced(moe: MoE, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
+        return moe(x_BSD, counted_BS)
 
     options = _options(section.backend, recomputes_by_operation(recompute))
     if pipelined_tp is not None:

@@ -19,6 +19,7 @@ from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.cross_entropy import IGNORE_INDEX
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.profiling.regions import region
@@ -30,7 +31,7 @@ TensorPlan = dict[
     str,
     Literal[
         "gather", "colwise", "colwise_norm", "rowwise", "vocab_rows", "vocab_columns", "heads",
-        "whole",
+        "whole", "asked",
     ],
 ]  # fmt: skip
 
@@ -70,8 +71,9 @@ TENSOR_PLAN: TensorPlan = {
     # Multiplies what lies before w2, where each rank has its part of the channels.
     "*.moe.shared_experts.gate": "whole",
     "*norm": "whole",
-    # Multi-token prediction projects a rank's part of the tokens.
+    # Multi-token prediction projects, and asks for, a rank's part of the tokens.
     "*.projection": "whole",
+    "mtp": "asked",
 }
 """The way in which tensor parallelism cuts the modules whose names match;
 distributed/tensor_parallel.py explains each. One plan serves all families: patterns without a match
@@ -124,20 +126,25 @@ class Block(nn.Module):
             self.moe = MoE(config.dim, config.moe, shared)
         else:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim)
-        self.execute: Callable[[Tensor, Rotation, Any], Tensor] = self.compute
-        self.call_moe: Callable[[MoE, Tensor], Tensor] = _call
+        self.execute: Callable[[Tensor, Rotation, Any, Tensor | None], Tensor] = self.compute
+        self.call_moe: Callable[[MoE, Tensor, Tensor | None], Tensor] = _call
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
-        return self.execute(x_BSD, rotation, mask)
+    def forward(
+        self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
+    ) -> Tensor:
+        """Returns the stream after the block. `counted_BS`: as `MoE.forward` takes it."""
+        return self.execute(x_BSD, rotation, mask, counted_BS)
 
-    def compute(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+    def compute(
+        self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None
+    ) -> Tensor:
         h_BSD = self.attention_norm(x_BSD)
         with region("attention"):
             h_BSD = self.attention(h_BSD, rotation, mask)
         x_BSD = x_BSD + h_BSD
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
-            return x_BSD + self.call_moe(self.moe, h_BSD)
+            return x_BSD + self.call_moe(self.moe, h_BSD, counted_BS)
         assert self.feed_forward is not None
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
@@ -153,8 +160,8 @@ def _mixer(
     return build_attention(mixer, config, layer, core)
 
 
-def _call(moe: MoE, x_BSD: Tensor) -> Tensor:
-    return moe(x_BSD)
+def _call(moe: MoE, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
+    return moe(x_BSD, counted_BS)
 
 
 class Decoder(nn.Module):
@@ -213,7 +220,8 @@ class Decoder(nn.Module):
         if positions_BS is None:
             row_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
             positions_BS = row_S.expand_as(tokens_BS)
-        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS, bounds)
+        ahead = ahead_tokens_BKS, ahead_labels_BKS
+        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, *ahead, bounds)
         if labels_BS is None or len(hidden) == 1:
             return self.output(hidden[0], labels_BS)
         assert self.mtp is not None and ahead_labels_BKS is not None
@@ -225,10 +233,12 @@ class Decoder(nn.Module):
         documents_BS: Tensor,
         positions_BS: Tensor,
         ahead_tokens_BKS: Tensor | None = None,
+        ahead_labels_BKS: Tensor | None = None,
         bounds: DocumentBounds | None = None,
     ) -> list[Tensor]:
         """Returns the output layer's inputs, each x_BSD: the decoder's, and in training, if there
-        are tokens ahead, one for each depth of multi-token prediction."""
+        are tokens ahead, one for each depth of multi-token prediction. Given the labels ahead,
+        experts of a depth count only its targets."""
         x_BSD = self.tok_embeddings(tokens_BS)
         rotation = self.rope(positions_BS, x_BSD.dtype)
         masks = {
@@ -242,7 +252,8 @@ class Decoder(nn.Module):
         x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
-        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks)]
+        asked_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
+        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks, asked_BKS)]
 
     def blocks(self) -> dict[str, Block]:
         """All blocks, multi-token prediction's last, by name: {"layers.0": Block, ...}."""

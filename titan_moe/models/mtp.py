@@ -37,17 +37,28 @@ class MTPLayer(nn.Module):
         self.norm = norm_of(config)(config.dim)
 
     def forward(
-        self, tokens_BS: Tensor, hidden_BSD: Tensor, rotation: Rotation, mask: Any
+        self,
+        tokens_BS: Tensor,
+        hidden_BSD: Tensor,
+        rotation: Rotation,
+        mask: Any,
+        asked_BS: Tensor | None,
     ) -> Tensor:
         embedded_BSD = self.tok_embeddings(tokens_BS)
         both = [self.embedding_norm(embedded_BSD), self.hidden_norm(hidden_BSD)]
-        return self.norm(self.block(self.projection(torch.cat(both, -1)), rotation, mask))
+        x_BSD = self.projection(torch.cat(both, -1))
+        return self.norm(self.block(x_BSD, rotation, mask, asked_BS))
 
 
 class MultiTokenPrediction(nn.Module):
     """All depths.
 
-    Buffer: `loss_sum` adds up this step's weighted losses.
+    A position that a depth has no target for, such as the last of a document, has no effect on its
+    experts' counts, biases and balance losses: its token is one of another document, or a filler.
+
+    Buffer: `loss_sum` adds up this step's losses, each times `mtp_loss_weight` over the number of
+    depths. The step divides their sum by the number of the decoder's own targets, which are more
+    than a depth has.
     """
 
     loss_sum: Tensor
@@ -67,18 +78,26 @@ class MultiTokenPrediction(nn.Module):
         self.loss_sum.zero_()
 
     def forward(
-        self, hidden_BSD: Tensor, tokens_BKS: Tensor, rotation: Rotation, masks: Masks
+        self,
+        hidden_BSD: Tensor,
+        tokens_BKS: Tensor,
+        rotation: Rotation,
+        masks: Masks,
+        asked_BKS: Tensor | None = None,
     ) -> list[Tensor]:
         """Returns the output layer's input for each depth, x_BSD.
 
         Args:
             hidden_BSD: after the decoder's final norm.
             tokens_BKS: for each depth the tokens k positions on.
+            asked_BKS: True where a depth has a target, of the tokens of `hidden_BSD`; None: all.
         """
         hidden = [hidden_BSD]
-        for layer, tokens_BS in zip(self.layers.values(), tokens_BKS.unbind(1), strict=True):
+        asked = [None] * len(self.layers) if asked_BKS is None else asked_BKS.unbind(1)
+        depths = zip(self.layers.values(), tokens_BKS.unbind(1), asked, strict=True)
+        for layer, tokens_BS, asked_BS in depths:
             mask = masks[layer.block.sees]  # type: ignore[union-attr, index]
-            hidden.append(layer(tokens_BS, hidden[-1], rotation, mask))
+            hidden.append(layer(tokens_BS, hidden[-1], rotation, mask, asked_BS))
         return hidden[1:]
 
     def losses(

@@ -27,7 +27,8 @@ def sequence_loss(scores_BSE: Tensor, chosen_BE: Tensor) -> Tensor:
         chosen_BE: how often each *whole* sequence chose each expert.
     """
     chosen_BE = chosen_BE.to(scores_BSE.dtype)
-    frequency_BE = chosen_BE * (chosen_BE.shape[1] / chosen_BE.sum(-1, keepdim=True))
+    total_B1 = chosen_BE.sum(-1, keepdim=True).clamp(min=1)  # A sequence without a choice adds 0.
+    frequency_BE = chosen_BE * (chosen_BE.shape[1] / total_B1)
     return (frequency_BE * scores_BSE.sum(1)).sum()
 
 
@@ -36,9 +37,10 @@ def global_loss(scores_BSE: Tensor, load_E: Tensor) -> Tensor:
     return scores_BSE.shape[-1] * (scores_BSE.sum((0, 1)) * load_E.to(scores_BSE.dtype)).sum()
 
 
-def z_loss(logits_BSE: Tensor) -> Tensor:
-    """Router z-loss (arXiv 2202.08906, eq. 5): keeps the logits small."""
-    return logits_BSE.logsumexp(-1).square().sum()
+def z_loss(logits_TE: Tensor, counted_BS: Tensor | None = None) -> Tensor:
+    """Router z-loss (arXiv 2202.08906, eq. 5): keeps the logits small, of the counted tokens."""
+    squares_T = logits_TE.logsumexp(-1).square()
+    return (squares_T if counted_BS is None else squares_T * counted_BS.flatten()).sum()
 
 
 def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:

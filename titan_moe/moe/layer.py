@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -115,16 +116,20 @@ class MoE(nn.Module):
         self.rows_sent.zero_()
         self.rows_dropped.zero_()
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, counted_BS: Tensor | None = None) -> Tensor:
+        """Args:
+        counted_BS: False for tokens that counts, routing biases and balance losses leave out;
+            experts compute them all the same. None: all tokens count.
+        """
         x_TD = x_BSD.flatten(0, 1)
         with region("route"):
             scores = self.router(x_TD)
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
-        decision = self.memo.decide(self.route, scores_BSE)
+        decision = self.memo.decide(partial(self.route, counted_BS=counted_BS), scores_BSE)
         with region("route"):
             weights_TK = self.gating_weights(scores.scores_TE, decision.experts_TK)
         if self.training:
-            loss = self._balance_loss(scores, decision.chosen_BE, x_BSD.shape[0])
+            loss = self._balance_loss(scores, decision.chosen_BE, x_BSD.shape[0], counted_BS)
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
@@ -168,7 +173,7 @@ class MoE(nn.Module):
         parts = self.dispatcher.num_parts
         return (x_T,) if parts == 1 else x_T.tensor_split(parts)
 
-    def route(self, scores_BSE: Tensor) -> RoutingDecision:
+    def route(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> RoutingDecision:
         """Select experts, count them (in training), and plan the dispatch."""
         with region("route"):
             experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
@@ -184,29 +189,44 @@ class MoE(nn.Module):
         chosen_BE = None
         if self.training:
             for part_TK, counts_E in parts:
-                self.router.tokens_per_expert += counts_E
+                if counted_BS is None:
+                    self.router.tokens_per_expert += counts_E
                 if self.counts_traffic:
                     self.rows_sent += self.dispatcher.traffic(part_TK, counts_E)
-            if self.config.sequence_aux_loss_weight:
-                experts_BN = experts_TK.view(len(scores_BSE), -1)
-                chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)
-                if self.sequence_group is not None:
-                    dist.all_reduce(chosen_BE, group=self.sequence_group)
+            if self.config.sequence_aux_loss_weight or counted_BS is not None:
+                experts_BSK = experts_TK.view(*scores_BSE.shape[:2], -1)
+                chosen_BE = self._counts_per_row(experts_BSK, counted_BS)
         return RoutingDecision(experts_TK, chosen_BE, plans)
 
+    def _counts_per_row(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
+        """Returns the choices of each expert by sequence, chosen_BE, and adds them up where the
+        rows of dispatch, which are of all tokens, are too many."""
+        num_experts = self.config.num_experts
+        if counted_BS is not None:  # A number beyond the experts' is counted nowhere.
+            experts_BSK = experts_BSK.masked_fill(~counted_BS[..., None], num_experts)
+        chosen_BE = balance.counts_per_row(experts_BSK.flatten(1), num_experts)
+        if counted_BS is not None:
+            self.router.tokens_per_expert += chosen_BE.sum(0)
+        if self.config.sequence_aux_loss_weight and self.sequence_group is not None:
+            dist.all_reduce(chosen_BE, group=self.sequence_group)
+        return chosen_BE
+
     def _balance_loss(
-        self, scores: Scores, chosen_BE: Tensor | None, num_rows: int
+        self, scores: Scores, chosen_BE: Tensor | None, num_rows: int, counted_BS: Tensor | None
     ) -> Tensor | None:
         config, terms = self.config, []
         shares_BSE = scores.shares_TE.unflatten(0, (num_rows, -1))
-        if chosen_BE is not None:
+        if counted_BS is not None:
+            shares_BSE = shares_BSE * counted_BS[..., None]
+        if config.sequence_aux_loss_weight:
+            assert chosen_BE is not None
             loss = balance.sequence_loss(shares_BSE, chosen_BE)
             terms.append(config.sequence_aux_loss_weight * loss)
         if config.global_aux_loss_weight:
             loss = balance.global_loss(shares_BSE, self.router.previous_load)
             terms.append(config.global_aux_loss_weight * loss)
         if config.z_loss_weight:
-            terms.append(config.z_loss_weight * balance.z_loss(scores.logits_TE))
+            terms.append(config.z_loss_weight * balance.z_loss(scores.logits_TE, counted_BS))
         return sum(terms[1:], terms[0]) if terms else None
 
 

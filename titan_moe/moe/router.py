@@ -181,8 +181,9 @@ def update_routers(
     local = [routers[all_layers[row]] for row in rows]
     if len(rows) < len(all_layers):
         counts_LE = torch.stack([counts_LE[row] for row in rows])
-    loads_LE = counts_LE / counts_LE.sum(-1, keepdim=True)
-    loads = [router.previous_load for router in local]
+    loads, total_L1 = [router.previous_load for router in local], counts_LE.sum(-1, keepdim=True)
+    # A layer without a counted token, of prediction beyond short documents, keeps its load.
+    loads_LE = (counts_LE / total_L1).where(total_L1 > 0, torch.stack(loads))
     torch._foreach_copy_(loads, list(loads_LE.to(loads[0].dtype).unbind()))
     if speed := local[0].config.bias_update_speed:
         biases = [router.expert_bias for router in local]

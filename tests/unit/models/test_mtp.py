@@ -8,6 +8,7 @@ from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.router import update_routers
 from titan_moe.ops.attention import Sdpa
 from titan_moe.train_step import look_ahead
 
@@ -17,7 +18,7 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]])
 LABELS = torch.tensor([[1, 4, -100, 5, 9, 2, 6, 7], [3, 5, 8, 9, 7, -100, -100, 4]])
 
 
-def _model(depths: int) -> Decoder:
+def _model(depths: int, **balance: float) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=11,
@@ -26,7 +27,7 @@ def _model(depths: int) -> Decoder:
         attention=GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8),
         rope=RopeConfig(100.0),
         hidden_dim=24,
-        moe=MoEConfig(num_experts=4, top_k=2, hidden_dim=8, normalize_top_k=True),
+        moe=MoEConfig(num_experts=4, top_k=2, hidden_dim=8, normalize_top_k=True, **balance),
         num_dense_layers=1,
         num_mtp_layers=depths,
         mtp_loss_weight=0.3,
@@ -116,3 +117,45 @@ def test_an_evaluation_needs_no_tokens_ahead_and_counts_none():
     assert model(TOKENS, DOCUMENTS, positions).shape == (*TOKENS.shape, 11)
     for moe in model.moe_layers().values():
         assert not moe.router.tokens_per_expert.any()
+
+
+@pytest.mark.parametrize(("depths", "targets"), [(1, [12]), (2, [12, 6])])
+def test_positions_without_a_target_have_no_effect(depths: int, targets: list[int]):
+    """Six documents of four tokens: a depth has two targets of each, the next depth one."""
+    weights = {"sequence_aux_loss_weight": 0.1, "global_aux_loss_weight": 0.2, "z_loss_weight": 0.3}
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 11, (1, 24), generator=generator)
+    documents = torch.arange(6).repeat_interleave(4)[None]
+    labels = tokens.roll(-1, 1).masked_fill(torch.arange(24) % 4 == 3, IGNORE_INDEX)
+    ahead_tokens, ahead_labels = look_ahead(Batch(tokens, labels, documents, [[]]), depths)
+    found = []
+    for filler in (3, 8):
+        model = _model(depths, **weights)
+        filled = ahead_tokens.masked_fill(ahead_labels == IGNORE_INDEX, filler)
+        loss = model(tokens, documents, None, labels, filled, ahead_labels)
+        loss.backward()
+        routers = {n: moe.router for n, moe in model.moe_layers().items()}
+        counts = {n: router.tokens_per_expert for n, router in routers.items()}
+        for depth, number in enumerate(targets):
+            assert counts[f"mtp.layers.{depth}.block"].sum() == 2 * number
+        assert counts["layers.1"].sum() == 2 * 24
+        assert all(router.balance_loss > 0 for router in routers.values())
+        numbers = {f"balance loss of {n}": router.balance_loss for n, router in routers.items()}
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append({"loss": loss, "further": model.mtp.loss_sum} | counts | numbers | gradients)
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_documents_that_end_before_a_target_train_no_router():
+    tokens, documents = TOKENS[:1], torch.arange(8)[None]
+    labels = torch.full_like(tokens, IGNORE_INDEX)
+    ahead = look_ahead(Batch(tokens, labels, documents, [[]]), 1)
+    model = _model(1, sequence_aux_loss_weight=0.1, global_aux_loss_weight=0.2, z_loss_weight=0.3)
+    model(tokens, documents, None, labels, *ahead).backward()
+    moe = model.moe_layers()["mtp.layers.0.block"]
+    assert moe.router.balance_loss == 0 and not moe.router.gate.weight.grad.any()
+    assert not moe.router.tokens_per_expert.any()
+    update_routers({"mtp": moe.router}, ["mtp"], moe.router.tokens_per_expert[None])
+    assert (moe.router.previous_load == 0.25).all(), "the load of before stays"
+    assert not moe.router.expert_bias.any()

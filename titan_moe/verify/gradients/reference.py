@@ -162,6 +162,7 @@ class Reference:
             name: torch.zeros(router.config.num_experts, dtype=torch.int64)
             for name, router in self.routers.items()
         }
+        routed = {name: counts_E.clone() for name, counts_E in counts.items()}
         for row in range(len(rows.tokens_BS)):
             tokens, labels, documents = (
                 each[row : row + 1] for each in (rows.tokens_BS, rows.labels_BS, rows.documents_BS)
@@ -175,12 +176,19 @@ class Reference:
             ahead = self._further_loss(further, labels[0], documents[0])
             extra = torch.zeros((), dtype=entropy.dtype)
             for name, router in self.routers.items():
-                experts_TK = chosen_experts(self.scores[name].logits_TE, router)
-                chosen_E = experts_TK.flatten().bincount(minlength=router.config.num_experts)
+                logits_SE = self.scores[name].logits_TE
+                experts_SK = chosen_experts(logits_SE, router)
+                routed[name] += _times_chosen(experts_SK, router)
+                # Positions that a depth of prediction has no target for are left out.
+                if (depth := _mtp_depth(name)) is not None:
+                    asked = asked_at(depth, labels[0], documents[0])
+                    logits_SE, experts_SK = logits_SE[asked], experts_SK[asked]
+                chosen_E = _times_chosen(experts_SK, router)
                 counts[name] += chosen_E
-                extra = extra + balance_loss(
-                    self.scores[name].logits_TE, chosen_E, router.previous_load, self.moe
-                )
+                if len(logits_SE):
+                    extra = extra + balance_loss(
+                        logits_SE, chosen_E, router.previous_load, self.moe
+                    )
             selection = self._indexer_loss(like=entropy)
             ((entropy + extra + ahead + selection) / num_targets).backward()
             loss += entropy.item()
@@ -188,7 +196,7 @@ class Reference:
             mtp += ahead.item()
             indexer += selection.item()
         for name, router in self.routers.items():
-            assert torch.equal(router.tokens_per_expert, counts[name]), f"{name} chose otherwise"
+            assert torch.equal(router.tokens_per_expert, routed[name]), f"{name} chose otherwise"
             router.tokens_per_expert.zero_()
         means = (total / num_targets for total in (loss, balance, mtp, indexer))
         return *means, counts  # type: ignore[return-value]
@@ -217,14 +225,10 @@ class Reference:
 
     def _further_loss(self, logits_KSV: Tensor, labels_S: Tensor, documents_S: Tensor) -> Tensor:
         """arXiv 2412.19437, equations 24 and 25, as a sum over tokens: depth k at position i is
-        asked for the label k positions on, if that is in the same document."""
+        asked for the label k positions on."""
         total = torch.zeros((), dtype=logits_KSV.dtype)
         for depth, logits_SV in enumerate(logits_KSV, 1):
-            asked = [
-                i
-                for i in range(len(labels_S) - depth)
-                if documents_S[i] == documents_S[i + depth] and labels_S[i + depth] != IGNORED
-            ]
+            asked = asked_at(depth, labels_S, documents_S)
             labels = labels_S[[i + depth for i in asked]]
             total = total + cross_entropy_sum(logits_SV[asked], labels)
         return self.config.mtp_loss_weight * total / max(self.config.num_mtp_layers, 1)
@@ -236,7 +240,8 @@ class Reference:
         """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
         excess_E = counts_E.double() - counts_E.double().mean()
         router.expert_bias.sub_(self.moe.bias_update_speed * excess_E.sign().float())
-        router.previous_load.copy_(counts_E.double() / counts_E.sum())
+        if counts_E.any():
+            router.previous_load.copy_(counts_E.double() / counts_E.sum())
 
     @torch.no_grad()
     def _adamw(self, name: str, gradient: Tensor, lr: float) -> None:
@@ -302,6 +307,26 @@ def cross_entropy_sum(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
     kept = (labels_S != IGNORED).nonzero()[:, 0]
     logits_SV = logits_SV[kept]
     return (logits_SV.logsumexp(-1) - logits_SV[range(len(kept)), labels_S[kept]]).sum()
+
+
+def asked_at(depth: int, labels_S: Tensor, documents_S: Tensor) -> list[int]:
+    """The positions that a depth of prediction has a target for: the label `depth` positions on,
+    if that is in the same document."""
+    return [
+        i
+        for i in range(len(labels_S) - depth)
+        if documents_S[i] == documents_S[i + depth] and labels_S[i + depth] != IGNORED
+    ]
+
+
+def _mtp_depth(layer: str) -> int | None:
+    """The depth, from 1, of a layer of multi-token prediction; None for the decoder's layers."""
+    parts = layer.split(".")
+    return int(parts[2]) + 1 if parts[0] == "mtp" else None
+
+
+def _times_chosen(experts_SK: Tensor, router: Router) -> Tensor:
+    return experts_SK.flatten().bincount(minlength=router.config.num_experts)
 
 
 def _affinities(logits_TE: Tensor, config: MoEConfig) -> Tensor:
