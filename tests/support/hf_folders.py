@@ -35,10 +35,13 @@ def make_folder(
     targets = write_as(model, model_shapes(model.config))
     published: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
-    for name, ways in targets.items():
-        of_type = torch.float32 if name.endswith(EXPERT_BIAS) else dtype
+    # What published code keeps in float32.
+    wide = (".A_log", ".dt_bias", ".e_score_correction_bias")
+    wide += (".gate.weight",) * any(name.endswith(EXPERT_BIAS) for name in targets)
+    for ways in targets.values():
         for way in ways:
             for theirs, shape in way.tensors().items():
+                of_type = torch.float32 if theirs.endswith(wide) else dtype
                 published.setdefault(theirs, (torch.randn(shape) / 4).to(of_type))
         for copy in ways[1:]:
             published[copy.way.name] = published[ways[0].way.name].clone()

@@ -4,8 +4,8 @@ Every reduction is a plain sum (docs/parallelism.md, "One rule for gradients"). 
 alone is HSDP whose shard axis has one rank.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
@@ -52,7 +52,11 @@ def shard_dim(shape: torch.Size, num_shards: int) -> int:
 
 
 def apply_fsdp(
-    model: nn.Module, chains: list[list[nn.Module]], meshes: Meshes, policy: ShardingPolicy
+    model: nn.Module,
+    chains: list[list[nn.Module]],
+    meshes: Meshes,
+    policy: ShardingPolicy,
+    wide: Iterable[nn.Module] = (),
 ) -> None:
     """Shard routed experts over (dp_replicate, edp), the rest over (dp_replicate, fsdp).
 
@@ -65,6 +69,9 @@ def apply_fsdp(
         chains: units in forward order; a unit is gathered at once, perhaps without its experts.
             While a unit computes, the next one of its chain is gathered. A unit that some forwards
             skip is a chain of its own. The backward begins with the last unit of the first chain.
+        wide: modules inside units whose parameters are at least float32, and so travel apart where
+            a unit computes in less: FSDP has one type of gradients a unit. Each is gathered once a
+            forward and reduced once a backward; a few numbers a head stay gathered between.
     """
     dense_mesh = _data_mesh(meshes, "fsdp")
     expert_mesh = _data_mesh(meshes, "edp")
@@ -73,6 +80,14 @@ def apply_fsdp(
     is_cast = policy.compute_dtype != policy.stored_dtype
     if dims.world_size == 1 and not (is_cast or policy.cpu_offload):
         return
+    at_least_float32 = replace(
+        policy,
+        compute_dtype=torch.promote_types(policy.compute_dtype, torch.float32),
+        reduce_dtype=torch.promote_types(policy.reduce_dtype, torch.float32),
+    )
+    if at_least_float32.compute_dtype != policy.compute_dtype:
+        for module in wide:
+            _shard(module, dense_mesh, at_least_float32, reshard=False)
     for unit in chain.from_iterable(chains):
         last = unit is chains[0][-1]
         reshard = policy.reshard_last if last else policy.reshard_after_forward
@@ -199,5 +214,4 @@ def _prefetch(units: list[nn.Module]) -> None:
 
 
 def _gathered_apart(unit: nn.Module) -> list[FSDPModule]:
-    experts = (moe.experts for moe in _moe_layers(unit))
-    return [unit, *(each for each in experts if isinstance(each, FSDPModule))]  # type: ignore[list-item]
+    return [module for module in unit.modules() if isinstance(module, FSDPModule)]

@@ -52,6 +52,8 @@ from titan_moe.models.decoder import (
     moe_layer_names,
     move_off_meta,
     stage_units,
+    stored_in,
+    wide_units,
 )
 from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
@@ -272,7 +274,7 @@ def lay_out(
         apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
 
         # 6. Data parallelism over all of it.
-        apply_fsdp(part, stage_units(part), meshes, policy)
+        apply_fsdp(part, stage_units(part), meshes, policy, wide_units(part))
     return Parts(parts, partial_over_tp, names, stages, accumulation)
 
 
@@ -297,8 +299,8 @@ def _plain_model(
 ) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config, core, recurrence)
-    for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
-        parameter.data = parameter.data.to(stored_dtype(job))
+    for name, parameter in model.named_parameters():  # Buffers keep their types: biases of 1e-3.
+        parameter.data = parameter.data.to(stored_in(name, stored_dtype(job)))
     return model
 
 

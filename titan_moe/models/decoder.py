@@ -52,8 +52,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.in_proj.*": "colwise",
     "*.attention.gates.*": "colwise",
     "*.attention.conv.*": "heads",
-    "*.attention.A_log": "heads",
-    "*.attention.dt_bias": "heads",
+    "*.attention.decay.*": "heads",
     "*.attention.out_proj": "rowwise",
     "*.attention.wo": "rowwise",
     # MLA's down-projections and their norms see all tokens and feed the heads of every rank.
@@ -328,6 +327,21 @@ def is_bias(name: str) -> bool:
     """Returns whether a parameter is a bias of any shape: it starts at zero and does not decay."""
     last = name.rsplit(".", 1)[-1]
     return last.endswith("bias") or last in _BIASES
+
+
+def is_wide(name: str) -> bool:
+    """Returns whether a parameter is never narrower than float32: a decay rate is an exponent."""
+    return ".decay." in name
+
+
+def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which a parameter of a model that is kept in `dtype` is kept."""
+    return torch.promote_types(dtype, torch.float32) if is_wide(name) else dtype
+
+
+def wide_units(part: Decoder) -> list[nn.Module]:
+    """The modules whose parameters are all `is_wide`."""
+    return [m for name, m in part.named_modules() if name.endswith(".decay")]
 
 
 def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:

@@ -55,9 +55,9 @@ def test_packed_documents_are_trained_as_one_by_one(config: ModelConfig):
 
 def test_first_values_are_the_published_ones():
     weights = dict(_model().named_parameters())
-    rate = weights["layers.0.attention.A_log.weight"].exp()
+    rate = weights["layers.0.attention.decay.A_log.weight"].exp()
     assert ((rate > 0.01) & (rate < 16)).all() and rate.max() > 4 * rate.min()
-    assert (weights["layers.0.attention.dt_bias.weight"] == 1).all()
+    assert (weights["layers.0.attention.decay.dt_bias.weight"] == 1).all()
     assert (weights["layers.0.attention.out_norm.weight"] == 1).all()
     for name in ("norm", "layers.0.attention_norm", "layers.1.attention.q_norm"):
         assert (weights[f"{name}.weight"] == 0).all()

@@ -35,7 +35,7 @@ from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_r
 from titan_moe.distributed.boxes import Box, inside, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder, move_off_meta
+from titan_moe.models.decoder import Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
 from titan_moe.runtime.errors import RunError
 
@@ -169,7 +169,8 @@ def _num_bytes(chunk: Chunk) -> int:
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if name.endswith((EXPERT_BIAS, PREVIOUS_LOAD)) else dtype
+    is_buffer = name.endswith((EXPERT_BIAS, PREVIOUS_LOAD))
+    return torch.float32 if is_buffer else stored_in(name, dtype)
 
 
 def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str, str]) -> Manifest:
@@ -251,8 +252,8 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
     with torch.device("meta"):
         model = Decoder(replace(config, num_mtp_layers=0))
-    for parameter in model.parameters():  # Buffers keep their own types.
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():  # Buffers keep their own types.
+        parameter.data = parameter.data.to(stored_in(name, dtype))
     move_off_meta(model, device, parameter_device=device)
     return model
 

@@ -26,6 +26,7 @@ from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, r
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
+from titan_moe.models.decoder import is_wide
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import fsync
@@ -124,7 +125,7 @@ def export(
 
     Args:
         shapes: of all our tensors, whole; the same on every rank.
-        dtype: of the floating-point tensors; the routing's bias stays float32.
+        dtype: of the floating-point tensors, but for those that published code keeps in float32.
         folders: where to look for the tokenizer's files, the likeliest first.
         verify: raises RunError if what has been read cannot be trusted; collective.
 
@@ -155,7 +156,7 @@ def plan_files(targets: Mapping[str, list[Stored]], dtype: torch.dtype) -> dict[
     """Files of at most LARGEST_FILE bytes by name. A file of one larger tensor holds it alone."""
     tensors: File = {}
     for name, ways in targets.items():
-        of_type = torch.float32 if name.endswith(EXPERT_BIAS) else dtype
+        of_type = torch.float32 if _keeps_float32(name, targets) else dtype
         for way in ways:
             for theirs, shape in way.tensors().items():
                 tensors.setdefault(theirs, Written(shape, of_type, []))
@@ -175,6 +176,14 @@ def plan_files(targets: Mapping[str, list[Stored]], dtype: torch.dtype) -> dict[
         f"model-{number:05d}-of-{len(files):05d}.safetensors": file
         for number, file in enumerate(files, 1)
     }
+
+
+def _keeps_float32(name: str, targets: Mapping[str, list[Stored]]) -> bool:
+    """Returns whether published code keeps a parameter in float32: decay rates, routing biases, and
+    the weights of routers that have one."""
+    layer, is_router, _ = name.partition(".router.gate.weight")
+    beside_bias = bool(is_router) and layer + EXPERT_BIAS in targets
+    return is_wide(name) or name.endswith(EXPERT_BIAS) or beside_bias
 
 
 def _boxes(file: File) -> dict[str, Box]:

@@ -116,14 +116,14 @@ _RECURRENT: hf.HFKeys = {
     },
     **{
         f"attention.{ours}.weight": tuple(
-            hf.HFWeight(f"self_attn.{inside}{theirs}", ones=(2, 1) if ours == "A_log" else (0, 0))
+            hf.HFWeight(f"self_attn.{inside}{theirs}", ones=(2, 1) if theirs == "A_log" else (0, 0))
             for inside in ("", "forget_gate.")
         )
         for ours, theirs in (
             ("narrow.a", "f_a_proj.weight"),
             ("gates.a", "f_b_proj.weight"),
-            ("A_log", "A_log"),
-            ("dt_bias", "dt_bias"),
+            ("decay.A_log", "A_log"),
+            ("decay.dt_bias", "dt_bias"),
         )
     },
 }

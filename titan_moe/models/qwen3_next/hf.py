@@ -142,8 +142,8 @@ _MTP: hf.HFKeys = {
 _RECURRENT: hf.HFKeys = {
     f"attention.{ours}": (hf.HFWeight(f"linear_attn.{theirs}"),)
     for ours, theirs in (
-        ("A_log.weight", "A_log"),
-        ("dt_bias.weight", "dt_bias"),
+        ("decay.A_log.weight", "A_log"),
+        ("decay.dt_bias.weight", "dt_bias"),
         ("out_norm.weight", "norm.weight"),
         ("out_proj.weight", "out_proj.weight"),
     )
