@@ -99,11 +99,11 @@ def check_all(
 ) -> tuple[JobConfig, list[str]]:
     """Check configuration, tokenizer and data in one plain process, before any rank starts.
 
-    Returns the resolved configuration and the notes of `_read`. Raises ConfigError with all
-    mistakes.
+    Returns the resolved configuration, and the notes of `_read` and those about the data. Raises
+    ConfigError with all mistakes.
     """
     # Imported here: ranks would wait for numpy's import.
-    from titan_moe.data.build import check_data
+    from titan_moe.data.build import check_data, data_notes
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.metrics.sinks import missing_packages
 
@@ -116,7 +116,7 @@ def check_all(
     tokenizer = load_tokenizer(job.model.tokenizer_path)
     if problems := check_vocabulary(job, model, tokenizer.vocab_size):
         raise ConfigError(problems)
-    return job, lines
+    return job, lines + data_notes(job.training, job.validation)
 
 
 def _read(

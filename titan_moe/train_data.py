@@ -11,7 +11,7 @@ from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step
-from titan_moe.data.build import build_reader, build_validation
+from titan_moe.data.build import build_reader, build_validation, data_notes
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import (
     Reader,
@@ -40,6 +40,8 @@ class TrainData:
         if lines := check_vocabulary(job, config, self.tokenizer.vocab_size):
             raise ConfigError(lines)
         self._warned = False
+        for line in data_notes(job.training, job.validation) if process.is_main else []:
+            logger.info(line)
 
     def open(self, job: JobConfig, dims: ParallelDims) -> None:
         """Open the loaders at the beginning of the data, for the stage and the layout of `job`."""

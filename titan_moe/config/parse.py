@@ -156,7 +156,7 @@ def _kinds(field: FieldInfo) -> tuple[Any, ...]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         return values
     except FileNotFoundError as error:
         problem = f"cannot be read: {error.strerror}{what_is_there(str(path))}"

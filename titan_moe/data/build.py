@@ -10,7 +10,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.corpus import Source
+from titan_moe.data.corpus import Source, left_out
 from titan_moe.data.loader import Loader
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
 from titan_moe.data.reader import StepReader
@@ -22,7 +22,7 @@ from titan_moe.data.sources import (
     training_sources,
     validation_sources,
 )
-from titan_moe.data.stream import DocumentOrder, StreamOrder
+from titan_moe.data.stream import DocumentOrder, HubStream, StreamOrder
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.runtime.errors import RunError
@@ -46,9 +46,19 @@ def check_data(training: Training, validation: Validation, tokenizer_path: str) 
     for source in sources:
         try:
             check_source(source, tokenizer)
+            if source.is_stream and source.path is not None:
+                HubStream(source)
         except ConfigError as error:
             lines += error.lines
     return lines
+
+
+def data_notes(training: Training, validation: Validation) -> list[str]:
+    """One line about each source beside whose files lie others, which are not read."""
+    sources = training_sources(training)
+    if validation.enable and validation.dataset is not None:
+        sources += validation_sources(validation, training)
+    return [line for source in sources for line in left_out(source)]
 
 
 def sample_data(

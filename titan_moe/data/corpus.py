@@ -6,16 +6,23 @@ import glob
 import hashlib
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
 from titan_moe.data.order import Document
+from titan_moe.data.texts import COMPRESSED, ENDINGS, why_without_texts
 
-FORMATS = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
+FORMATS = {"json": "json", "parquet": "parquet", "text": "paragraph"}
+"""The formats of `texts` by `dataset`. A text file is many documents: blank lines part them."""
+
+_COPIES = (".swp", ".swo", ".bak", ".orig", ".tmp", ".part", ".partial", ".crdownload")
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+FIRST = 1000
+"""Documents of a source among which one must have a text."""
 
 SAMPLED = 64 << 20
 """Bytes that a checksum reads of larger sets of files. About 0.1 s from a local disk."""
@@ -41,6 +48,11 @@ class Source:
     def path_name(self) -> str:
         """The path as its key and value in the configuration."""
         return f"{self.key}dataset_path={self.dataset_path!r}"
+
+    @property
+    def column_name(self) -> str:
+        """The column as its key and value in the configuration."""
+        return f"{self.key}text_column={self.text_column!r}"
 
     @property
     def place(self) -> tuple[str, str]:
@@ -75,7 +87,7 @@ def first_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return lines[0][:300]
 
 
 def find_files(source: Source) -> list[Path]:
@@ -86,34 +98,61 @@ def find_files(source: Source) -> list[Path]:
     if source.path is None:
         needs = f"{source.name} needs {source.key}dataset_path: a file, folder or glob"
         raise ConfigError([needs])
+    files, _ = _listed(source.path, ends := endings(source.dataset))
+    problem = "does not exist: name a file, a folder or a glob"
     if source.path.is_dir():
-        files = files_below(source.path, source.dataset)
-        problem = f"holds no file that ends in {' or '.join(_endings(source.dataset))}"
-    else:
-        names = glob.glob(str(source.path), recursive=True)
-        files = [path for path in map(Path, names) if path.is_file()]
-        problem = "does not exist: name a file, a folder or a glob"
+        problem = f"holds no file that ends in {' or '.join(ends)}"
     if files and not (files := [path for path in files if path.stat().st_size]):
         problem = "is empty"
     if not files:
         raise ConfigError([f"{source.path_name} {problem}"])
-    return sorted(files)
+    return files
 
 
-def files_below(folder: Path, *formats: str) -> list[Path]:
-    """The files of these formats in a folder and its subfolders, sorted."""
-    endings = tuple(ending for name in formats for ending in _endings(name))
-    return sorted(
-        path for path in folder.rglob("*") if path.name.endswith(endings) and path.is_file()
-    )
+def left_out(source: Source) -> list[str]:
+    """One line about the files beside those of a source, in its folder, that are not read."""
+    formats = FORMATS if source.is_stream else FORMATS.keys() & {source.dataset}
+    others = _listed(source.path, endings(*formats))[1] if source.path and formats else []
+    if not others:
+        return []
+    names = sorted(path.name for path in others)[:3] + ["..."] * (len(others) > 3)
+    line = f"{source.path_name}: {len(others)} files there are not read as data: {', '.join(names)}"
+    return [line]
 
 
-def _endings(dataset: str) -> list[str]:
-    return [end + pack for end in FORMATS[dataset] for pack in ("", ".gz", ".zst")]
+def is_data(path: PurePath) -> bool:
+    """False for hidden files, for copies that editors, notebooks and archives leave, and for the
+    descriptions that `datasets` writes beside data. path: relative to the folder that was named."""
+    hidden = any(part.startswith((".", "__MACOSX")) for part in path.parts)
+    copy = path.name.startswith(("#", "~")) or path.name.endswith(("~", "#", *_COPIES))
+    return not hidden and not copy and path.name not in _DESCRIPTIONS
+
+
+def _listed(path: Path, ends: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
+    """The files of a path, sorted, and those in its folder, or that its glob matches, which are no
+    data. A name that exists is that file or folder, whatever characters it has."""
+    base = next(parent for parent in (path, *path.parents) if parent.exists())
+    if base.is_file():
+        return ([path], []) if base == path else ([], [])
+    found: Iterable[Path] = (name.relative_to(base) for name in base.rglob("*"))
+    if base != path:
+        pattern = str(path.relative_to(base))
+        found = map(Path, glob.glob(pattern, root_dir=base, recursive=True))
+    names = sorted(name for name in found if (base / name).is_file())
+    data = [name for name in names if is_data(name)]
+    named = [name for name in data if name.name.endswith(ends)]
+    if named or base == path:  # A glob may name files that end otherwise.
+        data = named
+    return [base / name for name in data], [base / name for name in set(names) - set(data)]
+
+
+def endings(*formats: str) -> tuple[str, ...]:
+    kinds = [ENDINGS[FORMATS[name]] for name in formats]
+    return tuple(end + packed for kind in kinds for end in kind for packed in COMPRESSED)
 
 
 class FileCorpus:
-    """One column of texts of json or parquet files, or the paragraphs of text files.
+    """The texts of json or parquet files, or the paragraphs of text files.
 
     `datasets` converts the files once into memory-mapped Arrow files in its cache (HF_HOME). It
     holds a file lock: of the ranks on a node one converts, and the others wait.
@@ -125,16 +164,18 @@ class FileCorpus:
         self.column = "text" if dataset == "text" else source.text_column
         self._name = dataset
         self._files = find_files(source)
-        self._table = _load(source, self._files)
+        self._table = _load(source, self._files, self.column)
         if len(self._table) == 0:
             raise ConfigError([f"{source.path_name} holds no document"])
-        kinds = {field.name: str(field.type) for field in self._table.data.schema}
-        if kinds.get(self.column) not in ("string", "large_string"):
-            raise ConfigError([wrong_column(source, kinds)])
         # The Arrow column itself: a row through `datasets` costs 50 times as much.
         self._texts = self._table.data.column(self.column)
         self.fingerprint = f"{dataset}:{_digest(self._files)}:documents={len(self._table)}"
         self.fingerprint += column_mark(self.column)
+        if not any(self[index].content for index in range(0, len(self), -(-len(self) // FIRST))):
+            problem = why_without_texts(
+                str(self._files[0].absolute()), FORMATS[dataset], self.column
+            )
+            raise ConfigError([f"{source.column_name}: {problem}"])
 
     def rows(self) -> Any:
         """The `datasets.Dataset`; for `titan-moe tokenize`."""
@@ -147,43 +188,31 @@ class FileCorpus:
         return len(self._texts)
 
     def __getitem__(self, index: int) -> Document:
-        try:
-            text = self._texts[index].as_py()
-        except UnicodeDecodeError:  # `datasets` does not look.
-            text = None
-        return Document(f"{self._name}/{index}", text)
+        return Document(f"{self._name}/{index}", self._texts[index].as_py())
 
 
-def _load(source: Source, files: Sequence[Path]) -> Any:
-    """The rows of the files as a `datasets.Dataset`; ConfigError if they cannot be read."""
-    datasets = import_datasets()
-    options: dict[str, dict[str, Any]] = {
-        # Left alone, `datasets` puts the strings of a column that holds other things too in quotes.
-        "json": {"on_mixed_types": None},
-        # Paragraphs (blank lines between them): one large file is many documents then.
-        "text": {"sample_by": "paragraph"},
-        "parquet": {},
-    }
-    dataset, names = source.dataset, [str(path) for path in files]
+def _load(source: Source, files: Sequence[Path], column: str) -> Any:
+    """The texts of the files as a `datasets.Dataset`; ConfigError if they cannot be read."""
+    import_datasets()
+    from titan_moe.data.texts_builder import Texts
+
+    stats = [path.stat() for path in files]
     try:
-        table = datasets.load_dataset(dataset, split="train", data_files=names, **options[dataset])
+        builder = Texts(
+            files=[str(path.absolute()) for path in files],
+            form=FORMATS[source.dataset],
+            column=column,
+            stamps=[(stat.st_size, stat.st_mtime_ns) for stat in stats],
+        )
+        builder.download_and_prepare()
+        table = builder.as_dataset("train")
         # Arrow files of the cache that were cut short between two batches are shorter tables.
         if len(table) != table.info.splits["train"].num_examples:
             raise EOFError(f"{table.cache_files[0]['filename']} is damaged: remove its folder")
     except Exception as error:  # Each format raises its own.
-        line = f"{source.path_name} cannot be read as {dataset}: {first_cause(error)}"
+        line = f"{source.path_name} cannot be read as {source.dataset}: {first_cause(error)}"
         raise ConfigError([line]) from None
     return table
-
-
-def wrong_column(source: Source, found: dict[str, str]) -> str:
-    """The error about a column that is missing or holds no texts. found: column names to types."""
-    column, key = source.text_column, f"{source.key}text_column"
-    where = source.path_name if source.dataset_path else source.name
-    if column in found:
-        return f"{key}={column!r}: that column of {where} holds {found[column]}, not text"
-    names = ", ".join(found)
-    return f"{key}={column!r}: {where} has no such column, but {names}: set {key} to one of them"
 
 
 def column_mark(column: str) -> str:

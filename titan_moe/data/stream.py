@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import glob
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
 from titan_moe.data.corpus import (
+    FIRST,
     FORMATS,
     Source,
     column_mark,
-    files_below,
+    endings,
     first_cause,
     import_datasets,
+    is_data,
     sampled_checksum,
-    wrong_column,
 )
 from titan_moe.data.order import (
     HELD_OUT_EVERY,
@@ -29,6 +33,7 @@ from titan_moe.data.order import (
     Split,
     mix,
 )
+from titan_moe.data.texts import ENDINGS, ColumnError, check_column, pick, why_without_texts
 from titan_moe.runtime.errors import RunError
 
 # Short names for hub datasets: repository, configuration, split.
@@ -52,18 +57,27 @@ class HubStream:
         place = source.path
         self.column, self._source = source.text_column, source
         self.fingerprint = f"hub:{source.dataset}{column_mark(self.column)}"
-        load = import_datasets().load_dataset_builder
         try:
             if place is not None:
-                builder = load(str(place))
+                builder = _builder_of_copy(place, split)
             else:
+                load = import_datasets().load_dataset_builder
                 builder = load(repository, configuration or None, revision=revision or None)
                 # The commit that the names in the builder lead to, whatever is pushed later.
                 self.fingerprint += f":revision={builder.hash}"
-            if builder.name == "json":  # corpus.py says why.
-                vars(builder.config).update(on_mixed_types=None)
-            self._rows = builder.as_streaming_dataset(split=split)
-            self._builder, self._split = builder, split
+            self._builder, self._split, form, files = _texts_of(builder, split, self.column)
+            self._rows = self._builder.as_streaming_dataset(split=self._split)
+            self._files = [Path(file) for file in files if file.startswith("/")]
+            self._sizes = [path.stat().st_size for path in self._files]
+            self.num_files: int = self._rows.num_shards
+            self._beginning = self._rows.state_dict()
+            for path in self._files:
+                check_column(str(path), form, self.column)
+            first = [document.content for document in islice(self.read(), FIRST)]
+            if first and not any(first):
+                raise ColumnError(why_without_texts(files[0], form, self.column))
+        except ColumnError as error:
+            raise ConfigError([f"{source.column_name}: {error}"]) from None
         except Exception as error:  # Network, permission, format: each raises its own.
             raise ConfigError(
                 [
@@ -72,11 +86,6 @@ class HubStream:
                     f"or use {', '.join(LOCAL_DATASETS)}"
                 ]
             ) from None
-        self._files = [place] if place and place.is_file() else []
-        self._files += files_below(place, *FORMATS) if place and place.is_dir() else []
-        self._sizes = [path.stat().st_size for path in self._files]
-        self.num_files: int = self._rows.num_shards
-        self._beginning = self._rows.state_dict()
 
     def checksum(self) -> str:
         """Sampled checksum of a local copy; empty for remote data."""
@@ -95,15 +104,13 @@ class HubStream:
         return one
 
     def read(self, mark: Any = None) -> Iterator[Document]:
-        """Start at the beginning, or at the place where `mark` was taken. RunError if the files
-        lack the column, or a local file has another size than when the run began."""
+        """Start at the beginning, or at the place where `mark` was taken. Raises
+        ColumnError if a file lacks the column, and RunError if a local file has another size than
+        when the run began."""
         # The beginning is loaded too: a state, once loaded, is the start of every later iteration.
         self._rows.load_state_dict(mark or self._beginning)
         for row in self._rows:
-            if self.column not in row:
-                kinds = {name: type(value).__name__ for name, value in row.items()}
-                raise RunError(wrong_column(self._source, kinds))
-            text = row[self.column]
+            text = pick(row, self.column)
             yield Document(self._source.dataset, text if isinstance(text, str) else None)
         # JSON lines that were cut between two of them just end. A removed file was read to its end.
         for path, size in zip(self._files, self._sizes, strict=True):
@@ -113,6 +120,41 @@ class HubStream:
     def mark(self) -> Any:
         """JSON-able position of the latest `read`, after the last document that it yielded."""
         return self._rows.state_dict()
+
+
+def _builder_of_copy(place: Path, split: str) -> Any:
+    """The builder of `datasets` for a folder, or a file, of a hub dataset."""
+    load, name = import_datasets().load_dataset_builder, str(place.absolute())
+    names = [name] if place.is_file() else [str(path) for path in place.absolute().rglob("*")]
+    if chained := [path for path in names if "::" in path]:
+        raise ValueError(f"rename {chained[0]}: `datasets` reads :: as a chain of file systems")
+    if place.is_dir() and glob.escape(name) == name:
+        return load(name)
+    # `datasets` expands [, * and ? in a folder's name. To a format it takes a pattern instead.
+    forms = [form for form in FORMATS for path in names if path.endswith(endings(form))]
+    form, pattern = max(forms, key=forms.count, default="json"), glob.escape(name)
+    if place.is_file():
+        return load(form, data_files={split: pattern})
+    return load(form, data_dir=pattern)
+
+
+def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, list[str]]:
+    """The builder of a dataset's texts and its split; the format and addresses of the files."""
+    config = vars(builder.config)
+    if split not in (config.get("data_files") or {}):
+        raise ValueError(f"it has no split {split!r}, but {', '.join(config['data_files'] or {})}")
+    files = [file for file in config["data_files"][split] if is_data(PurePath(PurePath(file).name))]
+    form = config["sample_by"] if builder.name == "text" else builder.name
+    if form in ENDINGS and not config.get("field"):
+        from titan_moe.data.texts_builder import Texts
+
+        return Texts(files=files, form=form, column=column, hash=builder.hash), "train", form, files
+    if builder.name == "csv":
+        import datasets
+
+        features = datasets.Features({column: datasets.Value("string")})
+        config |= {"usecols": [column], "features": features}
+    return builder, split, "", files
 
 
 class _Cursor(NamedTuple):

@@ -41,7 +41,7 @@ class HuggingFaceTokenizer:
         prefix = f"model.tokenizer_path={str(folder)!r}"
         content = _read(folder / "tokenizer.json")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8-sig"))
         except Exception as error:  # The library raises bare Exception.
             raise ConfigError([f"{prefix}: tokenizer.json is not readable: {error}"]) from None
         self._tokenizer.no_truncation()

@@ -169,10 +169,11 @@ def test_hub_stream_is_the_slow_reader_and_goes_on_from_its_mark(tmp_path):
 def test_hub_stream_reads_the_named_column(tmp_path):
     (tmp_path / "a.json").write_text('{"text": 1, "body": "x"}\n{"text": 2, "body": null}\n')
     assert texts_of(hub(tmp_path, "body")) == ["x", None]
-    assert texts_of(hub(tmp_path)) == [None, None]  # Numbers are no text.
+    with pytest.raises(ConfigError, match=r"column 'text' of .*a.json' holds numbers, not text"):
+        hub(tmp_path)
     assert hub(tmp_path, "body").fingerprint == "hub:c4:column=body"
-    with pytest.raises(RunError, match="no such column, but text, body: set training"):
-        texts_of(hub(tmp_path, "url"))
+    with pytest.raises(ConfigError, match="no column 'url', but text, body: set text_column"):
+        hub(tmp_path, "url")
 
 
 def test_hub_stream_refuses_a_file_that_was_cut_while_it_read(tmp_path):

@@ -189,7 +189,7 @@ def _note(folder: Path, mark: str, *, finished: bool) -> None:
 
 def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:
     """Hashes everything that determines a run."""
-    config = "" if spec.config is None else spec.config.read_text(encoding="utf-8")
+    config = "" if spec.config is None else spec.config.read_text(encoding="utf-8-sig")
     machine = golden_key(), platform.node(), version("torch")
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}

@@ -81,7 +81,7 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
         config: trained in every comparison, instead of the files that the suite names.
     """
     try:
-        found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8"))
+        found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8-sig"))
         suite = Suite.model_validate(found)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"{path} is not valid TOML: {error}"]) from None

@@ -1,0 +1,254 @@
+"""Files as people lay them out: odd names, differing columns, damaged encodings."""
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import zipfile
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import tokenizers
+import zstandard
+
+from tests.support.documents import write_jsonl
+from tests.support.jobs import run_train
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.config.parse import load_job
+from titan_moe.data.build import data_notes
+from titan_moe.data.corpus import FileCorpus, Source
+from titan_moe.data.stream import HubStream
+from titan_moe.data.tokenizer import load_tokenizer
+
+READERS = ["local", "stream"]
+
+
+def texts(reader, path, dataset="json", column="text"):
+    """The texts of files, read as a local dataset or streamed as a copy of a hub dataset."""
+    if reader == "local":
+        corpus = FileCorpus(Source("training.", dataset, str(path), column))
+        return [corpus[index].content for index in range(len(corpus))]
+    stream = HubStream(Source("training.", "c4", str(path), column))
+    return [document.content for document in stream.read()]
+
+
+def json_lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def parquet(**columns):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("dataset", ["json", "text"])
+@pytest.mark.parametrize("mark", ["[1]", "?", "*", "::", "[!a]", "%20 #"])
+def test_a_name_that_exists_is_that_file(tmp_path, reader, dataset, mark):
+    """Beside each name with a pattern's characters lies one that the pattern matches."""
+    end = {"json": ".jsonl", "text": ".txt"}[dataset]
+    for folder in (f"run{mark}", "run1", "runx"):
+        for name in (f"part{mark}", "part1", "partx"):
+            text = f"{folder}/{name}"
+            content = json_lines({"text": text}) if dataset == "json" else text.encode()
+            write(tmp_path / folder, {f"{name}{end}": content})
+    if (reader, mark) == ("stream", "::"):
+        with pytest.raises(ConfigError, match=r"cannot be opened: rename .*::"):
+            texts(reader, tmp_path / "run1", dataset)
+        return
+    for folder in ("run1", f"run{mark}"):
+        found = texts(reader, tmp_path / folder, dataset)
+        assert sorted(found) == sorted(f"{folder}/{n}" for n in (f"part{mark}", "part1", "partx"))
+        file = tmp_path / folder / f"part{mark}{end}"
+        assert texts(reader, file, dataset) == [f"{folder}/part{mark}"]
+    globbed = texts("local", tmp_path / f"run{mark}" / f"part?{end}", dataset)
+    assert len(globbed) == {"?": 1, "*": 3}.get(mark, 2)
+    assert all(text.startswith(f"run{mark}/") for text in globbed)
+
+
+OTHERS = [
+    ".b.jsonl", ".cache/c.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "__MACOSX/._a.jsonl",
+    "a.jsonl~", "#a.jsonl#", "a.jsonl.bak", "a.jsonl.swp", "~$a.jsonl", ".DS_Store", "readme.md",
+    "dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_hidden_files_copies_and_descriptions_are_not_data(tmp_path, reader):
+    write(tmp_path, dict.fromkeys(OTHERS, b'{"features": {"text": "int64"}}'))
+    write(tmp_path, {"a.jsonl": json_lines({"text": "a"}), "b/c.jsonl": json_lines({"text": "c"})})
+    assert texts(reader, tmp_path) == ["a", "c"]
+    dataset = "json" if reader == "local" else "c4"
+    (note,) = data_notes(Training(dataset=dataset, dataset_path=str(tmp_path)), Validation())
+    assert f"{len(OTHERS)} files there are not read as data: " in note and note.count(",") == 3
+    if reader == "local":
+        assert texts(reader, tmp_path / "**" / "*") == ["a", "c"]
+        assert texts(reader, tmp_path / "a.jsonl~", column="features.text") == ["int64"]
+
+
+def zipped(content):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.jsonl", content)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_folder_is_read_in_every_compression(tmp_path, reader):
+    """Several frames or members in one file, too."""
+    pack = {
+        "": bytes, "gz": gzip.compress, "zst": zstandard.compress, "bz2": bz2.compress,
+        "xz": lzma.compress,
+    }  # fmt: skip
+    for end, compress in pack.items():
+        one, two = (compress(json_lines({"text": end + more})) for more in "12")
+        write(tmp_path, {f"a.jsonl.{end}".strip("."): one + two})
+    write(tmp_path, {"a.jsonl.zip": zipped(json_lines({"text": "zip1"}, {"text": "zip2"}))})
+    assert sorted(texts(reader, tmp_path)) == sorted(
+        end + more for end in [*pack, "zip"] for more in "12"
+    )
+    write(tmp_path, {"b/plain.jsonl.gz": json_lines({"text": "plain"})})
+    assert texts(reader, tmp_path / "b") == ["plain"]
+
+
+# --- Columns --------------------------------------------------------------------------------------
+
+A, B = {"text": "a"}, {"text": "b"}
+DIFFERING = {
+    "an additional column": [json_lines(A), json_lines(B | {"x": 1})],
+    "another struct": [json_lines(A | {"m": {"x": 1}}), json_lines(B | {"m": {"y": [1]}})],
+    "null, then string": [json_lines(A | {"x": None}, B | {"x": "s"})],
+    "int, then string": [json_lines(A | {"x": 1}, B | {"x": "s"})],
+    "date, then text": [json_lines(A | {"d": "2020-01-01"}), json_lines(B | {"d": "soon"})],
+    "a late key": [json_lines(*[A | {"text": "a" * 10**6}] * 11, A, B | {"x": {"y": 1}})],
+    "a text that is null at first": [json_lines({"text": None}, A), json_lines(B)],
+    "a huge integer": [b'{"x": ' + b"9" * 5000 + b', "text": "a"}\n', json_lines(B)],
+    "Latin-1 beside the text": [b'{"by": "Jos\xe9", "text": "a"}\n', json_lines(B)],
+    "a list": [json.dumps([A, B], indent=1).encode()],
+    "a record over several lines": [json.dumps(A, indent=1).encode(), json.dumps(B).encode()],
+    "additional Parquet column": [parquet(text=["a"]), parquet(text=["b"], x=[1])],
+    "other Parquet types": [parquet(text=["a"], x=[1]), parquet(text=["b"], x=[{"y": "s"}])],
+    "an empty part first": [parquet(text=pa.array([], pa.int8())), parquet(text=["a", "b"])],
+    "a part of nulls": [parquet(text=pa.nulls(1)), parquet(text=["a", "b"])],
+    "string_view": [parquet(text=pa.array(["a"], pa.string_view())), parquet(text=["b"])],
+    "large_string": [parquet(text=["a"]), parquet(text=pa.array(["b"], pa.large_string()))],
+    "categories": [parquet(text=pa.array(["a", "b"]).dictionary_encode())],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("case", DIFFERING)
+def test_columns_that_nobody_reads_do_not_matter(tmp_path, reader, case):
+    contents = DIFFERING[case]
+    form = "parquet" if contents[0].startswith(b"PAR1") else "json"
+    write(tmp_path, {f"{number}.{form}": content for number, content in enumerate(contents)})
+    found = texts(reader, tmp_path, form)
+    assert [text for text in found if text and len(text) == 1] == ["a", "b"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_path_names_a_nested_text(tmp_path, reader):
+    write(
+        tmp_path / "a",
+        {"a.jsonl": json_lines({"doc": {"text": "a"}}, {"doc": "b"}, {"doc.text": "c"})},
+    )
+    rows = [{"text": "a", "n": 1}, None, {"text": "c", "n": 2}]
+    write(tmp_path / "b", {"a.parquet": parquet(doc=rows, text=[1, 2, 3])})
+    for folder, form in (("a", "json"), ("b", "parquet")):
+        assert texts(reader, tmp_path / folder, form, "doc.text") == ["a", None, "c"]
+        with pytest.raises(ConfigError, match=r"no column 'body', but doc"):
+            texts(reader, tmp_path / folder, form, "body")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_column_without_texts_is_refused_by_its_file(tmp_path, reader):
+    write(tmp_path, {"a.parquet": parquet(text=["a"]), "b.parquet": parquet(text=[b"b"])})
+    with pytest.raises(ConfigError, match=r"^training\..*'text' of .*b.parquet' holds binary, not"):
+        texts(reader, tmp_path, "parquet")
+    write(tmp_path, {"b.parquet": parquet(body=["b"])})
+    with pytest.raises(ConfigError, match=r"b.parquet' has no column 'text', but body: set text_"):
+        texts(reader, tmp_path, "parquet")
+
+
+def test_a_stream_of_tables_reads_one_column(tmp_path):
+    write(tmp_path, {"a.csv": b'text,x\n1,1\n"a\nb",2\n', "b.csv": b"x,text,y\ns,2020-01-01,1\n"})
+    assert texts("stream", tmp_path) == ["1", "a\nb", "2020-01-01"]
+
+
+# --- Encodings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_source_without_any_text_is_refused(tmp_path, reader):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(*[{"text": "caf\xe9"}] * 20).replace(b"\\u00e9", b"\xe9"))
+    with pytest.raises(ConfigError, match=r"a.jsonl' holds bytes that are not UTF-8 .*iconv"):
+        texts(reader, tmp_path)
+    path.write_bytes(json_lines({"text": ""}, {"text": None}))
+    with pytest.raises(ConfigError, match=r"column 'text' of .*a.jsonl' holds empty strings"):
+        texts(reader, tmp_path)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_damaged_text_is_a_document_without_one(tmp_path, reader):
+    write(tmp_path / "a", {"a.jsonl": b'{"text": "\\ud83d"}\n{"text": "b"}\n{"text": "\xe9"}\n'})
+    assert texts(reader, tmp_path / "a") == [None, "b", None]
+    raw = pa.array([b"a", b"\xe9", None], pa.binary()).view(pa.string())
+    write(tmp_path / "b", {"a.parquet": parquet(text=raw)})
+    assert texts(reader, tmp_path / "b", "parquet") == ["a", None, None]
+    write(tmp_path / "c", {"a.txt": b"a\n\n" + b"\xe9\n"})
+    found = texts(reader, tmp_path / "c", "text")
+    assert [text for text in found if text != ""] == ["a", None]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_byte_order_mark_is_skipped(tmp_path, reader):
+    mark = codecs.BOM_UTF8
+    write(tmp_path / "a", {f"{n}.jsonl": mark + json_lines(A) + mark + json_lines(B) for n in "12"})
+    assert texts(reader, tmp_path / "a") == ["a", "b"] * 2
+    write(tmp_path / "b", {f"{number}.txt": mark + b"a" for number in "12"})
+    assert texts(reader, tmp_path / "b", "text") == ["a", "a"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_broken_record_is_named_by_file_and_line(tmp_path, reader):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    write(tmp_path, {"b.jsonl": json_lines(A, B) + b'{"text": '})
+    with pytest.raises((ConfigError, ValueError), match=r"b.jsonl, line 3: "):
+        texts(reader, tmp_path)
+
+
+def test_a_byte_order_mark_in_a_configuration_and_a_tokenizer_is_skipped(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<eos>": 1}, []))
+    files = {
+        "run.toml": "[training]\nsteps = 3\n",
+        "tokenizer.json": tokenizer.to_str(),
+        "tokenizer_config.json": '{"eos_token": "<eos>"}',
+    }
+    write(tmp_path, {name: codecs.BOM_UTF8 + text.encode() for name, text in files.items()})
+    assert load_job(["--config", str(tmp_path / "run.toml")]).training.steps == 3
+    assert load_tokenizer(str(tmp_path)).eos_id == 1
+
+
+@pytest.mark.slow
+def test_a_first_step_without_a_loss_is_said(tmp_path):
+    """One of 2,000 documents has a text, which the step does not read."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["a text", *[""] * 1999])
+    data = {"training__dataset": "json", "training__dataset_path": path}
+    run = run_train(tmp_path / "run", **data, training__seq_len=8, training__steps=1)
+    assert run.returncode == 0, run.stderr
+    assert "step 1: the loss is exactly 0 over 0 target tokens: nothing is learned" in run.stdout

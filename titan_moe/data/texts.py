@@ -1,0 +1,220 @@
+"""Reads the texts of files: one column of JSON or Parquet, or the pieces of plain text.
+
+No other column is looked at: files of one set may differ in them, and a value may change its type
+from one record to the next. A record without a text keeps its place as None: a null, another type
+than text, bytes that are not UTF-8, half of a surrogate pair.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby, islice
+from typing import Any
+
+ENDINGS = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "line": (".txt",),
+    "paragraph": (".txt",),
+}
+"""The names of files by format: each may be followed by one of COMPRESSED."""
+COMPRESSED = ("", ".gz", ".zst", ".bz2", ".xz", ".zip")
+
+_BATCH = 1000  # Documents, and
+_CHARACTERS = 4 << 20  # of texts, at which a batch of fewer ends.
+
+
+class ColumnError(ValueError):
+    """A file lacks the column, or has one that holds no texts."""
+
+
+def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
+    """Yield the texts of a file as Arrow arrays of large strings, null for a record without a text.
+
+    form: a key of ENDINGS. column: its name, or the path of a field in nested records: "doc.text".
+    Raises ColumnError for a Parquet file without such a column, ValueError or OSError for one that
+    cannot be read.
+    """
+    import pyarrow as pa
+
+    content = _open(file)
+    if form == "parquet":
+        texts = _parquet_texts(content, file, column)
+    else:
+        # Bytes that are not UTF-8 become surrogates, which no text of UTF-8 has.
+        newline = "\n" if form == "json" else None
+        lines = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline=newline)
+        texts = _texts_of_lines(lines, file, form, column)
+    valid = (text if isinstance(text, str) and _is_utf8(text) else None for text in texts)
+    while batch := list(_limited(valid)):
+        yield pa.array(batch, pa.large_string())
+
+
+def pick(record: Any, column: str) -> Any:
+    """The value of a record's column, or of a field in nested records ("doc.text"), else None."""
+    if not isinstance(record, dict) or column in record:
+        return record[column] if isinstance(record, dict) else None
+    head, _, rest = column.partition(".")
+    return pick(record.get(head), rest) if rest else None
+
+
+def check_column(file: str, form: str, column: str) -> None:
+    """Raise ColumnError if a Parquet file lacks the column of texts. Reads its schema alone."""
+    if form == "parquet":
+        next(_parquet_texts(_open(file), file, column), None)
+
+
+def why_without_texts(file: str, form: str, column: str) -> str:
+    """What a column of a file holds that has no text in any of its first records."""
+    found: dict[str, str] = {}
+    if form == "json":
+        records = _records(io.TextIOWrapper(_open(file), "utf-8-sig", "surrogateescape"), file)
+        for record in islice(records, _BATCH):
+            named = record.items() if isinstance(record, dict) else []
+            for name, value in (*named, (column, pick(record, column))):
+                if value is not None:
+                    found.setdefault(name, _kind(value))
+        if found:
+            return _column_problem(file, column, found)
+    return f"none of the documents looked at, from {file!r} on, holds a text"
+
+
+def _column_problem(file: str, column: str, found: dict[str, str]) -> str:
+    """found: column names to the types of what they hold."""
+    if column in found:
+        return f"column {column!r} of {file!r} holds {found[column]}, not text"
+    names = ", ".join(list(found)[:20])
+    return f"{file!r} has no column {column!r}, but {names}: set text_column to one of them"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        not_utf8 = "bytes that are not UTF-8 (convert the file: iconv -f latin1 -t utf-8)"
+        return "empty strings" if _is_utf8(value) else not_utf8
+    return {float: "numbers", bool: "true and false"}.get(type(value), f"a {type(value).__name__}")
+
+
+def _open(file: str) -> Any:
+    """Open a local or remote file. What compressed it is told by its first bytes."""
+    if file.startswith("/"):
+        raw: Any = io.open(file, "rb")  # noqa: SIM115, UP020
+    else:
+        from datasets.utils.file_utils import xopen  # With its credentials and retries.
+
+        raw = xopen(file, "rb")
+    start = raw.read(8)
+    raw.seek(0)
+    return next((unpack(raw) for magic, unpack in _PACKED if re.match(magic, start)), raw)
+
+
+def _unzip(raw: Any) -> Any:
+    archive = zipfile.ZipFile(raw)
+    if len(names := archive.namelist()) != 1:
+        raise ValueError(f"a zip archive of {len(names)} files: unpack it")
+    return archive.open(names[0])
+
+
+def _unzstd(raw: Any) -> Any:
+    """All frames, of any window: the defaults end after one frame and refuse `zstd --long`."""
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    return unpacker.stream_reader(raw, read_across_frames=True)
+
+
+_PACKED: list[tuple[bytes, Any]] = [
+    (rb"\x1f\x8b\x08", lambda raw: gzip.GzipFile(fileobj=raw)),
+    (rb"BZh[1-9]1AY&", bz2.BZ2File),
+    (rb"\xfd7zXZ\0", lzma.LZMAFile),
+    (rb"\x28\xb5\x2f\xfd|\x50\x2a\x4d\x18", _unzstd),
+    (rb"PK\x03\x04", _unzip),
+]
+
+
+def _texts_of_lines(lines: Iterable[str], file: str, form: str, column: str) -> Iterator[Any]:
+    if form == "json":
+        for record in _records(lines, file):
+            yield record if isinstance(record, str) else pick(record, column)
+    elif form == "line":
+        yield from (line.removesuffix("\n") for line in lines)
+    else:
+        for blank, paragraph in groupby(lines, key="\n".__eq__):
+            if not blank:
+                yield "".join(paragraph).removesuffix("\n")
+
+
+# Integers of over 4,300 digits are an error to int.
+_parse_json = json.JSONDecoder(parse_int=float).decode
+
+
+def _records(lines: Iterable[str], file: str) -> Iterator[Any]:
+    """Yield the values of JSON lines, or of one value over several lines, and of lists in them.
+    Raises ValueError with file and line."""
+    numbered, first = enumerate(lines, 1), True
+    for number, line in numbered:
+        if not (line := line.strip("\ufeff \t\r\n")):
+            continue
+        try:
+            try:
+                value = _parse_json(line)
+            except ValueError:
+                if not first or line[0] not in "[{":
+                    raise
+                value = _parse_json("\n".join(chain([line], (rest for _, rest in numbered))))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
+        first = False
+        yield from value if isinstance(value, list) else [value]
+
+
+def _parquet_texts(content: Any, file: str, column: str) -> Iterator[str | None]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    reader = pq.ParquetFile(content)
+    if reader.metadata.num_rows == 0:
+        return  # The parts of a set that got no rows have columns of any type, or none.
+    found = dict(_fields(reader.schema_arrow))
+    kind = found.get(column, "").removeprefix("dictionary<values=").split(",")[0]
+    if kind not in ("string", "large_string", "string_view", "null"):
+        raise ColumnError(_column_problem(file, column, found))
+    first, *inner = [column] if column in reader.schema_arrow.names else column.split(".")
+    for batch in reader.iter_batches(_BATCH, columns=[column]):
+        texts = pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
+        # Arrow's strings may hold bytes that are not UTF-8.
+        for text in texts.cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+            yield None if text is None else text.decode(errors="surrogateescape")
+
+
+def _fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and type of an Arrow schema's fields, those of structs after their struct."""
+    for field in fields:
+        yield prefix + field.name, str(field.type)
+        if str(field.type).startswith("struct<"):
+            yield from _fields(field.type, f"{prefix}{field.name}.")
+
+
+def _limited(texts: Iterator[str | None]) -> Iterator[str | None]:
+    """The texts of the next batch."""
+    characters = 0
+    for text in islice(texts, _BATCH):
+        yield text
+        characters += len(text or "")
+        if characters > _CHARACTERS:
+            return
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

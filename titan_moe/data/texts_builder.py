@@ -1,0 +1,49 @@
+"""Hands `datasets` the texts of files: it converts them once, or streams them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+
+from titan_moe.data.texts import read_batches
+
+
+@dataclass
+class TextsConfig(datasets.BuilderConfig):
+    """The files of one split, by path or address. A conversion is found again by all of it."""
+
+    # Of how files are read: raise it when the same file gives other texts.
+    version: Any = "1.0.0"
+    files: Sequence[str] = ()
+    form: str = "json"
+    column: str = "text"
+    stamps: Sequence[tuple[int, int]] = ()
+    """Sizes and times of local files."""
+
+
+class Texts(datasets.ArrowBasedBuilder):
+    """A set of one column. The builders of `datasets` read all columns, of types that the first
+    rows have (its `columns` of Parquet aside), expand * and [ in names, and refuse a set for one
+    record."""
+
+    BUILDER_CONFIG_CLASS = TextsConfig
+
+    def _info(self) -> datasets.DatasetInfo:
+        features = {self.config.column: datasets.Value("large_string")}
+        return datasets.DatasetInfo(features=datasets.Features(features))
+
+    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
+        files = list(self.config.files)
+        if not files[0].startswith("/"):
+            files = dl_manager.download(files)
+        return [datasets.SplitGenerator(name="train", gen_kwargs={"files": files})]
+
+    def _generate_tables(self, files: list[str]) -> Iterator[tuple[Any, Any]]:
+        import pyarrow as pa
+
+        for number, file in enumerate(files):
+            for batch in read_batches(file, self.config.form, self.config.column):
+                yield (number, 0), pa.table({self.config.column: batch})
