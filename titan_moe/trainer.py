@@ -224,11 +224,8 @@ class Trainer:
             line = overflow_line(self.job.parallelism, result.rows_dropped)
             raise RunError(f"step {step}: {line}; {self._keep(step, before)}")
         if not self._ran and result.loss == 0.0:
-            self._say(
-                f"step {step}: the loss is exactly 0 over {result.num_targets:,} target tokens: "
-                "nothing is learned; are the documents empty, or of one token? titan-moe check "
-                "counts the tokens"
-            )
+            seen = f"step {step}: the loss is exactly 0 over {result.num_targets:,} target tokens"
+            logger.warning("%s: nothing is learned; look at the data's documents", seen)
         if result.accepted:
             self.bad_steps.accept(result)
         else:

@@ -255,7 +255,8 @@ class Training(Section):
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
     names."""
     text_column: str = "text"
-    """Column of json, parquet and Hugging Face data that holds the text."""
+    """Column of json, parquet and Hugging Face data that holds the text; 'doc.text' is the field
+    text of records under doc. No other column is read."""
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""

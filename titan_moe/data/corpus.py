@@ -50,11 +50,6 @@ class Source:
         return f"{self.key}dataset_path={self.dataset_path!r}"
 
     @property
-    def column_name(self) -> str:
-        """The column as its key and value in the configuration."""
-        return f"{self.key}text_column={self.text_column!r}"
-
-    @property
     def place(self) -> tuple[str, str]:
         """Equal for two names of one source."""
         return self.dataset, os.path.realpath(os.path.expanduser(self.dataset_path or ""))
@@ -175,7 +170,7 @@ class FileCorpus:
             problem = why_without_texts(
                 str(self._files[0].absolute()), FORMATS[dataset], self.column
             )
-            raise ConfigError([f"{source.column_name}: {problem}"])
+            raise ConfigError([f"{source.key}text_column={self.column!r}: {problem}"])
 
     def rows(self) -> Any:
         """The `datasets.Dataset`; for `titan-moe tokenize`."""

@@ -77,7 +77,7 @@ class HubStream:
             if first and not any(first):
                 raise ColumnError(why_without_texts(files[0], form, self.column))
         except ColumnError as error:
-            raise ConfigError([f"{source.column_name}: {error}"]) from None
+            raise ConfigError([f"{source.key}text_column={self.column!r}: {error}"]) from None
         except Exception as error:  # Network, permission, format: each raises its own.
             raise ConfigError(
                 [

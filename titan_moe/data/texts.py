@@ -51,7 +51,7 @@ def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
         # Bytes that are not UTF-8 become surrogates, which no text of UTF-8 has.
         newline = "\n" if form == "json" else None
         lines = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline=newline)
-        texts = _texts_of_lines(lines, file, form, column)
+        texts = _texts_of_lines(lines, form, column)
     valid = (text if isinstance(text, str) and _is_utf8(text) else None for text in texts)
     while batch := list(_limited(valid)):
         yield pa.array(batch, pa.large_string())
@@ -75,7 +75,7 @@ def why_without_texts(file: str, form: str, column: str) -> str:
     """What a column of a file holds that has no text in any of its first records."""
     found: dict[str, str] = {}
     if form == "json":
-        records = _records(io.TextIOWrapper(_open(file), "utf-8-sig", "surrogateescape"), file)
+        records = _records(io.TextIOWrapper(_open(file), "utf-8-sig", "surrogateescape"))
         for record in islice(records, _BATCH):
             named = record.items() if isinstance(record, dict) else []
             for name, value in (*named, (column, pick(record, column))):
@@ -138,9 +138,9 @@ _PACKED: list[tuple[bytes, Any]] = [
 ]
 
 
-def _texts_of_lines(lines: Iterable[str], file: str, form: str, column: str) -> Iterator[Any]:
+def _texts_of_lines(lines: Iterable[str], form: str, column: str) -> Iterator[Any]:
     if form == "json":
-        for record in _records(lines, file):
+        for record in _records(lines):
             yield record if isinstance(record, str) else pick(record, column)
     elif form == "line":
         yield from (line.removesuffix("\n") for line in lines)
@@ -154,9 +154,9 @@ def _texts_of_lines(lines: Iterable[str], file: str, form: str, column: str) -> 
 _parse_json = json.JSONDecoder(parse_int=float).decode
 
 
-def _records(lines: Iterable[str], file: str) -> Iterator[Any]:
+def _records(lines: Iterable[str]) -> Iterator[Any]:
     """Yield the values of JSON lines, or of one value over several lines, and of lists in them.
-    Raises ValueError with file and line."""
+    Raises ValueError with the line."""
     numbered, first = enumerate(lines, 1), True
     for number, line in numbered:
         if not (line := line.strip("\ufeff \t\r\n")):
@@ -169,7 +169,7 @@ def _records(lines: Iterable[str], file: str) -> Iterator[Any]:
                     raise
                 value = _parse_json("\n".join(chain([line], (rest for _, rest in numbered))))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}, line {number}: {error}") from None
+            raise ValueError(f"line {number}: {error}") from None
         first = False
         yield from value if isinstance(value, list) else [value]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 
-from titan_moe.data.texts import read_batches
+from titan_moe.data.texts import ColumnError, read_batches
 
 
 @dataclass
@@ -44,6 +44,12 @@ class Texts(datasets.ArrowBasedBuilder):
     def _generate_tables(self, files: list[str]) -> Iterator[tuple[Any, Any]]:
         import pyarrow as pa
 
+        column = self.config.column
         for number, file in enumerate(files):
-            for batch in read_batches(file, self.config.form, self.config.column):
-                yield (number, 0), pa.table({self.config.column: batch})
+            try:
+                for batch in read_batches(file, self.config.form, column):
+                    yield (number, 0), pa.table({column: batch})
+            except ColumnError:
+                raise
+            except Exception as error:  # Each format and compression raises its own.
+                raise ValueError(f"{file}: {error}") from None

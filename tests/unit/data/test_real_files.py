@@ -228,7 +228,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path, reader):
 def test_a_broken_record_is_named_by_file_and_line(tmp_path, reader):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     write(tmp_path, {"b.jsonl": json_lines(A, B) + b'{"text": '})
-    with pytest.raises((ConfigError, ValueError), match=r"b.jsonl, line 3: "):
+    with pytest.raises((ConfigError, ValueError), match=r"b.jsonl: line 3: "):
         texts(reader, tmp_path)
 
 
