@@ -79,8 +79,24 @@ def write_jsonl(path, texts):
 
 
 def write_hub(folder, texts, num_files=5):
-    """A local copy of a hub dataset in several files of unequal lengths."""
-    for file in range(num_files):
+    """A local copy of a hub dataset in several files of unequal numbers of documents. Blank lines
+    make the files equally large, as a stream must find them to give each a partition."""
+    paths = [folder / f"part-{file:02d}.json" for file in range(num_files)]
+    for file, path in enumerate(paths):
         first, last = (len(texts) * n**2 // num_files**2 for n in (file, file + 1))
-        write_jsonl(folder / f"part-{file:02d}.json", texts[first:last])
+        write_jsonl(path, texts[first:last])
+    largest = max(path.stat().st_size for path in paths)
+    for path in paths:
+        path.write_bytes(path.read_bytes().ljust(largest, b"\n"))
     return str(folder)
+
+
+def write_files(folder, counts):
+    """A local copy of a hub dataset in files of given numbers of documents, all of 32 bytes;
+    returns all texts."""
+    texts = [
+        [f"{file}:{n}".ljust(32, ".") for n in range(count)] for file, count in enumerate(counts)
+    ]
+    for file, of_file in enumerate(texts):
+        write_jsonl(folder / f"part-{file:02d}.json", of_file)
+    return [text for of_file in texts for text in of_file]

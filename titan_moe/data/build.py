@@ -197,8 +197,8 @@ def _sample(order: DocumentOrder, use: str, tokenizer: Tokenizer) -> str:
         raise ConfigError([f"{order.name} holds no document"]) from None
     except RunError as error:
         raise ConfigError([str(error)]) from None
-    if order.size is None:
-        return f"{order.name}, for {use}: a stream, whose number of documents is not known"
+    if isinstance(order, StreamOrder):
+        return f"{order.name}, for {use}: {order.description}"
     tokens = sum(lengths) * order.size // count
     return f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens"
 

@@ -8,6 +8,7 @@ of the global batch takes. All of it is integer arithmetic: the same order on ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -98,38 +99,37 @@ class Split(Enum):
 class Assignment(NamedTuple):
     """Divides the documents of P partitions among the sequences of a global batch of G.
 
-    With P up to G, sequence b takes from partition floor(b P / G), and the sequences of a partition
-    take its documents in turn. With P above G, sequence b takes in turn from every partition k with
-    floor(k G / P) = b. With one partition, sequence b takes b, b + G, b + 2G, ....
+    Document i of all is the one at position i // P of partition i mod P, and sequence b takes the
+    documents b', b' + G, b' + 2G, .... So all partitions are read equally fast, for every P and G,
+    and with one partition b' = b. With g = gcd(G, P), b' = (b mod G/g) g + floor(b g / G): then G/g
+    neighbours read the same P/g partitions, no more than they must.
     """
 
     global_batch_size: int
     num_partitions: int
 
-    def partitions(self, sequence: int) -> range:
-        """The partitions that `sequence` takes from, in turn."""
-        return _share(sequence, self.global_batch_size, self.num_partitions)
+    @property
+    def _common(self) -> int:
+        return math.gcd(self.global_batch_size, self.num_partitions)
 
-    def sequences(self, partition: int) -> range:
-        """The sequences that take from `partition`, in turn."""
-        return _share(partition, self.num_partitions, self.global_batch_size)
+    def partitions(self, sequence: int) -> list[int]:
+        """The partitions that `sequence` takes from, in turn."""
+        turns = range(self.num_partitions // self._common)
+        return [self.place(sequence, number)[0] for number in turns]
 
     def place(self, sequence: int, number: int) -> tuple[int, int]:
         """The partition of document `number` of `sequence`, and its offset there from the position
         at which the sequences began."""
-        partitions = self.partitions(sequence)
-        turn, which = divmod(number, len(partitions))
-        partition = partitions[which]
-        sequences = self.sequences(partition)
-        return partition, sequence - sequences.start + turn * len(sequences)
+        common = self._common
+        which, turn = divmod(sequence, self.global_batch_size // common)
+        document = turn * common + which + number * self.global_batch_size
+        return document % self.num_partitions, document // self.num_partitions
 
-
-def _share(index: int, count: int, of: int) -> range:
-    """The numbers j below `of` that belong to `index` of `count`: several that no other index has,
-    or a single one, shared with the neighbours."""
-    if count >= of:
-        return range(index * of // count, index * of // count + 1)
-    return range(-(-index * of // count), -(-(index + 1) * of // count))
+    def sequence(self, partition: int, offset: int) -> int:
+        """The sequence that takes the document which `place` puts there."""
+        document = partition + offset * self.num_partitions
+        turn, which = divmod(document % self.global_batch_size, self._common)
+        return which * (self.global_batch_size // self._common) + turn
 
 
 class CorpusOrder:

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
 from titan_moe.data.corpus import (
@@ -43,6 +45,8 @@ _ALIASES = {
 }
 # A rank that reads all partitions has a file of each open, with some 10 MB of it in memory.
 _MOST_PARTITIONS = 64
+# Partitions of files may differ by so much: a pass of one ends by so much before another's.
+_UNEQUAL = 0.01
 
 
 class HubStream:
@@ -51,6 +55,8 @@ class HubStream:
     def __init__(self, source: Source) -> None:
         """Open `c4`, `owner/name` or `owner/name:configuration`, with `@revision` if
         it is not the latest. ConfigError if not found."""
+        from datasets.utils.file_utils import xgetsize
+
         name, _, revision = source.dataset.partition("@")
         repository, _, configuration = name.partition(":")
         repository, configuration, split = _ALIASES.get(name, (repository, configuration, "train"))
@@ -67,11 +73,13 @@ class HubStream:
                 self.fingerprint += f":revision={builder.hash}"
             self._builder, self._split, form, files = _texts_of(builder, split, self.column)
             self._rows = self._builder.as_streaming_dataset(split=self._split)
-            self._files = [Path(file) for file in files if file.startswith("/")]
-            self._sizes = [path.stat().st_size for path in self._files]
             self.num_files: int = self._rows.num_shards
+            sizes = {file: xgetsize(file) for file in files}
+            self.sizes = list(sizes.values()) if len(sizes) == self.num_files else []
+            """Bytes by file; empty where `datasets` divides the data otherwise."""
+            self._local = {Path(file): size for file, size in sizes.items() if file[0] == "/"}
             self._beginning = self._rows.state_dict()
-            for path in self._files:
+            for path in self._local:
                 check_column(str(path), form, self.column)
             first = [document.content for document in islice(self.read(), FIRST)]
             if first and not any(first):
@@ -89,7 +97,7 @@ class HubStream:
 
     def checksum(self) -> str:
         """Sampled checksum of a local copy; empty for remote data."""
-        return sampled_checksum(self._files) if self._files else ""
+        return sampled_checksum(list(self._local)) if self._local else ""
 
     def rows(self) -> Any:
         """The whole data as a `datasets.Dataset`, downloaded to its cache."""
@@ -113,7 +121,7 @@ class HubStream:
             text = pick(row, self.column)
             yield Document(self._source.dataset, text if isinstance(text, str) else None)
         # JSON lines that were cut between two of them just end. A removed file was read to its end.
-        for path, size in zip(self._files, self._sizes, strict=True):
+        for path, size in self._local.items():
             if path.exists() and path.stat().st_size != size:
                 raise RunError(f"{path} has changed since the run began: put the old file back")
 
@@ -164,13 +172,24 @@ class _Cursor(NamedTuple):
     stream: Any
 
 
-class StreamOrder:
-    """A stream of F files in P partitions, of which a data rank reads those of its sequences.
+def _num_partitions(sizes: Sequence[int], global_batch_size: int) -> int:
+    """The most equally large partitions of whole files, by the bytes of each file. Sequences use up
+    tokens equally fast, so that equal bytes last equally long."""
+    for count in range(min(len(sizes), global_batch_size, _MOST_PARTITIONS), 1, -1):
+        shares = [int(share.sum()) for share in np.array_split(sizes, count)]
+        if global_batch_size % count == 0 and max(shares) <= (1 + _UNEQUAL) * min(shares):
+            return count
+    return 1
 
-    A partition is F/P files in a row, and with `repeat` it begins again at its first file, at its
-    own pace. P follows from the global batch at which a run begins, and stays when a training stage
-    changes that. Where there are fewer partitions than data ranks, ranks share one, and each of
-    them reads all of it.
+
+class StreamOrder:
+    """A stream of files in P partitions, of which a data rank reads those of its sequences.
+
+    A partition is some files in a row, if the files can be divided equally. If they cannot, P is 1,
+    and every data rank reads all files to take its documents out: N ranks read the stream N times.
+    With `repeat` a partition begins again at its first file, at its own pace. P follows from the
+    files and from the global batch at which a run begins, and stays when a training stage changes
+    that.
     """
 
     size: int | None = None
@@ -194,10 +213,15 @@ class StreamOrder:
         self._repeat = repeat
         self._sequences = sequences
         self._global_batch_size = global_batch_size
-        # A divisor of the batch, so that all partitions are read equally fast.
-        most = min(stream.num_files, global_batch_size, _MOST_PARTITIONS)
-        count = next(count for count in range(most, 0, -1) if global_batch_size % count == 0)
+        count = _num_partitions(stream.sizes, global_batch_size)
         self.seek(None, [0] * count)
+
+    @property
+    def description(self) -> str:
+        """How the files are read, in a phrase."""
+        files, parts = self._stream.num_files, self.num_partitions
+        whole = "all data ranks read all of them" if parts == 1 else f"{parts} partitions of them"
+        return f"a stream of {files:,} files ({whole}), whose number of documents is not known"
 
     def checksum(self) -> str:
         return self._stream.checksum()
@@ -232,7 +256,7 @@ class StreamOrder:
                 repeat=self._repeat,
                 start=_Cursor(*mark[number]) if mark else _Cursor(0, None),
                 first=first[number],
-                takers=assignment.sequences(number),
+                assignment=assignment,
                 wanted=sequences,
             )
             for number, sequences in wanted.items()
@@ -258,14 +282,14 @@ class _Partition:
         repeat: bool,
         start: _Cursor,
         first: int,
-        takers: range,
+        assignment: Assignment,
         wanted: Sequence[int],
     ) -> None:
-        """Reads on from `start`. Of the documents from position `first` on, the sequences `takers`
-        take one each in turn; `wanted` are this rank's."""
+        """Reads on from `start`. `assignment` deals the documents from position `first` on to the
+        sequences, of which `wanted` are this rank's."""
         self._stream, self._number = stream, number
         self._accepts, self._repeat = accepts, repeat
-        self._first, self._takers = first, takers
+        self._first, self._assignment = first, assignment
         self._waiting: dict[int, deque[tuple[int, Document]]] = {taker: deque() for taker in wanted}
         self._marks = deque([start])
         self._position = start.position
@@ -288,7 +312,7 @@ class _Partition:
         return self._marks[0]
 
     def _taker(self, position: int) -> int:
-        return self._takers[(position - self._first) % len(self._takers)]
+        return self._assignment.sequence(self._number, position - self._first)
 
     def _read_one(self) -> None:
         document = next(self._documents, None)

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from tests.support.documents import (
     random_texts,
     slow_rows,
     training,
+    write_files,
     write_hub,
     write_jsonl,
 )
 from tests.support.jobs import until
 from titan_moe.config.job_config import Dataset
+from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import merge_states
@@ -45,9 +48,11 @@ def take(ranks, steps):
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # The ranks' marks must differ.
+    write_files(tmp_path / "few", [90, 0, 7])
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
         "c4": write_hub(tmp_path / "hub", random_texts(600, seed=1)),
+        "few": str(tmp_path / "few"),
     }
 
 
@@ -58,6 +63,9 @@ def sections(files):
             dataset="json", dataset_path=files["json"], repeat_dataset=True, mask_documents=False
         ),
         "stream": training(dataset="c4", dataset_path=files["c4"], repeat_dataset=True),
+        "files of unequal sizes": training(
+            dataset="c4", dataset_path=files["few"], repeat_dataset=True
+        ),
         "blend": training(
             repeat_dataset=True,
             blend=[
@@ -69,7 +77,7 @@ def sections(files):
     }
 
 
-KINDS = ["synthetic", "json, repeated", "stream", "blend"]
+KINDS = ["synthetic", "json, repeated", "stream", "files of unequal sizes", "blend"]
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -136,6 +144,29 @@ def test_without_repetition_each_document_is_read_once(tmp_path):
     assert sum(map(len, read)) == len(set.union(*read)) > 80
     with pytest.raises(RunError, match="ran out"):  # Not the step after it, without the lost data.
         loader.next_step()
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks", "steps"),
+    [([54] * 15, 4, 40), ([400, 400, 3], 2, 60), ([60], 8, 8), ([9] * 16, 16, 9)],
+)
+def test_stream_of_any_files_reads_each_document_once_a_pass(tmp_path, counts, ranks, steps):
+    """A sequence holds two documents and their EOS, so that all read equally many."""
+    texts = write_files(tmp_path, counts)
+    section = training(
+        dataset="c4",
+        dataset_path=str(tmp_path),
+        seq_len=66,
+        local_batch_size=1,
+        repeat_dataset=True,
+    )
+    place = {"seed": 0, "num_ranks": ranks, "global_batch_size": 16}
+    parts = [build_loader(section, TOKENIZER, rank=rank, **place) for rank in range(ranks)]
+    rows = [row for tokens, *_ in take(parts, steps) for row in tokens]
+    found = Counter(TOKENIZER.decode(ids) for row in rows for ids in (row[:33], row[33:]))
+    assert found.total() == 32 * steps
+    assert set(found) == set(texts)
+    assert max(found.values()) - min(found.values()) <= 1
 
 
 def test_blend_weights_are_shares_of_tokens(tmp_path):

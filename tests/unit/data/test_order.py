@@ -33,14 +33,18 @@ def test_permutations_differ_by_key_and_shuffle_well():
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 6, 8, 12])
 @pytest.mark.parametrize("partitions", [1, 2, 5, 6, 8])
-def test_assignment_gives_every_document_once(batch, partitions):
+def test_assignment_gives_every_document_once_and_reads_partitions_equally_fast(batch, partitions):
     assignment = Assignment(batch, partitions)
     places = [assignment.place(sequence, n) for sequence in range(batch) for n in range(40)]
     assert len(set(places)) == len(places)
     assert {partition for partition, _ in places} == set(range(partitions))
     for partition in range(partitions):
         offsets = sorted(offset for number, offset in places if number == partition)
-        assert offsets == list(range(len(offsets)))
+        assert offsets == list(range(len(range(partition, batch * 40, partitions))))
+    for sequence in range(batch):
+        own = places[sequence * 40 : sequence * 40 + 40]
+        assert {assignment.sequence(*place) for place in own} == {sequence}
+        assert sorted(assignment.partitions(sequence)) == sorted({number for number, _ in own})
 
 
 @pytest.mark.parametrize("size", [2, 5, 64, 200])

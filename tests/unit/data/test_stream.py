@@ -4,7 +4,9 @@ import gzip
 import itertools
 import json
 import os
+import random
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,13 @@ LENGTHS = {
 
 
 class ListStream:
-    """A stream of given files; counts the documents read of each."""
+    """A stream of given files, equally large by default; counts the documents read of each."""
 
     fingerprint = "list"
 
-    def __init__(self, files, counts=None, first=0):
+    def __init__(self, files, counts=None, first=0, sizes=None):
         self.files, self.num_files = files, len(files)
+        self.sizes = sizes or [1] * len(files)
         self.counts = Counter() if counts is None else counts
         self.place, self.first = 0, first
 
@@ -68,7 +71,7 @@ def order(files, *, sequences, batch, split=Split.ALL, repeat=False):
 
 def slow_sequences(files, batch, num_documents):
     """The first training documents of every sequence, by dealing each partition's out in turn."""
-    count = max(n for n in range(1, 65) if batch % n == 0 and n <= len(files))
+    count = max(n for n in range(1, 65) if batch % n == 0 and len(files) % n == 0)
     found = [[] for _ in range(batch)]
     for partition in range(count):
         begin, end = (n * len(files) // count for n in (partition, partition + 1))
@@ -110,6 +113,48 @@ def test_each_rank_reads_its_share_of_the_files():
         assert sum(stream.counts.values()) == 160
         opened += stream.counts
     assert sorted(opened) == list(range(16))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_files_are_read_once_by_sequences_of_equally_many_documents(seed):
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 3, 17, 40, 41, 100, 400]) for _ in range(draw.randrange(1, 20))]
+    if seed % 4 == 0:
+        lengths = [draw.randrange(1, 30)] * len(lengths)
+    files, ranks, per_rank = texts_of_files(lengths), draw.randrange(1, 5), draw.randrange(1, 6)
+    batch = ranks * per_rank
+    found, counts = [], []
+    for rank in range(ranks):
+        own = range(rank * per_rank, (rank + 1) * per_rank)
+        source = order(ListStream(files, sizes=lengths), sequences=own, batch=batch)
+        for sequence in own:
+            texts = []
+            with suppress(OutOfDocumentsError):
+                for number in itertools.count():
+                    texts += read(source, sequence, [number], batch=batch)
+            counts.append(len(texts))
+            found += texts
+    assert sorted(found) == sorted(text for file in files for text in file)
+    assert max(counts) - min(counts) <= 1 + max(counts) // 100
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "expected"),
+    [
+        ([54] * 15, 16, 1),
+        ([54] * 16, 16, 16),
+        ([400, 400, 3], 16, 1),
+        ([1000, 1009, 995, 1001], 8, 2),
+        ([1000, 1009, 1000, 1001], 8, 4),
+        ([1000] * 999, 64, 8),
+        ([1000] * 1024, 2048, 64),
+        ([], 8, 1),
+        ([0, 0, 5, 0], 4, 1),
+    ],
+)
+def test_files_are_partitions_only_where_they_divide_equally(sizes, batch, expected):
+    stream = ListStream([[]] * len(sizes), sizes=sizes)
+    assert order(stream, sequences=[0], batch=batch).num_partitions == expected
 
 
 def test_partition_ends_with_its_files():
