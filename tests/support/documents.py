@@ -2,7 +2,10 @@
 
 import json
 import random
+import struct
 import zlib
+
+import numpy as np
 
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.build import build_loader
@@ -100,3 +103,22 @@ def write_files(folder, counts):
     for file, of_file in enumerate(texts):
         write_jsonl(folder / f"part-{file:02d}.json", of_file)
     return [text for of_file in texts for text in of_file]
+
+
+def write_megatron(prefix, documents, *, code=8, modes=False):
+    """A pair of Megatron-LM's files. documents: for each the ids of its sequences. code: of the
+    ids' type, as published; modes: the set has a byte for each sequence, as for images."""
+    kind = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}[code]
+    sequences = [np.array(ids, kind) for document in documents for ids in document]
+    ends = np.cumsum([0] + [sequence.nbytes for sequence in sequences])
+    bounds = np.cumsum([0] + [len(document) for document in documents])
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    prefix.with_name(f"{prefix.name}.bin").write_bytes(b"".join(map(bytes, sequences)))
+    prefix.with_name(f"{prefix.name}.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(sequences), len(bounds))
+        + np.array([len(sequence) for sequence in sequences], "<i4").tobytes()
+        + ends[:-1].astype("<i8").tobytes()
+        + bounds.astype("<i8").tobytes()
+        + bytes(len(sequences)) * modes
+    )

@@ -218,7 +218,7 @@ class LRScheduler(Section):
 
 
 DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")
-DATASETS_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
+DATASETS_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens", "megatron")
 LOCAL_DATASETS = (*DATASETS_WITHOUT_COLUMNS, "json", "parquet")
 """Kinds that are not read from the Hugging Face hub."""
 
@@ -248,12 +248,13 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by titan-moe tokenize), 'c4', 'c4_validation', 'c4_test' (a folder of
-    torchtitan's repository), or a Hugging Face dataset name (owner/name:configuration@revision).
+    'tokens' (a folder made by titan-moe tokenize), 'megatron' (pairs of .bin and .idx files of
+    Megatron-LM), 'c4', 'c4_validation', 'c4_test' (a folder of torchtitan's repository), or a
+    Hugging Face dataset name (owner/name:configuration@revision).
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
-    """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
-    names."""
+    """File, folder or glob for json, parquet and text; a folder for tokens; a folder, or NAME of
+    NAME.bin and NAME.idx, for megatron; a local copy for Hugging Face names."""
     text_column: str = "text"
     """Column of json, parquet and Hugging Face data that holds the text; 'doc.text' is the field
     text of records under doc. No other column is read."""
@@ -279,8 +280,8 @@ class Training(Section):
     in chunks; 0: of a whole microbatch. Left out: 4,096 on a GPU, where gradients take the logits'
     place, and 1,024 on a CPU."""
     mtp_loss_weight: NonNegativeFloat | None = None
-    """Weight of the mean over depths of multi-token prediction's losses, sums that are divided, as the
-    loss is, by the number of the model's own target tokens; left out: the flavor's."""
+    """Weight of the mean over depths of multi-token prediction's losses, sums that are divided, as
+    the loss is, by the number of the model's own target tokens; left out: the flavor's."""
     indexer_stage: Literal["dense", "sparse"] = "sparse"
     """Stage of sparse attention: 'dense' warms indexers up, which learn from attention to all keys
     while other weights and routing biases are frozen; 'sparse' trains everything on the selected

@@ -38,9 +38,21 @@ class BlendSource:
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
-    """Token ids of a document, with the EOS that ends it. One without a text is EOS alone."""
+    """Token ids of a document, with the EOS that ends it. One without a text is EOS alone.
+
+    RunError if the document holds ids that the tokenizer has not.
+    """
     content = "" if document.content is None else document.content
     ids = tokenizer.encode(content) if isinstance(content, str) else content
+    if not isinstance(content, str) and ids.size:
+        if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+            raise RunError(
+                f"document {document.name} holds tokens {ids.min()} to {ids.max()}, but the "
+                f"tokenizer has 0 to {tokenizer.vocab_size - 1}: set model.tokenizer_path to the "
+                "one that made them"
+            )
+        if ids[-1] == tokenizer.eos_id:  # Megatron-LM's --append-eod.
+            ids = ids[:-1]
     return Encoded(document.name, np.append(ids.astype(np.int64), tokenizer.eos_id))
 
 

@@ -6,6 +6,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Training, Validation
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.corpus import FORMATS, FileCorpus, Source, find_files
+from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.order import Corpus
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokens import TokenCorpus
@@ -23,6 +24,8 @@ def check_source(source: Source, tokenizer: str | None) -> None:
             raise ConfigError([line])
     elif source.dataset == "tokens":
         _open_tokens(source, tokenizer)
+    elif source.dataset == "megatron":
+        MegatronCorpus(source)
     elif source.dataset in FORMATS:
         find_files(source)
     elif source.path is not None and not source.path.exists():
@@ -39,6 +42,8 @@ def open_source(source: Source, tokenizer: str, seed: int) -> Corpus | HubStream
         return StdlibCorpus() if source.dataset == "stdlib" else SyntheticCorpus(seed)
     if source.dataset == "tokens":
         return _open_tokens(source, tokenizer)
+    if source.dataset == "megatron":
+        return MegatronCorpus(source)
     return FileCorpus(source) if source.dataset in FORMATS else HubStream(source)
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import starmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -101,14 +101,20 @@ class TokenCorpus:
         return Document(f"{self._folder.name}/{index}", ids)
 
     def _read(self, name: str, start: int, end: int) -> np.ndarray:
-        """Numbers [start, end) of a file. RunError if the file was cut short since it was opened:
-        mapped memory would read as zeros there, or end the process."""
-        width = _TYPES[name].itemsize
-        content = os.pread(self._files[name].fileno(), (end - start) * width, start * width)
-        if len(content) != (end - start) * width:
-            path = self._folder / name
-            raise RunError(f"{path} was cut short: copy the folder again, or make it anew")
-        return np.frombuffer(content, _TYPES[name])
+        return read_numbers(self._files[name], _TYPES[name], start, end)
+
+
+def read_numbers(
+    file: BinaryIO, kind: str | np.dtype[Any], start: int, end: int, *, offset: int = 0
+) -> np.ndarray:
+    """Numbers [start, end) of an array that begins `offset` bytes into a file. RunError if the file
+    was cut short since it was opened: mapped memory would read as zeros there, or end the process.
+    """
+    width = np.dtype(kind).itemsize
+    content = os.pread(file.fileno(), (end - start) * width, offset + start * width)
+    if len(content) != (end - start) * width:
+        raise RunError(f"{file.name} was cut short: copy the folder again, or make it anew")
+    return np.frombuffer(content, kind)
 
 
 def _read_manifest(folder: Path, *, key: str) -> Manifest:

@@ -3,12 +3,15 @@
 import gzip
 import itertools
 import json
+import math
 import os
 import random
+import tarfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tests.support.documents import is_held_out, random_texts, write_hub, write_jsonl
@@ -116,45 +119,51 @@ def test_each_rank_reads_its_share_of_the_files():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_drawn_files_are_read_once_by_sequences_of_equally_many_documents(seed):
+def test_drawn_files_are_read_once_in_equal_shares_and_resumed_on_other_ranks(seed, monkeypatch):
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)
     draw = random.Random(seed)
     lengths = [draw.choice([0, 3, 17, 40, 41, 100, 400]) for _ in range(draw.randrange(1, 20))]
     if seed % 4 == 0:
         lengths = [draw.randrange(1, 30)] * len(lengths)
-    files, ranks, per_rank = texts_of_files(lengths), draw.randrange(1, 5), draw.randrange(1, 6)
-    batch = ranks * per_rank
-    found, counts = [], []
-    for rank in range(ranks):
-        own = range(rank * per_rank, (rank + 1) * per_rank)
-        source = order(ListStream(files, sizes=lengths), sequences=own, batch=batch)
-        for sequence in own:
-            texts = []
-            with suppress(OutOfDocumentsError):
-                for number in itertools.count():
-                    texts += read(source, sequence, [number], batch=batch)
-            counts.append(len(texts))
-            found += texts
-    assert sorted(found) == sorted(text for file in files for text in file)
+    files, layouts = texts_of_files(lengths), (draw.randrange(1, 5), draw.randrange(1, 5))
+    batch = math.prod(layouts) * draw.randrange(1, 3)
+    found, places = [[] for _ in range(batch)], []
+    for ranks, most in zip(layouts, (draw.randrange(20), 10_000), strict=True):
+        before, places = places, []
+        for rank in range(ranks):
+            own, oldest = range(batch)[rank * batch // ranks : (rank + 1) * batch // ranks], {}
+            source = order(ListStream(files, sizes=lengths), sequences=own, batch=batch)
+            if before:
+                merged = [min(filter(None, of_all)) for of_all in zip(*before, strict=True)]
+                source.seek(merged, [0] * source.num_partitions)
+            for sequence in own:
+                texts = found[sequence]
+                with suppress(OutOfDocumentsError):
+                    while len(texts) < most:
+                        texts += read(source, sequence, [len(texts)], batch=batch)
+                partition, place = Assignment(batch, source.num_partitions).place(
+                    sequence, len(texts)
+                )
+                oldest[partition] = min(place, oldest.get(partition, place))
+            places.append(source.mark(oldest))
+    assert sorted(itertools.chain(*found)) == sorted(itertools.chain(*files))
+    counts = [len(texts) for texts in found]
     assert max(counts) - min(counts) <= 1 + max(counts) // 100
 
 
-@pytest.mark.parametrize(
-    ("sizes", "batch", "expected"),
-    [
-        ([54] * 15, 16, 1),
-        ([54] * 16, 16, 16),
-        ([400, 400, 3], 16, 1),
-        ([1000, 1009, 995, 1001], 8, 2),
-        ([1000, 1009, 1000, 1001], 8, 4),
-        ([1000] * 999, 64, 8),
-        ([1000] * 1024, 2048, 64),
-        ([], 8, 1),
-        ([0, 0, 5, 0], 4, 1),
-    ],
-)
-def test_files_are_partitions_only_where_they_divide_equally(sizes, batch, expected):
-    stream = ListStream([[]] * len(sizes), sizes=sizes)
-    assert order(stream, sequences=[0], batch=batch).num_partitions == expected
+PARTITIONS = {
+    1: [400, 400, 3],
+    2: [1000, 1009, 995, 1001],
+    4: [1000, 1009, 1000, 1001],
+    8: [1000] * 1000,
+    16: [54] * 16,
+}
+
+
+@pytest.mark.parametrize("count", PARTITIONS)
+def test_files_are_partitions_only_where_they_divide_equally(count):
+    stream = ListStream([[]] * len(PARTITIONS[count]), sizes=PARTITIONS[count])
+    assert order(stream, sequences=[0], batch=16).num_partitions == count
 
 
 def test_partition_ends_with_its_files():
@@ -209,6 +218,23 @@ def test_hub_stream_is_the_slow_reader_and_goes_on_from_its_mark(tmp_path):
     source = order(fresh, sequences=range(10), batch=10, split=Split.TRAIN, repeat=True)
     assert source.fingerprint == "hub:c4:files=5" and source.num_partitions == 5
     assert source.document(300 * 2, 1).name == "c4/1/600"
+
+
+@pytest.mark.parametrize("kind", ["tar", "arrow"])
+def test_tars_and_folders_of_save_to_disk_are_streamed_and_resumed(tmp_path, kind):
+    texts = random_texts(40)
+    if kind == "arrow":
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path), num_shards=2)
+    for file in range(2 * (kind == "tar")):
+        with tarfile.open(tmp_path / f"{file}.tar", "w") as tar:
+            for number in range(file * 20, file * 20 + 20):
+                (tmp_path / "x").write_text(texts[number])
+                tar.add(tmp_path / "x", f"{number:04d}.text")
+    stream = hub(tmp_path)
+    assert texts_of(stream) == texts and len(stream.sizes) == 2
+    reading = stream.read()
+    assert [next(reading).content for _ in range(25)] == texts[:25]
+    assert texts_of(hub(tmp_path), json.loads(json.dumps(stream.mark()))) == texts[25:]
 
 
 def test_hub_stream_reads_the_named_column(tmp_path):
