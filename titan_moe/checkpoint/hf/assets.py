@@ -1,50 +1,63 @@
 """Copies the files beside the weights: config.json, and those of tokenizer and generation."""
 
+import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_moe.checkpoint.folder import write_json
+from titan_moe.checkpoint.manifest import MANIFEST
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.hf import CONFIG, HFModel, family_of, read_settings
+from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
+from titan_moe.models.hf_settings import kept_keys, text_of
 
 HF = "hf"
 """Folder of a checkpoint that holds the files that came along with imported weights."""
 
 logger = logging.getLogger(__name__)
 
-_KEPT = ("*.json", "*.model", "*.txt", "*.jinja")
+_KEPT = ("*.json", "*.model", "*.tiktoken", "tokenizer.model.*", "*.txt", "*.jinja")
 _LEFT_OUT = ("*.index.json", CONFIG, "LICENSE*", "requirements*.txt")
-# Keys of an original config.json that no longer hold.
+# Keys of an original config.json that no longer hold; rope_parameters is written anew.
 _OUTDATED = {
     "quantization_config",
     "torch_dtype",
     "dtype",
-    "auto_map",
     "rope_parameters",
     "_name_or_path",
 }
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ENDS_OF_BYTES = {"bos_token_id": 256, "eos_token_id": 257}  # Of data.tokenizer.ByteTokenizer.
+_CODE = "auto_map"
 
 
 def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]:
-    """Returns the folders that have tokenizer files or the like, the likeliest first: the
-    checkpoint's own, then those that its job took model and tokenizer from."""
-    model, kept = job_record.get("model", {}), job_record.get("checkpoint", {})
-    named = [
-        model.get("hf_assets_path"),
-        kept.get("initial_load_path"),
-        model.get("tokenizer_path"),
-    ]
-    folders = [checkpoint / HF]
-    for path in (Path(name).expanduser() for name in named if name):
-        place = path.parent if path.name == "tokenizer.json" else path
-        folders += [place / HF, place]
-    return [folder for folder in folders if folder.is_dir() and _files(folder)]
+    """Returns the folders that have a config.json, tokenizer files or the like, the likeliest
+    first: the checkpoint's own, those that its job took model and tokenizer from, and those of the
+    checkpoints before that it started from."""
+    folders: list[Path] = []
+    seen: list[Path] = []
+    while checkpoint not in seen:
+        seen.append(checkpoint)
+        model, initial = job_record.get("model", {}), _initial(job_record)
+        named = [model.get("hf_assets_path"), initial, model.get("tokenizer_path")]
+        folders.append(checkpoint / HF)
+        for path in (Path(name).expanduser() for name in named if name):
+            place = path.parent if path.name == "tokenizer.json" else path
+            folders += [place / HF, place]
+        checkpoint = Path(initial or checkpoint).expanduser()
+        job_record = _read(checkpoint / MANIFEST).get("job") or {}
+    # A checkpoint's own JSON files are none of these.
+    others = [folder for folder in folders if not (folder / MANIFEST).exists()]
+    return [folder for folder in others if (folder / CONFIG).is_file() or _files(folder)]
+
+
+def _initial(job_record: Mapping[str, Any]) -> str | None:
+    return job_record.get("checkpoint", {}).get("initial_load_path")
 
 
 def copy_assets(source: Path, target: Path) -> None:
@@ -54,36 +67,102 @@ def copy_assets(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
 
 
-def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, target: Path) -> None:
+def write_assets(
+    model: HFModel, folders: Sequence[Path], tokenizer: str | None, dtype: torch.dtype, target: Path
+) -> None:
     """Give an export its config.json and the files of the first of `folders` that has any.
 
-    Keys of an original config.json of the same kind that do not follow from dimensions are kept.
+    All keys of an original config.json of the same dimensions are kept that do not follow from
+    them. The tokens that begin and end a text are the original's, else the tokenizer's.
+
+    Args:
+        tokenizer: the job's model.tokenizer_path.
     """
-    folders = list(folders)
-    if not folders:
-        logger.warning("no tokenizer files are at hand: add them beside config.json")
-    for path in _files(folders[0]) if folders else []:
+    files = next(filter(None, map(_files, folders)), [])
+    if not files:
+        logger.warning("no tokenizer files are at hand: add them beside %s", CONFIG)
+    for path in files:
         shutil.copyfile(path, target / path.name)
-    settings = model.settings() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    original = next(filter(None, (_original(model, folder) for folder in folders)), {})
-    if original.get("model_type") == settings["model_type"]:
-        extra = {key: value for key, value in original.items() if key not in _OUTDATED}
-    else:
-        extra = {}
-    # Left out, transformers would take its own for the family's first model.
-    tokens = {key: original.get(key) for key in _TOKENS}
-    write_json(target / CONFIG, extra | tokens | settings, indent=2)
+    source = next((folder for folder in folders if _is_original(model, folder)), None)
+    original = {} if source is None else read_settings(source)
+    generation = {} if source is None else _read(source / "generation_config.json")
+    tables = (text_of(original), original, generation)
+    ends = {key: _first(table.get(key) for table in tables) for key in _ENDS}
+    if ends["eos_token_id"] is None:
+        paths = [*([tokenizer] if tokenizer else []), *map(str, folders)]
+        named = next((found for found in map(_ends_of, paths) if "eos_token_id" in found), {})
+        ends = {key: _first((ends[key], named.get(key))) for key in _ENDS}
+    if ends["eos_token_id"] is None:
+        logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
+    settings = kept_keys(model.settings(), text_of(original), _OUTDATED) | ends
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if missing := (_code(settings) | _named_code(files)) - {path.name for path in files}:
+        lost = ", ".join(sorted(missing))
+        logger.warning("%s: %s names files that were not there: %s", target, _CODE, lost)
+    if missing & _code(settings):
+        settings.pop(_CODE)
+    write_json(target / CONFIG, settings, indent=2)
 
 
-def _original(model: HFModel, folder: Path) -> dict[str, Any]:
+def _is_original(model: HFModel, folder: Path) -> bool:
+    """Returns whether a folder's config.json has a model's dimensions, but for positions."""
     try:
-        settings = read_settings(folder)
-        return settings if family_of(settings, folder) == model.family else {}
+        original = model_of(folder)
     except ConfigError:
+        return False
+    lines = differences(model.config, original.config)
+    return original.family == model.family and all(line.startswith("rope.") for line in lines)
+
+
+def _ends_of(tokenizer: str) -> dict[str, int]:
+    """The tokens that begin, end and pad a text, as far as a tokenizer's files name them."""
+    if tokenizer == "bytes":
+        return _ENDS_OF_BYTES
+    path = Path(tokenizer).expanduser()
+    folder = path.parent if path.name == "tokenizer.json" else path
+    table = _read(folder / "tokenizer_config.json")
+    names = _read(folder / "special_tokens_map.json") | {k: v for k, v in table.items() if v}
+    whole = _read(folder / "tokenizer.json")
+    vocabulary = whole.get("model", {}).get("vocab")
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {token["content"]: token["id"] for token in whole.get("added_tokens", [])}
+    added = table.get("added_tokens_decoder") or {}
+    ids |= {token["content"]: int(number) for number, token in added.items()}
+    found = {key: names.get(key.removesuffix("_id")) for key in _ENDS}
+    contents = {k: name["content"] if isinstance(name, dict) else name for k, name in found.items()}
+    return {key: ids[name] for key, name in contents.items() if name in ids}
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _code(settings: Mapping[str, Any]) -> set[str]:
+    """Python files that auto_map names, but for another repository's, as in `name--file.Class`."""
+    named = settings.get(_CODE) or {}
+    classes = [
+        name for each in named.values() for name in (each if isinstance(each, list) else [each])
+    ]
+    return {f"{name.rpartition('.')[0]}.py" for name in classes if name and "--" not in name}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _files(folder: Path) -> list[Path]:
+    """Files beside the weights, with the Python files if a JSON file names one."""
     left_out = {path for pattern in _LEFT_OUT for path in folder.glob(pattern)}
     found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
+    if _named_code([*found, folder / CONFIG]):
+        found |= set(folder.glob("*.py"))
     return sorted(found - left_out)
+
+
+def _named_code(paths: Iterable[Path]) -> set[str]:
+    tables = [_read(path) for path in paths if path.name.endswith("config.json")]
+    return {name for table in tables for name in _code(table) | _code(text_of(table))}

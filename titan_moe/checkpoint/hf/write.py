@@ -106,6 +106,7 @@ def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype) -> str
         target,
         dtype=dtype,
         folders=asset_folders(checkpoint, manifest.job),
+        tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
         verify=source.verify,
     )
     return speed_line(f"exported {target}", num_bytes, started)
@@ -119,6 +120,7 @@ def export(
     *,
     dtype: torch.dtype,
     folders: Sequence[Path] = (),
+    tokenizer: str | None = None,
     verify: Callable[..., None] = lambda doing: None,
 ) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
@@ -127,6 +129,7 @@ def export(
         shapes: of all our tensors, whole; the same on every rank.
         dtype: of the floating-point tensors, but for those that published code keeps in float32.
         folders: where to look for the tokenizer's files, the likeliest first.
+        tokenizer: the model.tokenizer_path that names the tokens that end a text.
         verify: raises RunError if what has been read cannot be trusted; collective.
 
     Raises RunError when the target exists, when a tensor has no place in that form, or when it
@@ -148,7 +151,8 @@ def export(
 
         on_every_rank(write, doing=doing)
         verify(doing=doing)
-        on_rank_zero(lambda: _finish(model, files, folders, dtype, aside), doing=doing)
+        on_rank_zero(lambda: _write_index(files, aside), doing=doing)
+        on_rank_zero(lambda: write_assets(model, folders, tokenizer, dtype, aside), doing=doing)
     return total
 
 
@@ -238,17 +242,9 @@ def _refuse_lost_bias(model: HFModel, shapes: Shapes, read: Read) -> None:
         )
 
 
-def _finish(
-    model: HFModel,
-    files: Mapping[str, File],
-    folders: Sequence[Path],
-    dtype: torch.dtype,
-    aside: Path,
-) -> None:
-    """Write the index and all that lies beside the weights."""
+def _write_index(files: Mapping[str, File], aside: Path) -> None:
     if len(files) > 1:
         total = sum(map(_num_bytes, files.values()))
         places = {name: path for path, file in files.items() for name in file}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_json(aside / INDEX, index)
-    write_assets(model, folders, dtype, aside)
