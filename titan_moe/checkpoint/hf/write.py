@@ -222,7 +222,10 @@ def _write(path: Path, file: File, read: Read) -> None:
             is_float16 = tensor.dtype == torch.float16
             if is_float16 and part.isfinite().all() and not place.isfinite().all():
                 raise RunError(f"{theirs} has values that float16 cannot hold: export bfloat16")
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # The library's files are for their owner alone, whatever the umask.
     fsync(path)
 
 

@@ -1,6 +1,7 @@
 """Folders into checkpoints and out again, in small chunks; quantised ones; transformers agrees."""
 
 import json
+import os
 import shutil
 import weakref
 
@@ -142,6 +143,19 @@ def test_transformers_opens_an_export(family, tmp_path):
     assert all(beyond in name for name in info["unexpected_keys"])
     assert opened.dtype == torch.bfloat16
     assert opened.config.eos_token_id == 1 and opened.config.bos_token_id is None
+
+
+def test_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        _imported(tmp_path, small_model("qwen3", num_layers=1))
+        export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
+    finally:
+        os.umask(before)
+    written = [*(tmp_path / "imported").rglob("*"), *(tmp_path / "out").rglob("*")]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in written if path.is_file()}
+    assert {"model.safetensors", "manifest.json", "tokenizer_config.json"} <= modes.keys()
+    assert set(modes.values()) == {0o640}, modes
 
 
 def test_a_changed_export_is_refused(tmp_path):
