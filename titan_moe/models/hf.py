@@ -59,8 +59,10 @@ class HFModel:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) of their tensors that have no place here."""
-        return family_module(self.family).IGNORED
+        """Patterns (fnmatch) of their tensors that have no place here, or none in this model."""
+        patterns: tuple[str, ...] = family_module(self.family).IGNORED
+        ahead = self.config.num_mtp_layers
+        return tuple(pattern for pattern in patterns if not (ahead and pattern.startswith("mtp.")))
 
     @cached_property
     def first_of_group(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ tensors make one:
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from torch import Tensor
 from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import read_settings
 from titan_moe.runtime.errors import RunError, reason
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -95,7 +98,11 @@ class HFFolder:
         files = _files(path)
         self.num_bytes = sum(file.stat().st_size for file in files)
         """Bytes of all tensor files."""
-        self._slices = {name: part for file in files.values() for name, part in file.items()}
+        self._slices: dict[str, Any] = {}
+        for file, parts in files.items():
+            if twice := sorted(self._slices.keys() & parts):
+                raise RunError(f"{file} and another file have a tensor {twice[0]}: remove one")
+            self._slices |= parts
         block = _weight_block(self.settings, path)
         self._quantized: dict[str, Float8 | MXFP4] = {}
         hidden: set[str] = set()
@@ -144,6 +151,8 @@ class HFFolder:
         return Float8(name, shape, block)
 
     def _mxfp4(self, name: str) -> MXFP4:
+        if name in self._slices:
+            raise RunError(f"{self.path}: {name} and {name}{BLOCKS} are both there: remove one")
         if name + SCALES not in self._slices:
             raise RunError(f"{self.path}: {name}{BLOCKS} is there without {name}{SCALES}")
         *outer, half = self._shape(name + BLOCKS)
@@ -173,6 +182,13 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
         files = {folder / name: _opened(folder / name) for name in sorted(set(named.values()))}
         if missing := sorted(named.keys() - {name for file in files.values() for name in file}):
             raise RunError(f"{index} names tensors that no file has: {', '.join(missing[:4])}")
+        for file, parts in files.items():  # The index tells which of two files is read.
+            files[file] = {
+                n: part for n, part in parts.items() if named.get(n) in (None, file.name)
+            }
+        if unread := sorted(set(folder.glob("*.safetensors")) - files.keys()):
+            names = ", ".join(path.name for path in unread)
+            logger.warning("%s does not name %s: not read", index, names)
         return files
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: _opened(folder / SINGLE)}

@@ -7,9 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.pieces import Stored
+from titan_moe.checkpoint.hf.pieces import Stored, cut
 from titan_moe.checkpoint.manifest import listed
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
@@ -26,6 +27,7 @@ PREVIOUS_LOAD = ".router.previous_load"
 EXPERT_BIAS = ".router.expert_bias"
 _INDEXER = ".indexer."
 
+_COMPARED = 2**24  # Elements of two tensors that are compared at once.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
 
 
@@ -33,7 +35,8 @@ def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
     """The place of each of our tensors in a folder; those that are never stored are left out, and
     indexers that are to warm up if the folder has none.
 
-    Raises RunError that names every missing, superfluous or misshapen tensor.
+    Raises RunError that names every missing, superfluous or misshapen tensor, and a stored copy of
+    another tensor that is not equal to it.
     """
     indexer = model.config.indexer
     if indexer is not None and indexer.warm_up and not any(_INDEXER in x for x in folder.shapes):
@@ -63,6 +66,7 @@ def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
     ]
     if lines:
         raise RunError(f"{folder.path} does not fit the model: {'; '.join(lines)}")
+    _refuse_other_copies(model, folder, places)
     return places
 
 
@@ -129,17 +133,52 @@ def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> lis
     layers = range(config.num_layers, config.num_layers + theirs.num_mtp_layers)
     prefixes = {way.name.partition("{layer}")[0] for ways in model.keys.values() for way in ways}
     own_mtp = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    expected = {
-        copy.replace("{layer}", str(layer)) for copy in model.copies for layer in own_mtp
-    } | {way.name for ours in model.first_of_group for way in model.keys.get(ours, ())}
-    rest, ahead = [], 0
+    copies = _copies(model)
+    rest, ahead, ignored = [], [], []
     for name in names:
         match = re.match(r"(.*?layers\.)(\d+)\.", name)
         beyond = match is not None and match[1] in prefixes and int(match[2]) in layers
         if beyond and match is not None and int(match[2]) not in own_mtp:
-            ahead += 1
-        elif name not in expected and not any(fnmatchcase(name, p) for p in model.ignored):
+            ahead.append(name)
+        elif any(fnmatchcase(name, pattern) for pattern in model.ignored):
+            ignored.append(name)
+        elif name not in copies:
             rest.append(name)
-    if ahead:
-        logger.info("%d tensors of multi-token prediction layers are left out", ahead)
+    for kind, left in (("tensors of multi-token prediction layers", ahead), ("tensors", ignored)):
+        if left:
+            logger.info("%d %s are left out: %s", len(left), kind, listed(left))
     return rest
+
+
+def _copies(model: HFModel) -> dict[str, str]:
+    """Their names of tensors that are stored as copies -> our names of what each must equal."""
+    first = model.config.num_layers
+    copies = {
+        copy.replace("{layer}", str(layer)): ours
+        for copy, ours in model.copies.items()
+        for layer in range(first, first + model.config.num_mtp_layers)
+    }
+    tied = {way.name: ours for ours in model.first_of_group for way in model.keys.get(ours, ())}
+    return {name: model.first_of_group.get(ours, ours) for name, ours in (copies | tied).items()}
+
+
+def _refuse_other_copies(model: HFModel, folder: HFFolder, places: Mapping[str, Stored]) -> None:
+    """Raises RunError for a stored copy with other values, which would not be read. Each rank
+    compares its share: together they read each copy, and what it must equal, once."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for name, ours in _copies(model).items():
+        if name not in folder.shapes:
+            continue
+        first, shape = places[ours].way.name, folder.shapes[name]
+        boxes = list(cut(shape, _COMPARED))[rank::ranks] if name != first else []
+        if shape == folder.shapes[first] and all(
+            torch.equal(folder.read(name, box), folder.read(first, box)) for box in boxes
+        ):
+            continue
+        remedy = "tie_word_embeddings=false in config.json to train both"
+        if "layers." in name:
+            remedy = "model.num_mtp_layers=0 to train without it"
+        raise RunError(
+            f"{folder.path}: {name} is not equal to {first}, whose values would take its place: "
+            f"set {remedy}"
+        )

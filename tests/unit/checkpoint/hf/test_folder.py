@@ -85,6 +85,11 @@ _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
         ({"w": _FLOAT8, "w_scale_inv": torch.ones(3, 2)}, _BLOCKS, r"needs \[3, 3\]"),
         ({"w": torch.ones(3)}, _BLOCKS.replace("fp8", "gptq"), "quant_method='gptq'"),
         ({"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)}, "{}", "without e_scales"),
+        (
+            {"e": torch.ones(1), "e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)},
+            "{}",
+            "e and e_blocks are both there: remove one",
+        ),
     ],
 )
 def test_unknown_or_incomplete_quantisation_is_refused(tensors, settings, line, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.hf_folders import make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.folder import HFFolder
@@ -135,3 +135,59 @@ def test_a_tied_output_may_be_there(tmp_path):
 
     found = _find(tmp_path / "in", model, change)
     assert found["output.weight"].way.name == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("qwen3", "lm_head.weight", "tie_word_embeddings=false in config.json"),
+        ("deepseek_v3", "model.layers.4.embed_tokens.weight", "model.num_mtp_layers=0"),
+        ("glm4_moe", "model.layers.4.shared_head.head.weight", "model.num_mtp_layers=0"),
+    ],
+)
+def test_a_stored_copy_with_other_values_is_refused(family, name, words, tmp_path):
+    """Another model than the folder's would be trained."""
+    model = small_model(family)
+    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    copied = "model.embed_tokens.weight" if "head" not in name or family == "qwen3" else "lm_head"
+
+    def change(tensors):
+        (original,) = (tensor for key, tensor in tensors.items() if key.startswith(copied))
+        tensors[name] = original.clone()
+        tensors[name][-1, -1] += 1
+
+    with pytest.raises(RunError, match=f"{name} is not equal to {copied}.*set {words}") as raised:
+        _find(tmp_path / "in", model, change)
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_are_ignored_are_named(tmp_path, caplog):
+    model = small_model("qwen3_next")
+    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    with pytest.raises(RunError, match=r"of no use to this model: mtp\.other\.weight"):
+        _find(tmp_path / "in", model, lambda t: t.update({"mtp.other.weight": torch.ones(1)}))
+    without = HFModel(model.family, replace(model.config, num_mtp_layers=0))
+    with caplog.at_level("INFO", logger="titan_moe"):
+        _find(tmp_path / "in", without, lambda tensors: None)
+    (line,) = caplog.messages
+    assert "tensors are left out: mtp.fc.weight" in line
+
+
+def test_a_tensor_in_two_files_is_read_where_the_index_says(tmp_path, caplog):
+    model = small_model("qwen3")
+    folder = tmp_path / "in"
+    tensors = make_folder(folder, model, torch.bfloat16)
+    second = folder / "model-00002-of-00002.safetensors"
+    norm = "model.norm.weight"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (other,) = {path.name for path in folder.glob("*.safetensors")} - {index["weight_map"][norm]}
+    stored = load_file(folder / other)
+    save_file(stored | {norm: tensors[norm] + 1}, folder / other)
+    save_file({norm: tensors[norm]}, folder / "old.safetensors")
+    opened = HFFolder(folder)
+    assert torch.equal(opened.read(norm, (slice(0, 32),)), tensors[norm])
+    assert "does not name old.safetensors: not read" in caplog.messages[0]
+    del index["weight_map"][norm]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RunError, match=f"{second.name} and another file have a tensor {norm}"):
+        HFFolder(folder)
