@@ -21,7 +21,13 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import read_job, resolve
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
+from titan_moe.models.hf import (
+    HFModel,
+    as_record,
+    export_problems,
+    initial_weights_problems,
+    model_of_job,
+)
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside, report
 from titan_moe.runtime.files import lock_folder
 from titan_moe.runtime.launch import (
@@ -111,6 +117,7 @@ def check_all(
         raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
     job, model, lines = _read(argv, world_size, environment)
     problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
+    problems += initial_weights_problems(job.model, job.checkpoint)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path)

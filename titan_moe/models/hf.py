@@ -4,7 +4,7 @@ No torch. `hf_family.py` says what a family's `hf.py` has.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +14,14 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Model
+from titan_moe.config.job_config import Checkpoint, Model
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_family import HFCopies, HFKeys
+from titan_moe.models.hf_settings import text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
 
 CONFIG = "config.json"
+_METHODS = ("fp8", "mxfp4")
 
 # A run chooses these for its training, the length of its rows or the names in an exported folder:
 # weights fit all the same.
@@ -155,6 +157,49 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError([f"{path} holds no JSON object"])
     return settings
+
+
+def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
+    """The block size of float8 weights, where there are any. Raises ConfigError for weights that
+    cannot be de-quantised.
+
+    Args:
+        path: of the config.json.
+    """
+    quantized = _quantization(settings)
+    method = quantized.get("quant_method")
+    if quantized and method not in _METHODS:
+        raise ConfigError(
+            [
+                f"{path}: quantization_config.quant_method={method!r} cannot be de-quantised here, "
+                f"only {' or '.join(map(repr, _METHODS))}: name unquantised weights"
+            ]
+        )
+    block = quantized.get("weight_block_size")
+    if block is None:
+        return None
+    if not (isinstance(block, list) and len(block) == 2 and min(block) > 0):
+        raise ConfigError([f"{path}: weight_block_size={block!r} must be two sizes"])
+    return int(block[0]), int(block[1])
+
+
+def _quantization(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = settings.get("quantization_config") or text_of(settings).get("quantization_config")
+    return found or {}
+
+
+def initial_weights_problems(section: Model, checkpoint: Checkpoint) -> list[str]:
+    """Why a run could not read the Hugging Face weights that it starts from, by their config.json;
+    empty where it has none."""
+    folder = checkpoint.initial_load_path or section.hf_assets_path
+    if not (checkpoint.enable and checkpoint.initial_load_in_hf and folder):
+        return []
+    path = Path(folder).expanduser()
+    try:
+        weight_block(read_settings(path), path / CONFIG)
+    except ConfigError as error:
+        return error.lines
+    return []
 
 
 def model_of(folder: Path) -> HFModel:

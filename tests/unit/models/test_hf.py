@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from tests.support.refusals import refusal
+from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Model
+from titan_moe.config.job_config import Checkpoint, Model
 from titan_moe.models import registry
 from titan_moe.models.config import YarnScaling
 from titan_moe.models.hf import (
@@ -19,10 +22,14 @@ from titan_moe.models.hf import (
     differences,
     export_problems,
     from_record,
+    initial_weights_problems,
     model_of,
     model_of_job,
 )
+from titan_moe.models.kimi_linear import hf as kimi_linear
 from titan_moe.models.registry import FAMILIES, flavors, model_config
+from titan_moe.runtime.errors import RunError
+from titan_moe.train import check_all
 
 EVERY = [(family, flavor) for family in FAMILIES for flavor in flavors(family)]
 
@@ -169,3 +176,45 @@ def test_flavor_hf_takes_the_dimensions_of_the_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"needs model\.hf_assets_path"):
         model_of_job(Model(name="qwen3", flavor="hf"))
     assert Model(hf_assets_path="x", tokenizer_path="bytes").tokenizer_path == "bytes"
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["published names", "own names"])
+def test_kimi_linear_is_read_as_transformers_writes_it(renamed, tmp_path):
+    config = model_config("kimi_linear", "gate")
+    settings = HFModel("kimi_linear", config).settings()
+    theirs = transformers.KimiLinearConfig(**settings)
+    attends = [kind == "full_attention" for kind in theirs.layer_types]
+    assert attends == [not config.recurs(layer) for layer in range(config.num_layers)]
+    both = {"linear_attn_config", "first_k_dense_replace", *kimi_linear._FIXED}
+    plain = {key: value for key, value in settings.items() if key not in both}
+    transformers.KimiLinearConfig(**plain, mlp_layer_types=theirs.mlp_layer_types).save_pretrained(
+        tmp_path
+    )
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert not both & settings.keys() - {"hidden_act"}
+    if renamed:
+        names = {ours: name for name, ours in kimi_linear._ALIASES.items()}
+        settings = {names.get(key, key): value for key, value in settings.items()}
+        assert "num_local_experts" in settings and "num_experts" not in settings
+    assert differences(config, model_of(write(tmp_path, settings)).config) == []
+    settings["layer_types"][0] = "sliding_attention"
+    assert "layer_types: only linear_attention or" in refusal(model_of, write(tmp_path, settings))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "text_config"])
+def test_a_quantisation_that_is_not_known_is_refused_before_ranks_start(inside, tmp_path):
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    write(tmp_path, {"text_config": quantized} if inside else quantized)
+    section = Model(name="qwen3", flavor="hf", hf_assets_path=str(tmp_path))
+    keys = {"enable": True, "initial_load_in_hf": True}
+    (line,) = initial_weights_problems(section, Checkpoint(**keys))
+    with pytest.raises(RunError) as raised:
+        save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+        HFFolder(tmp_path)
+    assert str(raised.value) == line and "quant_method='gptq' cannot be de-quantised" in line
+    job = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--model.name", "qwen3"]
+    job += ["--checkpoint.initial_load_path", str(tmp_path), "--model.flavor", "gate"]
+    with pytest.raises(ConfigError) as refused:
+        check_all(job, 1, 1, {})
+    assert line in refused.value.lines
+    assert initial_weights_problems(section, Checkpoint(enable=True)) == []

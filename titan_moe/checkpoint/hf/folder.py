@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.boxes import Box
-from titan_moe.models.hf import read_settings
+from titan_moe.models.hf import CONFIG, read_settings, weight_block
 from titan_moe.runtime.errors import RunError, reason
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ SCALE_INV = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-_METHODS = ("fp8", "mxfp4")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 # The 16 values of a 4-bit float with 2 bits of exponent and 1 of mantissa; OCP Microscaling
 # Formats specification 1.0, section 5.3.3.
@@ -103,7 +103,10 @@ class HFFolder:
             if twice := sorted(self._slices.keys() & parts):
                 raise RunError(f"{file} and another file have a tensor {twice[0]}: remove one")
             self._slices |= parts
-        block = _weight_block(self.settings, path)
+        try:
+            block = weight_block(self.settings, path / CONFIG)
+        except ConfigError as error:
+            raise RunError(error.lines[0]) from None
         self._quantized: dict[str, Float8 | MXFP4] = {}
         hidden: set[str] = set()
         for name, part in self._slices.items():
@@ -221,20 +224,3 @@ def _indexed(index: Path) -> Mapping[str, str]:
         return files
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{index} is damaged: {reason(error)}") from None
-
-
-def _weight_block(settings: Mapping[str, Any], folder: Path) -> tuple[int, int] | None:
-    """The block size of float8 weights, where there are any."""
-    quantized = settings.get("quantization_config") or {}
-    method = quantized.get("quant_method")
-    if quantized and method not in _METHODS:
-        raise RunError(
-            f"{folder / 'config.json'}: quantization_config.quant_method={method!r} cannot be "
-            f"de-quantised here, only {' or '.join(map(repr, _METHODS))}: name unquantised weights"
-        )
-    block = quantized.get("weight_block_size")
-    if block is None:
-        return None
-    if not (isinstance(block, list) and len(block) == 2 and min(block) > 0):
-        raise RunError(f"{folder / 'config.json'}: weight_block_size={block!r} must be two sizes")
-    return int(block[0]), int(block[1])

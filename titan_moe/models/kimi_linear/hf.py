@@ -1,5 +1,9 @@
 """Kimi Linear (arXiv 2510.26692), from the config.json file of moonshotai/Kimi-Linear-48B-A3B-Base:
-layers of Kimi Delta Attention, and of DeepSeek's latent attention without positions."""
+layers of Kimi Delta Attention, and of DeepSeek's latent attention without positions.
+
+config.json is read as published (`linear_attn_config`) and as transformers writes it since 5.17
+(`layer_types`, `linear_head_dim`). It is written with the keys of both.
+"""
 
 from typing import Any
 
@@ -32,6 +36,22 @@ _DEFAULTS = hf.DEFAULTS | {
     "num_nextn_predict_layers": 0,
     "first_k_dense_replace": 1,
 }
+# Names that transformers has for published keys.
+_ALIASES = {
+    "max_position_embeddings": "model_max_length",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
+# Keys of linear_attn_config -> those that transformers writes in its place.
+_STATES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_KINDS = ("linear_attention", "full_attention")
 _FIXED = {
     "hidden_act": "silu",
     "mla_use_nope": True,
@@ -43,6 +63,8 @@ _FIXED = {
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
+    published = {key: settings.get(name) for name, key in _ALIASES.items()}
+    settings = published | {key: value for key, value in settings.items() if value is not None}
     hf.only(settings, **{key: (value,) for key, value in _FIXED.items()})
     hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
     hf.only(settings, num_nextn_predict_layers=(0,))
@@ -59,10 +81,18 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 
 
 def _recurrent_layers(settings: hf.Settings, num_layers: int) -> GatedDeltaConfig:
-    table = hf.needed(settings, "linear_attn_config")
-    names = "head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers"
-    dim, heads, size, numbers = (hf.needed(table, name) for name in names)
-    attends = [number in numbers for number in range(1, num_layers + 1)]
+    kinds, table = settings.get("layer_types"), settings.get("linear_attn_config")
+    if kinds is None:
+        table = hf.needed(settings, "linear_attn_config")
+        numbers = hf.needed(table, "full_attn_layers")
+        kinds = [_KINDS[number in numbers] for number in range(1, num_layers + 1)]
+    elif len(kinds) != num_layers or set(kinds) - set(_KINDS):
+        raise ConfigError(
+            [f"config.json: layer_types: only {' or '.join(_KINDS)}, {num_layers} times: {kinds}"]
+        )
+    table = table or {name: hf.needed(settings, key) for name, key in _STATES.items()}
+    dim, heads, size = (hf.needed(table, name) for name in _STATES)
+    attends = [kind == "full_attention" for kind in kinds]
     # The last layer attends in the published model, after two recurrent ones instead of three.
     every = hf.period("full_attn_layers", attends[:-1])
     last = attends[-1] and (not every or num_layers % every != 0)
@@ -75,6 +105,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, recurrent = _mixers(config)
     layers = range(1, config.num_layers + 1)
+    states = {
+        "head_dim": recurrent.key_dim,
+        "num_heads": recurrent.num_key_heads,
+        "short_conv_kernel_size": recurrent.conv_size,
+    }
     return {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": _FAMILY,
@@ -83,10 +118,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "linear_attn_config": {
             "full_attn_layers": [layer for layer in layers if not config.recurs(layer - 1)],
             "kda_layers": [layer for layer in layers if config.recurs(layer - 1)],
-            "head_dim": recurrent.key_dim,
-            "num_heads": recurrent.num_key_heads,
-            "short_conv_kernel_size": recurrent.conv_size,
+            **states,
         },
+        **{key: states[name] for name, key in _STATES.items()},
+        "layer_types": [_KINDS[not config.recurs(layer - 1)] for layer in layers],
         **hf.write_fields(config, _KEYS),
         **hf.rope_to_hf(config.rope),
     }
