@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.decoder import Decoder
 from titan_moe.runtime.launch import run_as_command
@@ -24,24 +25,27 @@ class Sampling:
     seed: int = 0
 
 
-def first_tokenizer(names: list[str]) -> Tokenizer:
-    """The first of these model.tokenizer_path that can be loaded; raises ConfigError."""
+def first_tokenizer(names: list[str], training: Training) -> Tokenizer:
+    """The first of these model.tokenizer_path that can be loaded, for texts as the keys of
+    `training` say; raises ConfigError."""
     first: ConfigError | None = None
     for name in names:
         try:
-            return load_tokenizer(name)
+            return load_tokenizer(name, training)
         except ConfigError as error:
             first = first or error
     raise first or ConfigError(["the checkpoint names no tokenizer: name one with --tokenizer"])
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer, *, bos: bool, vocab_size: int) -> list[int]:
-    """The token ids of a prompt, after the tokenizer's BOS if `bos`.
+def prompt_ids(
+    prompt: str, tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int
+) -> list[int]:
+    """The token ids of a prompt, after the tokenizer's BOS if `bos`; None: if documents begin so.
 
     Raises ConfigError for no token at all, and for ids that a model of `vocab_size` has not.
     """
     ids = [int(token) for token in tokenizer.encode(prompt)]
-    if bos and tokenizer.bos_id is not None:
+    if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id, *ids]
     if not ids:
         raise ConfigError(["--prompt is empty: give the model a word to continue"])
@@ -70,7 +74,7 @@ def decode(
         logits_V = model(torch.tensor([ids[-longest:]], device=device))[0, -1].float()
         # The model's vocabulary may be padded to be divisible.
         token = _choose(logits_V[: tokenizer.vocab_size], sampling, generator)
-        if token == tokenizer.eos_id:
+        if token in tokenizer.stop_ids:
             return
         yield token
         ids = [*ids, token]

@@ -120,7 +120,7 @@ def check_all(
     problems += initial_weights_problems(job.model, job.checkpoint)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
-    tokenizer = load_tokenizer(job.model.tokenizer_path)
+    tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
     if problems := check_vocabulary(job, model, tokenizer.vocab_size):
         raise ConfigError(problems)
     return job, lines + data_notes(job.training, job.validation)

@@ -36,7 +36,7 @@ class TrainData:
     def __init__(self, job: JobConfig, config: ModelConfig, process: Process) -> None:
         self._job = job
         self._process = process
-        self.tokenizer = load_tokenizer(job.model.tokenizer_path)
+        self.tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
         if lines := check_vocabulary(job, config, self.tokenizer.vocab_size):
             raise ConfigError(lines)
         self._warned = False

@@ -80,8 +80,7 @@ def _kind(kind: Any, metadata: list[Any]) -> str:
     """The type of a key's values in words, with their bounds."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        (kind,) = (each for each in inner if each is not NoneType)
-        return _kind(kind, metadata)
+        return " or ".join(_kind(each, metadata) for each in inner if each is not NoneType)
     if hasattr(kind, "__metadata__"):
         return _kind(kind.__origin__, [*kind.__metadata__, *metadata])
     if origin is Literal:

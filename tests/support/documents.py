@@ -1,5 +1,6 @@
 """Small corpora, and slow versions in plain Python of what the package does with documents."""
 
+import base64
 import json
 import random
 import struct
@@ -79,6 +80,15 @@ def write_jsonl(path, texts):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
+
+
+def write_ranks(path, merges=()):
+    """A file of base64 tokens and ranks: the bytes and `merges`. Returns its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
+    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    path.write_bytes(b"".join(lines))
+    return str(path.parent)
 
 
 def write_hub(folder, texts, num_files=5):

@@ -1,12 +1,17 @@
 """Decoding takes the likeliest token of the whole text."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch.nn import functional
 
+from tests.support.documents import write_ranks
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.generate import Sampling, decode
+from titan_moe.generate import Sampling, decode, prompt_ids
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import model_config
 
@@ -28,6 +33,37 @@ def test_decode_takes_the_likeliest_token_of_the_last_max_seq_len() -> None:
         assert token == int(logits_V[: tokenizer.vocab_size].argmax())
         ids = [*ids, token]
     assert len(ids) == 20
+
+
+class _Script(torch.nn.Module):
+    """Says one token after the other, whatever it reads."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__()
+        self.config = model_config("qwen3", "gate")
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self._tokens = iter(tokens)
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return functional.one_hot(torch.tensor([[next(self._tokens)]]), 600)
+
+
+@pytest.mark.parametrize("stop", [256 + 1, 256 + 9])
+def test_decode_ends_at_the_end_of_a_text_and_of_a_turn(tmp_path: Path, stop: int) -> None:
+    path = write_ranks(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    said = [*"né 🎉".encode()]
+    tokenizer = load_tokenizer(path)
+    model: Any = _Script([*said, stop, 97])
+    assert tokenizer.decode(decode(model, [1], Sampling(), tokenizer)) == "né 🎉"
+
+
+@pytest.mark.parametrize("bos", [None, True, False])
+def test_prompt_begins_as_documents_do(tmp_path: Path, bos: bool | None) -> None:
+    path = write_ranks(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    ids = prompt_ids("a", load_tokenizer(path), bos=bos, vocab_size=600)
+    assert ids == [97] if bos is False else [256, 97]
 
 
 def test_a_decoder_takes_tokens_alone() -> None:

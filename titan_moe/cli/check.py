@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> Answer:
     samples = sample_data(
         job.training,
         job.validation,
-        load_tokenizer(job.model.tokenizer_path),
+        load_tokenizer(job.model.tokenizer_path, job.training),
         seed=job.debug.seed,
         global_batch_size=job.training.global_batch_size,
     )

@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest; 0: all")
     parser.add_argument("--tokenizer", help="as model.tokenizer_path; default: the checkpoint's")
-    parser.add_argument("--bos", action="store_true", help="put the tokenizer's BOS in front")
+    parser.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="put the tokenizer's BOS in front; default: as training.prepend_bos says",
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32, with a GPU bfloat16"
     )
@@ -49,7 +53,8 @@ def run(options: argparse.Namespace) -> Answer:
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = getattr(torch, options.dtype) if options.dtype else default
     loaded = load_alone(options.checkpoint, dtype=dtype, device=device)
-    tokenizer = first_tokenizer([options.tokenizer] if options.tokenizer else loaded.tokenizers)
+    names = [options.tokenizer] if options.tokenizer else loaded.tokenizers
+    tokenizer = first_tokenizer(names, loaded.training)
     vocab_size = loaded.model.config.vocab_size
     ids = prompt_ids(options.prompt, tokenizer, bos=options.bos, vocab_size=vocab_size)
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.seed)

@@ -3,9 +3,10 @@
     titan-moe tokenize --out data/tokens --training.dataset json --training.dataset_path 'x/*.jsonl'
     titan-moe tokenize --verify data/tokens
 
-It reads training.dataset, training.dataset_path, training.text_column and model.tokenizer_path of
-the configuration. Train on the copy with training.dataset="tokens" and
-training.dataset_path="data/tokens". Run the same command again after a kill.
+It reads training.dataset, training.dataset_path, training.text_column, model.tokenizer_path and
+training.parse_special_tokens of the configuration. Train on the copy with
+training.dataset="tokens" and training.dataset_path="data/tokens". Run the same command again after
+a kill.
 
 Exit codes: 0; 1 it failed, or a checksum is wrong; 2 a wrong argument; 130 interrupted.
 """
@@ -53,12 +54,14 @@ def _tokenize(options: argparse.Namespace) -> Answer:
         raise ConfigError(["training.blend: tokenize one dataset at a time, training.dataset"])
     (source,) = training_sources(job.training)
     path = job.model.tokenizer_path
-    corpus = open_source(source, load_tokenizer(path).fingerprint, seed=0)
+    corpus = open_source(source, load_tokenizer(path, job.training), seed=0)
     if not isinstance(corpus, FileCorpus | HubStream):
         raise ConfigError(
             [f"{source.name} is not to be tokenized: choose json, parquet, text or a hub dataset"]
         )
-    written = write_tokens(corpus, path, options.out, workers=options.workers)
+    written = write_tokens(
+        corpus, path, options.out, workers=options.workers, training=job.training
+    )
     found = {"folder": str(options.out), **asdict(written)}
     line = "{folder}: {documents:,} documents ({without_text:,} without a text), {tokens:,} tokens"
     return Answer(found, [line.format(**found)])

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -30,6 +31,14 @@ def _not_zero(value: int) -> int:
 
 
 _Unlimited = Annotated[int, AfterValidator(_not_zero)]
+
+
+def _name_or_flag(value: Any) -> Any:
+    if value in ("true", "false"):  # A command line has text alone.
+        return value == "true"
+    if isinstance(value, bool) or (isinstance(value, str) and value):
+        return value
+    raise ValueError("must be true, false or the name of a token")
 
 
 class Section(BaseModel):
@@ -119,8 +128,9 @@ class Model(Section):
     from it unless tokenizer_path says otherwise, and exports take along what is beside its
     weights."""
     tokenizer_path: str = "bytes"
-    """'bytes', or a folder that holds a tokenizer.json and a tokenizer_config.json; left
-    out: hf_assets_path if that is set."""
+    """'bytes', or a folder with tokenizer_config.json and one of tokenizer.json, tiktoken.model,
+    tekken.json and tokenizer.model, or one of these files; left out: hf_assets_path if that is
+    set."""
     converters: list[
         Literal["quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"]
     ] = Field([])
@@ -264,6 +274,16 @@ class Training(Section):
     repeat_dataset: bool = False
     """Start the dataset again when a sequence of the batch has used up its documents, instead of
     stopping with an error."""
+    append_eos: Annotated[bool | str, BeforeValidator(_name_or_flag)] = True
+    """A document ends with the tokenizer's end of text: its eos_token, or the base model's where an
+    instruct tokenizer's eos_token ends a turn of a chat. A token's name: with that one; false: with
+    none."""
+    prepend_bos: bool | None = None
+    """A document begins with the tokenizer's bos_token. Left out: as add_bos_token in
+    tokenizer_config.json says; where it says nothing, as tokenizer.json does with a text."""
+    parse_special_tokens: bool = False
+    """Names of special tokens inside documents are read as these tokens, no longer as text. Trust
+    the documents then: each can end itself."""
     mask_documents: bool = True
     """Packed documents do not attend to each other, and no target crosses from one to the next."""
     local_batch_size: PositiveInt = 8

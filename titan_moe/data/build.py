@@ -35,7 +35,7 @@ def check_data(training: Training, validation: Validation, tokenizer_path: str) 
     lines: list[str] = []
     tokenizer = None
     try:
-        tokenizer = load_tokenizer(tokenizer_path).fingerprint
+        tokenizer = load_tokenizer(tokenizer_path, training)
     except ConfigError as error:
         lines += error.lines
     sources = training_sources(training)
@@ -134,7 +134,8 @@ def build_reader(
         whole = ":whole" if split is Split.ALL else ""
         names.append(f"{source.weight:g} x {opened.fingerprint}{whole}")
     identity = Identity(
-        fingerprint=f"{' + '.join(names)} as {tokenizer.fingerprint}",
+        fingerprint=" + ".join(names),
+        **tokenizer.identity(),
         seed=seed,
         global_batch_size=global_batch_size,
         seq_len=training.seq_len,
@@ -226,7 +227,7 @@ def _open_order(
     repeat: bool = False,
 ) -> DocumentOrder:
     """Open a source for training, or by default as it is for validation."""
-    opened = open_source(source, tokenizer.fingerprint, seed)
+    opened = open_source(source, tokenizer, seed)
     if isinstance(opened, Corpus):
         drawn = seed if shuffle else None
         return CorpusOrder(source.name, opened, split=split, seed=drawn, repeat=repeat)

@@ -13,7 +13,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document's name and token ids, EOS included."""
+    """One document's name and token ids, those that begin and end it included."""
 
     name: str
     ids: np.ndarray

@@ -169,7 +169,7 @@ def _serve(pipe: Connection) -> None:
         try:
             if reader is None:
                 training, tokenizer_path, place = request
-                reader = build_reader(training, load_tokenizer(tokenizer_path), **place)
+                reader = build_reader(training, load_tokenizer(tokenizer_path, training), **place)
                 reply = None, (reader.identity, reader.state_dict())
             elif request[0] == "read_step":
                 reply = None, reader.read_step()
@@ -255,14 +255,25 @@ def _first_unbegun(first: Sequence[int], read: Mapping[int, int]) -> list[int]:
     return begins
 
 
+_TEXT_KEYS = ("append_eos", "prepend_bos", "parse_special_tokens")
+
+
 def _check_identity(state: dict[str, Any], identity: Identity) -> None:
+    saved = state["identity"]
+    begin = "set it as it was, or begin in another job.dump_folder"
+    taken = "the checkpoint's data position was taken with "
+    if saved.get("tokenizer", identity.tokenizer) != identity.tokenizer:
+        path, ours = saved["tokenizer_path"], identity.tokenizer_path
+        this = "whose files have changed since" if path == ours else f"this run has {ours!r}"
+        line = f"{taken}model.tokenizer_path={path!r}, {this}: ids mean other texts; {begin}"
+        raise RunError(line)
     for key, value in asdict(identity).items():
-        saved = state["identity"][key]
-        if saved != value:
-            changed = "the data's files have changed behind the same names and sizes: "
-            raise RunError(
-                f"{changed if key == 'checksum' else ''}the checkpoint's data position was taken "
-                f"with {key}={saved!r}, this run has {key}={value!r}: set it as it was, begin in "
-                "another job.dump_folder, or leave the position out with "
-                'checkpoint.exclude_from_loading=["dataloader"]'
-            )
+        if key == "tokenizer_path" or saved.get(key, value) == value:
+            continue
+        changed = "the data's files have changed behind the same names and sizes: "
+        name = f"training.{key}" if key in _TEXT_KEYS else key
+        raise RunError(
+            f"{changed if key == 'checksum' else ''}{taken}{name}={saved[key]!r}, this run has "
+            f"{name}={value!r}: {begin.replace(', or', ',')}, or leave the position out with "
+            'checkpoint.exclude_from_loading=["dataloader"]'
+        )

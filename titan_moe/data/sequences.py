@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, mix
 from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.stream import DocumentOrder
@@ -20,7 +18,14 @@ class Identity:
     """Everything that determines the token stream. A data position is valid under it alone."""
 
     fingerprint: str
-    """Tokenizer, sources and weights."""
+    """Sources and weights."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    tokenizer_path: str
+    """Names the tokenizer in messages; another path may lead to the same one."""
+    append_eos: str | bool
+    prepend_bos: bool
+    parse_special_tokens: bool
     seed: int
     global_batch_size: int
     seq_len: int
@@ -38,7 +43,8 @@ class BlendSource:
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
-    """Token ids of a document, with the EOS that ends it. One without a text is EOS alone.
+    """Token ids of a document, with those that begin and end it. One without a text has no other
+    ids.
 
     RunError if the document holds ids that the tokenizer has not.
     """
@@ -51,9 +57,9 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
                 f"tokenizer has 0 to {tokenizer.vocab_size - 1}: set model.tokenizer_path to the "
                 "one that made them"
             )
-        if ids[-1] == tokenizer.eos_id:  # Megatron-LM's --append-eod.
+        if tokenizer.append_eos and ids[-1] == tokenizer.eos_id:  # Megatron-LM's --append-eod.
             ids = ids[:-1]
-    return Encoded(document.name, np.append(ids.astype(np.int64), tokenizer.eos_id))
+    return Encoded(document.name, tokenizer.document(ids))
 
 
 class Blend:

@@ -9,15 +9,16 @@ from titan_moe.data.corpus import FORMATS, FileCorpus, Source, find_files
 from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.order import Corpus
 from titan_moe.data.stream import HubStream
+from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import TokenCorpus
 
 # 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.
 _C4_TEST_FOLDER = "tests/assets/c4_test"
 
 
-def check_source(source: Source, tokenizer: str | None) -> None:
+def check_source(source: Source, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError for mistakes that show without reading the data: a wrong path, ids of
-    another tokenizer than that of the fingerprint `tokenizer` (None: do not compare)."""
+    another tokenizer (None: do not compare)."""
     if source.dataset in DATASETS_WITHOUT_PATH:
         if source.dataset_path is not None:
             line = f"{source.path_name} has no use with {source.name}: leave it out"
@@ -32,8 +33,8 @@ def check_source(source: Source, tokenizer: str | None) -> None:
         raise ConfigError([f"{source.path_name} does not exist: name a copy, or leave it out"])
 
 
-def open_source(source: Source, tokenizer: str, seed: int) -> Corpus | HubStream:
-    """Open a source. tokenizer: the tokenizer's fingerprint.
+def open_source(source: Source, tokenizer: Tokenizer, seed: int) -> Corpus | HubStream:
+    """Open a source.
 
     Raises ConfigError if it is missing, empty, unreadable or made for another tokenizer.
     """
@@ -47,7 +48,7 @@ def open_source(source: Source, tokenizer: str, seed: int) -> Corpus | HubStream
     return FileCorpus(source) if source.dataset in FORMATS else HubStream(source)
 
 
-def _open_tokens(source: Source, tokenizer: str | None) -> TokenCorpus:
+def _open_tokens(source: Source, tokenizer: Tokenizer | None) -> TokenCorpus:
     key = f"{source.key}dataset_path"
     if source.path is None:
         raise ConfigError([f"{source.name} needs {key}: a folder made by titan-moe tokenize"])

@@ -1,105 +1,189 @@
-"""Text to token ids and back: bytes, or a Hugging Face tokenizer folder."""
+"""Text to token ids and back, and the tokens that a document begins and ends with."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training
+from titan_moe.data import tiktoken_files
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "tekken.json")
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+)
+_PATTERNS = ("*.tiktoken", "*.model", "*.model.v*", "*tekken*.json")
+# An instruct tokenizer's EOS may end a turn of a chat. Its base model's texts end with another
+# token, the first of these that the tokenizer has.
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|return|>",
+    "<|end_of_msg|>",
+    "<end_of_turn>",
+)
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "[EOS]", "<eos>", "</s>")
 
 
-class ByteTokenizer:
+class ByteEncoding:
     """Each byte of the UTF-8 text is a token; three special tokens follow the 256 bytes."""
 
-    bos_id: int | None = 256
-    eos_id = 257
     vocab_size = 259
-    fingerprint = "bytes"
-    """Names the tokenizer: two with one fingerprint give the same ids."""
+    ends = ("<|bos|>", "<|eos|>")
+    added = ()
+
+    def id_of(self, name: str) -> int | None:
+        return {"<|bos|>": 256, "<|eos|>": 257}.get(name)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, without BOS and EOS. Names of special tokens are read as plain text."""
         return np.frombuffer(text.encode(errors="replace"), np.uint8)
 
-    def decode(self, ids: Any) -> str:
-        """Text of `ids` (any iterable of ints); broken UTF-8 becomes U+FFFD, and special tokens are
-        left out."""
-        return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
+    def decode(self, ids: list[int]) -> str:
+        """Special tokens are left out."""
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
-class HuggingFaceTokenizer:
-    """A folder with tokenizer.json, and the names of EOS and BOS in tokenizer_config.json or
-    special_tokens_map.json beside it."""
+class HuggingFaceEncoding:
+    """A tokenizer of the `tokenizers` library."""
 
-    def __init__(self, folder: Path) -> None:
-        import tokenizers
+    ends = ("", "")
 
-        prefix = f"model.tokenizer_path={str(folder)!r}"
-        content = _read(folder / "tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8-sig"))
-        except Exception as error:  # The library raises bare Exception.
-            raise ConfigError([f"{prefix}: tokenizer.json is not readable: {error}"]) from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # A text cannot smuggle in an EOS.
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1  # Ids may have gaps.
-        try:
-            names, added = _special_tokens(folder)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            names, added = {}, []
-        if missing := [name for name in added if name not in ids]:
-            raise ConfigError(
-                [
-                    f"{prefix}: tokenizer.json lacks {missing[0]!r}, which the files beside it "
-                    "add: load and save the tokenizer with transformers, which writes all tokens "
-                    "to tokenizer.json"
-                ]
-            )
-        eos_id = ids.get(names.get("eos_token", ""))
-        if eos_id is None:
-            raise ConfigError(
-                [
-                    f"{prefix} names no eos_token that is understood: download the "
-                    "tokenizer_config.json and special_tokens_map.json of the same model"
-                ]
-            )
-        self.eos_id = eos_id
-        self.bos_id: int | None = ids.get(names.get("bos_token", ""))
-        self.fingerprint = f"huggingface:{_digest(content)}:eos={eos_id}"
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, parse: bool) -> None:
+        """`parse`: special tokens are read as tokens inside texts."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = not parse
+        self._tokenizer = tokenizer
+        self.added = tokenizer.encode("").ids  # What the file itself puts around a text.
+        ids = tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids) + 1  # Ids may have gaps.
+
+    def id_of(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
-    def decode(self, ids: Any) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _special_tokens(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """The contents of EOS and BOS by name, and of the tokens added to tokenizer.json.
+Encoding = ByteEncoding | HuggingFaceEncoding | tiktoken_files.TiktokenEncoding
 
-    By transformers' rules: added_tokens_decoder in tokenizer_config.json is the newer form, and
-    goes before special_tokens_map.json and added_tokens.json.
+
+class Tokenizer:
+    """An encoding, and the tokens around each document as the keys of a configuration say."""
+
+    def __init__(
+        self, path: str, encoding: Encoding, fingerprint: str, names: _Names, training: Training
+    ) -> None:
+        """ConfigError if there is no EOS, or if a key names a token that there is not."""
+        self.path = path
+        self._encoding = encoding
+        # With one fingerprint, texts have the same ids, if parse_special_tokens agrees.
+        self.fingerprint = fingerprint
+        self.vocab_size = encoding.vocab_size
+        self.parse_special_tokens = training.parse_special_tokens
+        bos, eos = names.bos or encoding.ends[0], names.eos or encoding.ends[1]
+        key = training.append_eos
+        self.bos_id = encoding.id_of(bos)
+        # The token that ends a document, or False.
+        self.append_eos: str | bool = key if key is not True else self._text_end(eos)
+        adds_bos = names.adds_bos
+        if adds_bos is None:
+            adds_bos = self.bos_id in encoding.added[:1]
+        wanted = training.prepend_bos
+        self.prepend_bos = bool(adds_bos and self.bos_id is not None) if wanted is None else wanted
+        if self.prepend_bos and self.bos_id is None:
+            raise _error(path, "has no bos_token: leave training.prepend_bos out")
+        last = None if self.append_eos is False else encoding.id_of(str(self.append_eos))
+        if isinstance(key, str) and last is None:
+            raise _error(path, f"has no token {key!r}: name another with training.append_eos")
+        eos_id = encoding.id_of(eos) if last is None else last
+        if eos_id is None:
+            raise _error(
+                path,
+                "names no eos_token that is understood: download the tokenizer_config.json and "
+                "special_tokens_map.json of the same model",
+            )
+        self.eos_id = eos_id  # Also pads.
+        self._before = np.array([self.bos_id] if self.prepend_bos else [], np.int64)
+        self._after = np.array([] if last is None else [last], np.int64)
+        # Tokens that end a text which a model generates.
+        self.stop_ids = {eos_id, *names.stops, encoding.id_of(eos)}
+
+    def _text_end(self, eos: str) -> str:
+        if eos not in _TURN_ENDS:
+            return eos
+        return next((n for n in _TEXT_ENDS if self._encoding.id_of(n) is not None), eos)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that ids of documents depend on, by the fields of `sequences.Identity`."""
+        return {
+            "tokenizer": self.fingerprint,
+            "tokenizer_path": self.path,
+            "append_eos": self.append_eos,
+            "prepend_bos": self.prepend_bos,
+            "parse_special_tokens": self.parse_special_tokens,
+        }
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`, without those around a document. Names of special tokens are text, unless
+        `training.parse_special_tokens` is set."""
+        return self._encoding.encode(text)
+
+    def decode(self, ids: Iterable[Any]) -> str:
+        """Text of `ids`, whole numbers; broken UTF-8 becomes U+FFFD."""
+        return self._encoding.decode([int(token) for token in ids])
+
+    def document(self, ids: np.ndarray) -> np.ndarray:
+        """Returns int64 ids of a document, with the tokens that begin and end it."""
+        return np.concatenate([self._before, ids.astype(np.int64), self._after])
+
+
+class _Names:
+    """The special tokens that the files beside a tokenizer name, by transformers' rules.
+
+    added_tokens_decoder in tokenizer_config.json is the newer form, and goes before
+    special_tokens_map.json and added_tokens.json.
     """
-    config, mapped, added = (
-        json.loads(_read(folder / name)) if (folder / name).is_file() else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    )
-    decoder = config.get("added_tokens_decoder")
-    table = mapped | config if decoder is not None else config | mapped
-    names = {key: _content(table[key]) for key in ("eos_token", "bos_token") if table.get(key)}
-    return names, list(added) if decoder is None else [
-        _content(token) for token in decoder.values()
-    ]
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """KeyError, TypeError, ValueError or AttributeError if the files are not understood."""
+        self.config, mapped, added, generation = (
+            _read_json(folder / name) if folder is not None else {} for name in _BESIDE
+        )
+        decoder = self.config.get("added_tokens_decoder")
+        table = mapped | self.config if decoder is not None else self.config | mapped
+        self.bos, self.eos = (
+            _content(table.get(name) or "") for name in ("bos_token", "eos_token")
+        )
+        self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
+        self.adds_bos: bool | None = self.config.get("add_bos_token")
+        stops = generation.get("eos_token_id") or []
+        self.stops: list[int] = stops if isinstance(stops, list) else [stops]
 
 
 def _content(token: str | dict[str, str]) -> str:
     return token if isinstance(token, str) else token["content"]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(_read(path).decode("utf-8-sig")) if path.is_file() else {}
 
 
 def _read(path: Path) -> bytes:
@@ -111,35 +195,98 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+def _error(path: str, problem: str) -> ConfigError:
+    return ConfigError([f"model.tokenizer_path={path!r} {problem}".replace(" : ", ": ")])
 
 
 def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
     """The unit that a loss is divided by, and the number of tokens a uniform guess chooses from."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return "byte", 256
-    return "token", tokenizer.vocab_size
+    return ("byte", 256) if tokenizer.path == "bytes" else ("token", tokenizer.vocab_size)
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Load `model.tokenizer_path`; ConfigError when there is no tokenizer."""
+def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
+    """Load `model.tokenizer_path` for documents as `training` says (None: as by default).
+
+    The format follows from a file's content. Raises ConfigError if there is no tokenizer.
+    """
+    training = training or Training()
     if path == "bytes":
-        return ByteTokenizer()
+        return Tokenizer(path, ByteEncoding(), "bytes", _Names(), training)
+    files = _files(path)
+    try:
+        names = _Names(files[0].parent)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        names = _Names()
+    for file in files:
+        content = _read(file)
+        try:
+            encoding = _encoding(file, content, names.config, training.parse_special_tokens)
+        except ImportError as error:
+            package = error.name
+            raise _error(path, f"needs the package {package}: pip install {package}") from None
+        except Exception as error:  # `tokenizers` and transformers raise bare Exception.
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise _error(path, f": {file.name} is not readable: {line}") from None
+        if encoding is not None:
+            missing = [name for name in names.added if encoding.id_of(name) is None]
+            if missing and isinstance(encoding, HuggingFaceEncoding):
+                raise _error(
+                    path,
+                    f": {file.name} lacks {missing[0]!r}, which the files beside it add: load and "
+                    "save the tokenizer with transformers, which writes all tokens to "
+                    "tokenizer.json",
+                )
+            return Tokenizer(path, encoding, _digest(content), names, training)
+    raise _error(
+        path,
+        f": {files[0].name} is neither JSON nor lines of base64 and ranks nor a sentencepiece "
+        "model: download it again (with Git: git lfs pull)",
+    )
+
+
+def _files(path: str) -> list[Path]:
+    """The file, or files of a folder, that may be a tokenizer."""
     place = Path(path).expanduser()
-    if place.name == "tokenizer.json":
-        place = place.parent
-    if not (place / "tokenizer.json").is_file():
-        problem = "holds no tokenizer.json" if place.is_dir() else "is no folder"
-        raise ConfigError(
-            [
-                f"model.tokenizer_path={path!r} {problem} (left out, it is model.hf_assets_path): "
-                "use 'bytes', or download tokenizer.json and tokenizer_config.json of a Hugging "
-                "Face model to a folder of that name (`hf download MODEL tokenizer.json "
-                "tokenizer_config.json --local-dir FOLDER`)"
-            ]
+    if place.is_file():
+        return [place]
+    files = [place / name for name in _FILES]
+    files += [file for pattern in _PATTERNS for file in sorted(place.glob(pattern))]
+    if found := [file for file in files if file.is_file()]:
+        return found
+    problem = f"holds no {', '.join(_FILES)}" if place.is_dir() else "is no folder"
+    raise _error(
+        path,
+        f"{problem} (left out, it is model.hf_assets_path): use 'bytes', or download "
+        "tokenizer.json and tokenizer_config.json of a Hugging Face model to a folder of that name "
+        "(`hf download MODEL tokenizer.json tokenizer_config.json --local-dir FOLDER`; Kimi's "
+        "models have tiktoken.model in place of tokenizer.json)",
+    )
+
+
+def _encoding(
+    file: Path, content: bytes, config: dict[str, Any], parse: bool
+) -> HuggingFaceEncoding | tiktoken_files.TiktokenEncoding | None:
+    """The encoding that a file holds; None if its content is no tokenizer's."""
+    if ranks := tiktoken_files.read(content, config, parse=parse):
+        return ranks
+    import tokenizers
+
+    if content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{":
+        loaded = tokenizers.Tokenizer.from_str(content.decode("utf-8-sig"))
+        return HuggingFaceEncoding(loaded, parse=parse)
+    # Sentencepiece's protobuf begins with a message, the first piece, which begins with its text.
+    if not content[:1] == content[2:3] == b"\n":
+        return None
+    if find_spec("transformers") is None or find_spec("sentencepiece") is None:
+        raise ValueError(
+            "transformers and sentencepiece convert such a file: pip install transformers "
+            "sentencepiece, or download the tokenizer.json of the same model"
         )
-    return HuggingFaceTokenizer(place)
+    from transformers import AutoTokenizer
+
+    converted = AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
+    return HuggingFaceEncoding(converted.backend_tokenizer, parse=parse)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training
 from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, sampled_checksum
 from titan_moe.data.order import Document
 from titan_moe.data.stream import HubStream
@@ -41,11 +42,15 @@ _TYPES: dict[str, np.dtype[Any]] = {_TOKENS: np.dtype("<u4"), _OFFSETS: np.dtype
 class Manifest:
     """The contents of a folder of tokens, and what they were made from."""
 
-    format: Literal["titan_moe tokens 2"]
+    format: Literal["titan_moe tokens 3"]
     source: str
     """Fingerprint of the corpus that was tokenised."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
+    tokenizer_path: str
+    """Names the tokenizer in messages."""
+    parse_special_tokens: bool
+    """True if special tokens inside the texts were read as tokens."""
     documents: int
     tokens: int
     without_text: int
@@ -57,18 +62,13 @@ class Manifest:
 class TokenCorpus:
     """The documents of a tokenised folder; nothing is read before it is asked for."""
 
-    def __init__(self, folder: Path, *, tokenizer: str | None, key: str) -> None:
-        """`tokenizer`: fingerprint of the one that must have made the ids; None: any. Raises
-        ConfigError naming `key` if the folder is not complete or of another tokenizer."""
+    def __init__(self, folder: Path, *, tokenizer: Tokenizer | None, key: str) -> None:
+        """`tokenizer`: the one that must have made the ids; None: any. Raises ConfigError naming
+        `key` if the folder is not complete or of another tokenizer."""
         self._folder = folder
         self._manifest = _read_manifest(folder, key=key)
-        if tokenizer not in (None, self._manifest.tokenizer):
-            raise ConfigError(
-                [
-                    f"{key}={str(folder)!r} was made with tokenizer {self._manifest.tokenizer}, "
-                    f"but model.tokenizer_path is {tokenizer}: use that one, or tokenize it again"
-                ]
-            )
+        if tokenizer is not None:
+            _check_tokenizer(self._manifest, tokenizer, name=f"{key}={str(folder)!r}")
         sizes = {_TOKENS: 4 * self._manifest.tokens, _OFFSETS: 8 * (self._manifest.documents + 1)}
         for name, size in sizes.items():
             path = folder / name
@@ -81,7 +81,9 @@ class TokenCorpus:
                     ]
                 )
         self._files = {name: (folder / name).open("rb", buffering=0) for name in sizes}
-        content = json.dumps(asdict(self._manifest), sort_keys=True).encode()
+        made = asdict(self._manifest)
+        del made["tokenizer_path"]
+        content = json.dumps(made, sort_keys=True).encode()
         self.fingerprint = f"tokens:{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
     def checksum(self) -> str:
@@ -117,6 +119,22 @@ def read_numbers(
     return np.frombuffer(content, kind)
 
 
+def _check_tokenizer(made: Manifest, tokenizer: Tokenizer, *, name: str) -> None:
+    """Raises ConfigError if `tokenizer` would give other ids than a folder has."""
+    again = "set it so, or tokenize the data again"
+    if made.tokenizer != tokenizer.fingerprint:
+        path = made.tokenizer_path
+        this = f"this run has {tokenizer.path!r}"
+        if path == tokenizer.path:
+            this, again = "whose files have changed since", "tokenize the data again"
+        line = f"{name} was made with model.tokenizer_path={path!r}, {this}: {again}"
+        raise ConfigError([line])
+    parsed = made.parse_special_tokens
+    if parsed != tokenizer.parse_special_tokens:
+        line = f"{name} was made with training.parse_special_tokens={str(parsed).lower()}: {again}"
+        raise ConfigError([line])
+
+
 def _read_manifest(folder: Path, *, key: str) -> Manifest:
     try:
         return TypeAdapter(Manifest).validate_json((folder / _MANIFEST).read_bytes(), strict=True)
@@ -143,19 +161,25 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def write_tokens(
-    source: FileCorpus | HubStream, tokenizer_path: str, out: Path, *, workers: int = 1
+    source: FileCorpus | HubStream,
+    tokenizer_path: str,
+    out: Path,
+    *,
+    workers: int = 1,
+    training: Training | None = None,
 ) -> Manifest:
     """Write all documents of `source`, in their order, into the new folder `out`.
 
-    Tokenizes pieces of the source in `workers` processes. The next call uses the pieces that had
-    finished before a kill. Raises RunError if `out` exists or if the source cannot be read or has
-    no document.
+    Tokenizes pieces of the source in `workers` processes, as the keys of `training` say (None: by
+    default). The next call uses the pieces that had finished before a kill. Raises RunError if
+    `out` exists or if the source cannot be read or has no document.
     """
     if out.exists():
         raise RunError(f"--out {str(out)!r} exists already: nothing is overwritten, choose another")
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, training)
     work = out.with_name(f"{out.name}.partial")
-    how = {"tokenizer_path": tokenizer_path, "fingerprint": tokenizer.fingerprint}
+    how = {"path": tokenizer_path, "parse": tokenizer.parse_special_tokens}
+    how["fingerprint"] = tokenizer.fingerprint
     try:
         encoded = _encoded(source, how, cache=work / "arrow", workers=workers)
     except Exception as error:  # A disk, a network, a text, no document: each raises its own.
@@ -180,9 +204,11 @@ def write_tokens(
             offsets_file.write(ends.astype(_TYPES[_OFFSETS]).tobytes())
             total = int(ends[-1])
     manifest = Manifest(
-        format="titan_moe tokens 2",
+        format="titan_moe tokens 3",
         source=source.fingerprint,
         tokenizer=tokenizer.fingerprint,
+        tokenizer_path=tokenizer_path,
+        parse_special_tokens=tokenizer.parse_special_tokens,
         documents=len(encoded),
         tokens=total,
         without_text=without_text,
@@ -196,7 +222,7 @@ def write_tokens(
 
 
 def _encoded(
-    source: FileCorpus | HubStream, how: dict[str, str], *, cache: Path, workers: int
+    source: FileCorpus | HubStream, how: dict[str, Any], *, cache: Path, workers: int
 ) -> Any:
     """A `datasets.Dataset` with each document's ids as bytes, null for one without a text.
 
@@ -206,7 +232,7 @@ def _encoded(
 
     datasets = import_datasets()
     # Another source or tokenizer does not find the files of this one.
-    content = repr((source.fingerprint, source.checksum(), how["fingerprint"]))
+    content = repr((source.fingerprint, source.checksum(), how["fingerprint"], how["parse"]))
     key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     cache.mkdir(parents=True, exist_ok=True)
     table = source.rows().select_columns(source.column)
@@ -226,7 +252,7 @@ def _encoded(
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in paths])
 
 
-def _encode_piece(table: Any, how: dict[str, str], path: str) -> None:
+def _encode_piece(table: Any, how: dict[str, Any], path: str) -> None:
     """Writes the ids of a table's documents to an Arrow file, which appears when it is complete."""
     datasets = import_datasets()
     table.map(
@@ -241,9 +267,9 @@ def _encode_piece(table: Any, how: dict[str, str], path: str) -> None:
     )
 
 
-def _encode(texts: list[str | None], tokenizer_path: str, fingerprint: str) -> dict[str, Any]:
+def _encode(texts: list[str | None], path: str, parse: bool, fingerprint: str) -> dict[str, Any]:
     """Runs in the workers. `fingerprint` keeps a tokenizer of another content out of the cache."""
-    encode = _load_once(tokenizer_path, fingerprint).encode
+    encode = _load_once(path, parse, fingerprint).encode
     found = [
         None if text is None else encode(text).astype(_TYPES[_TOKENS]).tobytes() for text in texts
     ]
@@ -251,5 +277,5 @@ def _encode(texts: list[str | None], tokenizer_path: str, fingerprint: str) -> d
 
 
 @lru_cache(maxsize=1)
-def _load_once(tokenizer_path: str, fingerprint: str) -> Tokenizer:
-    return load_tokenizer(tokenizer_path)
+def _load_once(path: str, parse: bool, fingerprint: str) -> Tokenizer:
+    return load_tokenizer(path, Training(parse_special_tokens=parse))

@@ -124,7 +124,7 @@ def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "tests" / "assets" / "c4_test" / "data.json", TEXTS)
     for path in (None, "tests/assets/c4_test/data.json"):
         (source,) = training_sources(Training(dataset="c4_test", dataset_path=path))
-        assert texts_of(open_source(source, "bytes", 0)) == TEXTS
+        assert texts_of(open_source(source, TOKENIZER, 0)) == TEXTS
         assert not source.is_stream
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -13,14 +14,16 @@ from tests.support.documents import (
     write_files,
     write_hub,
     write_jsonl,
+    write_ranks,
 )
 from tests.support.jobs import until
 from titan_moe.config.job_config import Dataset
-from titan_moe.data.build import build_loader
+from titan_moe.data.build import build_loader, build_reader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import merge_states
 from titan_moe.data.stream import StreamOrder
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
 ROWS = 8
@@ -214,3 +217,36 @@ def test_state_of_another_stream_is_refused(keys, options, line):
     (other,) = loaders(training(**keys), 1, **options)
     with pytest.raises(RunError, match=line):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"append_eos": False}, "training.append_eos='<|eos|>', this run has .*append_eos=False"),
+        ({"prepend_bos": True}, "training.prepend_bos=False, this run has .*prepend_bos=True"),
+        ({"parse_special_tokens": True}, "training.parse_special_tokens=False, this run has"),
+    ],
+)
+def test_resume_with_other_tokens_around_documents_is_refused(keys, line):
+    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 2}
+    state = build_reader(training(), load_tokenizer("bytes"), **place).state_dict()
+    section = training(**keys)
+    other = build_reader(section, load_tokenizer("bytes", section), **place)
+    with pytest.raises(RunError, match=re.escape(line).replace(r"\.\*", ".*")):
+        other.load_state_dict(state)
+
+
+def test_resume_with_another_tokenizer_names_the_key_and_both_values(tmp_path):
+    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 2}
+    paths = [write_ranks(tmp_path / name / "tokenizer.model") for name in ("first", "copy")]
+    first, copy, other = (load_tokenizer(path) for path in (*paths, "bytes"))
+    state = build_reader(training(), first, **place).state_dict()
+    build_reader(training(), copy, **place).load_state_dict(state)  # Another path to the same.
+    with pytest.raises(RunError) as error:
+        build_reader(training(), other, **place).load_state_dict(state)
+    line = str(error.value)
+    assert f"with model.tokenizer_path={paths[0]!r}, this run has 'bytes'" in line
+    assert "exclude_from_loading" not in line and first.fingerprint not in line
+    write_ranks(tmp_path / "first/tokenizer.model", merges=(b"ab",))
+    with pytest.raises(RunError, match=r"tokenizer_path=.*whose files have changed since"):
+        build_reader(training(), load_tokenizer(paths[0]), **place).load_state_dict(state)

@@ -16,8 +16,8 @@ from titan_moe.runtime.process_pool import TIMEOUT_S
 from titan_moe.train import prepare
 
 _UNUSED = (
-    "datasets huggingface_hub tokenizers transformers zstandard tqdm matplotlib jinja2 markupsafe "
-    "tensorboard torchao"
+    "datasets huggingface_hub tokenizers tiktoken transformers zstandard tqdm matplotlib jinja2 "
+    "markupsafe tensorboard torchao"
 )
 _RUN = """
 import os, sys

@@ -5,14 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.tokenizer import ByteTokenizer, load_tokenizer
+from titan_moe.config.job_config import Training
+from titan_moe.config.parse import load_job
+from titan_moe.data.order import Document
+from titan_moe.data.sequences import encode_document
+from titan_moe.data.tokenizer import load_tokenizer
 
 TEXT = "def f(x):\n    return 'naïve — 12345' # <|end_of_text|>\n"
 
 
 @given(st.text())
 def test_bytes_give_the_text_back(text):
-    tokenizer = ByteTokenizer()
+    tokenizer = load_tokenizer("bytes")
     assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]) == text
 
 
@@ -21,7 +25,8 @@ def token(content, special=True):
     return {"content": content, "special": special, **flags}
 
 
-def write_folder(folder, config):
+def write_folder(folder, config, *, specials=("<s>", "<|end_of_text|>", "<|eos|>"), bos=None):
+    """bos: tokenizer.json itself puts this token in front of a text."""
     import tokenizers
 
     symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -29,8 +34,13 @@ def write_folder(folder, config):
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "<|end_of_text|>", "<|eos|>"])
+    tokenizer.add_special_tokens(list(specials))
     tokenizer.add_tokens(["<tool>"])
+    if bos is not None:
+        pair = (bos, tokenizer.token_to_id(bos))
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[pair]
+        )
     tokenizer.enable_truncation(4)
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -98,6 +108,99 @@ def test_special_tokens_that_tokenizer_json_lacks_are_refused(tmp_path, config, 
     with pytest.raises(ConfigError, match=line) as error:
         load_tokenizer(write_folder(tmp_path / "tok", config))
     assert len(error.value.lines) == 1
+
+
+INSTRUCT = {"tokenizer_config.json": {"eos_token": "<|im_end|>", "bos_token": "<s>"}}
+NAMES = ("<s>", "<|endoftext|>", "<|im_end|>", "<tool>")
+
+
+def document(path, **keys):
+    """The decoded document "a", and the tokenizer."""
+    tokenizer = load_tokenizer(path, Training(**keys))
+    return tokenizer.decode(encode_document(Document("d", "a"), tokenizer).ids), tokenizer
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (True, "a<|endoftext|>"),  # The base model's end of text, not the end of a turn.
+        ("<|im_end|>", "a<|im_end|>"),
+        ("<tool>", "a<tool>"),
+        (False, "a"),
+    ],
+)
+def test_append_eos_names_the_token_that_ends_a_document(tmp_path, key, said):
+    path = write_folder(tmp_path / "tok", INSTRUCT, specials=NAMES)
+    (tmp_path / "tok/generation_config.json").write_text('{"eos_token_id": [256, 5]}')
+    text, tokenizer = document(path, append_eos=key)
+    assert text == said
+    ends = {tokenizer.decode([token]) for token in tokenizer.stop_ids}
+    assert ends >= {"<|im_end|>", tokenizer.decode([5]), "<s>", said[1:] or "<|im_end|>"}
+
+
+@pytest.mark.parametrize("eos", ["<|endoftext|>", "<tool>"])
+def test_eos_that_ends_no_turn_ends_documents(tmp_path, eos):
+    config = {"tokenizer_config.json": {"eos_token": eos}}
+    assert document(write_folder(tmp_path / "tok", config, specials=NAMES))[0] == f"a{eos}"
+
+
+@pytest.mark.parametrize(
+    ("says", "bos", "key", "begins"),
+    [
+        ({"add_bos_token": True}, None, None, True),
+        ({"add_bos_token": False}, "<s>", None, False),
+        ({}, "<s>", None, True),  # Llama 3's folder says it in tokenizer.json alone.
+        ({}, "<|eos|>", None, False),
+        ({}, None, None, False),
+        ({"add_bos_token": True}, None, False, False),
+        ({}, None, True, True),
+        ({"add_bos_token": True, "bos_token": None}, None, None, False),
+    ],
+)
+def test_prepend_bos_is_by_default_as_the_folder_says(tmp_path, says, bos, key, begins):
+    config = {"tokenizer_config.json": {"eos_token": "<|eos|>", "bos_token": "<s>"} | says}
+    text, _ = document(write_folder(tmp_path / "tok", config, bos=bos), prepend_bos=key)
+    assert text == ("<s>" if begins else "") + "a<|eos|>"
+
+
+def test_special_tokens_inside_documents_are_parsed_by_key(tmp_path):
+    path = write_folder(tmp_path / "tok", INSTRUCT, specials=NAMES)
+    parsed = load_tokenizer(path, Training(parse_special_tokens=True))
+    ids = parsed.encode("a<|im_end|>").tolist()
+    assert len(ids) == 2 and ids[1] in parsed.stop_ids
+    assert len(load_tokenizer(path).encode("a<|im_end|>")) == 11
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"append_eos": "<none>"}, "has no token '<none>': name another with training.append_eos"),
+        ({"prepend_bos": True}, "has no bos_token: leave training.prepend_bos out"),
+    ],
+)
+def test_key_that_needs_a_token_which_is_not_there_is_refused(tmp_path, keys, line):
+    path = write_folder(tmp_path / "tok", {"tokenizer_config.json": {"eos_token": "<s>"}})
+    with pytest.raises(ConfigError, match=line):
+        load_tokenizer(path, Training(**keys))
+
+
+@pytest.mark.parametrize(("text", "value"), [("false", False), ("true", True), ("<x>", "<x>")])
+def test_append_eos_is_a_flag_or_a_name(text, value):
+    assert load_job(["--training.append_eos", text]).training.append_eos == value
+
+
+def test_append_eos_of_another_type_is_one_line(tmp_path):
+    (tmp_path / "a.toml").write_text("[training]\nappend_eos = 3\n")
+    with pytest.raises(ConfigError, match="must be true, false or the name of a token") as error:
+        load_job(["--config", str(tmp_path / "a.toml")])
+    assert len(error.value.lines) == 1
+
+
+def test_byte_order_mark_before_a_tokenizer_is_passed_over(tmp_path):
+    path = write_folder(tmp_path / "tok", INSTRUCT, specials=NAMES)
+    for file in (tmp_path / "tok").iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert document(path)[0] == "a<|endoftext|>"
 
 
 def test_missing_tokenizer_is_refused_with_the_files_to_download(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.disk_order import watched_disk
-from tests.support.documents import random_texts, write_hub, write_jsonl
+from tests.support.documents import random_texts, write_hub, write_jsonl, write_ranks
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training
 from titan_moe.data import tokens
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.stream import HubStream
@@ -23,7 +24,7 @@ TOKENIZER = load_tokenizer("bytes")
 TEXTS = [*random_texts(1500), None]
 
 
-def opened(folder, tokenizer="bytes"):
+def opened(folder, tokenizer=TOKENIZER):
     return TokenCorpus(folder, tokenizer=tokenizer, key="training.dataset_path")
 
 
@@ -122,8 +123,24 @@ def test_damage_is_found(tmp_path):
     path.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"tokens.bin has [\d,]+ bytes, not the [\d,]+ of"):
         opened(out)
-    with pytest.raises(ConfigError, match=r"made with tokenizer bytes, but .* is other"):
-        opened(out, "other")
+
+
+def test_tokens_of_another_tokenizer_or_reading_are_refused(tmp_path):
+    name = write_ranks(tmp_path / "a/tokenizer.model")
+    section = Training(parse_special_tokens=True)
+    out = tmp_path / "out"
+    write_tokens(corpus_of(tmp_path, ["a<|eot_id|>"]), name, out, training=section)
+    tokenizer = load_tokenizer(name, section)
+    assert opened(out, tokenizer)[0].content.tolist() == [97, 256 + 9]
+    with pytest.raises(ConfigError, match=r"made with training.parse_special_tokens=true: set it"):
+        opened(out, load_tokenizer(name))
+    with pytest.raises(ConfigError) as error:
+        opened(out, TOKENIZER)
+    assert f"model.tokenizer_path={name!r}, this run has 'bytes'" in str(error.value)
+    assert tokenizer.fingerprint not in str(error.value)
+    write_ranks(tmp_path / "a/tokenizer.model", merges=(b"ab",))
+    with pytest.raises(ConfigError, match="whose files have changed since"):
+        opened(out, load_tokenizer(name, section))
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])

@@ -47,7 +47,7 @@ def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]
         named = [model.get("hf_assets_path"), initial, model.get("tokenizer_path")]
         folders.append(checkpoint / HF)
         for path in (Path(name).expanduser() for name in named if name):
-            place = path.parent if path.name == "tokenizer.json" else path
+            place = path.parent if path.is_file() else path
             folders += [place / HF, place]
         checkpoint = Path(initial or checkpoint).expanduser()
         job_record = _read(checkpoint / MANIFEST).get("job") or {}

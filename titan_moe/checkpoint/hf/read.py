@@ -31,6 +31,7 @@ from titan_moe.checkpoint.manifest import (
     read_manifest,
 )
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
+from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
@@ -216,6 +217,8 @@ class Loaded(NamedTuple):
     model: Decoder
     tokenizers: list[str]
     """Values for model.tokenizer_path."""
+    training: Training
+    """The keys about the tokens around documents, as the model was trained."""
 
 
 def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loaded:
@@ -231,7 +234,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
         plain = HFModel(wanted.family, model.config)
         source = HFSource(HFFolder(path), plain, model_shapes(model.config))
         source.fill(model.state_dict(keep_vars=True))
-        return Loaded(model.eval(), [str(path)])
+        return Loaded(model.eval(), [str(path)], Training())
     manifest = read_manifest(path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
     stored, ours = StoredTensors(path), model.state_dict(keep_vars=True)
@@ -246,7 +249,10 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
             tensor.copy_(stored.read(chunk))
     folders = [str(folder) for folder in asset_folders(path, manifest.job)]
     written = manifest.job.get("model", {}).get("tokenizer_path")
-    return Loaded(model.eval(), [*([written] if written else []), *folders])
+    names = ("append_eos", "prepend_bos", "parse_special_tokens")
+    keys = manifest.job.get("training", {})
+    training = Training(**{name: keys[name] for name in names if name in keys})
+    return Loaded(model.eval(), [*([written] if written else []), *folders], training)
 
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -92,6 +92,8 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
     plain = training.dataset in DATASETS_WITHOUT_COLUMNS
     yield "training.text_column", plain, "the data has no columns"
+    bytes_alone = job.model.tokenizer_path == "bytes"
+    yield "training.parse_special_tokens", bytes_alone, "bytes are all that a text has"
     yield (
         "validation.text_column",
         job.validation.dataset is None or job.validation.dataset in DATASETS_WITHOUT_COLUMNS,
