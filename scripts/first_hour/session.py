@@ -127,6 +127,8 @@ class Session:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # `wait` interrupts it. A shell's background job would hand down SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         return process, start
 

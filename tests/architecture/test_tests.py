@@ -12,18 +12,26 @@ from tests.support.planting import right_source
 
 
 def violations(repo: Path) -> list[str]:
-    """One line for each file of tests/ that imports a test module, or a conftest."""
+    """One line for each file of tests/ that imports a test module, or a conftest, or that starts a
+    process whose signals are the suite's own."""
     found = []
     for path in sorted(repo.glob("tests/**/*.py")):
         name = path.relative_to(repo)
-        for imported in sorted(set(imports_of(ast.parse(path.read_text()), name))):
+        tree = ast.parse(path.read_text())
+        if path.stem != "processes" and any(_starts(node) for node in ast.walk(tree)):
+            found.append(f"{name}: Popen: call start_process of tests/support/processes.py")
+        for imported in sorted(set(imports_of(tree, name))):
             top, _, rest = imported.partition(".")
             if top == "tests" and rest.partition(".")[0] not in ("fuzz", "support"):
                 found.append(f"{name}: imports {imported}: move it to tests/support")
     return found
 
 
-def test_no_test_module_imports_another() -> None:
+def _starts(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Popen")
+
+
+def test_tests_share_helpers_and_start_processes_through_support_alone() -> None:
     assert violations(REPO) == []
 
 

@@ -23,7 +23,6 @@ GOLDENS = sorted(path for path in (REPO / "tests" / "goldens").iterdir() if path
 def start(*words: object, out: Path) -> subprocess.Popen[str]:
     return start_command(
         *("verify", "losses", *words, "--out", out),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         start_new_session=True,
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.support.paths import REPO
+from tests.support.processes import start_process
 from titan_moe.cli.main import main
 
 TITAN_MOE = [sys.executable, "-m", "titan_moe"]
@@ -30,8 +31,8 @@ def run_command(*words: object) -> subprocess.CompletedProcess[str]:
 
 def start_command(*words: object, cwd: Path = REPO, **options: object) -> subprocess.Popen[str]:
     """Starts a command on the CPU, with the code of `cwd`; both outputs are one."""
-    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
-        [*TITAN_MOE, *map(str, words)],
+    return start_process(
+        [*TITAN_MOE, *words],
         cwd=cwd,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import REPO
+from tests.support.processes import start_process
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
 EMPTY = REPO / "tests" / "support" / "empty.toml"
@@ -74,14 +75,12 @@ class Job:
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         more = dict([self._marker.split("=")]) | {"TMPDIR": str(folder / "tmp")}
         with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [str(word) for word in command],
+            self._process = start_process(
+                command,
                 env=os.environ | variables | more,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Tests started in the background of a shell inherit that SIGINT is ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.pid = self._process.pid
 

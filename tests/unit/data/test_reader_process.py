@@ -13,6 +13,7 @@ import torch
 
 from tests.support.documents import random_texts, training, write_jsonl
 from tests.support.jobs import is_running, until
+from tests.support.processes import start_process
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.build import build_reader
@@ -109,10 +110,9 @@ def test_close_ends_the_reader_process_at_once(tmp_path):
 
 
 _RANK = """
-import signal, sys, time
+import sys, time
 from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.data.reader import ReaderProcess
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
 reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
 reader.read_step()
@@ -123,7 +123,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_reader_process_ends_with_its_rank(number):
-    rank = subprocess.Popen([sys.executable, "-c", _RANK], stdout=subprocess.PIPE, text=True)
+    rank = start_process([sys.executable, "-c", _RANK], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     pid, torch_there = rank.stdout.readline().split()
     assert torch_there == "False"

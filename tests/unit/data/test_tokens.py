@@ -11,6 +11,7 @@ import pytest
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.disk_order import watched_disk
 from tests.support.documents import random_texts, write_hub, write_jsonl, write_ranks
+from tests.support.processes import start_process
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data import tokens
@@ -70,7 +71,7 @@ def test_command_survives_sigkill(tmp_path):
     data = ["--training.dataset", "json", "--training.dataset_path", path]
     command = [*TITAN_MOE, "tokenize", *data, "--workers", "1", "--out"]
     out, partial = tmp_path / "out", tmp_path / "out.partial" / "arrow"
-    process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL)
+    process = start_process([*command, out], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not partial.exists() and time.monotonic() < deadline:
         time.sleep(0.0005)
@@ -85,10 +86,10 @@ def test_command_survives_sigkill(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_a_command_with_workers(tmp_path, number):
-    path = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100] * 40_000)
+    path = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100] * 10_000)
     data = ["--training.dataset", "json", "--training.dataset_path", path, "--out", tmp_path / "a"]
     command = [*TITAN_MOE, "tokenize", *data, "--workers", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    process = start_process(command, stderr=subprocess.PIPE, start_new_session=True)
     shown = b""
     while not re.search(rb"tokenizing.* [1-9]\d*%", shown):  # A worker has finished a piece.
         shown += os.read(process.stderr.fileno(), 1000)

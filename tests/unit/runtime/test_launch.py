@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.jobs import is_running, until
 from tests.support.paths import REPO
+from tests.support.processes import start_process
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
 from titan_moe.train import read_for_device
 
@@ -101,7 +102,7 @@ _LAUNCHER_OF_TORCHRUN = (
 )
 def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", launcher, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+    with start_process(words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import start_process
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import LOCK, lock_folder
@@ -27,7 +28,7 @@ time.sleep(60)
 def test_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [sys.executable, "-c", _HOLD, str(folder)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+    with start_process(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None and first.stdout.readline() == "locked\n"
         refused = rf"in use by process {first.pid} of \S+ since .*another job\.dump_folder$"
         with pytest.raises(RunError, match=refused):
@@ -40,7 +41,7 @@ def test_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None
 
 def test_lock_file_that_is_removed_ends_no_run(tmp_path: Path) -> None:
     words = [sys.executable, "-c", _HOLD, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+    with start_process(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None and first.stdout.readline() == "locked\n"
         (tmp_path / LOCK).unlink()
         lock_folder(tmp_path, "job.dump_folder")

@@ -3,20 +3,25 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from scripts.bench import gpu_moe, measure
 from scripts.first_hour import __main__ as first_hour
+from scripts.first_hour import runner
 from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts, run_tests
 from scripts.first_hour.runner import run_part
 from scripts.first_hour.session import REPO, Machine, Session, UnseenError
+from tests.support.jobs import until
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.runtime.process_pool import TIMEOUT_S
 from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 
@@ -35,13 +40,25 @@ def test_that_passes(record_property): record_property("error", 1e-6)
 
 def test_that_fails(): assert False
 
-def test_that_is_slow(): time.sleep(600)
+def test_that_is_slow():
+    open("{}", "w").close()
+    time.sleep(600)
 """
+
+
+class PatientSession(Session):
+    """Counts its limit from the start of the test that is slow, which a busy machine delays."""
+
+    def start(self, *words: object, env: Mapping[str, str] | None = None) -> Any:
+        started = super().start(*words, env=env)
+        until((self.folder / "slow").exists, TIMEOUT_S)
+        self._began = time.monotonic()
+        return started
 
 
 def runs_slow_tests(session: Session) -> Seen:
     file = session.folder / "test_slow.py"
-    file.write_text(SLOW_TESTS)
+    file.write_text(SLOW_TESTS.format(session.folder / "slow"))
     session.figures.write_text('{"rows": [1, 2]}')
     return run_tests(session, [str(file), "-p", "no:cacheprovider"])
 
@@ -77,11 +94,12 @@ def test_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 
 
 def test_part_that_is_stopped_keeps_its_tests_its_figures_and_the_end_of_its_log(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = Part("slow", "?", runs_slow_tests, limit_s=8)
+    monkeypatch.setattr(runner, "Session", PatientSession)
+    part = Part("slow", "?", runs_slow_tests, limit_s=2)
     result = run_part(part, Machine("cpu", 1), tmp_path / "slow", part.limit_s)
-    assert (result.verdict, result.line) == ("failed", "stopped at the limit of 8 s")
+    assert (result.verdict, result.line) == ("failed", "stopped at the limit of 2 s")
     tests = result.figures["tests"]
     assert (tests["passed"], tests["failure"]) == (1, 1) and tests["failed"] == ["test_that_fails"]
     assert tests["recorded"] == {"test_that_passes": {"error": "1e-06"}}

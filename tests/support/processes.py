@@ -1,0 +1,19 @@
+"""Start the processes that a test sends signals to, or waits for."""
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+
+def start_process(words: Sequence[object], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a program that signals end as usual. A shell that starts the suite in its background,
+    nohup and some CI systems leave their children signals that are ignored."""
+    command = [str(word) for word in words]
+    return subprocess.Popen(command, preexec_fn=_default_signals, **options)
+
+
+def _default_signals() -> None:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
