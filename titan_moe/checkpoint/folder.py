@@ -19,7 +19,7 @@ import torch.distributed as dist
 from titan_moe.checkpoint.digests import digests_of, files, read_checked, write_listing
 from titan_moe.distributed.agreement import from_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import fsync, set_aside
+from titan_moe.runtime.files import LOCK, fsync, set_aside, take_folder
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
@@ -149,7 +149,8 @@ def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
     aside = on_rank_zero(lambda: _begin_new(target, needed), doing=doing)
     try:
         yield aside
-        own = files(aside)[dist.get_rank() :: dist.get_world_size()]
+        names = [name for name in files(aside) if name != LOCK]
+        own = names[dist.get_rank() :: dist.get_world_size()]
         everyone = from_every_rank(lambda: digests_of(aside, own), doing=doing)
         digests = {name: digest for mine in everyone for name, digest in mine.items()}
         on_rank_zero(lambda: _commit_new(aside, target, digests), doing=doing)
@@ -176,12 +177,14 @@ def _begin_new(target: Path, needed: int) -> Path:
     if free < needed:
         raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
     aside = _aside_of(target, "writing")
-    shutil.rmtree(aside, ignore_errors=True)  # A killed process has left it.
-    aside.mkdir()
+    take_folder(aside, "name")
+    for path in set(aside.iterdir()) - {aside / LOCK}:  # A killed process has left it.
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return aside
 
 
 def _commit_new(aside: Path, target: Path, digests: dict[str, str]) -> None:
+    (aside / LOCK).unlink()
     write_listing(aside, digests)
     for path in aside.rglob("*"):
         fsync(path)

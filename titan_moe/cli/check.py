@@ -22,13 +22,13 @@ data that cannot be trained on.
 
 import argparse
 import os
-from pathlib import Path
 
 from titan_moe.cli.command import (
     Answer,
     Command,
     add_ranks,
     job_arguments,
+    path_of,
     positive,
 )
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> Answer:
 def _audit(names: list[str]) -> Answer:
     from titan_moe.checkpoint.audit import audit
 
-    audits = [audit(Path(name)) for name in names]
+    audits = [audit(path_of(name)) for name in names]
     found = {"whole": [line for each in audits for line in each.whole]}
     found["damaged"] = [line for each in audits for line in each.problems]
     lines = [f"{how}: {line}" for how in found for line in found[how]]

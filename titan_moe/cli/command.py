@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import CRASHED, RunError, print_errors
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import Launch, end_on_signals
 
 if TYPE_CHECKING:
@@ -179,11 +180,47 @@ def add_seed(parser: argparse.ArgumentParser, *, default: int, says: str) -> Non
 def add_out(
     parser: argparse.ArgumentParser, *, default: str | None, says: str, required: bool = False
 ) -> None:
-    """Adds --out, the folder or file that the results go to."""
+    """Adds --out, the folder that the results go to."""
     path = None if default is None else Path(default)
     parser.add_argument(
-        "--out", type=Path, default=path, metavar="PATH", help=says, required=required
+        "--out", type=path_of, default=path, metavar="PATH", help=says, required=required
     )
+
+
+def add_out_file(parser: argparse.ArgumentParser, *, says: str) -> None:
+    """Adds --out, the file that the results go to, and --force."""
+    add_out(parser, default=None, says=f"{says}, which must not exist yet")
+    parser.add_argument("--force", action="store_true", help="replace the file of --out")
+
+
+@contextmanager
+def out_file(options: argparse.Namespace) -> Iterator[Callable[[str], None]]:
+    """Yields what writes a text to --out, or nowhere without one.
+
+    Takes the name before the results are there, which may last, and gives it back if they never
+    are. Raises ConfigError where something of that name is, unless --force replaces it.
+    """
+    if options.out is None:
+        yield lambda text: None
+        return
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        if not (options.force and options.out.is_file()):
+            options.out.open("x").close()
+    except FileExistsError as error:
+        remedy = "name another file" + ", or add --force" * options.out.is_file()
+        raise ConfigError([f"--out {error.filename}: is there already: {remedy}"]) from None
+    try:
+        yield lambda text: write_whole(options.out, text)
+    except BaseException:
+        if not options.force:
+            options.out.unlink()
+        raise
+
+
+def path_of(text: str) -> Path:
+    """Reads an argument that names a file or a folder; ~ is the home folder."""
+    return Path(text).expanduser()
 
 
 def positive(text: str) -> int:
@@ -208,7 +245,11 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def write_json(path: Path | None, data: Any) -> None:
-    """Writes results to a file, if one was asked for."""
-    if path is not None:
-        path.write_text(json.dumps(data, indent=1) + os.linesep, encoding="utf-8")
+def write_json(path: Path, data: Any) -> None:
+    """Writes results to a file."""
+    write_whole(path, as_json(data))
+
+
+def as_json(data: Any) -> str:
+    """Returns results as the text of a file."""
+    return json.dumps(data, indent=1) + "\n"

@@ -2,8 +2,9 @@
 
 import argparse
 import json
+from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, add_ranks
+from titan_moe.cli.command import Answer, Command, add_out_file, add_ranks, out_file
 from titan_moe.config.errors import ConfigError
 
 SCHEMA = "configs/schema.json"
@@ -13,7 +14,7 @@ def _init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("family", help="model family, a folder of configs/")
     add_ranks(parser, default=8, says="GPUs of the run; default: 8")
     parser.add_argument("--flavor", help="flavor, if there are several for these GPUs")
-    add_out(parser, default=None, says="the file to write, which must not exist yet")
+    add_out_file(parser, says="the file to write")
 
 
 def init(options: argparse.Namespace) -> Answer:
@@ -41,16 +42,13 @@ def init(options: argparse.Namespace) -> Answer:
     text = f"#:schema {(CONFIGS / 'schema.json').resolve().as_uri()}\n{rest}"
     if options.out is None:
         return Answer({"toml": text}, [text.rstrip("\n")])
-    try:
-        with options.out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError([f"--out {options.out}: is there already: name another file"]) from None
+    with out_file(options) as write:
+        write(text)
     return Answer({"toml": text}, [str(options.out)])
 
 
 def _schema_arguments(parser: argparse.ArgumentParser) -> None:
-    add_out(parser, default=SCHEMA, says=f"the file to write; default: {SCHEMA}")
+    add_out_file(parser, says=f"the file to write; default: {SCHEMA}, which is written anew")
 
 
 def schema(options: argparse.Namespace) -> Answer:
@@ -63,8 +61,11 @@ def schema(options: argparse.Namespace) -> Answer:
     from titan_moe.config.job_config import JobConfig
 
     found = JobConfig.model_json_schema()
+    if options.out is None:
+        options.out, options.force = Path(SCHEMA), True
     if not options.json:
-        options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        with out_file(options) as write:
+            write(json.dumps(found, indent=2) + "\n")
     return Answer(found, [str(options.out)])
 
 

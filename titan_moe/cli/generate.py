@@ -11,15 +11,14 @@ Exit codes: 0; 1 the checkpoint cannot be read; 2 a wrong argument.
 
 import argparse
 import os
-from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_seed
+from titan_moe.cli.command import Answer, Command, add_seed, path_of
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.launch import Launch, count_gpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_of)
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
     parser.add_argument(

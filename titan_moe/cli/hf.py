@@ -4,15 +4,14 @@ import argparse
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out
+from titan_moe.cli.command import Answer, Command, add_out, path_of
 
 _TIMEOUT = timedelta(hours=1)  # Ranks wait for the one with the slowest disk.
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="HF_FOLDER", type=Path)
+    parser.add_argument("source", metavar="HF_FOLDER", type=path_of)
     add_out(parser, default=None, says="the checkpoint to write; it must not exist", required=True)
     parser.add_argument(
         "--dtype",
@@ -42,7 +41,7 @@ def import_(options: argparse.Namespace) -> Answer:
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="CHECKPOINT", type=Path, help="a step-N folder")
+    parser.add_argument("source", metavar="CHECKPOINT", type=path_of, help="a step-N folder")
     add_out(parser, default=None, says="the folder to write; it must not exist", required=True)
     parser.add_argument(
         "--dtype",

@@ -1,13 +1,12 @@
 """report run, bench, profile and hang: pages and tables about runs."""
 
 import argparse
-from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, make_folder, write_json
+from titan_moe.cli.command import Answer, Command, add_out, make_folder, path_of, write_json
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="its folder")
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="its folder")
     parser.add_argument("--title", help="default: the runs' names")
     add_out(parser, default=None, says="a folder; default: the first run's")
 
@@ -58,7 +57,7 @@ def bench(options: argparse.Namespace) -> Answer:
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path)
+    parser.add_argument("trace", metavar="TRACE", type=path_of)
     add_out(parser, default=None, says="a folder; default: the trace's")
 
 
@@ -82,7 +81,7 @@ def profile(options: argparse.Namespace) -> Answer:
 
 
 def _hang_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("folder", metavar="FOLDER", type=path_of)
 
 
 def hang(options: argparse.Namespace) -> Answer:

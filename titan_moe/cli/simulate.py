@@ -2,13 +2,22 @@
 
 import argparse
 
-from titan_moe.cli.command import Answer, Command, add_out, add_ranks, job_of, positive, write_json
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_out_file,
+    add_ranks,
+    as_json,
+    job_of,
+    out_file,
+    positive,
+)
 
 
 def _world_arguments(parser: argparse.ArgumentParser, *, layers: str) -> None:
     add_ranks(parser, default=8, says="ranks of the world; default: 8")
     parser.add_argument("--layers", type=positive, help=layers)
-    add_out(parser, default=None, says="a JSON file for what is found")
+    add_out_file(parser, says="a JSON file for what is found")
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +41,15 @@ def step(options: argparse.Namespace) -> Answer:
 
     task = rank_step(job_of(options), options.ranks, rank=options.rank, layers=options.layers)
     stages = stage_jobs(task[0])
-    facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
-    data, lines = facts.as_json(), [facts.in_words()]
-    if later:
-        data["stages"] = []
-    for (first, _), found in zip(stages[1:], later, strict=True):
-        data["stages"].append({"from_step": first, **found.as_json()})
-        lines += ["", f"from step {first}:", found.in_words()]
-    write_json(options.out, data)
+    with out_file(options) as write:
+        facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
+        data, lines = facts.as_json(), [facts.in_words()]
+        if later:
+            data["stages"] = []
+        for (first, _), found in zip(stages[1:], later, strict=True):
+            data["stages"].append({"from_step": first, **found.as_json()})
+            lines += ["", f"from step {first}:", found.in_words()]
+        write(as_json(data))
     return Answer(data, lines)
 
 
@@ -74,12 +84,13 @@ def collectives(options: argparse.Namespace) -> Answer:
         (first, smallest_task(stage, options.ranks, **sizes)) for first, stage in stage_jobs(job)
     ]
     data, lines, parts = [], [], False
-    for first, task in tasks:
-        report = simulate_collectives(task)
-        data.append({"from_step": first, **report.as_json(task)})
-        lines += [f"from step {first}:"] * (len(tasks) > 1) + report.in_words(task)
-        parts |= bool(report.findings)
-    write_json(options.out, data)
+    with out_file(options) as write:
+        for first, task in tasks:
+            report = simulate_collectives(task)
+            data.append({"from_step": first, **report.as_json(task)})
+            lines += [f"from step {first}:"] * (len(tasks) > 1) + report.in_words(task)
+            parts |= bool(report.findings)
+        write(as_json(data))
     return Answer(data, lines, int(parts))
 
 

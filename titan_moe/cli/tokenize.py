@@ -16,7 +16,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, job_of, positive
+from titan_moe.cli.command import Answer, Command, add_out, job_of, path_of, positive
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=positive, default=os.cpu_count(), help="tokenizing processes"
     )
     parser.add_argument(
-        "--verify", type=Path, metavar="FOLDER", help="check a folder's checksums instead"
+        "--verify", type=path_of, metavar="FOLDER", help="check a folder's checksums instead"
     )
     add_out(parser, default=None, says="the folder to write; it must not exist yet")
 

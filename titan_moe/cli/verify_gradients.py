@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from titan_moe.runtime.revision import running_code
+    from titan_moe.verify.compare.launch import workplace
     from titan_moe.verify.gradients.gate import Gate
     from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> Answer:
     if options.device == "cuda":
         job = _on_gpus(job, options)
     out = make_folder(options.out)
-    with tempfile.TemporaryDirectory() as folder:
+    with workplace(out), tempfile.TemporaryDirectory() as folder:
         gate = Gate(job, Path(folder), device=options.device)
         dtypes = ["float64", "float32"] if options.float32 else ["float64"]
         reasons = {layout: gate.refusal(layout) for layout in _chosen(options, gate)}

@@ -20,16 +20,15 @@ titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
-from pathlib import Path
 
 from titan_moe.cli import run_specs
-from titan_moe.cli.command import Answer, Command, add_out
+from titan_moe.cli.command import Answer, Command, add_out, path_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_specs.add_arguments(parser, repeats=24)
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
-    parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
+    parser.add_argument("--update-golden", type=path_of, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
 
 

@@ -15,15 +15,15 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out
+from titan_moe.cli.command import Answer, Command, add_out, path_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "suite", metavar="SUITE", type=Path, help="TOML file, such as configs/suites/cpu.toml"
+        "suite", metavar="SUITE", type=path_of, help="TOML file, such as configs/suites/cpu.toml"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="train this model in every comparison instead"
+        "--config", type=path_of, metavar="FILE", help="train this model in every comparison"
     )
     add_out(parser, default=None, says="default: outputs/regression_<suite's name>")
 

@@ -27,7 +27,14 @@ from titan_moe.data.order import Document
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import fsync, replacing, sha256_of, write_whole
+from titan_moe.runtime.files import (
+    LOCK,
+    fsync,
+    replacing,
+    sha256_of,
+    take_folder,
+    write_whole,
+)
 from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
 
 _MANIFEST = "manifest.json"
@@ -172,13 +179,23 @@ def write_tokens(
 
     Tokenizes pieces of the source in `workers` processes, as the keys of `training` say (None: by
     default). The next call uses the pieces that had finished before a kill. Raises RunError if
-    `out` exists or if the source cannot be read or has no document.
+    `out` exists, if another process or another program has written beside it, or if the source
+    cannot be read or has no document.
     """
     if out.exists():
         raise RunError(f"--out {str(out)!r} exists already: nothing is overwritten, choose another")
-    tokenizer = load_tokenizer(tokenizer_path, training)
     work = out.with_name(f"{out.name}.partial")
-    how = {"path": tokenizer_path, "parse": tokenizer.parse_special_tokens}
+    with take_folder(work, "--out"):
+        manifest = _write(source, load_tokenizer(tokenizer_path, training), work, workers)
+        work.rename(out)
+    return manifest
+
+
+def _write(
+    source: FileCorpus | HubStream, tokenizer: Tokenizer, work: Path, workers: int
+) -> Manifest:
+    """Writes all documents into the locked folder `work`."""
+    how = {"path": tokenizer.path, "parse": tokenizer.parse_special_tokens}
     how["fingerprint"] = tokenizer.fingerprint
     try:
         encoded = _encoded(source, how, cache=work / "arrow", workers=workers)
@@ -207,7 +224,7 @@ def write_tokens(
         format="titan_moe tokens 3",
         source=source.fingerprint,
         tokenizer=tokenizer.fingerprint,
-        tokenizer_path=tokenizer_path,
+        tokenizer_path=tokenizer.path,
         parse_special_tokens=tokenizer.parse_special_tokens,
         documents=len(encoded),
         tokens=total,
@@ -216,8 +233,8 @@ def write_tokens(
     )
     write_whole(work / _MANIFEST, json.dumps(asdict(manifest), indent=1))
     shutil.rmtree(work / "arrow")
+    (work / LOCK).unlink()
     fsync(work)
-    work.rename(out)
     return manifest
 
 

@@ -26,8 +26,8 @@ _locked: list[TextIO] = []
 logger = logging.getLogger(__name__)
 
 
-def lock_folder(folder: Path, key: str) -> None:
-    """Lock a folder, which is made if need be, until this process ends.
+def lock_folder(folder: Path, key: str) -> TextIO:
+    """Lock a folder, which is made if need be, until this process ends or closes the returned file.
 
     A file system without flock(2) gets a warning in place of a lock.
 
@@ -54,6 +54,23 @@ def lock_folder(folder: Path, key: str) -> None:
     file.write(f"process {os.getpid()} of {socket.gethostname()} since {since}\n")
     file.flush()
     _locked.append(file)
+    return file
+
+
+def take_folder(folder: Path, key: str) -> TextIO:
+    """Lock a folder that only this program writes to: a new one, or what a killed process left.
+    Closing the returned file gives it back.
+
+    Raises:
+        RunError: another process is writing there, or what lies there is somebody else's.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / LOCK).is_file()):
+            line = f"{folder} is in the way: move it, or choose another {key}"
+            raise RunError(line) from None
+    return lock_folder(folder, key)
 
 
 def fsync(path: Path) -> None:

@@ -1,5 +1,6 @@
 """titan-moe: its help, its common options, and how it ends."""
 
+import argparse
 import json
 import os
 import re
@@ -11,8 +12,8 @@ import pytest
 
 from tests.support.commands import run_command
 from tests.support.paths import REPO
-from titan_moe.cli.command import Answer, Command
-from titan_moe.cli.main import COMMANDS
+from titan_moe.cli.command import Answer, Command, out_file, path_of
+from titan_moe.cli.main import COMMANDS, load_command
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import known_keys
 from titan_moe.runtime.errors import RunError
@@ -134,7 +135,7 @@ def test_check_and_memory_speak_of_every_training_stage() -> None:
     assert stage["from_step"] == 2 and stage["bytes"]["kept"] == 2 * found["bytes"]["kept"]
 
 
-def test_config_init_starts_a_file_and_never_overwrites_one(tmp_path: Path) -> None:
+def test_config_init_starts_a_file(tmp_path: Path) -> None:
     name = ["config", "init", "qwen3", "--flavor", "30B-A3B"]
     mine, shipped = tmp_path / "mine.toml", REPO / "configs/qwen3/30B-A3B_8gpu.toml"
     assert run_command(*name, "--out", mine).returncode == 0
@@ -142,10 +143,49 @@ def test_config_init_starts_a_file_and_never_overwrites_one(tmp_path: Path) -> N
     assert first == f"#:schema {(REPO / 'configs/schema.json').as_uri()}"
     assert rest == shipped.read_text().split("\n", 1)[1]
     assert run_command(*name).stdout == mine.read_text()
-    mine.write_text("kept")
-    again = run_command(*name, "--out", mine)
-    assert again.returncode == 2 and "is there already" in again.stderr
-    assert mine.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "words", ["config init qwen3 --flavor 30B-A3B", "config schema", "simulate step --layers 1"]
+)
+def test_out_replaces_no_file_without_force(words: str, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "result"
+    out = [*words.split(), "--out", path]
+    assert run_command(*out).returncode == 0
+    made = path.read_text()[:20]
+    path.write_text("kept")
+    again = run_command(*out)
+    (line,) = again.stderr.splitlines()
+    assert again.returncode == 2 and f"--out {path}: is there already: name another" in line
+    assert path.read_text() == "kept"
+    assert run_command(*out, "--force").returncode == 0 and path.read_text()[:20] == made
+    assert run_command(*out[:-1], path.parent, "--force").returncode == 2
+
+
+def test_out_takes_its_name_at_once_and_gives_it_back_after_a_failure(tmp_path: Path) -> None:
+    options = argparse.Namespace(out=tmp_path / "result", force=False)
+    with pytest.raises(ZeroDivisionError), out_file(options):
+        with pytest.raises(ConfigError, match="is there already"), out_file(options):
+            pass
+        raise ZeroDivisionError
+    assert not options.out.exists()
+
+
+def test_every_argument_that_is_a_path_knows_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parsers = {name: argparse.ArgumentParser() for name in COMMANDS}
+    for name, parser in parsers.items():
+        load_command(name).add_arguments(parser)
+    actions = [(name, each) for name, parser in parsers.items() for each in parser._actions]
+    texts = [each for name, each in actions if each.type in (str, None) and not each.const]
+    assert {each.dest for each in texts if re.search("(?i)folder|file", each.help or "")} == {
+        "family"
+    }
+    paths = [(name, each) for name, each in actions if each.type is path_of]
+    assert len(paths) > 10 and not any(each.type is Path for _, each in actions)
+    assert path_of("~/x") == Path("/home/me/x")
 
 
 def test_help_of_one_table() -> None:

@@ -20,6 +20,7 @@ from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.tokens import TokenCorpus, damaged_files, write_tokens
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import lock_folder
 
 TOKENIZER = load_tokenizer("bytes")
 TEXTS = [*random_texts(1500), None]
@@ -100,6 +101,20 @@ def test_interrupt_ends_a_command_with_workers(tmp_path, number):
     if number == signal.SIGINT:  # Once is enough: 10 s.
         again = subprocess.run(command, capture_output=True)
         assert again.returncode == 0 and b"0/8 [" not in again.stderr
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_files_of_others_and_of_a_second_command_are_left_alone(tmp_path, held):
+    partial = tmp_path / "out.partial"
+    if held:
+        lock_folder(partial, "--out")
+    else:
+        partial.mkdir()
+    (partial / "thesis.txt").touch()
+    words = "is in use by process" if held else "is in the way: move it"
+    with pytest.raises(RunError, match=words):
+        write_tokens(corpus_of(tmp_path), "bytes", tmp_path / "out")
+    assert (partial / "thesis.txt").exists() and not (tmp_path / "out").exists()
 
 
 def test_remains_of_another_source_are_not_used(tmp_path, monkeypatch):

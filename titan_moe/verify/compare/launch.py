@@ -133,7 +133,7 @@ class Launcher:
 def workplace(folder: Path) -> Iterator[None]:
     """Lock an output folder; afterwards no worktree is left in it.
 
-    Raises ConfigError if another comparison runs there.
+    Raises ConfigError if another command has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -141,7 +141,7 @@ def workplace(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
-                [f"{folder}: a comparison runs there: choose another --out"]
+                [f"{folder}: another command writes there: choose another --out"]
             ) from None
         try:
             yield
