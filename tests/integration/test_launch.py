@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.jobs import EMPTY, Job, command, environment, until
 from tests.support.paths import REPO
+from tests.support.processes import start_process
 from tests.support.tiers import tiered
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.process_pool import TIMEOUT_S
@@ -107,6 +108,16 @@ def _slurm(folder: Path, programs: dict[str, str], *words: str) -> subprocess.Co
         capture_output=True,
         text=True,
     )
+
+
+def test_run_goes_on_when_the_reader_of_its_output_leaves(tmp_path: Path) -> None:
+    words = command(tmp_path / "run", training__steps=40)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with start_process(words, env=environment(NGPU=2), **options) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith(b"starting 2 rank(s)")
+        run.stdout.close()
+    assert run.returncode == 0 and _steps(tmp_path / "run")[-1] == 40
 
 
 def test_tests_of_another_torch_run_in_an_environment_of_their_own(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +17,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import CRASHED, RunError, print_errors
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import Launch, end_on_signals
+from titan_moe.runtime.log import reader_has_left
 
 if TYPE_CHECKING:
     from titan_moe.config.job_config import JobConfig
@@ -81,6 +82,8 @@ class Command:
         except (Exception, KeyboardInterrupt) as error:
             # Python drops a KeyboardInterrupt in a finalizer. An error after it is its consequence,
             # such as that of a worker that the same Ctrl-C has ended.
+            if isinstance(error, BrokenPipeError) and reader_has_left():
+                raise
             if isinstance(error, Exception) and not signals:
                 return self._explain(error, is_first)
             more = "; the same command goes on where it stopped" if self.resumable else ""
@@ -90,7 +93,8 @@ class Command:
         if options.json:  # None: the command's own processes have printed it.
             text = "" if answer.data is None else json.dumps(answer.data, indent=1)
         if text and is_first:
-            print(text)
+            with suppress(BrokenPipeError):
+                print(text)
         return answer.exit_code
 
     def _explain(self, error: Exception, is_first: bool) -> int:

@@ -4,10 +4,11 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from titan_moe.cli.command import Command
 from titan_moe.runtime.errors import print_errors
+from titan_moe.runtime.log import outlive_readers, reader_has_left
 
 COMMANDS = {
     "train": "train a model on the GPUs of this machine",
@@ -35,6 +36,8 @@ COMMANDS = {
 """A command, and what it does in a line."""
 _GROUPS = ("config", "hf", "report", "simulate")
 """First words whose commands are in one module; others have one, of their words joined by "_"."""
+_PIPE_CLOSED = 141
+"""The exit code of a command that the end of its output's reader ended, as by SIGPIPE."""
 
 
 def load_command(name: str) -> Command:
@@ -72,7 +75,18 @@ def main(argv: list[str]) -> int:
 def entry() -> NoReturn:
     """The process's own end: the console script and `python -m titan_moe`."""
     _refuse_another_checkout(os.environ)
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["train"]:
+        outlive_readers()
+    try:
+        code: Any = main(sys.argv[1:])
+    except SystemExit as end:
+        code = end.code
+    except BrokenPipeError:
+        if not reader_has_left():
+            raise
+        code = _PIPE_CLOSED
+    reader_has_left()  # Python's own end would complain.
+    sys.exit(code)
 
 
 def _refuse_another_checkout(environment: Mapping[str, str]) -> None:

@@ -1,9 +1,43 @@
-"""Lines on stdout, from the ranks that were asked for."""
+"""Lines on stdout, from the ranks that were asked for, and readers that leave before the end."""
 
+import io
 import logging
+import os
+import select
 import sys
+from typing import Any
 
 logger = logging.getLogger("titan_moe")
+
+
+class _Lasting(io.FileIO):
+    """Drops what nobody reads."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Let this process go on when the reader of its output leaves, as `head` does."""
+    raw_out, raw_err = (_Lasting(number, "w", closefd=False) for number in (1, 2))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw_out), line_buffering=raw_out.isatty())
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(raw_err), errors="backslashreplace", line_buffering=True
+    )
+
+
+def reader_has_left() -> bool:
+    """Returns whether output goes into a closed pipe; it is dropped from then on."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)  # Closed ends report themselves.
+    left = [number for number, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for number in left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return bool(left)
 
 
 def start_logging(rank: int, ranks: set[int]) -> None:

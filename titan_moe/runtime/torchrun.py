@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -218,7 +219,8 @@ def _begin(launcher: int) -> None:
 
 def _say(line: str) -> None:
     """Print from a signal handler, which may have interrupted a print."""
-    os.write(1, f"{line}\n".encode())
+    with suppress(BrokenPipeError):
+        os.write(1, f"{line}\n".encode())
 
 
 def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str, str]) -> list[str]:

@@ -243,6 +243,29 @@ def _ended(command: Command, *words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["train", "--help"], 0),
+        (["--help"], 141),
+        (["config", "init", "qwen3", "--flavor", "30B-A3B"], 0),
+        (["bogus"], 2),
+    ],
+)
+def test_command_whose_reader_has_left_ends_quietly(
+    words: list[str], code: int, unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "titan_moe", *words]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
+    os.close(writer)
+    assert "Broken" not in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode in (code, 0 if code == 141 else code)
+
+
 def test_of_several_ranks_the_first_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.setitem(os.environ, name, "1")
