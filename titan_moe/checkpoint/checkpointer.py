@@ -321,7 +321,7 @@ class Checkpointer:
             for name, tensor in model_tensors(self._modules).items()
         }
         shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
-        load_hf(Path(folder).expanduser(), self._model, tensors, shapes)
+        load_hf(Path(folder), self._model, tensors, shapes)
 
     def _set_aside_later(self, step: int) -> None:
         for kept in folders.set_aside_later(self._folder, step):

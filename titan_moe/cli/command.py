@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from titan_moe.config.job_config import JobConfig
 
 _USAGE, _INTERRUPTED = 2, 130
+_MOST, _MOST_RANKS = 10**9, 10**6
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,15 @@ def add_ranks(
     """Adds --ranks: one number, or several where the default is a list."""
     several = isinstance(default, list)
     parser.add_argument(
-        "--ranks", type=positive, nargs="+" if several else None, default=default, help=says
+        "--ranks", type=_ranks, nargs="+" if several else None, default=default, help=says
     )
 
 
 def add_seed(parser: argparse.ArgumentParser, *, default: int, says: str) -> None:
     """Adds --seed."""
-    parser.add_argument("--seed", type=int, default=default, help=f"{says}; default: {default}")
+    parser.add_argument(
+        "--seed", type=not_negative, default=default, help=f"{says}; default: {default}"
+    )
 
 
 def add_out(
@@ -229,16 +232,22 @@ def path_of(text: str) -> Path:
 
 def positive(text: str) -> int:
     """Reads an argument that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
-    return int(text)
+    return _whole(text, 1, _MOST, "a positive number")
 
 
 def not_negative(text: str) -> int:
     """Reads an argument that counts something of which there may be none."""
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return _whole(text, 0, _MOST, "0 or more")
+
+
+def _ranks(text: str) -> int:
+    return _whole(text, 1, _MOST_RANKS, "a positive number")
+
+
+def _whole(text: str, least: int, most: int, what: str) -> int:
+    if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text[:40]} must be {what}, at most {most}")
+    return int(text)
 
 
 def make_folder(path: Path) -> Path:

@@ -10,9 +10,10 @@ Exit codes: 0; 1 the checkpoint cannot be read; 2 a wrong argument.
 """
 
 import argparse
+import math
 import os
 
-from titan_moe.cli.command import Answer, Command, add_seed, path_of
+from titan_moe.cli.command import Answer, Command, add_seed, not_negative, path_of, positive
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.launch import Launch, count_gpus
 
@@ -20,11 +21,13 @@ from titan_moe.runtime.launch import Launch, count_gpus
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_of)
     parser.add_argument("--prompt", required=True, help="the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=200, help="default: %(default)s")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0, the default: the likeliest token"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest; 0: all")
+    parser.add_argument(
+        "--top-k", type=not_negative, default=0, help="draw from the k likeliest; 0: all"
+    )
     parser.add_argument("--tokenizer", help="as model.tokenizer_path; default: the checkpoint's")
     parser.add_argument(
         "--bos",
@@ -38,10 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    if options.temperature < 0 or options.top_k < 0 or options.max_new_tokens < 1:
-        raise ConfigError(
-            ["--temperature and --top-k are 0 or more, --max-new-tokens is 1 or more"]
-        )
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError([f"--temperature {options.temperature} must be 0 or more"])
     import torch
 
     from titan_moe.checkpoint.hf.read import load_alone

@@ -81,11 +81,19 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.train import check_all
 
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
-    if nodes.number > 1 and not options.endpoint:
+    host, _, port = options.endpoint.rpartition(":")
+    if nodes.number > 1 and not (host and port.isdecimal() and 0 < int(port[:6]) < 2**16):
         raise ConfigError(
             [
                 f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
-                "an address of the node with number 0"
+                f"an address of the node with number 0, not {options.endpoint!r}"
+            ]
+        )
+    if not 0 <= nodes.this < nodes.number:
+        raise ConfigError(
+            [
+                f"--node-rank {nodes.this} (NODE_RANK of run_train.sh) must be one of 0 to "
+                f"{nodes.number - 1}, for --nodes {nodes.number}"
             ]
         )
     ranks = options.ranks or nodes.number * default_ranks(os.environ)

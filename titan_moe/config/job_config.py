@@ -18,6 +18,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
@@ -31,6 +32,13 @@ def _not_zero(value: int) -> int:
 
 
 _Unlimited = Annotated[int, AfterValidator(_not_zero)]
+READ = "names what a training reads"
+_Path = Annotated[str, AfterValidator(expanduser)]
+"""A file or folder; ~ is the home folder."""
+_ReadPath = Annotated[str, AfterValidator(expanduser), READ]
+_MOST = 10**9
+"""The largest whole number of all keys but debug.seed: more steps, seconds or sequences than any
+run has, and few enough for every type that they are converted to."""
 
 
 def _name_or_flag(value: Any) -> Any:
@@ -52,22 +60,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    @field_validator("*")
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int) and abs(value) > _MOST and info.field_name != "seed":
+            raise ValueError(f"must be at most {_MOST}")
+        return value
+
 
 class Job(Section):
     """Output folder of a run, and what it prints first."""
 
-    dump_folder: str = Field("./outputs", min_length=1)
+    dump_folder: _Path = Field("./outputs", min_length=1)
     """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves; ~ is
-    the home folder."""
+    the home folder, here as in every other path."""
     description: str = "titan_moe run"
     """Free text, logged at start."""
     print_config: bool = False
     """Print the resolved configuration at start."""
-
-    @field_validator("dump_folder")
-    @classmethod
-    def _home(cls, path: str) -> str:
-        return expanduser(path)
 
 
 class Profiling(Section):
@@ -75,7 +85,7 @@ class Profiling(Section):
 
     enable_profiling: bool = False
     """Write a trace every profile_freq steps."""
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: _Path = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: PositiveInt = 10
     """Steps from one trace to the next."""
@@ -86,7 +96,7 @@ class Profiling(Section):
     enable_memory_snapshot: bool = False
     """Write what CUDA's allocator holds, and who asked for it, every profile_freq steps and when
     memory runs out. For https://pytorch.org/memory_viz; refused without a GPU."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: _Path = "memory_snapshot"
     """Folder of the memory snapshots, inside job.dump_folder."""
 
 
@@ -97,7 +107,7 @@ class Metrics(Section):
     """Steps from one logged step to the next; the first and the last step are always logged."""
     enable_tensorboard: bool = False
     """Also write TensorBoard events."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: _Path = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     enable_wandb: bool = False
     """Also log to Weights & Biases (pip install 'titan_moe[wandb]'); WANDB_MODE=offline needs no
@@ -123,11 +133,11 @@ class Model(Section):
     """Model family: a folder of titan_moe/models."""
     flavor: str = "debugmodel"
     """Named dimensions of that family; 'hf': those of hf_assets_path/config.json."""
-    hf_assets_path: str | None = None
+    hf_assets_path: _ReadPath | None = None
     """A Hugging Face folder of this model: flavor 'hf' takes its dimensions, the tokenizer is read
     from it unless tokenizer_path says otherwise, and exports take along what is beside its
     weights."""
-    tokenizer_path: str = "bytes"
+    tokenizer_path: _ReadPath = "bytes"
     """'bytes', or a folder with tokenizer_config.json and one of tokenizer.json, tiktoken.model,
     tekken.json and tokenizer.model, or one of these files; left out: hf_assets_path if that is
     set."""
@@ -238,7 +248,7 @@ class Dataset(Section):
 
     dataset: str
     """Name of the data, as in training.dataset."""
-    dataset_path: str | None = None
+    dataset_path: _ReadPath | None = None
     """Path of the data, as in training.dataset_path."""
     text_column: str | None = None
     """Column that holds the text; left out: training.text_column."""
@@ -262,7 +272,7 @@ class Training(Section):
     Megatron-LM), 'c4', 'c4_validation', 'c4_test' (a folder of torchtitan's repository), or a
     Hugging Face dataset name (owner/name:configuration@revision).
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
-    dataset_path: str | None = None
+    dataset_path: _ReadPath | None = None
     """File, folder or glob for json, parquet and text; a folder for tokens; a folder, or NAME of
     NAME.bin and NAME.idx, for megatron; a local copy for Hugging Face names."""
     text_column: str = "text"
@@ -460,11 +470,11 @@ class Checkpoint(Section):
 
     enable: bool = False
     """Save checkpoints, and resume from the latest complete one."""
-    folder: str = "checkpoint"
+    folder: _Path = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: PositiveInt = 500
     """Steps from one save to the next; the last step is always saved."""
-    initial_load_path: str | None = None
+    initial_load_path: _ReadPath | None = None
     """A checkpoint (a step-N folder) to start from when the run has none of its own; with
     initial_load_in_hf a Hugging Face folder."""
     initial_load_model_only: bool = True
@@ -502,11 +512,6 @@ class Checkpoint(Section):
     """Load, but never save."""
     save_timeout_seconds: PositiveInt = 1800
     """Longest wait for a save, and for another rank's files. Then the run ends."""
-
-    @field_validator("folder", "initial_load_path")
-    @classmethod
-    def _home(cls, path: str | None) -> str | None:
-        return path and expanduser(path)
 
     @property
     def keeps_state(self) -> bool:
@@ -613,7 +618,7 @@ class Comm(Section):
     trace_buf_size: NonNegativeInt = 2000
     """Number of last collectives that torch's flight recorder keeps on a rank, for the report of a
     hang. 0: none; the report then knows positions and stacks only."""
-    save_traces_folder: str = "comm_traces"
+    save_traces_folder: _Path = "comm_traces"
     """Folder of the reports of hangs, below job.dump_folder."""
     parameter_sms: int | None = Field(None, ge=1, le=32)
     """Multiprocessors of a GPU for each collective of parameters, and left free by matrix products.
@@ -631,7 +636,7 @@ class Validation(Section):
     dataset: str | None = None
     """Name of the data, as in training.dataset; left out: one document in 64 of the training data,
     which is then not trained on."""
-    dataset_path: str | None = None
+    dataset_path: _ReadPath | None = None
     """Path of the data, as in training.dataset_path."""
     text_column: str | None = None
     """Column that holds the text; left out: training.text_column."""
@@ -648,7 +653,7 @@ class Validation(Section):
 class Debug(Section):
     """Reproducibility and benchmarks."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
     """Initial weights and data order follow from it alone."""
     deterministic: bool = False
     """Deterministic kernels only."""
@@ -659,12 +664,12 @@ class Debug(Section):
     permute_rows: NonNegativeInt = 0
     """Seed of an order of each global batch's sequences, so that the ranks and microbatches that
     add them up change and nothing else does: how much rounding alone may do. 0: as they come."""
-    routing_record: str | None = None
+    routing_record: _Path | None = None
     """Folder to write every step's chosen experts, and keys of indexers, to; not one that holds
     job.dump_folder."""
     routing_record_gb: float = Field(4.0, gt=0)
     """Size of a rank's files at which all ranks stop recording."""
-    routing_replay: str | None = None
+    routing_replay: _ReadPath | None = None
     """Folder of a routing_record whose choices are repeated, in whatever layout."""
     capture_step: NonNegativeInt = 0
     """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for

@@ -1,6 +1,7 @@
 """The configurations that come with titan_moe, found by name wherever it is installed."""
 
 from difflib import get_close_matches
+from os.path import expanduser
 from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -11,8 +12,9 @@ def find_config(text: str) -> str:
     """Returns the path of a file, or that of the configuration of this name: qwen3/debugmodel_moe,
     debug/default or default, with or without .toml, and as configs/... too.
 
-    A text that is neither is returned as it is.
+    A text that is neither is returned as it is, ~ aside, which is the home folder.
     """
+    text = expanduser(text)
     if Path(text).exists():
         return text
     named = _named()

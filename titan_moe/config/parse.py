@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, JobConfig, Section
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, READ, JobConfig, Section
 from titan_moe.config.named import find_config, what_is_there
 from titan_moe.config.torchtitan import translate
 from titan_moe.runtime.files import write_whole
@@ -109,6 +109,15 @@ def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str
     return keys
 
 
+def keys_that_read() -> list[str]:
+    """Returns the dotted keys that name what a training reads, but for those of lists of tables."""
+    marks = {
+        key: (*field.metadata, *(mark for kind in _kinds(field) for mark in get_args(kind)))
+        for key, field in known_keys().items()
+    }
+    return [key for key, each in marks.items() if READ in each]
+
+
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Returns dotted keys as tables in tables."""
     tables: dict[str, Any] = {}
@@ -164,7 +173,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         problem = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         problem = "is not UTF-8 text"
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # A number may have too many digits.
         problem = f"is not valid TOML: {error}"
     raise ConfigError([f"{_CONFIG_FILE} = {path}: {problem}"])
 

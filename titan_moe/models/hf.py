@@ -103,7 +103,7 @@ def _flavor_of_job(section: Model) -> ModelConfig:
     flavors(section.name)  # Refuses a name that is no family.
     if section.hf_assets_path is None:
         raise ConfigError(["model.flavor='hf' needs model.hf_assets_path, a Hugging Face folder"])
-    found = model_of(Path(section.hf_assets_path).expanduser())
+    found = model_of(Path(section.hf_assets_path))
     if found.family != section.name:
         raise ConfigError(
             [

@@ -77,6 +77,18 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
             ["train", "--ranks", "2", "--max-restarts", "1", "--training.steps", "1"],
             "--max-restarts 1 (MAX_RESTARTS of run",
         ),
+        (
+            ["train", "--ranks", "2", "--nodes", "2", "--endpoint", "a"],
+            "number 0, not 'a'",
+        ),
+        (
+            ["train", "--ranks=2", "--nodes=2", "--endpoint=a:1", "--node-rank=2"],
+            "--node-rank 2 (NODE_RANK of run_train.sh) must be one of 0 to 1, for --nodes 2",
+        ),
+        (["check", "--ranks", 30 * "9"], "must be a positive number, at most 1000000"),
+        (["simulate", "step", "--layers", 5000 * "9"], "must be a positive number, at most 10"),
+        (["generate", "x", "--prompt", "a", "--seed", 30 * "9"], "must be 0 or more, at most 1"),
+        (["generate", "x", "--prompt", "a", "--temperature", "nan"], "nan must be 0 or more"),
         (["train", "--max-restarts", "-1"], "--max-restarts: -1 must be 0 or more"),
         (["train", "--ranks", "x"], "--ranks: x must be a positive number"),
         (["verify", "losses", "--repeats", "x"], "--repeats: x must be 0 or more"),

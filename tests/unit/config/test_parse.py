@@ -1,12 +1,13 @@
 """TOML and command line to one frozen config, and every mistake at once."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job, save_job
+from titan_moe.config.parse import keys_that_read, known_keys, load_job, save_job
 
 
 def _file(folder: Path, text: str) -> list[str]:
@@ -21,15 +22,40 @@ def _problems(argv: list[str]) -> list[str]:
     return caught.value.lines
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+_NO_PATHS = ("training.dataset", "model.name", "model.flavor")
+_PATHS = [
+    key
+    for key, field in known_keys().items()
+    if "str" in str(field.annotation).replace("list[str]", "")
+    and re.search(r"(?i)\b(folder|path|file)\b", f"{key.replace('_', ' ')} {field.description}")
+    and key not in _NO_PATHS
+]
+_READ = (
+    *("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path"),
+    *("validation.dataset_path", "checkpoint.initial_load_path", "debug.routing_replay"),
+)
+
+
+@pytest.mark.parametrize("key", _PATHS)
+def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No shell has seen what stands in a file."""
     monkeypatch.setenv("HOME", "/home/me")
-    paths = {"folder": "~/saves", "initial_load_path": "~/old/step-1"}
-    job = JobConfig.model_validate({"job": {"dump_folder": "~/x"}, "checkpoint": paths})
-    assert job.job.dump_folder == "/home/me/x"
-    assert job.checkpoint.folder == "/home/me/saves"
-    assert job.checkpoint.initial_load_path == "/home/me/old/step-1"
-    assert JobConfig().checkpoint.initial_load_path is None
+    table, name = key.split(".")
+    job = JobConfig.model_validate({table: {name: "~/x"}})
+    assert getattr(getattr(job, table), name) == "/home/me/x"
+    assert (key in keys_that_read()) == (key in _READ)
+
+
+def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(_READ) < set(_PATHS) and len(_PATHS) == 13
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _file(tmp_path, '[[training.blend]]\ndataset = "c4"\ndataset_path = "~/x"\n')
+    (part,) = load_job(["--job.config_file=~/job.toml"]).training.blend
+    assert part.dataset_path == str(tmp_path / "x")
 
 
 def test_command_line_goes_over_file_goes_over_default(tmp_path: Path) -> None:
@@ -118,6 +144,12 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--training.steps"], "--training.steps: expected one argument"),
         (["--training.steps", "many"], "must be a valid integer"),
         (["--training.steps", "0"], "must be greater than 0"),
+        (["--training.steps", "1000000001"], "must be at most 1000000000"),
+        (["--training.steps", 5000 * "9"], "nable to parse"),
+        (["--comm.init_timeout_seconds", 30 * "9"], "must be at most 1000000000"),
+        (["--stages", '[{"from_step": 9999999999}]'], "must be at most 1000000000"),
+        (["--debug.seed", str(2**63)], "must be less than 9223372036854775808"),
+        (["--debug.seed", str(-(2**64))], "must be greater than or equal to -92233"),
         (["--job.dump_folder="], "job.dump_folder"),
         (["--checkpoint.load_step=-7"], "equal to -1"),
         (["--checkpoint.save_timeout_seconds", "0"], "must be greater than 0"),
@@ -134,7 +166,10 @@ def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
     assert words in line and "\n" not in line
 
 
-@pytest.mark.parametrize("content", [b"[training\nsteps = 3", b"[training]\nsteps = \xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    [b"[training\nsteps = 3", b"[training]\nsteps = \xff\xfe", b"a = 1" + 5000 * b"0"],
+)
 def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(content)

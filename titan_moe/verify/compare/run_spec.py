@@ -18,21 +18,14 @@ from pathlib import Path
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.named import find_config
-from titan_moe.config.parse import load_job, resolve
+from titan_moe.config.parse import keys_that_read, load_job, resolve
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, layout_tables, parse
 
 Words = tuple[tuple[str, str], ...]
 """Overrides as pairs of key and text; of a key that comes twice, the last counts."""
 
 _KEYS = ("revision", "config", "ranks", "layout")
-_PATHS = (
-    "model.hf_assets_path",
-    "model.tokenizer_path",
-    "training.dataset_path",
-    "validation.dataset_path",
-    "checkpoint.initial_load_path",
-    "debug.routing_replay",
-)
+_PATHS = keys_that_read()
 INPUT_KEYS = frozenset(key.partition(".")[2] for key in _PATHS)
 """Keys of any table that name what a training reads."""
 _OPTION_KEYS = {
@@ -123,7 +116,7 @@ def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> Run
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     named, overrides = words[:first], words[first:]
     if len(named) == 1 and named[0].partition("=")[0] not in _KEYS:
-        return _finished(text, Path(named[0]), overrides)
+        return _finished(text, Path(named[0]).expanduser(), overrides)
     values = {}
     for word in named:
         key, _, value = word.partition("=")
@@ -181,7 +174,8 @@ def existing(path: Path, what: str) -> Path:
 
 
 def _absolute(key: str, value: str) -> str:
-    return str(Path(value).resolve()) if key in _PATHS and Path(value).exists() else value
+    path = Path(value).expanduser()
+    return str(path.resolve()) if key in _PATHS and path.exists() else value
 
 
 def _finished(text: str, path: Path, overrides: list[str]) -> RunSpec:
