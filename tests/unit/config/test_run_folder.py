@@ -91,6 +91,36 @@ def test_what_may_change(tmp_path):
     assert str(at) in check(tmp_path, training={"blend": blend})[0]
 
 
+SPARSE = DIMENSIONS | {"attention": {"indexer": {"num_heads": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says", "remedy"),
+    [
+        ({"optimizer": {"name": "Muon"}}, "optimizer.name='Muon', and ", "optimizer"),
+        ({"optimizer": {"state_dtype": "bfloat16"}}, "optimizer.state_dtype='bfloat16', ", "opti"),
+        ({"training": {"indexer_stage": "dense"}}, "training.indexer_stage='dense', ", "optimizer"),
+        ({"training": {"dtype": "float64"}}, "training.dtype='float64', and ", ""),
+    ],
+)
+def test_key_that_changes_tensors_is_refused_as_loading_them_would(tmp_path, keys, says, remedy):
+    at = saved(tmp_path)
+    (line,) = check(tmp_path, SPARSE, **keys, checkpoint={"enable": True})
+    assert line.startswith(says) and f"{at} is of a run with" in line
+    assert ("begins with fresh states" in line) == bool(remedy)
+    fresh = {"enable": True, "exclude_from_loading": ["model", "optimizer"]}
+    assert check(tmp_path, SPARSE, **keys, checkpoint=fresh) == []
+    assert check(tmp_path, SPARSE, **keys) == [], "nothing is loaded"
+
+
+def test_depths_of_prediction_are_those_of_the_checkpoint(tmp_path):
+    saved(tmp_path)
+    (line,) = check(tmp_path, DIMENSIONS | {"num_mtp_layers": 1}, checkpoint={"enable": True})
+    assert line.startswith("model.num_mtp_layers=1, and ")
+    assert check(tmp_path, optimizer={"name": "Adam"}, checkpoint={"enable": True}) == []
+    assert check(tmp_path, training={"indexer_stage": "dense"}, checkpoint={"enable": True}) == []
+
+
 def test_newest_checkpoint_or_load_step_is_compared(tmp_path):
     saved(tmp_path, 9, debug={"seed": 5})
     newest = saved(tmp_path, 10)
@@ -109,20 +139,6 @@ def test_initial_weights_go_with_any_data(tmp_path):
     assert len(check(tmp_path, {"dim": 32}, model={"flavor": "16B"})) == 1
     again = {"enable": True, "create_seed_checkpoint": True}
     assert check(tmp_path, {"dim": 32}, model={"flavor": "16B"}, checkpoint=again) == []
-
-
-def test_another_stage_of_the_indexers_begins_with_new_moments(tmp_path):
-    sparse = DIMENSIONS | {"attention": {"indexer": {"top_k": 8}}}
-    at = saved(tmp_path, training={"indexer_stage": "dense"})
-    assert check(tmp_path) == [], "a model without indexers"
-    (line,) = check(tmp_path, sparse)
-    assert line.startswith(f"training.indexer_stage='sparse', and {at} is of a run with 'dense', ")
-    assert "checkpoint.exclude_from_loading=['optimizer']" in line
-    assert check(tmp_path, sparse, training={"indexer_stage": "dense"}) == []
-    fresh = {"enable": True, "exclude_from_loading": ["optimizer"]}
-    assert check(tmp_path, sparse, checkpoint=fresh) == []
-    saved(tmp_path, 20, training={"indexer_stage": "dense"}, model_only=True)
-    assert check(tmp_path, sparse) == [], "weights alone have no moments"
 
 
 def test_the_check_before_a_run_looks(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_moe.config.job_config import Checkpoint, JobConfig
+from titan_moe.config.job_config import OPTIMIZER_KEYS, Checkpoint, JobConfig
 
 _MODEL = ("model.name", "model.flavor")
 _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.seed")
@@ -14,8 +14,9 @@ _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.se
 def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
     """Returns one line for each key by which `job` is another run than its folder's checkpoints.
 
-    Model, data set and seed must be the same. Layout, batch, schedule and the rest may change, or
-    are compared with the checkpoint itself when it is loaded; a path may change as long as it leads
+    Model, data set and seed must be the same, and so must keys that decide which tensors there are,
+    and of which type. Layout, batch, schedule and the rest may change, or are compared with the
+    checkpoint itself when it is loaded; a path may change as long as it leads
     to the same files. Without checkpoints, weights to start from must be there.
 
     Args:
@@ -42,10 +43,34 @@ def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
     if "dataloader" in excluded:
         keys = [key for key in keys if key not in _DATA]
     lines = list(_differences(keys, job, checkpoint, manifest["job"]))
-    has_indexer = (dimensions.get("attention") or {}).get("indexer") is not None
-    if has_indexer and not manifest.get("model_only") and "optimizer" not in excluded:
-        lines += _other_indexer_stage(job, checkpoint, manifest["job"])
+    if job.checkpoint.enable and not lines:
+        lines += _other_tensors(job, dimensions, checkpoint, manifest)
     return lines
+
+
+def _other_tensors(
+    job: JobConfig, dimensions: dict[str, Any], checkpoint: Path, manifest: dict[str, Any]
+) -> Iterator[str]:
+    """Yields one line for each key by which `job` has other tensors than its folder's checkpoint,
+    or tensors of another type."""
+    excluded, saved = job.checkpoint.exclude_from_loading, manifest["job"]
+    depths, there = (each.get("num_mtp_layers") for each in (dimensions, manifest["model"]))
+    if "model" not in excluded:
+        if depths != there:
+            yield (
+                f"model.num_mtp_layers={depths}, and {checkpoint} is of a run with {there}: set it "
+                "to that, or choose another job.dump_folder"
+            )
+        yield from _differences(["training.dtype"], job, checkpoint, saved)
+    if manifest.get("model_only") or "optimizer" in excluded:
+        return
+    keys = ["optimizer.state_dtype"]
+    if OPTIMIZER_KEYS[job.optimizer.name] != OPTIMIZER_KEYS[saved["optimizer"]["name"]]:
+        keys.append("optimizer.name")
+    if dimensions.get("attention", {}).get("indexer"):
+        keys.append("training.indexer_stage")
+    for line in _differences(keys, job, checkpoint, saved):
+        yield f'{line}; checkpoint.exclude_from_loading=["optimizer"] begins with fresh states'
 
 
 def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -76,21 +101,11 @@ def _differences(
         old, new = (_without_paths(each[table][name]) for each in (saved, record))
         if old != new:
             there = f", where checkpoint.initial_load_path={checkpoint} starts from its weights"
+            there = "" if key in (*_MODEL, "training.dtype") else there
             yield (
                 f"{key}={new!r}, and {checkpoint} is of a run with {old!r}: set it to that, or "
-                f"choose another job.dump_folder{'' if key in _MODEL else there}"
+                f"choose another job.dump_folder{there}"
             )
-
-
-def _other_indexer_stage(job: JobConfig, checkpoint: Path, saved: dict[str, Any]) -> Iterator[str]:
-    old, new = saved["training"].get("indexer_stage"), job.training.indexer_stage
-    if old != new:
-        yield (
-            f"training.indexer_stage={new!r}, and {checkpoint} is of a run with {old!r}, whose "
-            "optimizer has moments of other weights: set "
-            "checkpoint.exclude_from_loading=['optimizer'] to begin with new ones, or set it to "
-            f"{old!r}"
-        )
 
 
 def _without_paths(value: Any) -> Any:
