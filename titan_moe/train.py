@@ -16,10 +16,11 @@ from titan_moe.config.checks.base import flavor
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
 from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes
-from titan_moe.config.checks.run_folder import check_run_folder
+from titan_moe.config.checks.run_folder import check_run_folder, position_rule
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import read_job, resolve
+from titan_moe.load_checks import check_loading
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import (
     HFModel,
@@ -77,7 +78,7 @@ def prepare_job(
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
     model = model_of_job(job.model)
-    problems = check(job, model, world_size)
+    problems = check(job, model, world_size, [position_rule(job)])
     if job.model.converters and find_spec("torchao") is None:
         named = ",".join(job.model.converters)
         problems.append(f"model.converters={named} needs the package torchao: pip install torchao")
@@ -103,7 +104,8 @@ def read_for_device(argv: list[str], environment: Mapping[str, str]) -> tuple[Jo
 def check_all(
     argv: list[str], world_size: int, num_nodes: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, list[str]]:
-    """Check configuration, tokenizer and data in one plain process, before any rank starts.
+    """Check configuration, tokenizer, data and checkpoint in one plain process, before any rank
+    starts.
 
     Returns the resolved configuration, and the notes of `_read` and those about the data. Raises
     ConfigError with all mistakes.
@@ -121,7 +123,8 @@ def check_all(
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
-    if problems := check_vocabulary(job, model, tokenizer.vocab_size):
+    problems = check_vocabulary(job, model, tokenizer.vocab_size) or check_loading(job, model)
+    if problems:
         raise ConfigError(problems)
     return job, lines + data_notes(job.training, job.validation)
 

@@ -87,7 +87,8 @@ class TrainData:
         before = self.loader.identity
         self.loader.close()
         self.open(job, dims)
-        self._go_on(merge_states(states), before)
+        state = continue_state(merge_states(states), before, self.loader.identity)
+        self.loader.load_state_dict(state)
 
     def count_without_text(self, step: int) -> int:
         """Documents without a text that all ranks have read up to a step; collective.
@@ -116,10 +117,14 @@ class TrainData:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on at a checkpoint's position. RunError if the position is one of other data, or of a
         stage that the run did not have at that step."""
-        taken = job_of_step(self._job, state["step"]).training
-        size, length = taken.global_batch_size, taken.seq_len
-        self._go_on(state, replace(self.loader.identity, global_batch_size=size, seq_len=length))
+        self.loader.load_state_dict(continue_data(self._job, state, self.loader.identity))
 
-    def _go_on(self, state: dict[str, Any], saved: Identity) -> None:
-        """Go on at a position of all ranks that was taken under `saved`."""
-        self.loader.load_state_dict(continue_state(state, saved, self.loader.identity))
+
+def continue_data(job: JobConfig, state: dict[str, Any], identity: Identity) -> dict[str, Any]:
+    """Returns a checkpoint's data position for a loader of `identity`. RunError if it is one of
+    other data, or of a stage that the run did not have at that step."""
+    taken = job_of_step(job, state["step"]).training
+    size, length = taken.global_batch_size, taken.seq_len
+    return continue_state(
+        state, replace(identity, global_batch_size=size, seq_len=length), identity
+    )

@@ -42,6 +42,7 @@ _LAYERS = {
     "train_step": 5,
     "trainer": 5,
     "generate": 5,
+    "load_checks": 6,
     "train": 6,
     "profiling": 6,
     "simulate": 6,

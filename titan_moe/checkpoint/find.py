@@ -52,7 +52,7 @@ def find_checkpoint(config: Checkpoint, folder: Path) -> Found | None:
     if config.load_step >= 0 and config.load_step not in steps:
         raise RunError(
             f"checkpoint.load_step={config.load_step}: {folder} has "
-            + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
+            + (f"steps {', '.join(map(str, steps))}: choose one" if steps else "no checkpoint")
         )
     if steps:
         own = step_folder(folder, config.load_step if config.load_step >= 0 else steps[-1])

@@ -9,9 +9,12 @@ files are converted first and kept in the cache of `datasets`, where the run fin
 source is on the Hugging Face hub, without a local copy, no data is read. run_train.sh checks all
 but these contents before it starts a rank.
 
+The folder's checkpoint, or the weights to begin with, must be of this model, and the position in
+the data of these files, sequences and batches: names, shapes and positions are read, no tensor.
+
 Prints the number of ranks of a machine and the run's folder, what each training stage changes, the
-parameters, the documents and tokens of each source, and what has no effect;
-all that is wrong otherwise, a line each.
+parameters, the documents and tokens of each source, what has no effect, and what only ranks can
+know; all that is wrong otherwise, a line each.
 
 A folder instead of a configuration is read whole: a checkpoint, all checkpoints of a run, or an
 export. Prints what was read, and a line for everything that is not as it was written.
@@ -31,6 +34,12 @@ from titan_moe.cli.command import (
     path_of,
     positive,
 )
+
+_LEFT = (
+    "left to the ranks: GPUs and their memory (titan-moe memory), checksums and the optimizer of a "
+    "checkpoint, and what other machines find in these folders"
+)
+"""What only ranks can know."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +78,8 @@ def run(options: argparse.Namespace) -> Answer:
     says = f"{parameters:,} parameters, {active:,} active"
     stages = stage_lines(job)
     found |= {"notes": notes, "stages": stages, "data": samples}
-    return Answer(found, [line.format(**found), *stages, says, *samples, *notes])
+    lines = [line.format(**found), *stages, says, *samples, *notes, _LEFT]
+    return Answer(found, lines)
 
 
 def _audit(names: list[str]) -> Answer:

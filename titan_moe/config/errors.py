@@ -1,4 +1,29 @@
-"""The one configuration error."""
+"""The one configuration error, and mistakes whose remedies are tried before they are named."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Change = Mapping[str, Any]
+"""New values by dotted keys; "ranks" is the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A broken rule whose remedies `checks.job.check` tries: a remedy that breaks another rule is
+    not named."""
+
+    line: str
+    """Key, value, and what is wrong."""
+    remedies: Sequence[Sequence[Change]]
+    """Alternatives. Of each the first change that works is named."""
+    otherwise: str = ""
+    """The remedy if no change works."""
+    also: str = ""
+    """A further remedy, which is no change of keys."""
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.otherwise}"
 
 
 class ConfigError(Exception):

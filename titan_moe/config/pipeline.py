@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from itertools import count as count_from
 from typing import Literal
 
+from titan_moe.config.errors import Mistake
 from titan_moe.config.job_config import Parallelism
 
 
@@ -200,7 +201,9 @@ def _even_cuts(costs: Sequence[float], parts: int) -> list[int]:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def problems(parallelism: Parallelism, *, num_layers: int, local_batch_size: int) -> list[str]:
+def problems(
+    parallelism: Parallelism, *, num_layers: int, local_batch_size: int
+) -> list[str | Mistake]:
     """Returns one line for each rule that a pipeline of this configuration breaks."""
     if parallelism.pipeline_parallel_degree == 1:
         return []
@@ -253,26 +256,30 @@ def _module_problems(parallelism: Parallelism, num_layers: int) -> Iterator[str]
 
 def _microbatch_problems(
     parallelism: Parallelism, stages: int, local_batch_size: int
-) -> Iterator[str]:
+) -> Iterator[Mistake]:
     schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
     size = parallelism.pipeline_parallel_microbatch_size
     count, rest = divmod(local_batch_size, size)
+    more = (n for n in count_from(count + 1) if runs(schedule, n, ranks=ranks, stages=stages))
+    choice = {"training.local_batch_size": next(more) * size}
+    remedies = [[choice, choice | {"training.global_batch_size": -1}]]
+    otherwise = f"choose local_batch_size {choice['training.local_batch_size']}"
     if rest:
-        yield (
+        yield Mistake(
             f"training.local_batch_size={local_batch_size} must be a multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size={size}: choose {(count + 1) * size}"
+            f"parallelism.pipeline_parallel_microbatch_size={size}",
+            *(remedies, otherwise),
         )
     elif not runs(schedule, count, ranks=ranks, stages=stages):
-        more = (n for n in count_from(count) if runs(schedule, n, ranks=ranks, stages=stages))
         rule = (
             f"at least as many microbatches as its {stages} stages"
             if schedule.microbatches == "stages"
             else f"a multiple of {count // ranks} microbatches, its rounds over {ranks} ranks"
         )
-        yield (
+        yield Mistake(
             f"training.local_batch_size={local_batch_size} makes {count} microbatches of "
-            f"pipeline_parallel_microbatch_size={size}: {schedule.name} wants {rule}: choose "
-            f"local_batch_size {next(more) * size}"
+            f"pipeline_parallel_microbatch_size={size}: {schedule.name} wants {rule}",
+            *(remedies, otherwise),
         )
 
 

@@ -69,12 +69,8 @@ def sample_data(
     Nothing is opened if a source is on the hub, without a local copy. `how`: further keywords of
     `build_reader`. ConfigError when a source cannot be trained on.
     """
-    sources = training_sources(training)
-    if validation.enable:
-        sources += validation_sources(validation, training)
-    for source in sources:
-        if source.is_stream and source.dataset_path is None:
-            return [f"the data was not read: {source.dataset!r} is on the Hugging Face hub"]
+    if name := on_the_hub(training, validation):
+        return [f"the data was not read: {name!r} is on the Hugging Face hub"]
     place: dict[str, Any] = {"seed": how["seed"], "rank": 0, "num_ranks": 1}
     reader = build_reader(training, tokenizer, validation=validation, **how | place)
     orders = [(part.order, "training") for part in reader.parts]
@@ -82,6 +78,15 @@ def sample_data(
         loader = build_validation(validation, training, tokenizer, **place)
         orders += [(part.order, "validation") for part in loader.parts]
     return [_sample(order, use, tokenizer) for order, use in orders]
+
+
+def on_the_hub(training: Training, validation: Validation) -> str | None:
+    """Returns the first source on the Hugging Face hub of which there is no local copy."""
+    sources = training_sources(training)
+    if validation.enable:
+        sources += validation_sources(validation, training)
+    away = (each.dataset for each in sources if each.is_stream and each.dataset_path is None)
+    return next(away, None)
 
 
 def build_loader(training: Training, tokenizer: Tokenizer, **place: Any) -> Loader:

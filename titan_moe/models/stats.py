@@ -264,7 +264,7 @@ def shares_of_ranks(
         yield Share(sizes, rows, config.num_layers + config.num_mtp_layers, 1, 0)
         return
     if wrong := pipeline.problems(parallelism, num_layers=config.num_layers, local_batch_size=rows):
-        raise ConfigError(wrong)
+        raise ConfigError([str(each) for each in wrong])
     weights = part_weights(config, training.seq_len)
     stages = pipeline.model_parts(parallelism, weights, config.num_layers)
     layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]

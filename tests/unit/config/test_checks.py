@@ -1,6 +1,7 @@
 """Rules across tables: a broken one is a line with a remedy, a key without effect is a note."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ RULES = [
     (
         "cp 16 --p.context_parallel_rotate_method ulysses",
         16,
-        "num_heads=16 / tp 1 and num_kv_heads=8 / tp 1: choose 1, 2, 4 or 8, or context_parallel_",
+        "num_heads=16 / tp 1 and num_kv_heads=8 / tp 1: choose 1, 2, 4 or 8, or set parallelism.c",
     ),
     ("pp 8", 8, "pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers"),
     (f"{_ZBV} --activation_checkpoint.mode full", 2, "mode=full with pipeline_parallel_schedule="),
@@ -91,9 +92,9 @@ RULES = [
     (f"tp 2 ep 2 {_ASYNC} --compile.enable {_SYMMETRIC}", 2, "want symmetric memory of two kinds:"),
     (f"ep 2 {_SYMMETRIC} --comm.share_gpus", 2, "which ranks of one GPU do not have: choose anoth"),
     (f"tp 2 {_ASYNC} --compile.enable --comm.share_gpus", 2, "=true wants symmetric memory, which"),
-    ("ep 3", 3, "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1, 2, 4 o"),
+    ("ep 3", 3, "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1"),
     ("ep 4", 2, "expert_tensor_parallel_degree=1 must divide dp_shard 2 x cp 1 x tp 1 = 2: choose"),
-    ("--p.expert_tensor_parallel_degree 3", 3, "must divide the experts' hidden_dim=256: choose a"),
+    ("--p.expert_tensor_parallel_degree 3", 3, "must divide the experts' hidden_dim=256: choose 1"),
     (f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_comm_backend deduplicated", 2, "bounds the buffers of"),
     (f"ep 2 {_EP}_comm_backend deduplicated {_EP}_ranks_per_node 3", 2, "must divide the 2 ranks"),
     (f"ep 2 {_SYMMETRIC} {_EP}_overlap true", 2, "has one set of buffers, and parallelism.expert_"),
@@ -103,7 +104,7 @@ RULES = [
     (f"{_GROUPED} --quantize.linear.float8.emulate", 1, "torchao does not emulate it: leave it"),
     (f"{_LINEAR} --training.seq_len 40", 1, "1 sequences / cp x tp 1 are 40 tokens, and quantize."),
     (f"{_LINEAR} --training.mixed_precision_param float32", 1, "float8 products go with"),
-    ("--training.global_batch_size 20 --training.local_batch_size 4", 4, "data ranks = 16: choose"),
+    ("--training.global_batch_size 20 --training.local_batch_size 4", 4, "_size=1, or choose 16"),
     ("--training.seq_len 8192", 1, "exceeds max_seq_len=4096 of deepseek_v3 debugmodel: choose at"),
     ("--validation.enable --validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_s"),
     ("--validation.dataset_path held.jsonl", 1, "dataset_path='held.jsonl' is not read without"),
@@ -176,6 +177,26 @@ def test_any_layout_is_legal_or_refused_with_a_remedy(
     assert [line for line in lines if not WELL_FORMED.fullmatch(line)] == []
     if not lines:
         resolve(job, ranks)
+    for line in lines:
+        for change in _remedies(line):
+            tables = {name: getattr(job, name).model_dump() for name in ("parallelism", "training")}
+            for key, value in change.items():
+                table, _, name = key.rpartition(".")
+                tables[table or "parallelism"][name] = value
+            world_size = int(tables["parallelism"].pop("ranks", ranks))
+            changed = JobConfig.model_validate({"model": model, **tables})
+            left = check(changed, model_config(family, "gate"), world_size)
+            assert len(left) < len(lines), (line, change, left)
+
+
+def _remedies(line: str) -> Iterator[dict[str, object]]:
+    """Yields the new values of keys that a line names as its remedies."""
+    key, remedies = line.partition("=")[0], line.rpartition(": ")[2]
+    for remedy in remedies.split(", or "):
+        if re.fullmatch(r"choose \d+(, \d+)*( or \d+)?", remedy):
+            yield from ({key: int(value)} for value in re.findall(r"\d+", remedy))
+        elif changes := re.findall(r"((?:training|parallelism)\.\w+|NGPU)=(\S+)", remedy):
+            yield {key.replace("NGPU", "ranks"): value for key, value in changes}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +239,7 @@ def test_expert_biases_want_the_models_dim_to_divide() -> None:
     moe, cut = replace(MODEL.moe, projection_bias=True), "--p.expert_tensor_parallel_degree 4"
     assert problems(cut, 4, replace(MODEL, moe=moe)) == []
     (line,) = problems(cut, 4, replace(MODEL, moe=moe, dim=66))
-    assert "must divide dim=66: choose a divisor of 2" in line
+    assert "must divide dim=66: choose 1 or 2" in line
 
 
 def test_multi_token_prediction_wants_sequences_longer_than_it_looks_ahead() -> None:
@@ -277,12 +298,12 @@ def test_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
         (  # The batch is that of the first stage, which nothing names.
             '[{"from_step":5,"local_batch_size":3}]',
             "stages[0] (from_step=5): training.global_batch_size=32 must be a multiple of "
-            "local_batch_size 3 x 4 data ranks = 12: choose 24",
+            "local_batch_size 3 x 4 data ranks = 12: set training.local_batch_size=2, or choose 24",
         ),
         (
             '[{"from_step":5,"parallelism":{"context_parallel_degree":8}}]',
             "stages[0] (from_step=5): parallelism: cp 8 = 8 must divide the 4 ranks of this run: "
-            "start it with a multiple, such as NGPU=8 (--ranks 8)",
+            "start it with NGPU=8 (--ranks 8)",
         ),
     ],
 )

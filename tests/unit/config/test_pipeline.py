@@ -241,7 +241,7 @@ BAD = [
 
 @pytest.mark.parametrize(("section", "num_layers", "rows", "words"), BAD)
 def test_illegal_pipeline_is_one_line(section: Parallelism, num_layers: int, rows: int, words: str):
-    (line,) = problems(section, num_layers=num_layers, local_batch_size=rows)
+    (line,) = map(str, problems(section, num_layers=num_layers, local_batch_size=rows))
     assert line.startswith(("parallelism.", "training.")) and words in line
 
 
@@ -251,5 +251,5 @@ def test_offered_number_of_rows_is_legal(name: str):
         section = parallelism(ranks, name)
         for rows in range(1, 20):
             for line in problems(section, num_layers=24, local_batch_size=rows):
-                choice = int(line.split("choose local_batch_size ")[1])
+                choice = int(str(line).split("choose local_batch_size ")[1])
                 assert problems(section, num_layers=24, local_batch_size=choice) == []

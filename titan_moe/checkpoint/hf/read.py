@@ -104,6 +104,12 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
         logger.info(speed_line(f"loaded {folder}", num_bytes, started))
 
 
+def check_folder(folder: Path, model: HFModel) -> None:
+    """Raises RunError or ConfigError when config.json or tensors are not those of the model."""
+    _refuse_other_dimensions(model, folder)
+    HFSource(HFFolder(folder), model, model_shapes(model.config))
+
+
 def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     """Write a Hugging Face folder's weights as a checkpoint that holds the model only; returns a
     line that says how fast. Its folder `hf` keeps the files beside the weights.

@@ -1,9 +1,10 @@
 """The configuration that rules look at, and helpers for their sentences."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_moe.config.errors import Change, Mistake
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 
@@ -39,7 +40,7 @@ class Run:
         return {"training.seq_len": training.seq_len, "validation.seq_len": validation.seq_len}
 
 
-Rule = Callable[[Run], Iterable[str]]
+Rule = Callable[[Run], Iterable[str | Mistake]]
 """Yields one line for each mistake that it finds: key, value, remedy."""
 
 
@@ -61,12 +62,17 @@ def flavor(job: JobConfig) -> str:
     return f"{job.model.name} {job.model.flavor}"
 
 
-def divisors(number: int) -> str:
-    """Returns all divisors, such as "1, 2 or 4"."""
-    return either([n for n in range(1, number + 1) if number % n == 0])
+def divisors(key: str, number: int) -> list[list[Change]]:
+    """Returns a remedy for each divisor: that value of the key."""
+    return choices(key, [n for n in range(1, number + 1) if number % n == 0])
 
 
-def either(choices: list[int]) -> str:
-    """Joins numbers: "1, 2 or 4"."""
-    *others, last = map(str, choices)
+def choices(key: str, values: Iterable[int]) -> list[list[Change]]:
+    """Returns a remedy for each of the values of a key."""
+    return [[{key: value}] for value in values]
+
+
+def either(values: Sequence[object]) -> str:
+    """Joins words: "1, 2 or 4"."""
+    *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.checks.base import Rule, Run, flavor
+from titan_moe.config.errors import Mistake
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 
@@ -51,15 +52,22 @@ def _unread_data(run: Run) -> Iterator[str]:
             )
 
 
-def _global_batch(run: Run) -> Iterator[str]:
+def _global_batch(run: Run) -> Iterator[Mistake]:
     size, local = run.job.training.global_batch_size, run.job.training.local_batch_size
     if run.data_ranks is None or size == -1:
         return
     step = local * run.data_ranks
     if size % step:
-        yield (
+        near = max(size // step, 1) * step
+        yield Mistake(
             f"training.global_batch_size={size} must be a multiple of local_batch_size {local} x "
-            f"{run.data_ranks} data ranks = {step}: choose {max(size // step, 1) * step}"
+            f"{run.data_ranks} data ranks = {step}",
+            # The data's order is a function of the global batch alone.
+            [
+                [{"training.local_batch_size": n} for n in range(local - 1, 0, -1)],
+                [{"training.global_batch_size": near}],
+            ],
+            "choose other sizes, or another number of ranks",
         )
 
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 
 from titan_moe.config.checks.base import Rule, Run, divisors
+from titan_moe.config.errors import Mistake
 
 
-def _expert_block(run: Run) -> Iterator[str]:
+def _expert_block(run: Run) -> Iterator[Mistake]:
     degrees, shard = run.job.parallelism, run.shard
     if shard is None:
         return
@@ -14,33 +15,37 @@ def _expert_block(run: Run) -> Iterator[str]:
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
     block = shard * cp * tp
     if block % (ep * etp):
-        yield (
+        yield Mistake(
             f"parallelism.expert_parallel_degree={ep} x expert_tensor_parallel_degree={etp} must "
-            f"divide dp_shard {shard} x cp {cp} x tp {tp} = {block}: choose {divisors(block)}"
+            f"divide dp_shard {shard} x cp {cp} x tp {tp} = {block}",
+            divisors("parallelism.expert_parallel_degree", block),
+            "choose smaller degrees",
         )
 
 
-def _sizes(run: Run) -> Iterator[str]:
+def _sizes(run: Run) -> Iterator[Mistake]:
     degrees, moe = run.job.parallelism, run.model.moe
     if moe is None:
         return
     ep, etp = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
     if moe.num_experts % ep:
-        yield (
-            f"parallelism.expert_parallel_degree={ep} must divide num_experts={moe.num_experts}: "
-            f"choose {divisors(moe.num_experts)}"
+        yield Mistake(
+            f"parallelism.expert_parallel_degree={ep} must divide num_experts={moe.num_experts}",
+            divisors("parallelism.expert_parallel_degree", moe.num_experts),
+            "choose another degree",
         )
     sizes = {"the experts' hidden_dim": moe.hidden_dim}
     if moe.projection_bias:  # The bias after the second projection is cut like what it is added to.
         sizes["dim"] = run.model.dim
     if broken := [f"{name}={size}" for name, size in sizes.items() if size % etp]:
-        yield (
-            f"parallelism.expert_tensor_parallel_degree={etp} must divide {' and '.join(broken)}: "
-            f"choose a divisor of {math.gcd(*sizes.values())}"
+        yield Mistake(
+            f"parallelism.expert_tensor_parallel_degree={etp} must divide {' and '.join(broken)}",
+            divisors("parallelism.expert_tensor_parallel_degree", math.gcd(*sizes.values())),
+            "choose another degree",
         )
 
 
-def _dispatch(run: Run) -> Iterator[str]:
+def _dispatch(run: Run) -> Iterator[str | Mistake]:
     degrees = run.job.parallelism
     factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
     ranks = degrees.expert_parallel_ranks_per_node
@@ -51,9 +56,11 @@ def _dispatch(run: Run) -> Iterator[str]:
         )
     travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
     if ranks is not None and factor is None and travels and run.world_size % ranks:
-        yield (
+        yield Mistake(
             f"parallelism.expert_parallel_ranks_per_node={ranks} must divide the {run.world_size} "
-            f"ranks of this run: choose {divisors(run.world_size)}"
+            "ranks of this run",
+            divisors("parallelism.expert_parallel_ranks_per_node", run.world_size),
+            "leave it out",
         )
 
 

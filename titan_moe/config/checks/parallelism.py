@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator
 
 from titan_moe.config import pipeline
-from titan_moe.config.checks.base import Rule, Run, divisors, either
+from titan_moe.config.checks.base import Rule, Run, choices, divisors
+from titan_moe.config.errors import Mistake
 
 
-def _ranks(run: Run) -> Iterator[str]:
+def _ranks(run: Run) -> Iterator[Mistake]:
     if run.shard is not None:
         return
     degrees = run.job.parallelism
@@ -20,20 +21,21 @@ def _ranks(run: Run) -> Iterator[str]:
     }
     product = math.prod(sizes.values())
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp_shard 1"
-    start = f"NGPU={product} (--ranks {product})"
     if degrees.data_parallel_shard_degree == -1:
-        yield (
-            f"parallelism: {shown} = {product} must divide the {run.world_size} ranks of this run: "
-            f"start it with a multiple, such as {start}"
+        yield Mistake(
+            f"parallelism: {shown} = {product} must divide the {run.world_size} ranks of this run",
+            [[{"ranks": n * product} for n in range(1, 9)]],
+            "choose other degrees",
         )
     else:
-        yield (
-            f"parallelism: {shown} = {product} ranks, but this run has {run.world_size}: start it "
-            f"with {start}, or set parallelism.data_parallel_shard_degree=-1 to take what is there"
+        yield Mistake(
+            f"parallelism: {shown} = {product} ranks, but this run has {run.world_size}",
+            [[{"ranks": product}], [{"parallelism.data_parallel_shard_degree": -1}]],
+            "choose other degrees",
         )
 
 
-def _tensor(run: Run) -> Iterator[str]:
+def _tensor(run: Run) -> Iterator[Mistake]:
     degree, model = run.job.parallelism.tensor_parallel_degree, run.model
     sizes = {
         "num_heads": model.attention.num_heads,
@@ -48,9 +50,11 @@ def _tensor(run: Run) -> Iterator[str]:
         shared = model.moe.num_shared_experts * model.moe.hidden_dim
         sizes["the shared experts' hidden_dim"] = shared
     if broken := [f"{name}={size}" for name, size in sizes.items() if size % degree]:
-        yield (
+        yield Mistake(
             f"parallelism.tensor_parallel_degree={degree} must divide {' and '.join(broken)} of "
-            f"{run.flavor}: choose {divisors(math.gcd(*sizes.values()))}"
+            f"{run.flavor}",
+            divisors("parallelism.tensor_parallel_degree", math.gcd(*sizes.values())),
+            "choose another degree",
         )
 
 
@@ -74,7 +78,7 @@ def _symmetric_memory(run: Run) -> Iterator[str]:
         )
 
 
-def _sequence_slices(run: Run) -> Iterator[str]:
+def _sequence_slices(run: Run) -> Iterator[Mistake]:
     degrees = run.job.parallelism
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
     balanced = cp > 1 and degrees.context_parallel_load_balancer == "headtail"
@@ -84,10 +88,11 @@ def _sequence_slices(run: Run) -> Iterator[str]:
             below = length // step * step
             legal = [n for n in (below, below + step) if step <= n <= limit]
             headtail = ", context_parallel_load_balancer=headtail" * balanced
-            yield (
+            yield Mistake(
                 f"{key}={length} must be a multiple of {step}, for context_parallel_degree={cp}"
-                f"{headtail} and tensor_parallel_degree={tp}: choose "
-                f"{either(legal) if legal else 'smaller degrees'}"
+                f"{headtail} and tensor_parallel_degree={tp}",
+                choices(key, legal),
+                "choose smaller degrees",
             )
 
 
@@ -108,17 +113,21 @@ def _recurrent_segments(run: Run) -> Iterator[str]:
             )
 
 
-def _ulysses(run: Run) -> Iterator[str]:
+def _ulysses(run: Run) -> Iterator[Mistake]:
     degrees, attention = run.job.parallelism, run.model.attention
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
     heads = math.gcd(attention.num_heads, attention.num_kv_heads)
     if degrees.context_parallel_rotate_method != "ulysses" or heads % tp or heads // tp % cp == 0:
         return
-    yield (
+    yield Mistake(
         f"parallelism.context_parallel_degree={cp} with context_parallel_rotate_method=ulysses "
         f"must divide num_heads={attention.num_heads} / tp {tp} and "
-        f"num_kv_heads={attention.num_kv_heads} / tp {tp}: choose {divisors(heads // tp)}, or "
-        "context_parallel_rotate_method=allgather or ring"
+        f"num_kv_heads={attention.num_kv_heads} / tp {tp}",
+        [
+            *divisors("parallelism.context_parallel_degree", heads // tp),
+            [{"parallelism.context_parallel_rotate_method": "allgather"}],
+        ],
+        "choose context_parallel_rotate_method=allgather or ring",
     )
 
 
@@ -132,7 +141,7 @@ def _sparse(run: Run) -> Iterator[str]:
     )
 
 
-def _pipeline(run: Run) -> Iterator[str]:
+def _pipeline(run: Run) -> Iterator[str | Mistake]:
     degrees, rows = run.job.parallelism, run.job.training.local_batch_size
     yield from pipeline.problems(degrees, num_layers=run.model.num_layers, local_batch_size=rows)
     schedule, mode = pipeline.schedule_of(degrees), run.job.activation_checkpoint.mode

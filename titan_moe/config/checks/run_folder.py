@@ -1,11 +1,15 @@
 """Checks that a run may go on in its folder: checkpoints there must be of the same run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titan_moe.config.checks.base import Rule, Run
+from titan_moe.config.errors import Mistake
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Checkpoint, JobConfig
+from titan_moe.config.parse import resolve
+from titan_moe.config.stages import job_of_step
 
 _MODEL = ("model.name", "model.flavor")
 _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.seed")
@@ -71,6 +75,47 @@ def _other_tensors(
         keys.append("training.indexer_stage")
     for line in _differences(keys, job, checkpoint, saved):
         yield f'{line}; checkpoint.exclude_from_loading=["optimizer"] begins with fresh states'
+
+
+def position_rule(job: JobConfig) -> Rule:
+    """Returns the rule that a run reads its data in sequences and batches as its folder's
+    checkpoint did, whose data position is of no use to another; beside a rule on the layout, so
+    that its remedies are tried with it."""
+    folder, config = Path(job.job.dump_folder) / job.checkpoint.folder, job.checkpoint
+    found = _manifest(config, folder)
+    unread = config.create_seed_checkpoint or "dataloader" in config.exclude_from_loading
+    if found is None or found[1].get("model_only") or unread or not config.enable:
+        return lambda run: ()
+    checkpoint, manifest = found
+    try:
+        step = int(manifest["step"])
+        saved = job_of_step(JobConfig.model_validate(manifest["job"]), step).training
+    except (ValueError, KeyError):  # Another version's: loading it says so.
+        return lambda run: ()
+
+    def rule(run: Run) -> Iterable[Mistake]:
+        if run.shard is None or saved.global_batch_size == -1:
+            return
+        job = resolve(run.job, run.world_size)
+        # A training stage may begin after the checkpoint's step.
+        now, later = (job_of_step(job, each).training for each in (step, step + 1))
+        for key in ("seq_len", "global_batch_size"):
+            old = getattr(saved, key)
+            if old not in (getattr(now, key), getattr(later, key)):
+                change = {f"training.{key}": old}
+                local = [
+                    change | {"training.local_batch_size": size}
+                    for size in range(now.local_batch_size - 1, 0, -1)
+                ]
+                yield Mistake(
+                    f"training.{key}={getattr(now, key)}: the data position of {checkpoint} was "
+                    f"taken with {old}",
+                    [[change, *local]],
+                    also="begin in another job.dump_folder, where checkpoint.initial_load_path="
+                    f"{checkpoint} starts from its weights",
+                )
+
+    return rule
 
 
 def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -1,0 +1,97 @@
+"""Checks of what a run will load, in one plain process before any rank starts.
+
+Names, shapes and positions are read, and no tensor; nothing is written. torch is imported, and the
+data opened, only where there is something to load.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.stages import job_of_step
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import HFModel
+from titan_moe.runtime.errors import RunError
+
+if TYPE_CHECKING:
+    from titan_moe.checkpoint.find import Found
+
+
+def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
+    """Returns why the run's checkpoint, or the weights that it begins with, cannot be loaded.
+
+    Args:
+        job: a resolved configuration whose own keys are right.
+    """
+    config, folder = job.checkpoint, Path(job.job.dump_folder) / job.checkpoint.folder
+    named = config.initial_load_path or config.initial_load_in_hf or config.load_step >= 0
+    loads = config.enable and (named or any(folder.glob("step-*")))
+    # A run that was killed has left a checkpoint under another name; the next one brings it back.
+    if not loads or config.create_seed_checkpoint or any(folder.glob(".step-*.replaced")):
+        return []
+    from titan_moe.checkpoint.find import find_checkpoint
+    from titan_moe.checkpoint.hf.read import check_folder
+
+    try:
+        found = find_checkpoint(config.model_copy(update={"load_only": True}), folder)
+        if found is not None:
+            _check_model(job, model, found)
+            _check_data(job, found)
+        elif config.initial_load_in_hf and "model" not in config.exclude_from_loading:
+            weights = config.initial_load_path or job.model.hf_assets_path
+            check_folder(Path(weights or "").expanduser(), HFModel(job.model.name, model))
+    except (RunError, ConfigError) as error:
+        key = f"checkpoint.initial_load_path={config.initial_load_path}: "
+        named = bool(config.initial_load_path) and not any(folder.glob("step-*"))
+        lines = str(error).splitlines()
+        return [key * (named and not line.startswith("checkpoint.")) + line for line in lines]
+    return []
+
+
+def _check_model(job: JobConfig, model: ModelConfig, found: "Found") -> None:
+    """Raises RunError for tensors that are not the model's."""
+    from titan_moe.checkpoint.hf.names import model_shapes
+    from titan_moe.checkpoint.manifest import TensorSpec, audit
+    from titan_moe.checkpoint.tensors import MODEL
+
+    if "model" in found.excluded:
+        return
+    stored, wanted = found.manifest.tensors, {}
+    for name, shape in model_shapes(model).items():
+        spec = stored.get(MODEL + name)
+        # Some tensors are float32 in a model of any type.
+        wide = spec is not None and spec.dtype == "float32"
+        dtype = "float32" if wide else job.training.dtype
+        wanted[MODEL + name] = TensorSpec(shape, dtype)
+    if problems := audit(found.manifest, wanted, [MODEL]):
+        of = found.manifest.job.get("model", {})
+        raise RunError(
+            f"{found.path} does not fit the model: {'; '.join(problems)}; it is of model.name="
+            f"{of.get('name')}, model.flavor={of.get('flavor')}: set these, or name another"
+        )
+
+
+def _check_data(job: JobConfig, found: "Found") -> None:
+    """Raises RunError for a data position that is of other data. Data on the hub is not opened."""
+    from titan_moe.checkpoint.train_state import DATA, read_train_state
+    from titan_moe.data.build import build_reader, on_the_hub
+    from titan_moe.data.tokenizer import load_tokenizer
+    from titan_moe.train_data import continue_data
+
+    if found.model_only or "dataloader" in found.excluded:
+        return
+    begun = 0 if "train_state" in found.excluded else found.manifest.step
+    now = job_of_step(job, begun + 1)
+    if on_the_hub(now.training, now.validation):
+        return
+    reader = build_reader(
+        now.training,
+        load_tokenizer(job.model.tokenizer_path),
+        seed=job.debug.seed,
+        rank=0,
+        num_ranks=1,
+        global_batch_size=now.training.global_batch_size,
+        validation=now.validation,
+    )
+    continue_data(job, read_train_state(found.path)[DATA], reader.identity)
