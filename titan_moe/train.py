@@ -9,6 +9,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,7 +84,10 @@ def prepare_job(
         named = ",".join(job.model.converters)
         problems.append(f"model.converters={named} needs the package torchao: pip install torchao")
     if job.checkpoint.last_save_in_hf:
-        problems += export_problems(HFModel(job.model.name, model), job.moe.bias_update_speed)
+        exported = model
+        if job.moe.score is not None and model.moe is not None:
+            exported = replace(model, moe=replace(model.moe, score=job.moe.score))
+        problems += export_problems(HFModel(job.model.name, exported), job.moe.bias_update_speed)
     if problems:
         raise ConfigError(problems)
     return resolve(job, world_size), model

@@ -71,7 +71,8 @@ class TrainData:
         on_gpu = self._process.device.type == "cuda"
         reader: Reader
         if on_gpu:
-            reader = ReaderProcess(job.training, job.model.tokenizer_path, **place)
+            imports = job.job.imports
+            reader = ReaderProcess(job.training, job.model.tokenizer_path, imports, **place)
         else:
             reader = build_reader(job.training, self.tokenizer, **place)
         return Loader(

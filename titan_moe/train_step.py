@@ -22,7 +22,7 @@ from titan_moe.distributed.collectives import read, sum_over_world
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_tied_grads
-from titan_moe.metrics.step_metrics import device_metrics
+from titan_moe.metrics.step_metrics import METRICS, DeviceMetrics, Layers
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
@@ -107,14 +107,15 @@ class TrainStep:
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
         self._routers = {name: moe.router for name, moe in self._moe_layers.items()}
-        self._metrics = device_metrics(
+        layers = Layers(
             list(self._moe_layers.values()),
             [part.mtp for part in sharded.parts if part.mtp is not None],
             [x for part in sharded.parts for x in part.modules() if isinstance(x, Indexer)],
             selects=sharded.config.indexer is not None,
             predicts_ahead=sharded.config.num_mtp_layers > 0,
-            device=device,
         )
+        metrics = [metric for make in METRICS if (metric := make(layers)) is not None]
+        self._metrics = DeviceMetrics(metrics, device=device)
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
         self._tp_group = sharded.meshes.group("tp")

@@ -4,7 +4,8 @@ Blank lines, comments and docstrings are no lines of code. Words are what `str.s
 of generated tables do not count.
 
 A feature that comes later brings its lines in these tables. Packages may trade lines with each
-other; the totals bind.
+other; the totals bind. A contributor has 1 % of a total to spare; CI, which runs the slow tests,
+holds the exact one.
 """
 
 import ast
@@ -74,8 +75,9 @@ def lines_of_code(path: Path) -> int:
     return len(lines)
 
 
+@pytest.mark.parametrize("spare", [0.01, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("folder", BUDGETS)
-def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
+def test_lines_of_code_stay_within_the_budget(folder: str, spare: float) -> None:
     sizes: dict[str, int] = {}
     for path in (REPO / folder).rglob("*.py"):
         first, *inside = path.relative_to(REPO / folder).parts
@@ -89,7 +91,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str) -> None:
     total = sum(sizes.values())
     later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
     later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5, ON_A_GPU, REAL_FILES
-    budget = BUDGETS[folder] + sum(feature[folder] for feature in later)
+    budget = int((BUDGETS[folder] + sum(feature[folder] for feature in later)) * (1 + spare))
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 
 

@@ -24,6 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from titan_moe.config.plugins import AS_IT_IS, registered
+
 
 def _not_zero(value: int) -> int:
     if value == -1 or value > 0:
@@ -78,6 +80,9 @@ class Job(Section):
     """Free text, logged at start."""
     print_config: bool = False
     """Print the resolved configuration at start."""
+    imports: list[str] = Field([])
+    """Python modules, imported first, that register schedules, dispatchers, scores, kinds of data
+    or metrics of their own."""
 
 
 class Profiling(Section):
@@ -161,6 +166,13 @@ class Model(Section):
 class Moe(Section):
     """Mixture-of-experts settings. A speed or weight left out takes the flavor's own value."""
 
+    score: (
+        Annotated[
+            Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES"), AS_IT_IS
+        ]
+        | None
+    ) = None
+    """Function of the router's logits; left out: the flavor's."""
     row_alignment: Literal[1, 8, 16, 32, 64, 128] | None = None
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (float8 16, mxfp8
     32); above 1 an expert without rows gets a block too. Left out: 1, but for bfloat16 8 on a GPU,
@@ -231,7 +243,11 @@ class LRScheduler(Section):
     """Steps the schedule is laid out over; left out: training.steps."""
     decay_ratio: float | None = Field(None, ge=0, le=1)
     """Share of the schedule that decays; left out: everything after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: Annotated[
+        Literal["linear", "sqrt", "cosine"],
+        registered("titan_moe.optim.schedules:DECAYS"),
+        AS_IT_IS,
+    ] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end, as a factor of the peak."""
@@ -406,7 +422,11 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated", "symmetric"] = "auto"
+    expert_parallel_comm_backend: Annotated[
+        Literal["auto", "standard", "deduplicated", "symmetric"],
+        registered("titan_moe.distributed.expert_parallel:DISPATCHERS"),
+        AS_IT_IS,
+    ] = "auto"
     """Dispatcher of tokens over the ep axis: 'standard' sends one row to each expert of a token,
     'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first

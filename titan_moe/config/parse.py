@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, READ, JobConfig, Section
 from titan_moe.config.named import find_config, what_is_there
+from titan_moe.config.plugins import import_modules
 from titan_moe.config.torchtitan import translate
 from titan_moe.runtime.files import write_whole
 
@@ -51,13 +52,15 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
         print(help_of_keys(table_of_help(argv)))
         raise SystemExit(0)
     path, given, problems = _read_command_line(argv)
-    from_file: dict[str, Any] = {}
-    notes: list[str] = []
+    written: dict[str, Any] = {}
     if path is not None:
         try:
-            from_file, notes = _checked(_flat(_read_toml(Path(path))), path, problems, strict=True)
+            written = _flat(_read_toml(Path(path)))
         except ConfigError as error:
             problems += error.lines
+    imports = given.get("job.imports", written.get("job.imports"))
+    problems += import_modules(map(str, imports if isinstance(imports, list) else ()))
+    from_file, notes = _checked(written, path or "", problems, strict=True)
     from_cli, more = _checked(given, _COMMAND_LINE, problems)
     if problems:
         raise ConfigError(problems)

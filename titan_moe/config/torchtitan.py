@@ -12,7 +12,7 @@ from titan_moe.config.pipeline import SCHEDULES
 _WORKERS = "one reader reads ahead, as training.dataloader.prefetch_factor says"
 _RECOMPUTE = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
 _MX = "only experts run in mxfp8, by quantize.grouped_mm.mx"
-_EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"
+_EXTENSION = "torchtitan's code has no place here: name a module of yours in job.imports"
 _TORCHFT = "torchft is not used"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 

@@ -6,14 +6,14 @@ import glob
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
-from titan_moe.data.order import Document
+from titan_moe.data.order import Corpus, Document
 from titan_moe.data.texts import COMPRESSED, ENDINGS, why_without_texts
 
 FORMATS = {"json": "json", "parquet": "parquet", "text": "paragraph"}
@@ -61,7 +61,12 @@ class Source:
     @property
     def is_stream(self) -> bool:
         """True for a hub dataset: read from its beginning on, its length not known."""
-        return self.dataset not in LOCAL_DATASETS
+        return self.dataset not in (*LOCAL_DATASETS, *CORPORA)
+
+
+CORPORA: dict[str, Callable[[Source, Any, int], Corpus]] = {}
+"""Opens each kind of local data, from a source, the run's Tokenizer or None, and the seed.
+`data/sources.py` adds the program's own kinds."""
 
 
 def import_datasets() -> Any:

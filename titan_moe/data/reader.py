@@ -17,6 +17,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
+from titan_moe.config.plugins import import_modules
 from titan_moe.data.order import Assignment
 from titan_moe.data.packing import PackedSequence
 from titan_moe.data.sequences import BlendSource, Identity, SequenceStream
@@ -105,8 +106,10 @@ class StepReader:
 class ReaderProcess:
     """Runs a `StepReader` in a child process, with the same methods."""
 
-    def __init__(self, training: Training, tokenizer_path: str, **place: Any) -> None:
-        """`place`: keywords of `build_reader`, whose errors it raises."""
+    def __init__(
+        self, training: Training, tokenizer_path: str, imports: Sequence[str] = (), **place: Any
+    ) -> None:
+        """`imports`: job.imports. `place`: keywords of `build_reader`, whose errors it raises."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -115,7 +118,7 @@ class ReaderProcess:
         atexit.register(self._child.kill)
         theirs.close()
         self.identity: Identity
-        self.identity, self._state = self._ask(training, tokenizer_path, place)
+        self.identity, self._state = self._ask(training, tokenizer_path, imports, place)
 
     def read_step(self) -> tuple[Microbatches, dict[str, Any]]:
         microbatches, self._state = self._ask("read_step")
@@ -168,7 +171,8 @@ def _serve(pipe: Connection) -> None:
         reply: tuple[type[Exception] | None, Any]
         try:
             if reader is None:
-                training, tokenizer_path, place = request
+                training, tokenizer_path, imports, place = request
+                import_modules(imports)
                 reader = build_reader(training, load_tokenizer(tokenizer_path, training), **place)
                 reply = None, (reader.identity, reader.state_dict())
             elif request[0] == "read_step":

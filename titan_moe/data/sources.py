@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Training, Validation
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
-from titan_moe.data.corpus import FORMATS, FileCorpus, Source, find_files
+from titan_moe.data.corpus import CORPORA, FORMATS, FileCorpus, Source, find_files
 from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.order import Corpus
 from titan_moe.data.stream import HubStream
@@ -39,13 +39,9 @@ def open_source(source: Source, tokenizer: Tokenizer, seed: int) -> Corpus | Hub
     Raises ConfigError if it is missing, empty, unreadable or made for another tokenizer.
     """
     check_source(source, tokenizer)
-    if source.dataset in DATASETS_WITHOUT_PATH:
-        return StdlibCorpus() if source.dataset == "stdlib" else SyntheticCorpus(seed)
-    if source.dataset == "tokens":
-        return _open_tokens(source, tokenizer)
-    if source.dataset == "megatron":
-        return MegatronCorpus(source)
-    return FileCorpus(source) if source.dataset in FORMATS else HubStream(source)
+    if source.dataset not in CORPORA:
+        return HubStream(source)
+    return CORPORA[source.dataset](source, tokenizer, seed)
 
 
 def _open_tokens(source: Source, tokenizer: Tokenizer | None) -> TokenCorpus:
@@ -91,3 +87,12 @@ def shared_places(validation: Validation, training: Training) -> set[tuple[str, 
     """Places of the sources that training and validation divide between them."""
     trained_on = {source.place for source in training_sources(training)}
     return trained_on & {source.place for source in validation_sources(validation, training)}
+
+
+CORPORA |= {
+    "stdlib": lambda source, tokenizer, seed: StdlibCorpus(),
+    "synthetic": lambda source, tokenizer, seed: SyntheticCorpus(seed),
+    "tokens": lambda source, tokenizer, seed: _open_tokens(source, tokenizer),
+    "megatron": lambda source, tokenizer, seed: MegatronCorpus(source),
+    **dict.fromkeys(FORMATS, lambda source, tokenizer, seed: FileCorpus(source)),
+}

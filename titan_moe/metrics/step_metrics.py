@@ -1,7 +1,7 @@
 """Figures of a step: sums that layers keep on the device, and how evenly experts are loaded.
 
 To add a device metric, keep a sum in the module that knows it (a float64 or int64 buffer, zeroed in
-`init_buffers`), and name it in `device_metrics`. In a logged step it joins the step's one
+`init_buffers`), and name it in `METRICS`. In a logged step it joins the step's one
 all-reduce, the log writes it under its name, and the buffer starts again from zero.
 
 A layer's forward may run a second time, recomputed in the backward, where adding to a buffer is an
@@ -11,8 +11,9 @@ error. So a layer adds in the backward, which runs once: `x = attach_loss(x, val
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,41 +80,48 @@ def _divisor(metric: DeviceMetric) -> str:
     return f"{metric.name} per"
 
 
-def device_metrics(
-    moe_layers: Sequence[MoE],
-    mtp: Sequence[MultiTokenPrediction],
-    indexers: Sequence[Indexer],
-    *,
-    predicts_ahead: bool,
-    selects: bool,
-    device: torch.device,
-) -> DeviceMetrics:
-    """The device metrics of a model of which this rank has `moe_layers`, `mtp` and `indexers`.
+class Layers(NamedTuple):
+    """This rank's layers that keep sums, and which of them the model has on any rank."""
 
-    Args:
-        predicts_ahead: whether the model has multi-token prediction, on any rank.
-        selects: whether it has indexers, on any rank.
-    """
-    # Sum of all layers' divergences of the indexers from attention, per target token.
-    indexer_loss = DeviceMetric("indexer_loss", [indexer.loss_sum for indexer in indexers])
-    return DeviceMetrics(
-        [
-            # Sum of all layers' weighted auxiliary losses, per target token.
-            DeviceMetric("balance_loss", [moe.router.balance_loss for moe in moe_layers]),
-            # Weighted loss of multi-token prediction, per target token. Summed where there is none
-            # too: the rounding of the other sums depends on the length of the all-reduce.
-            DeviceMetric("mtp_loss", [part.loss_sum for part in mtp], logged=predicts_ahead),
-            # Rows that dispatch sent between ranks over the fewest that would have done: the
-            # distinct pairs of token and destination rank.
-            DeviceMetric(
-                "dispatch/rows_over_bound",
-                [moe.rows_sent[0] for moe in moe_layers],
-                per=[moe.rows_sent[1] for moe in moe_layers],
-            ),
-            *[indexer_loss] * selects,
-        ],
-        device=device,
-    )
+    moe: Sequence[MoE]
+    mtp: Sequence[MultiTokenPrediction]
+    indexers: Sequence[Indexer]
+    predicts_ahead: bool
+    selects: bool
+
+
+def _balance_loss(layers: Layers) -> DeviceMetric:
+    """Sum of all layers' weighted auxiliary losses, per target token."""
+    return DeviceMetric("balance_loss", [moe.router.balance_loss for moe in layers.moe])
+
+
+def _mtp_loss(layers: Layers) -> DeviceMetric:
+    """Weighted loss of multi-token prediction, per target token. Summed where there is none too:
+    the rounding of the other sums depends on the length of the all-reduce."""
+    sums = [part.loss_sum for part in layers.mtp]
+    return DeviceMetric("mtp_loss", sums, logged=layers.predicts_ahead)
+
+
+def _rows_over_bound(layers: Layers) -> DeviceMetric:
+    """Rows that dispatch sent between ranks over the fewest that would have done: the distinct
+    pairs of token and destination rank."""
+    sent, fewest = ([moe.rows_sent[n] for moe in layers.moe] for n in (0, 1))
+    return DeviceMetric("dispatch/rows_over_bound", sent, per=fewest)
+
+
+def _indexer_loss(layers: Layers) -> DeviceMetric | None:
+    """Sum of all layers' divergences of the indexers from attention, per target token."""
+    sums = [indexer.loss_sum for indexer in layers.indexers]
+    return DeviceMetric("indexer_loss", sums) if layers.selects else None
+
+
+METRICS: list[Callable[[Layers], DeviceMetric | None]] = [
+    _balance_loss,
+    _mtp_loss,
+    _rows_over_bound,
+    _indexer_loss,
+]
+"""Make the device metrics of a model; the same ones on all ranks."""
 
 
 def expert_load(counts_LE: Tensor, layers: Sequence[str]) -> dict[str, float]:

@@ -2,7 +2,9 @@
 read it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from titan_moe.config.plugins import registered
 
 _FEWEST_RANKS, _LEAST_SAVING = 8, 1.2
 
@@ -17,7 +19,9 @@ class MoEConfig:
     num_shared_experts: int = 0
     shared_gate: bool = False
     """The shared experts' output is multiplied by a number per token, sigmoid(gate x)."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Annotated[Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES")] = (
+        "softmax"
+    )
     normalize_top_k: bool = False
     """Divide the chosen scores by their sum, so that a token's weights add up to route_scale."""
     route_scale: float = 1.0

@@ -32,7 +32,7 @@ def _sigmoid(logits_TE: Tensor) -> Scores:
     return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
 
 
-SCORES: Mapping[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
+SCORES: dict[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
 """Score functions by the names that `MoEConfig.score` takes."""
 
 

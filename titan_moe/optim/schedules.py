@@ -11,11 +11,12 @@ from titan_moe.config.job_config import LRScheduler
 
 logger = logging.getLogger(__name__)
 
-_DECAYS: dict[str, Callable[[float], float]] = {
+DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
 }
+"""From the progress of the decay, 0 to 1, to what remains of the way down."""
 
 
 def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
@@ -41,7 +42,7 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     steps_decayed = step - (total_steps - decay_steps)
     if decay_steps == 0 or steps_decayed <= 0:
         return 1.0
-    remaining = _DECAYS[config.decay_type](min(1.0, steps_decayed / decay_steps))
+    remaining = DECAYS[config.decay_type](min(1.0, steps_decayed / decay_steps))
     return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 

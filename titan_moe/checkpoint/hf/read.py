@@ -38,7 +38,7 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, reason
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,14 @@ def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
     """Returns the family and dimensions of a checkpoint. Raises RunError if it has none."""
     if not manifest.model:
         raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
-    return HFModel(manifest.family, from_record(manifest.model))
+    try:
+        return HFModel(manifest.family, from_record(manifest.model))
+    except ValueError as error:
+        imports = manifest.job.get("job", {}).get("imports")
+        raise RunError(
+            f"{checkpoint / MANIFEST} names dimensions that are not known here ({reason(error)}); "
+            f"its run had job.imports={imports}: import these modules in Python first"
+        ) from None
 
 
 def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:

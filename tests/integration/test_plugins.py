@@ -1,0 +1,99 @@
+"""Words that a package from outside registers are those of a run; what cannot be imported is one
+line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import environment
+from tests.support.markdown import fences
+from tests.support.paths import REPO
+from tests.support.refusals import refusal
+from titan_moe.config.parse import load_job
+from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.runtime.process_pool import TIMEOUT_S
+
+WORDS = {
+    "job.imports": "my_package.extras",
+    "lr_scheduler.decay_type": "late",
+    "moe.score": "softplus",
+    "training.dataset": "squares",
+    "parallelism.expert_parallel_comm_backend": "mine",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with the package that docs/extending.md shows."""
+    page = fences((REPO / "docs/extending.md").read_text())
+    (text,) = (each.text for each in page if each.comment == "file: outside my_package/extras.py")
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/extras.py").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None:
+    keys = WORDS | {"parallelism.expert_parallel_degree": 2, "training.steps": 3}
+    keys |= {"training.seq_len": 64, "metrics.log_freq": 1, "lr_scheduler.warmup_steps": 0}
+    keys |= {"job.dump_folder": package / "run", "checkpoint.enable": "true"}
+    words = [f"--{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "titan_moe", "train", "--config", "qwen3/debugmodel_moe"]
+    done = subprocess.run(
+        [*command, "--ranks", "2", *words],
+        env=environment(PYTHONPATH=f"{package}:{REPO}"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    lines = read_json_lines(package / "run/metrics.jsonl")
+    assert all(line["my/squared_gradient"] > 0 for line in lines)
+    assert [line["lr"] / 3e-4 for line in lines] == pytest.approx([80 / 81, 65 / 81, 0])
+    manifest = json.loads((package / "run/checkpoint/step-3/manifest.json").read_text())
+    assert manifest["model"]["moe"]["score"] == "softplus"
+    state = json.loads((package / "run/checkpoint/step-3/train_state.json").read_text())
+    assert "squares:1" in state["data"]["identity"]["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            None,
+            "job.imports: broken.module: No module named 'broken': install the package, or name",
+        ),
+        (
+            "import no_such_thing",
+            "job.imports: broken.module: No module named 'no_such_thing': ins",
+        ),
+        ("x = 1\n1 / 0", "broken.module raises ZeroDivisionError: division by zero ("),
+        ("x = (", "broken.module raises SyntaxError: '(' was never closed ("),
+        ("raise SystemExit(3)", "broken.module raises SystemExit: 3 ("),
+    ],
+)
+def test_module_that_is_missing_or_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, says: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    if text is not None:
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken/module.py").write_text(text)
+    line = refusal(load_job, ["--job.imports", "broken.module"])
+    assert says in line
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+
+
+def test_word_that_nobody_registered_is_refused_and_a_registered_one_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from titan_moe.optim.schedules import DECAYS
+
+    argv = ["--lr_scheduler.decay_type", "early"]
+    assert "must be 'linear', 'sqrt' or 'cosine'" in refusal(load_job, argv)
+    monkeypatch.setitem(DECAYS, "early", lambda progress: 1.0)
+    assert load_job(argv).model_dump(mode="json")["lr_scheduler"]["decay_type"] == "early"

@@ -1,0 +1,44 @@
+"""Modules from outside that add words to the program's own tables."""
+
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from pydantic import PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
+
+AS_IT_IS = PlainSerializer(lambda word: word)
+"""Writes a word that is not among those that its key lists."""
+
+
+def registered(table: str) -> WrapValidator:
+    """Lets a key take the words of one of the program's tables beside those that it lists itself.
+
+    Args:
+        table: "module:NAME". The module may import torch, and is looked at only where a module that
+            adds to its table has imported it.
+    """
+    module, _, name = table.partition(":")
+
+    def check(word: Any, listed: ValidatorFunctionWrapHandler) -> Any:
+        words = vars(sys.modules[module])[name] if module in sys.modules else ()
+        return word if word in list(words) else listed(word)
+
+    return WrapValidator(check)
+
+
+def import_modules(names: Iterable[str]) -> list[str]:
+    """Imports modules that add to tables; returns one line for each that cannot be imported."""
+    problems = []
+    for name in names:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            remedy = "install the package, or name the folder that holds it in PYTHONPATH"
+            problems.append(f"job.imports: {name}: {error}: {remedy}")
+        except (Exception, SystemExit) as error:
+            file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+            says = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+            problems.append(f"job.imports: {name} raises {says} ({file}:{line}): mend it")
+    return problems
