@@ -1,16 +1,22 @@
 """Continue a text with a model: plain decoding on one process, to read what it has learned."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_moe.checkpoint.hf.read import load_alone
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
+from titan_moe.models.cache import with_cache
 from titan_moe.models.decoder import Decoder
-from titan_moe.runtime.launch import run_as_command
+from titan_moe.runtime.device import pick_device
+from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
 
 
 @dataclass(frozen=True)
@@ -59,19 +65,62 @@ def prompt_ids(
     return ids
 
 
+def load_model(
+    path: str | Path,
+    *,
+    tokenizer: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> tuple[Decoder, Tokenizer]:
+    """Returns the model of a step-N folder or of a Hugging Face folder, whole, in evaluation, and
+    its tokenizer. Raises ConfigError or RunError in one line.
+
+    Args:
+        tokenizer: as model.tokenizer_path; None: the one that the folder names.
+        dtype: None: bfloat16 on a GPU, else float32.
+        device: None: the first GPU, or the CPU where there is none.
+    """
+    device = device or pick_device(Launch(), count_gpus(os.environ))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    loaded = load_alone(Path(path).expanduser(), dtype=dtype, device=device)
+    names = [tokenizer] if tokenizer else loaded.tokenizers
+    return loaded.model, first_tokenizer(names, loaded.training)
+
+
+def continue_text(
+    model: Decoder, tokenizer: Tokenizer, prompt: str, *, bos: bool | None = None, **sampling: Any
+) -> str:
+    """Returns what a model writes after a prompt, up to the end of the text.
+
+    Args:
+        bos: put the tokenizer's BOS in front; None: as training.prepend_bos says.
+        sampling: the fields of `Sampling`.
+    """
+    ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size)
+    return tokenizer.decode(list(decode(model, ids, Sampling(**sampling), tokenizer)))
+
+
 @torch.no_grad()
 def decode(
     model: Decoder, ids: list[int], sampling: Sampling, tokenizer: Tokenizer
 ) -> Iterator[int]:
     """Yields new tokens up to the end of the text, each as soon as it is chosen.
 
-    Each token runs the whole text again: there is no cache of keys and values, which a few hundred
-    tokens do not need. The model sees the last max_seq_len tokens.
+    Keys, values and recurrent states are kept, so that a token runs alone. The model sees the last
+    max_seq_len tokens: in a longer text their positions change with every token, and all of them
+    run again.
     """
     device, longest = next(model.parameters()).device, model.config.max_seq_len
     generator = torch.Generator(device).manual_seed(sampling.seed)
+    cached, read = with_cache(model), 0
     for _ in range(sampling.max_new_tokens):
-        logits_V = model(torch.tensor([ids[-longest:]], device=device))[0, -1].float()
+        if len(ids) > longest:
+            ids, read, cached = ids[-longest:], 0, model
+        tokens_1S = torch.tensor([ids[read:]], device=device)
+        positions_1S = torch.arange(read, len(ids), device=device)[None]
+        (hidden_1SD,) = cached.hidden(tokens_1S, torch.zeros_like(tokens_1S), positions_1S)
+        logits_V = cached.output(hidden_1SD[:, -1:])[0, -1].float()
+        read = len(ids)
         # The model's vocabulary may be padded to be divisible.
         token = _choose(logits_V[: tokenizer.vocab_size], sampling, generator)
         if token in tokenizer.stop_ids:

@@ -1,4 +1,4 @@
-"""Decoding takes the likeliest token of the whole text."""
+"""Decoding takes the likeliest token of the whole text, whatever is kept of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,9 @@ from tests.support.documents import write_ranks
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.generate import Sampling, decode, prompt_ids
+from titan_moe.models.cache import with_cache
 from titan_moe.models.decoder import Decoder, initial_std
-from titan_moe.models.registry import model_config
+from titan_moe.models.registry import FAMILIES, model_config
 
 
 def _model(family: str, **changes: int) -> Decoder:
@@ -73,3 +74,28 @@ def test_a_decoder_takes_tokens_alone() -> None:
     with torch.no_grad():
         said = model(tokens_BS, torch.zeros_like(tokens_BS), positions_BS)
         assert torch.equal(model(tokens_BS), said)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_of_a_text_read_in_pieces_are_those_of_the_whole_text(family: str) -> None:
+    model = _model(family)
+    for name, parameter in model.named_parameters():  # Gates and sinks that start at zero too.
+        parameter.add_(torch.randn(parameter.shape).double() * 0.02 * ("A_log" not in name))
+    tokens_BS = torch.randint(model.config.vocab_size, (2, 40))
+    positions_BS = torch.arange(40).expand(2, -1)
+    whole_BSV = model(tokens_BS)
+    cached, before = with_cache(model), {n: t.clone() for n, t in model.state_dict().items()}
+    pieces = [slice(0, 19), slice(19, 20), slice(20, 37), *(slice(n, n + 1) for n in (37, 38, 39))]
+    for piece in pieces:
+        logits_BSV = cached(tokens_BS[:, piece], positions_BS=positions_BS[:, piece])
+        torch.testing.assert_close(logits_BSV, whole_BSV[:, piece], rtol=1e-9, atol=1e-11)
+    assert torch.equal(model(tokens_BS), whole_BSV), "the model itself keeps nothing"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    shared = zip(cached.parameters(), model.parameters(), strict=True)
+    assert all(ours is theirs for ours, theirs in shared), "no tensor is copied"
+
+
+def test_tokens_without_a_batch_are_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^tokens are \[9\], a model takes \[batch, sequence\]: "):
+        _model("qwen3")(torch.arange(9))

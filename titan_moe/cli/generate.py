@@ -11,11 +11,9 @@ Exit codes: 0; 1 the checkpoint cannot be read; 2 a wrong argument.
 
 import argparse
 import math
-import os
 
 from titan_moe.cli.command import Answer, Command, add_seed, not_negative, path_of, positive
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.launch import Launch, count_gpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,20 +43,13 @@ def run(options: argparse.Namespace) -> Answer:
         raise ConfigError([f"--temperature {options.temperature} must be 0 or more"])
     import torch
 
-    from titan_moe.checkpoint.hf.read import load_alone
-    from titan_moe.generate import Sampling, decode, first_tokenizer, prompt_ids
-    from titan_moe.runtime.device import pick_device
+    from titan_moe.generate import continue_text, load_model
 
-    device = pick_device(Launch(), count_gpus(os.environ))
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, options.dtype) if options.dtype else default
-    loaded = load_alone(options.checkpoint, dtype=dtype, device=device)
-    names = [options.tokenizer] if options.tokenizer else loaded.tokenizers
-    tokenizer = first_tokenizer(names, loaded.training)
-    vocab_size = loaded.model.config.vocab_size
-    ids = prompt_ids(options.prompt, tokenizer, bos=options.bos, vocab_size=vocab_size)
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.seed)
-    text = tokenizer.decode(list(decode(loaded.model, ids, sampling, tokenizer)))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    model, tokenizer = load_model(options.checkpoint, tokenizer=options.tokenizer, dtype=dtype)
+    how = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k")}
+    how |= {"bos": options.bos, "seed": options.seed}
+    text = continue_text(model, tokenizer, options.prompt, **how)
     return Answer({"prompt": options.prompt, "text": text}, [options.prompt + text])
 
 

@@ -214,6 +214,9 @@ class Decoder(nn.Module):
             ahead_labels_BKS: their labels.
             bounds: of the documents, for an attention core that wants them from the host.
         """
+        if tokens_BS.ndim == 1:
+            shape = list(tokens_BS.shape)
+            raise ValueError(f"tokens are {shape}, a model takes [batch, sequence]: tokens[None]")
         if documents_BS is None:
             documents_BS = torch.zeros_like(tokens_BS)
         if positions_BS is None:

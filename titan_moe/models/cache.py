@@ -1,0 +1,99 @@
+"""Keys, values and recurrent states of a text so far, so that a further token costs itself alone.
+
+Every layer keeps what its mixer needs of the past: attention its keys and values, of all heads also
+where it is latent, with an indexer that one's keys too; a recurrent layer its state and the tokens
+that its convolutions look back to. Windows and chunks keep the past that they no longer see.
+"""
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.gated_delta_net import GatedDeltaNet
+from titan_moe.ops.attention import first_seen, is_seen, sdpa
+from titan_moe.ops.gated_delta import DeltaRule, Recurrence, short_convolution
+from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.sparse_attention import Index, SparseAttention
+
+
+class KeptKeys:
+    """An AttentionCore of one layer: each call's tokens follow those of the calls before."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._sparse = SparseAttention(mask_documents=False)
+
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> LocalAttention | None:  # type: ignore[no-untyped-def]
+        return local
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
+    ) -> Tensor:
+        k_BHTC, v_BHTC = self._joined("k", k_BHSC), self._joined("v", v_BHSC)
+        keys_T = torch.arange(k_BHTC.shape[2], device=k_BHTC.device)
+        queries_S = keys_T[-q_BHSC.shape[2] :]
+        seen_1ST = is_seen(queries_S, keys_T, first_seen(queries_S, mask)[None])
+        if index is None:
+            return sdpa(q_BHSC, k_BHTC, v_BHTC, seen_1ST[:, None], scale, sinks_H)
+        index = index._replace(k_BSC=self._joined("index", index.k_BSC[:, None])[:, 0])
+        return self._sparse(q_BHSC, k_BHTC, v_BHTC, seen_1ST, scale, None, index)
+
+    def _joined(self, name: str, new_BHSC: Tensor) -> Tensor:
+        before = [self._kept[name]] if name in self._kept else []
+        self._kept[name] = torch.cat([*before, new_BHSC], 2)
+        return self._kept[name]
+
+
+class KeptState:
+    """A RecurrentCore of one layer: each call's tokens follow those of the calls before."""
+
+    def __init__(self, rule: DeltaRule) -> None:
+        self._rule = rule
+        self._before: dict[int, Tensor] = {}
+        self._state_BHKV: Tensor | None = None
+        self._length = 0
+
+    def mask(self, documents_BS: Tensor) -> Tensor:
+        return torch.arange(documents_BS.shape[1], device=documents_BS.device)[None]
+
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+        key = id(weight_C1W)  # A layer has a convolution for queries, one for keys, one for values.
+        if key not in self._before:
+            back = weight_C1W.shape[-1] - 1
+            self._before[key] = x_BSC.new_zeros(len(x_BSC), back, x_BSC.shape[2])
+        before = self._before[key]
+        self._before[key] = torch.cat([before, x_BSC], 1)[:, x_BSC.shape[1] :]
+        return short_convolution(x_BSC, weight_C1W, place_BS + self._length, before)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
+    ) -> Tensor:
+        tensors = q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS
+        q, k, v, decay, beta = (x.transpose(1, 2) for x in tensors)
+        place_BS = place_BS + self._length
+        o_BSHV, self._state_BHKV = self._rule(q, k, v, decay, beta, place_BS, self._state_BHKV)
+        self._length += v.shape[1]
+        return o_BSHV.transpose(1, 2)
+
+
+def with_cache(model: Decoder) -> Decoder:
+    """Returns a decoder of the same tensors, whose calls go on with one text: each call's tokens
+    follow those of the calls before, and their positions are to be given.
+
+    For evaluation, in one process, of one batch of texts without padding.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    cached = deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    rule = model.recurrence.rule if isinstance(model.recurrence, Recurrence) else None
+    cached.core = KeptKeys()
+    for block in cached.blocks().values():
+        layer = block.attention
+        if isinstance(layer, GatedDeltaNet):
+            assert rule is not None, "a recurrence of rows that are cut keeps no state"
+            layer.core = state = KeptState(rule)
+            layer.convolve, cached.recurrence = state.convolve, state
+        else:
+            layer.core = KeptKeys()
+    return cached
