@@ -11,8 +11,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, speed: float) -> Tensor:
     """A step of `speed` towards the mean load (arXiv 2408.15664, algorithm 1)."""
-    counts_E = counts_E.to(bias_E.dtype)
-    return bias_E + speed * torch.sign(counts_E.mean(-1, keepdim=True) - counts_E)
+    # Integers: in float32 some signs are wrong from 2^24 rows on.
+    above_E = counts_E.shape[-1] * counts_E - counts_E.sum(-1, keepdim=True)
+    return bias_E - speed * torch.sign(above_E).to(bias_E.dtype)
 
 
 def sequence_loss(scores_BSE: Tensor, chosen_BE: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ def test_sequence_loss_is_the_papers_times_the_tokens_of_each_sequence():
     torch.testing.assert_close(loss.item(), expected)
 
 
-def test_bias_moves_towards_the_mean_by_the_speed():
-    bias = balance.updated_bias(torch.zeros(4), torch.tensor([1, 5, 3, 3]), 0.1)
+@pytest.mark.parametrize("rows", [0, 2**25, 2**45])
+def test_bias_moves_towards_the_mean_by_the_speed(rows: int):
+    bias = balance.updated_bias(torch.zeros(4), torch.tensor([1, 5, 3, 3]) + rows, 0.1)
     torch.testing.assert_close(bias, torch.tensor([0.1, -0.1, 0.0, 0.0]))
 
 
