@@ -16,8 +16,8 @@ else:
 
 # torch has the builds of Triton that it runs with, and says what is missing where there is none.
 _OF_TORCH = {"triton"}
-# `titan-moe verify parity`, float8 and the metrics services ask for these when they are used.
-_OF_EXTRAS = {"transformers", "torchao", "wandb", "mlflow"}
+# `titan-moe verify parity`, float8, metrics services and tokenizers ask for these when used.
+_OF_EXTRAS = {"transformers", "torchao", "wandb", "mlflow", "sentencepiece"}
 # Kernels that take the place of torch's operations where they are installed.
 _KERNELS = {"fla"}
 

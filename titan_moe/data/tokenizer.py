@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,37 @@ class HuggingFaceEncoding:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-Encoding = ByteEncoding | HuggingFaceEncoding | tiktoken_files.TiktokenEncoding
+class SentencePieceEncoding:
+    """A model of sentencepiece. transformers' conversion gives other ids to texts that begin with
+    blanks (5.24)."""
+
+    added = ()
+
+    def __init__(self, content: bytes, *, parse: bool) -> None:
+        import sentencepiece
+
+        if parse:
+            raise ValueError("training.parse_special_tokens needs the model's tokenizer.json")
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        self.vocab_size = self._model.vocab_size()
+        ends = (self._model.bos_id(), self._model.eos_id())
+        self.ends = tuple("" if end < 0 else self._model.id_to_piece(end) for end in ends)
+
+    def id_of(self, name: str) -> int | None:
+        number = self._model.piece_to_id(name)
+        return number if self._model.id_to_piece(number) == name else None
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._model.encode(text.encode(errors="replace").decode())
+        return np.array(ids, np.uint32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+
+Encoding = (
+    ByteEncoding | HuggingFaceEncoding | SentencePieceEncoding | tiktoken_files.TiktokenEncoding
+)
 
 
 class Tokenizer:
@@ -220,16 +249,16 @@ def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
     for file in files:
         content = _read(file)
         try:
-            encoding = _encoding(file, content, names.config, training.parse_special_tokens)
+            encoding = _encoding(content, names.config, training.parse_special_tokens)
         except ImportError as error:
             package = error.name
             raise _error(path, f"needs the package {package}: pip install {package}") from None
-        except Exception as error:  # `tokenizers` and transformers raise bare Exception.
+        except Exception as error:  # `tokenizers` raises bare Exception.
             line = (str(error).splitlines() or [type(error).__name__])[0]
             raise _error(path, f": {file.name} is not readable: {line}") from None
         if encoding is not None:
             missing = [name for name in names.added if encoding.id_of(name) is None]
-            if missing and isinstance(encoding, HuggingFaceEncoding):
+            if missing and not isinstance(encoding, tiktoken_files.TiktokenEncoding):
                 raise _error(
                     path,
                     f": {file.name} lacks {missing[0]!r}, which the files beside it add: load and "
@@ -263,29 +292,19 @@ def _files(path: str) -> list[Path]:
     )
 
 
-def _encoding(
-    file: Path, content: bytes, config: dict[str, Any], parse: bool
-) -> HuggingFaceEncoding | tiktoken_files.TiktokenEncoding | None:
+def _encoding(content: bytes, config: dict[str, Any], parse: bool) -> Encoding | None:
     """The encoding that a file holds; None if its content is no tokenizer's."""
     if ranks := tiktoken_files.read(content, config, parse=parse):
         return ranks
-    import tokenizers
-
     if content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{":
+        import tokenizers
+
         loaded = tokenizers.Tokenizer.from_str(content.decode("utf-8-sig"))
         return HuggingFaceEncoding(loaded, parse=parse)
     # Sentencepiece's protobuf begins with a message, the first piece, which begins with its text.
-    if not content[:1] == content[2:3] == b"\n":
-        return None
-    if find_spec("transformers") is None or find_spec("sentencepiece") is None:
-        raise ValueError(
-            "transformers and sentencepiece convert such a file: pip install transformers "
-            "sentencepiece, or download the tokenizer.json of the same model"
-        )
-    from transformers import AutoTokenizer
-
-    converted = AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
-    return HuggingFaceEncoding(converted.backend_tokenizer, parse=parse)
+    if content[:1] == content[2:3] == b"\n":
+        return SentencePieceEncoding(content, parse=parse)
+    return None
 
 
 def _digest(content: bytes) -> str:

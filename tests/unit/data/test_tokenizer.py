@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -201,6 +202,32 @@ def test_byte_order_mark_before_a_tokenizer_is_passed_over(tmp_path):
     for file in (tmp_path / "tok").iterdir():
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert document(path)[0] == "a<|endoftext|>"
+
+
+def test_sentencepiece_model_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0")
+    with pytest.raises(ConfigError, match="needs the package sentencepiece: pip install"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_sentencepiece_model_gives_its_own_ids(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT, "Äpfel 北京 🎉"] * 50),
+        model_prefix=str(tmp_path / "tokenizer"),
+        **{"vocab_size": 310, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2},
+        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    )
+    theirs = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_id(), theirs.eos_id())
+    for text in (TEXT, "    x = 1", "Äpfel  北京🎉 ß", ""):
+        assert tokenizer.encode(text).tolist() == theirs.encode(text)
+        assert tokenizer.decode(theirs.encode(text)) == text
+    ids = encode_document(Document("d", "a"), tokenizer).ids
+    assert ids.tolist() == [theirs.bos_id(), *theirs.encode("a"), theirs.eos_id()]
 
 
 def test_missing_tokenizer_is_refused_with_the_files_to_download(tmp_path):
