@@ -265,9 +265,11 @@ class StreamOrder:
     def _accepts(self, document: Document) -> bool:
         """False for documents of the other half of the split. One document in 64 is held out by its
         text, the same in every partition and run."""
+        if self._split is Split.ALL:
+            return True
         text = document.content if isinstance(document.content, str) else ""
         held_out = mix(zlib.crc32(text.encode(errors="replace"))) % HELD_OUT_EVERY == 0
-        return self._split is Split.ALL or held_out == (self._split is Split.HELD_OUT)
+        return held_out == (self._split is Split.HELD_OUT)
 
 
 class _Partition:
