@@ -256,7 +256,7 @@ class VocabParallelCrossEntropy:
         loss_T = (sum_T.log() - target_T).masked_fill(ignored_T, 0)
         lse_T = largest_T + sum_T.log()
         grad_TV = gradient_in_place(logits_TV, labels_T, rank * width, lse_T)
-        return loss_T.tensor_split(group.size())[rank].sum(), grad_TV
+        return loss_T.tensor_split(group.size())[rank].double().sum(), grad_TV
 
 
 def _product(linear: nn.Module) -> Callable[..., Tensor]:

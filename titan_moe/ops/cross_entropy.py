@@ -34,8 +34,8 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the sum of cross-entropies and its gradient for logits of the whole vocabulary, both
-    in at least float32.
+    """Computes the sum of cross-entropies, in float64, and its gradient for logits of the whole
+    vocabulary, in at least float32.
 
     A label outside of the vocabulary makes sum and row NaN on CUDA, and an IndexError elsewhere.
     """
@@ -80,7 +80,7 @@ def cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor
     grad_TV = log_probability_TV.exp_().mul_(counted_T1)
     # One column a token: nothing is added twice.
     grad_TV.scatter_add_(1, target_T1, -counted_T1)
-    return losses_T.sum(), grad_TV
+    return losses_T.double().sum(), grad_TV
 
 
 def statistics_reference(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:

@@ -17,7 +17,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `cross_entropy.cross_entropy`; the gradient overwrites the logits."""
     losses_T = _numbers_like(logits_TV)
     _launch(_cross_entropy_kernel, logits_TV, labels_T.contiguous(), losses_T)
-    return losses_T.sum(), logits_TV
+    return losses_T.double().sum(), logits_TV
 
 
 def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ _ADDS_IN_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 class Losses(NamedTuple):
-    """Sums of cross-entropies; a number each."""
+    """Sums of cross-entropies; a number each, in float64: float32 shows the number of chunks."""
 
     loss: Tensor
     """Sum over the first part. Its backward is that of all parts, each times its factor."""
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: FunctionCtx, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
         # Not views of one tensor: FSDP warns of a module that returns one.
-        loss, further = (x_TD.new_zeros((), dtype=at_least_float32(x_TD)) for _ in range(2))
+        loss, further = (x_TD.new_zeros((), dtype=torch.float64) for _ in range(2))
         grad_x_TD = torch.empty_like(x_TD) if plan.with_gradients else None
         grad_weight_VD: Tensor | None = None
         for first, size, factor in plan.chunks(len(x_TD)):

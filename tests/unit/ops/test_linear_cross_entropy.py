@@ -52,7 +52,7 @@ def test_low_precision_adds_the_weights_gradient_up_in_float32(chunk_size: int):
     x, weight, labels = case(torch.bfloat16)
     wide = [each.detach().double().requires_grad_() for each in (x, weight)]
     ours = linear_cross_entropy(x, weight, labels, chunk_size=chunk_size).loss
-    assert ours.dtype == torch.float32
+    assert ours.dtype == torch.float64
     found = torch.autograd.grad(ours, (x, weight))
     loss, _ = whole(*wide, labels, (1.0,))
     wanted = torch.autograd.grad(loss, wide)
@@ -60,6 +60,15 @@ def test_low_precision_adds_the_weights_gradient_up_in_float32(chunk_size: int):
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == torch.bfloat16
         assert (a.double() - b).norm() < 1e-2 * b.norm()
+
+
+def test_a_loss_in_float32_does_not_depend_on_the_number_of_chunks():
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(8192, 4), torch.randn(16, 4), torch.randint(0, 16, (8192,))
+    exact = linear_cross_entropy(x.double(), weight.double(), labels).loss.item()
+    for chunk_size in (0, 2):
+        loss = linear_cross_entropy(x, weight, labels, chunk_size=chunk_size).loss.item()
+        assert loss == pytest.approx(exact, rel=1e-8)
 
 
 class Largest(TorchDispatchMode):

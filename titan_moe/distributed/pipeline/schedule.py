@@ -29,11 +29,6 @@ class Activations(NamedTuple):
     """D of the stream."""
     dtype: torch.dtype
 
-    @property
-    def loss_dtype(self) -> torch.dtype:
-        """Returns the type of the loss that the last stage computes from the stream."""
-        return torch.promote_types(self.dtype, torch.float32)
-
 
 def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
     """Copies the loss, which the last stage has computed itself: torch detaches it in place."""
@@ -106,7 +101,7 @@ class Pipeline:
         )
         if losses:
             return torch.stack(losses).detach().sum()
-        return torch.zeros((), dtype=self._activations.loss_dtype, device=self._device)
+        return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _build(self, name: str, shape: torch.Size, microbatch_size: int) -> Any:
         """Builds torch's schedule for batches of this shape; it is collective over the pipeline."""
@@ -130,7 +125,7 @@ class Pipeline:
         tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
         like = {"dtype": dtype, "device": "meta", "requires_grad": True}
         stream = torch.empty(rows, seq_len // self._tp, dim, **like)  # type: ignore[call-overload]
-        loss = torch.empty((), **like | {"dtype": self._activations.loss_dtype})  # type: ignore[call-overload]
+        loss = torch.empty((), **like | {"dtype": torch.float64})  # type: ignore[call-overload]
         return _Stage(
             part,
             index,
