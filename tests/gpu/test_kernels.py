@@ -6,6 +6,7 @@ import torch
 from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, rotate_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check, check_choices
+from tests.support.token_sums import BOUND, CASES, Draw, errors
 from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.move_rows import (
@@ -48,6 +49,11 @@ def kernels_of(piece) -> list[str]:
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     return [event.name for event in profile.events() if event.device_type == on_device]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_over_tokens_in_bfloat16_are_within_one_percent(name: str):
+    assert max(errors(CASES[name](Draw("cuda")))) < BOUND
 
 
 @pytest.mark.parametrize("dtype", move_rows_cases.DTYPES, ids=str)

@@ -41,6 +41,7 @@ from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.cross_entropy import IGNORE_INDEX, gradient_in_place, statistics
+from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear
 from titan_moe.profiling.regions import region
 
@@ -208,7 +209,7 @@ class VocabParallelEmbedding(nn.Module):
             row_BS = tokens_BS - rank * rows
             # The first or the last rank owns a token outside of the vocabulary, and refuses it.
             elsewhere_BS = tokens_BS.div(rows, rounding_mode="floor").clamp(0, last) != rank
-            x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
+            x_BSD = embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
             return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import IndexerConfig
+from titan_moe.models.output import LayerNorm
 from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.balance import attach_loss
 from titan_moe.moe.layer import DecisionMemo
@@ -31,7 +32,7 @@ class Indexer(nn.Module):
         self.config = config
         self.wq_b = nn.Linear(q_rank, config.num_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(dim, config.head_dim, bias=False)
-        self.k_norm = nn.LayerNorm(config.head_dim, eps=1e-6)
+        self.k_norm = LayerNorm(config.head_dim, eps=1e-6)
         self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
         self.select_fn: Callable[[Tensor], Tensor] = partial(select_keys, top_k=config.top_k)
         self.memo = DecisionMemo()

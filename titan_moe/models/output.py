@@ -8,21 +8,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
-from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
+from titan_moe.ops.cross_entropy import CrossEntropy, at_least_float32, cross_entropy
+from titan_moe.ops.embedding import embedding
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.profiling.regions import region
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that draws no values: training fills all parameters later, and to draw on the
-    meta device imports torch's compiler."""
+    """nn.Embedding with float32 sums (`ops.embedding`) that draws no values: training fills all
+    parameters later, and to draw on the meta device imports torch's compiler."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__(vocab_size, dim, _weight=torch.empty(vocab_size, dim))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         with region("embedding"):
-            return super().forward(tokens_BS)
+            return embedding(tokens_BS, self.weight)
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
@@ -31,6 +32,16 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x, self.normalized_shape, None, self.eps)
         return torch.addcmul(normed, normed, self.weight)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Computes in at least float32: on a CPU, torch adds up narrow gradients of weight and bias in
+    their own type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 def norm_of(config: ModelConfig) -> Callable[[int], nn.RMSNorm]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.ops.blockwise_attention import MAX_SEQ_LEN, attend_in_blocks
+from titan_moe.ops.cross_entropy import at_least_float32
 from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.varlen_attention import (
@@ -121,12 +122,18 @@ def sdpa(
 ) -> Tensor:
     """torch's fused attention. Keys and values may have fewer heads than queries.
 
+    On a CPU narrow types are computed in float32, and kept so for the backward: torch's kernel adds
+    the gradients of keys and values, block of queries after block, in their own type.
+
     Args:
         mask: which keys a query sees, broadcast to [B, H, queries, keys]; None: all.
         sinks_H: a logit per query head.
         is_causal: instead of a mask, and of sinks.
     """
-    v_dim = v_BHSC.shape[-1]
+    v_dim, dtype = v_BHSC.shape[-1], q_BHSC.dtype
+    if q_BHSC.is_cpu:
+        wide = at_least_float32(q_BHSC)
+        q_BHSC, k_BHSC, v_BHSC = q_BHSC.to(wide), k_BHSC.to(wide), v_BHSC.to(wide)
     if sinks_H is not None:
         assert not is_causal
         q_BHSC, k_BHSC, v_BHSC, mask = _with_sink_key(q_BHSC, k_BHSC, v_BHSC, mask, sinks_H / scale)
@@ -139,7 +146,7 @@ def sdpa(
         scale=scale,
         enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
     )
-    return o_BHSC[..., :v_dim]
+    return o_BHSC[..., :v_dim].to(dtype)
 
 
 def _with_sink_key(
