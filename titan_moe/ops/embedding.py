@@ -39,7 +39,7 @@ def embedding_grad_reference(grad_BSD: Tensor, tokens_BS: Tensor, vocab_size: in
     sums are float32 but in the kernel for few tokens, which rounds them after every 32 of them:
     zeros make the tokens too many for it.
     """
-    grad_TD, tokens_T = grad_BSD.flatten(0, -2), tokens_BS.flatten()
+    grad_TD, tokens_T = grad_BSD.reshape(-1, grad_BSD.shape[-1]), tokens_BS.flatten()
     wide = at_least_float32(grad_TD)
     if grad_TD.dtype == wide:
         return _summed(grad_TD, tokens_T, vocab_size)

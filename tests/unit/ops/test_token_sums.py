@@ -1,6 +1,7 @@
 """Sums over tokens in bfloat16 against float64: none is in a type narrower than float32."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,12 +41,13 @@ def test_sums_in_bfloat16_are_seen(name: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_an_embeddings_gradient_is_that_of_a_slow_loop(dtype: torch.dtype):
-    tokens_BS = torch.tensor([[3, 1, 3], [0, 3, 3]])
+@pytest.mark.parametrize("tokens", [[[3, 1, 3], [0, 3, 3]], 4, []], ids=str)
+def test_an_embeddings_gradient_is_that_of_a_slow_loop(tokens: Any, dtype: torch.dtype):
+    tokens_BS = torch.tensor(tokens, dtype=torch.int64)
     weight_VD = torch.randn(5, 2, dtype=dtype, requires_grad=True)
-    grad_BSD = torch.randn(2, 3, 2, dtype=dtype)
+    grad_BSD = torch.randn(*tokens_BS.shape, 2, dtype=dtype)
     embedding(tokens_BS, weight_VD).backward(grad_BSD)
     expected_VD = torch.zeros(5, 2, dtype=torch.float64)
-    for token, grad_D in zip(tokens_BS.flatten().tolist(), grad_BSD.flatten(0, 1), strict=True):
+    for token, grad_D in zip(tokens_BS.flatten().tolist(), grad_BSD.view(-1, 2), strict=True):
         expected_VD[token] += grad_D
     torch.testing.assert_close(weight_VD.grad, expected_VD.to(dtype), rtol=1e-15, atol=0)
