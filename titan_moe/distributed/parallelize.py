@@ -90,8 +90,7 @@ class ShardedModel:
     stops_on_overflow: bool = False
     """True if a step, or a validation, that dropped rows does not count and ends the run."""
     counts_in_documents: bool = False
-    """True if positions are counted in the document, which attention's temperature must see; else
-    in the row: rotary positions have a meaning in their differences alone."""
+    """True if positions count in the document, since attention depends on them; else in the row."""
     compiled: bool = False
     """True if layers are compiled: a value of Python that changes would compile them again."""
 
@@ -127,8 +126,7 @@ def build_sharded_model(
     """Lay a model out over an initialised world; collective over all ranks.
 
     `ranks_per_node`: left out, all ranks are on one node. `draw_weights`: whether parameters get
-    their initial values. `groups`: those of another layout of the same world, used again.
-    """
+    their initial values. `groups`: those of another layout of the same world, used again."""
     check_hardware(job.model.converters, job.quantize, device)
 
     # 1. The two views of the world.

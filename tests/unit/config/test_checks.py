@@ -439,6 +439,6 @@ def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:
     assert lines(48) == []
     (line,) = lines(48, validation={"enable": True, "seq_len": 32})
     assert line.startswith("validation.seq_len=32 in 16 segments")
-    (line,) = lines(48, stages=[{"from_step": 5, "training": {"seq_len": 32}}])
+    (line,) = lines(48, stages=[{"from_step": 5, "seq_len": 32}])
     assert "from_step=5" in line and "training.seq_len=32 in 16 segments" in line
     assert any("recurrent layers' key heads=8" in line for line in lines(768, tp=16))
