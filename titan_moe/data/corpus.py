@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -111,11 +111,12 @@ def find_files(source: Source) -> list[Path]:
 
 def left_out(source: Source) -> list[str]:
     """One line about the files beside those of a source, in its folder, that are not read."""
-    formats = FORMATS if source.is_stream else FORMATS.keys() & {source.dataset}
-    others = _listed(source.path, endings(*formats))[1] if source.path and formats else []
-    if not others:
+    if source.path is None or not (source.is_stream or source.dataset in FORMATS):
         return []
-    names = sorted(path.name for path in others)[:3] + ["..."] * (len(others) > 3)
+    ends = ("",) if source.is_stream else endings(source.dataset)
+    if not (others := _listed(source.path, ends)[1]):
+        return []
+    names = [path.name for path in others[:3]] + ["..."] * (len(others) > 3)
     line = f"{source.path_name}: {len(others)} files there are not read as data: {', '.join(names)}"
     return [line]
 
@@ -128,27 +129,33 @@ def is_data(path: PurePath) -> bool:
     return not hidden and not copy and path.name not in _DESCRIPTIONS
 
 
+def named_paths(path: Path) -> list[Path]:
+    """What a name stands for: the file or folder of that name, whatever characters it has, else
+    what it matches as a glob, sorted."""
+    base = next(parent for parent in (path, *path.parents) if parent.exists())
+    if base == path:
+        return [path]
+    names = glob.glob(str(path.relative_to(base)), root_dir=base, recursive=True)
+    return sorted(base / name for name in names)
+
+
 def _listed(path: Path, ends: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
     """The files of a path, sorted, and those in its folder, or that its glob matches, which are no
-    data. A name that exists is that file or folder, whatever characters it has."""
-    base = next(parent for parent in (path, *path.parents) if parent.exists())
-    if base.is_file():
-        return ([path], []) if base == path else ([], [])
-    found: Iterable[Path] = (name.relative_to(base) for name in base.rglob("*"))
-    if base != path:
-        pattern = str(path.relative_to(base))
-        found = map(Path, glob.glob(pattern, root_dir=base, recursive=True))
-    names = sorted(name for name in found if (base / name).is_file())
-    data = [name for name in names if is_data(name)]
-    named = [name for name in data if name.name.endswith(ends)]
-    if named or base == path:  # A glob may name files that end otherwise.
+    data."""
+    if path.is_file():
+        return [path], []
+    is_folder = path.is_dir()
+    found = path.rglob("*") if is_folder else named_paths(path)
+    files = sorted(each for each in found if each.is_file())
+    data = [f for f in files if is_data(f.relative_to(path) if is_folder else PurePath(f.name))]
+    named = [each for each in data if each.name.endswith(ends)]
+    if named or is_folder:  # A glob may name files that end otherwise.
         data = named
-    return [base / name for name in data], [base / name for name in set(names) - set(data)]
+    return data, sorted(set(files) - set(data))
 
 
-def endings(*formats: str) -> tuple[str, ...]:
-    kinds = [ENDINGS[FORMATS[name]] for name in formats]
-    return tuple(end + packed for kind in kinds for end in kind for packed in COMPRESSED)
+def endings(dataset: str) -> tuple[str, ...]:
+    return tuple(end + pack for end in ENDINGS[FORMATS[dataset]] for pack in COMPRESSED)
 
 
 class FileCorpus:

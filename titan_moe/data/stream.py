@@ -149,9 +149,9 @@ def _builder_of_copy(place: Path, split: str) -> Any:
 def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, list[str]]:
     """The builder of a dataset's texts and its split; the format and addresses of the files."""
     config = vars(builder.config)
-    if split not in (config.get("data_files") or {}):
-        raise ValueError(f"it has no split {split!r}, but {', '.join(config['data_files'] or {})}")
-    files = [file for file in config["data_files"][split] if is_data(PurePath(PurePath(file).name))]
+    named = (config.get("data_files") or {}).get(split, [])
+    if not (files := [file for file in named if is_data(PurePath(PurePath(file).name))]):
+        raise ValueError(f"it has no files of the split {split!r}")
     form = config["sample_by"] if builder.name == "text" else builder.name
     if form in ENDINGS and not config.get("field"):
         from titan_moe.data.texts_builder import Texts

@@ -27,6 +27,7 @@ ENDINGS = {
 """The names of files by format: each may be followed by one of COMPRESSED."""
 COMPRESSED = ("", ".gz", ".zst", ".bz2", ".xz", ".zip")
 
+_STRINGS = ("string", "large_string", "string_view", "null")  # Arrow's types of texts.
 _BATCH = 1000  # Documents, and
 _CHARACTERS = 4 << 20  # of texts, at which a batch of fewer ends.
 
@@ -44,14 +45,10 @@ def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
     """
     import pyarrow as pa
 
-    content = _open(file)
     if form == "parquet":
-        texts = _parquet_texts(content, file, column)
+        texts = _parquet_texts(file, column)
     else:
-        # Bytes that are not UTF-8 become surrogates, which no text of UTF-8 has.
-        newline = "\n" if form == "json" else None
-        lines = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline=newline)
-        texts = _texts_of_lines(lines, form, column)
+        texts = _texts_of_lines(_lines(file, "\n" if form == "json" else None), form, column)
     valid = (text if isinstance(text, str) and _is_utf8(text) else None for text in texts)
     while batch := list(_limited(valid)):
         yield pa.array(batch, pa.large_string())
@@ -59,8 +56,10 @@ def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
 
 def pick(record: Any, column: str) -> Any:
     """The value of a record's column, or of a field in nested records ("doc.text"), else None."""
-    if not isinstance(record, dict) or column in record:
-        return record[column] if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    if column in record:
+        return record[column]
     head, _, rest = column.partition(".")
     return pick(record.get(head), rest) if rest else None
 
@@ -68,15 +67,14 @@ def pick(record: Any, column: str) -> Any:
 def check_column(file: str, form: str, column: str) -> None:
     """Raise ColumnError if a Parquet file lacks the column of texts. Reads its schema alone."""
     if form == "parquet":
-        next(_parquet_texts(_open(file), file, column), None)
+        _column_path(_open_parquet(file), file, column)
 
 
 def why_without_texts(file: str, form: str, column: str) -> str:
     """What a column of a file holds that has no text in any of its first records."""
     found: dict[str, str] = {}
     if form == "json":
-        records = _records(io.TextIOWrapper(_open(file), "utf-8-sig", "surrogateescape"))
-        for record in islice(records, _BATCH):
+        for record in islice(_records(_lines(file, "\n")), _BATCH):
             named = record.items() if isinstance(record, dict) else []
             for name, value in (*named, (column, pick(record, column))):
                 if value is not None:
@@ -112,6 +110,17 @@ def _open(file: str) -> Any:
     start = raw.read(8)
     raw.seek(0)
     return next((unpack(raw) for magic, unpack in _PACKED if re.match(magic, start)), raw)
+
+
+def _lines(file: str, newline: str | None) -> Iterable[str]:
+    """Bytes that are not UTF-8 become surrogates, which no text of UTF-8 has."""
+    return io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def _open_parquet(file: str) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(_open(file))
 
 
 def _unzip(raw: Any) -> Any:
@@ -174,20 +183,23 @@ def _records(lines: Iterable[str]) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
 
 
-def _parquet_texts(content: Any, file: str, column: str) -> Iterator[str | None]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    reader = pq.ParquetFile(content)
-    if reader.metadata.num_rows == 0:
-        return  # The parts of a set that got no rows have columns of any type, or none.
+def _column_path(reader: Any, file: str, column: str) -> list[str]:
+    """The names that lead to a column of texts in a Parquet file, which a file without rows need
+    not have: the types of its columns say nothing."""
     found = dict(_fields(reader.schema_arrow))
     kind = found.get(column, "").removeprefix("dictionary<values=").split(",")[0]
-    if kind not in ("string", "large_string", "string_view", "null"):
+    if reader.metadata.num_rows and kind not in _STRINGS:
         raise ColumnError(_column_problem(file, column, found))
-    first, *inner = [column] if column in reader.schema_arrow.names else column.split(".")
-    for batch in reader.iter_batches(_BATCH, columns=[column]):
+    return [column] if column in reader.schema_arrow.names else column.split(".")
+
+
+def _parquet_texts(file: str, column: str) -> Iterator[str | None]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    reader = _open_parquet(file)
+    first, *inner = _column_path(reader, file, column)
+    for batch in reader.iter_batches(_BATCH, columns=[column]) if reader.metadata.num_rows else ():
         texts = pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
         # Arrow's strings may hold bytes that are not UTF-8.
         for text in texts.cast(pa.large_string()).cast(pa.large_binary()).to_pylist():

@@ -16,13 +16,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import tomllib
+from titan_moe.data.corpus import named_paths
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
@@ -208,7 +208,7 @@ def _inputs(table: Any, folder: Path) -> Iterator[Path]:
             yield from _inputs(value, folder)
     for key in INPUT_KEYS & table.keys() if isinstance(table, dict) else ():
         named = folder / Path(str(table[key])).expanduser()
-        yield from sorted(map(Path, glob(str(named), recursive=True))) or [named]
+        yield from named_paths(named) or [named]
 
 
 def _content(path: Path) -> Any:
