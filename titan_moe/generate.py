@@ -31,9 +31,9 @@ class Sampling:
     seed: int = 0
 
 
-def first_tokenizer(names: list[str], training: Training) -> Tokenizer:
+def first_tokenizer(names: list[str], training: Training | None = None) -> Tokenizer:
     """The first of these model.tokenizer_path that can be loaded, for texts as the keys of
-    `training` say; raises ConfigError."""
+    `training` say (None: by default); raises ConfigError."""
     first: ConfigError | None = None
     for name in names:
         try:

@@ -65,14 +65,17 @@ def run(options: argparse.Namespace) -> Answer:
     job, notes = check_all(job_arguments(options), ranks, nodes, os.environ)
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
     line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
+    tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
     samples = sample_data(
         job.training,
         job.validation,
-        load_tokenizer(job.model.tokenizer_path, job.training),
+        tokenizer,
         seed=job.debug.seed,
         global_batch_size=job.training.global_batch_size,
     )
     model = model_of_job(job.model)
+    bos = str(tokenizer.prepend_bos).lower()
+    samples.append(f"documents: prepend_bos={bos}, append_eos={tokenizer.append_eos!r}")
     parameters, active = sum(total(model)), round(total(model).active(model))
     found |= {"parameters": parameters, "active_parameters": active}
     says = f"{parameters:,} parameters, {active:,} active"

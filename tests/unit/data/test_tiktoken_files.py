@@ -7,6 +7,7 @@ import random
 import pytest
 import tiktoken
 import tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
@@ -41,9 +42,7 @@ def _trained_ranks() -> dict[bytes, int]:
         vocab_size=700, initial_alphabet=sorted(alphabet), show_progress=False
     )
     trained.train_from_iterator([TEXT] * 9, trainer)
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in printed}
-    letters |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*printed}))}
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     vocab = trained.get_vocab().items()
     return {bytes(letters[letter] for letter in token): rank for token, rank in vocab}
 
@@ -75,11 +74,8 @@ def write_tekken(path, ranks=RANKS, num_special=20):
     tokens = sorted(ranks, key=ranks.__getitem__)
     vocab = [{"rank": n, "token_bytes": base64.b64encode(t).decode()} for n, t in enumerate(tokens)]
     table = {
-        "config": {
-            "pattern": KIMI,
-            "default_vocab_size": len(ranks) + num_special - 5,  # The file has five more.
-            "default_num_special_tokens": num_special,
-        },
+        "config": {"pattern": KIMI, "default_num_special_tokens": num_special}
+        | {"default_vocab_size": len(ranks) + num_special - 5},  # The file has five more.
         "vocab": vocab,
         "special_tokens": [
             {"rank": n, "token_str": name} for n, name in enumerate(("<unk>", "<s>", "</s>"))

@@ -185,23 +185,13 @@ def test_key_that_needs_a_token_which_is_not_there_is_refused(tmp_path, keys, li
         load_tokenizer(path, Training(**keys))
 
 
-@pytest.mark.parametrize(("text", "value"), [("false", False), ("true", True), ("<x>", "<x>")])
-def test_append_eos_is_a_flag_or_a_name(text, value):
-    assert load_job(["--training.append_eos", text]).training.append_eos == value
-
-
-def test_append_eos_of_another_type_is_one_line(tmp_path):
+def test_append_eos_is_a_flag_or_a_name(tmp_path):
+    for text, value in (("false", False), ("true", True), ("<x>", "<x>")):
+        assert load_job(["--training.append_eos", text]).training.append_eos == value
     (tmp_path / "a.toml").write_text("[training]\nappend_eos = 3\n")
     with pytest.raises(ConfigError, match="must be true, false or the name of a token") as error:
         load_job(["--config", str(tmp_path / "a.toml")])
     assert len(error.value.lines) == 1
-
-
-def test_byte_order_mark_before_a_tokenizer_is_passed_over(tmp_path):
-    path = write_folder(tmp_path / "tok", INSTRUCT, specials=NAMES)
-    for file in (tmp_path / "tok").iterdir():
-        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert document(path)[0] == "a<|endoftext|>"
 
 
 def test_sentencepiece_model_needs_its_package(tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ class Loaded(NamedTuple):
     model: Decoder
     tokenizers: list[str]
     """Values for model.tokenizer_path."""
-    training: Training
+    training: Training = Training()
     """The keys about the tokens around documents, as the model was trained."""
 
 
@@ -247,7 +247,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
         plain = HFModel(wanted.family, model.config)
         source = HFSource(HFFolder(path), plain, model_shapes(model.config))
         source.fill(model.state_dict(keep_vars=True))
-        return Loaded(model.eval(), [str(path)], Training())
+        return Loaded(model.eval(), [str(path)])
     manifest = read_manifest(path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
     stored, ours = StoredTensors(path), model.state_dict(keep_vars=True)
