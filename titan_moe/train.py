@@ -16,7 +16,7 @@ from pathlib import Path
 from titan_moe.config.checks.base import flavor
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
-from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes
+from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes, without_experts
 from titan_moe.config.checks.run_folder import check_run_folder, position_rule
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
@@ -79,11 +79,13 @@ def prepare_job(
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
     model = model_of_job(job.model)
+    if model.moe is None:
+        job = without_experts(job)
     problems = check(job, model, world_size, [position_rule(job)])
     if job.model.converters and find_spec("torchao") is None:
         named = ",".join(job.model.converters)
         problems.append(f"model.converters={named} needs the package torchao: pip install torchao")
-    if job.checkpoint.last_save_in_hf:
+    if job.checkpoint.enable and job.checkpoint.last_save_in_hf:
         exported = model
         if job.moe.score is not None and model.moe is not None:
             exported = replace(model, moe=replace(model.moe, score=job.moe.score))
@@ -138,10 +140,9 @@ def _read(
 ) -> tuple[JobConfig, ModelConfig, list[str]]:
     """Returns the resolved configuration, the model's dimensions, and one note for each key that
     has no effect."""
-    job, lines = read_for_device(argv, environment)
-    job, model = prepare_job(job, world_size, environment)
-    lines += notes(job, model, world_size) + narrow_lines(job)
-    return job, model, lines
+    given, lines = read_for_device(argv, environment)
+    job, model = prepare_job(given, world_size, environment)
+    return job, model, lines + notes(given, model, world_size) + narrow_lines(job)
 
 
 def _run(

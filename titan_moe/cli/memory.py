@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.config.checks.notes import without_experts
     from titan_moe.config.stages import stage_jobs
     from titan_moe.distributed.memory import GIB, Plan, choose_accumulation, memory
     from titan_moe.models.hf import model_of_job
@@ -31,6 +32,8 @@ def run(options: argparse.Namespace) -> Answer:
 
     job, gpu = job_of(options), options.gpu_gib * GIB
     config = model_of_job(job.model)
+    if config.moe is None:
+        job = without_experts(job)
     size = total(config)
     active = size.active(config)
     plans = {}

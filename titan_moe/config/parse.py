@@ -237,8 +237,12 @@ def _checked(
     kept, notes, refused = translate(keys)
     known = known_keys()
     lines = [_line(key, keys[key], source, remedy) for key, remedy in refused.items()]
-    for key in [key for key in kept if key not in known]:
-        lines.append(_line(key, kept.pop(key), source, _unknown(key, known)))
+    wrong = {key: kept.pop(key) for key in list(kept) if key not in known}
+    for table in ("stages", "training.blend"):
+        if inside := {key: wrong.pop(key) for key in list(wrong) if key.startswith(f"{table}.")}:
+            remedy = f"is a list of tables: write [[{table}]], not [{table}]"
+            lines.append(f"{', '.join(inside)} ({source}): {table} {remedy}")
+    lines += [_line(key, value, source, _unknown(key, known)) for key, value in wrong.items()]
     try:
         JobConfig.model_validate(nested(kept), strict=strict)
     except ValidationError as error:

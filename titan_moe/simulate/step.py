@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.checks.job import check
+from titan_moe.config.checks.notes import without_experts
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
@@ -77,6 +78,8 @@ def rank_step(job: JobConfig, world_size: int, *, rank: int = 0, layers: int | N
     config = model_of_job(job.model)
     if layers:
         config = replace(config, num_layers=min(layers, config.num_layers))
+    if config.moe is None:
+        job = without_experts(job)
     problems = check(job, config, world_size)
     if not 0 <= rank < world_size:
         problems.append(f"--rank {rank}: there are {world_size} ranks: choose one below")

@@ -19,6 +19,7 @@ from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.moe.config import MoEConfig
+from titan_moe.train import check_all
 
 MODEL = replace(
     model_config("deepseek_v3", "debugmodel"),
@@ -107,7 +108,7 @@ RULES = [
     ("--training.global_batch_size 20 --training.local_batch_size 4", 4, "_size=1, or choose 16"),
     ("--training.seq_len 8192", 1, "exceeds max_seq_len=4096 of deepseek_v3 debugmodel: choose at"),
     ("--validation.enable --validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_s"),
-    ("--validation.dataset_path held.jsonl", 1, "dataset_path='held.jsonl' is not read without"),
+    ("--validation.enable --validation.dataset_path a", 1, "dataset_path='a' is not read without"),
     (f"{_BLEND} --training.dataset synthetic", 1, "training.dataset='synthetic' is not read besid"),
     (f"{_BLEND} --training.dataset_path a", 1, "training.dataset_path='a' is not read beside"),
     ("--training.dtype bfloat16 --training.mixed_precision_param float32", 1, "cannot restore par"),
@@ -319,6 +320,9 @@ def test_mistake_of_the_job_is_not_repeated_for_its_stages() -> None:
 
 
 _LATER = '[{"from_step":2,"parallelism":{"expert_parallel_degree":2}}]'
+_NEVER = '--training.steps 8 --stages [{"from_step":9,"seq_len":8192}]'
+_LATE_CAPTURE = "--training.steps 8 --debug.capture_step 9 --compile.enable"
+_DEDUPLICATED = f"{_EP}_comm_backend deduplicated"
 _PARTS = (
     "--p.module_fqns_per_model_part="
     '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","norm","output"]]'
@@ -356,6 +360,12 @@ _PARTS = (
         ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
         ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
         ("--validation.text_column a", MODEL, "validation.text_column=a has no effect: validation"),
+        (f"{_DEDUPLICATED} {_EP}_capacity_factor 2", MODEL, "parallelism.expert_parallel_capaci"),
+        ("--validation.dataset_path a", MODEL, "validation.dataset_path=a has no effect: validat"),
+        ("--validation.dataset a", MODEL, "validation.dataset=a has no effect: validation.enable"),
+        ("--checkpoint.last_save_in_hf", MODEL, "checkpoint.last_save_in_hf=true has no effect: c"),
+        (_NEVER, MODEL, "stages[0] (from_step=9) has no effect: training.steps=8 ends before it"),
+        (_LATE_CAPTURE, MODEL, "debug.capture_step=9 has no effect: it is beyond training.steps=8"),
         ("--checkpoint.load_only", MODEL, "checkpoint.load_only=true has no effect: checkpoint.en"),
         ("--debug.capture_step 9 --training.steps 8", MODEL, "debug.capture_step=9 has no effect:"),
         ("--optimizer.muon_steps 6", MODEL, "optimizer.muon_steps=6 has no effect: optimizer.name"),
@@ -367,13 +377,33 @@ def test_key_without_effect_is_a_note(arguments: str, model: ModelConfig, line: 
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "--parallelism.expert_parallel_degree 4",
+            "--parallelism.expert_tensor_parallel_degree 3",
+        ),
+        *("--debug.routing_replay /nowhere", "--debug.routing_record /"),
+        "--parallelism.expert_parallel_ranks_per_node 3",
+        '--stages [{"from_step":2,"parallelism":{"expert_parallel_degree":64}}]',
+    ],
+)
+def test_key_of_experts_stops_no_dense_model(words: str) -> None:
+    dense = "--model.name qwen3 --model.flavor debugmodel --training.dataset synthetic"
+    job, lines = check_all([*dense.split(), *words.split()], 2, 1, {})
+    assert job.parallelism == Parallelism() and job.debug.routing_replay is None
+    key, value = words[2:].split()
+    assert f"{key}={value} has no effect: qwen3 debugmodel has no experts" in lines or job.stages
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         "",
         "--moe.row_alignment 16",
         f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_overflow drop",
         f"ep 2 {_EP}_ranks_per_node 2",  # The automatic choice reads it.
-        f"{_EP}_comm_backend deduplicated",  # Where nothing travels all backends are alike.
+        _DEDUPLICATED,  # Where nothing travels all backends are alike.
         "--optimizer.muon_steps 6 --optimizer.name Muon",
         f"{_EP}_overlap true --stages {_LATER}",
     ],

@@ -195,6 +195,16 @@ def test_a_saved_job_loads_equal(tmp_path: Path) -> None:
     assert load_job(["--job.config_file", str(path)]) == job
 
 
+def test_list_of_tables_that_is_written_as_a_table_is_one_line(tmp_path: Path) -> None:
+    argv = _file(tmp_path, "[stages]\nfrom_step = 3\nseq_len = 8\n[training.blend]\ndataset='c4'")
+    assert _problems(argv) == [
+        f"stages.from_step, stages.seq_len ({argv[1]}): stages is a list of tables: write "
+        "[[stages]], not [stages]",
+        f"training.blend.dataset ({argv[1]}): training.blend is a list of tables: write "
+        "[[training.blend]], not [training.blend]",
+    ]
+
+
 @pytest.mark.parametrize(
     ("misspelt", "right"),
     [

@@ -39,7 +39,8 @@ def _sequence_length(run: Run) -> Iterator[str]:
 
 def _unread_data(run: Run) -> Iterator[str]:
     training, validation = run.job.training, run.job.validation
-    if validation.dataset is None and validation.dataset_path is not None:
+    without_name = validation.dataset is None and validation.dataset_path is not None
+    if validation.enable and without_name:
         yield (
             f"validation.dataset_path={validation.dataset_path!r} is not read without "
             "validation.dataset: set that too, such as to json, or leave it out"

@@ -49,12 +49,12 @@ def _dispatch(run: Run) -> Iterator[str | Mistake]:
     degrees = run.job.parallelism
     factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
     ranks = degrees.expert_parallel_ranks_per_node
-    if factor is not None and backend not in ("auto", "standard", "symmetric"):
+    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    if travels and factor is not None and backend not in ("auto", "standard", "symmetric"):
         yield (
             f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
             f"expert_parallel_comm_backend=standard and symmetric, not of {backend}: choose one"
         )
-    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
     if ranks is not None and factor is None and travels and run.world_size % ranks:
         yield Mistake(
             f"parallelism.expert_parallel_ranks_per_node={ranks} must divide the {run.world_size} "

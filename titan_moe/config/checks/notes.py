@@ -18,7 +18,7 @@ from titan_moe.config.job_config import (
     Optimizer,
     Section,
 )
-from titan_moe.config.stages import stage_jobs
+from titan_moe.config.stages import stage_jobs, stage_name
 from titan_moe.models.config import ModelConfig
 
 _GPU_ONLY = {
@@ -27,6 +27,12 @@ _GPU_ONLY = {
     "parallelism.enable_async_tensor_parallel": "CPUs do not read each other's memory",
     "comm.parameter_sms": "it has no multiprocessors",
 }
+
+
+_OF_EXPERTS = (
+    *("moe.*", "parallelism.expert_*"),
+    *("debug.moe_force_load_balance", "debug.routing_re*"),
+)
 
 
 def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
@@ -43,7 +49,13 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
         ]
         for _, stage in stage_jobs(job)
     ]
-    return [line for line in first if all(line in other for other in others)]
+    lines = [line for line in first if all(line in other for other in others)]
+    steps = job.training.steps
+    return lines + [
+        f"{stage_name(job, number)} has no effect: training.steps={steps} ends before it"
+        for number, stage in enumerate(job.stages)
+        if stage.from_step > steps
+    ]
 
 
 def narrow_lines(job: JobConfig) -> list[str]:
@@ -99,7 +111,9 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         job.validation.dataset is None or job.validation.dataset in DATASETS_WITHOUT_COLUMNS,
         "validation.dataset names no data with columns",
     )
-    yield "checkpoint.load_only", not job.checkpoint.enable, "checkpoint.enable is false"
+    saves = "checkpoint.load_only checkpoint.last_save_in_hf"
+    yield saves, not job.checkpoint.enable, "checkpoint.enable is false"
+    yield "validation.dataset*", not job.validation.enable, "validation.enable is false"
     yield (
         "debug.capture_step",
         job.debug.capture_step > training.steps,
@@ -115,7 +129,7 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     factor, has_experts = degrees.expert_parallel_capacity_factor, run.model.moe is not None
     backend = degrees.expert_parallel_comm_backend
     yield (
-        "moe.* parallelism.expert_* debug.moe_force_load_balance debug.routing_re*",
+        " ".join(_OF_EXPERTS),
         not has_experts,
         f"{run.flavor} has no experts",
     )
@@ -134,6 +148,14 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         has_experts and (backend not in ("auto", "deduplicated") or factor is not None),
         "expert_parallel_comm_backend=deduplicated alone reads it",
     )
+
+
+def without_experts(job: JobConfig) -> JobConfig:
+    """Switches off what has no effect in a model without experts, so that no rule refuses it."""
+    for key in flat(job):
+        if any(fnmatch(key, pattern) for pattern in _OF_EXPERTS):
+            job, _ = _reset(job, key)
+    return job
 
 
 def fit_to_cpu(job: JobConfig, *, bfloat16_units: bool) -> tuple[JobConfig, list[str]]:

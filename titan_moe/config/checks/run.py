@@ -65,9 +65,10 @@ def _profiling(run: Run) -> Iterator[str]:
 
 
 def _capture(run: Run) -> Iterator[str]:
-    if run.job.debug.capture_step and run.job.compile.enable:
+    step = run.job.debug.capture_step
+    if 0 < step <= run.job.training.steps and run.job.compile.enable:
         yield (
-            f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
+            f"debug.capture_step={step} looks into layers that "
             "compile.enable=true fuses: choose one"
         )
 
@@ -79,7 +80,6 @@ def _checkpoint(run: Run) -> Iterator[str]:
         f"initial_load_path={checkpoint.initial_load_path}": checkpoint.initial_load_path,
         f"load_step={checkpoint.load_step}": checkpoint.load_step != -1,
         "initial_load_in_hf=true": checkpoint.initial_load_in_hf,
-        "last_save_in_hf=true": checkpoint.last_save_in_hf,
     }
     for setting, is_set in needing.items():
         if is_set and not checkpoint.enable:
@@ -96,7 +96,7 @@ def _checkpoint(run: Run) -> Iterator[str]:
             "checkpoint.initial_load_in_hf=true needs a folder: set checkpoint.initial_load_path "
             "or model.hf_assets_path"
         )
-    if checkpoint.last_save_in_hf and checkpoint.load_only:
+    if checkpoint.enable and checkpoint.last_save_in_hf and checkpoint.load_only:
         yield "checkpoint.last_save_in_hf=true: load_only=true saves nothing: choose one"
 
 
