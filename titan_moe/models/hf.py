@@ -4,6 +4,7 @@ No torch. `hf_family.py` says what a family's `hf.py` has.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -212,12 +213,15 @@ def model_of(folder: Path) -> HFModel:
     family = family_of(settings, folder / CONFIG)
     try:
         config = family_module(family).from_hf(settings)
+        numbers = [(k, v) for k, v in _flat(asdict(config)) if isinstance(v, int | float)]
+        if wrong := [f"{key}={value}" for key, value in numbers if not 0 <= value < math.inf]:
+            raise ValueError(f"{', '.join(wrong)} must be 0 or more, and finite")
         depths = _mtp_layers(folder, HFModel(family, config))
         return HFModel(family, replace(config, num_mtp_layers=depths))
     except ConfigError as error:
         lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
         raise ConfigError(lines) from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise ConfigError([f"{folder / CONFIG} makes no sense: {error}"]) from None
 
 

@@ -17,12 +17,22 @@ on after the others, ours from 0 under `mtp.layers`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import inf
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from titan_moe.models.config import (
+    GatedDeltaConfig,
+    GQAConfig,
+    IndexerConfig,
+    Llama3Scaling,
+    MLAConfig,
+    ModelConfig,
+    RopeConfig,
+    YarnScaling,
+)
 from titan_moe.moe.config import MoEConfig
 
 Settings = Mapping[str, Any]
@@ -75,6 +85,9 @@ DEFAULTS = {
     "initializer_range": 0.02,
 }
 """Values of keys that config.json may leave out."""
+_TABLES = (ModelConfig, MoEConfig, GQAConfig, MLAConfig, IndexerConfig, GatedDeltaConfig)
+_KINDS = {each.name: (each.type, each.default) for table in _TABLES for each in fields(table)}
+"""Types and defaults of our fields by name."""
 
 
 def needed(settings: Settings, key: str) -> Any:
@@ -103,11 +116,29 @@ def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
 
 
 def read_fields(settings: Settings, keys: Mapping[str, str], defaults: Settings) -> Fields:
-    """The fields of a table. Raises ConfigError for a key with neither value nor default."""
-    return {
+    """The fields of a table. Raises ConfigError for a key with neither value nor default, or with a
+    value of another kind."""
+    found = {
         path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
         for path, key in keys.items()
     }
+    wrong = {key: _wrong(path, found[path]) for path, key in keys.items()}
+    if lines := [f"config.json: {key}={settings.get(key)!r} {w}" for key, w in wrong.items() if w]:
+        raise ConfigError(lines)
+    return found
+
+
+def _wrong(path: str, value: Any) -> str:
+    """Returns what the value of a field must be; "" if it is."""
+    kind, default = _KINDS.get(path.rpartition(".")[2], (Any, None))
+    if kind is bool and not isinstance(value, bool):
+        return "must be true or false"
+    if kind is float and not (type(value) in (int, float) and 0 <= value < inf):
+        return "must be a number, 0 or more"
+    least = 0 if default == 0 else 1
+    if kind is int and not (type(value) is int and least <= value < 2**31):
+        return f"must be a whole number, {least} or more"
+    return ""
 
 
 def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -117,11 +148,9 @@ def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]
 
 def gqa_defaults(settings: Settings) -> dict[str, Any]:
     """Defaults of the heads that share keys and values, and of their channels."""
-    heads = needed(settings, "num_attention_heads")
-    return {
-        "num_key_value_heads": heads,
-        "head_dim": needed(settings, "hidden_size") // heads,
-    }
+    keys = {"attention.num_heads": "num_attention_heads", "dim": "hidden_size"}
+    heads, dim = read_fields(settings, keys, {}).values()
+    return {"num_key_value_heads": heads, "head_dim": dim // heads}
 
 
 def partial_rotary_factor(settings: Settings, head_dim: int, default: float) -> float:
