@@ -74,7 +74,7 @@ def prepare_job(
     job: JobConfig, world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig]:
     """Check and resolve a configuration that has been read. Raises ConfigError."""
-    _log_ranks(environment)
+    _log_ranks(environment, world_size)
     if job.checkpoint.create_seed_checkpoint:
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
@@ -150,7 +150,7 @@ def _run(
 ) -> None:
     """Train on this rank. `records`: the folder for this rank's failure."""
     job, model, lines = _read(argv, launch.world_size, environment)
-    start_logging(launch.rank, _log_ranks(environment))
+    start_logging(launch.rank, _log_ranks(environment, launch.world_size))
     if launch.rank == 0:
         # Before torch, whose import takes seconds.
         logger.info("%s on %d rank(s): starting", flavor(job), launch.world_size)
@@ -200,12 +200,16 @@ def _written_folders(job: JobConfig) -> Iterator[tuple[Path, str]]:
         yield saves, "checkpoint.folder"
 
 
-def _log_ranks(environment: Mapping[str, str]) -> set[int]:
+def _log_ranks(environment: Mapping[str, str], world_size: int) -> set[int]:
     text = environment.get("LOG_RANK", "0")
     try:
-        return {int(rank) for rank in text.split(",")}
+        ranks = {int(rank) for rank in text.split(",")}
     except ValueError:
         raise ConfigError([f"LOG_RANK={text} must be rank numbers, such as 0 or 0,1"]) from None
+    if not ranks & set(range(world_size)):
+        line = f"LOG_RANK={text}: none of the ranks 0 to {world_size - 1} would print: choose 0"
+        raise ConfigError([line])
+    return ranks
 
 
 def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:

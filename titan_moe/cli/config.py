@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_out_file, add_ranks, out_file
@@ -22,7 +23,8 @@ def init(options: argparse.Namespace) -> Answer:
 
         titan-moe config init qwen3 --ranks 8 --flavor 30B-A3B --out mine.toml
 
-    Prints the file, or writes it to --out, with a first line by which editors find the schema.
+    Takes the file for the number of GPUs that is nearest to --ranks. Prints it, or writes it to
+    --out, with a first line by which editors find the schema.
 
     Exit codes: 0; 1 the file cannot be written; 2 no such configuration, or --out is there already.
     """
@@ -30,21 +32,37 @@ def init(options: argparse.Namespace) -> Answer:
 
     sized = sorted(CONFIGS.glob("*/*_*gpu.toml"))
     of_family = [path for path in sized if path.parent.name == options.family]
-    wanted = f"{options.flavor or '*'}_{options.ranks}gpu.toml"
-    found = [path for path in of_family if path.match(wanted)]
-    if len(found) != 1:
+    named = [path for path in of_family if path.match(f"{options.flavor or '*'}_*gpu.toml")]
+    if not named:
         families = dict.fromkeys(path.parent.name for path in sized)
-        there = ", ".join([path.stem for path in of_family] or families)
-        many = "several configurations" if found else "no configuration"
+        flavors = dict.fromkeys(path.stem.rpartition("_")[0] for path in of_family)
         asked = " ".join(filter(None, [options.family, options.flavor]))
-        raise ConfigError([f"{many} of {asked} for --ranks {options.ranks}: choose from {there}"])
+        raise ConfigError(
+            [f"no configuration of {asked}: choose from {', '.join(flavors or families)}"]
+        )
+    nearest = min(map(_gpus, named), key=lambda gpus: abs(math.log(gpus / options.ranks)))
+    found = [path for path in named if _gpus(path) == nearest]
+    if len(found) > 1:
+        there = ", ".join(path.stem.rpartition("_")[0] for path in found)
+        line = f"several configurations of {options.family} for --ranks {nearest}"
+        raise ConfigError([f"{line}: choose a --flavor of {there}"])
     _, _, rest = found[0].read_text(encoding="utf-8").partition("\n")
-    text = f"#:schema {(CONFIGS / 'schema.json').resolve().as_uri()}\n{rest}"
+    text = f"#:schema {(CONFIGS / 'schema.json').resolve().as_uri()}\n"
+    if nearest != options.ranks:
+        text += (
+            f"# Made for {nearest} GPUs: titan-moe check --config FILE --ranks {options.ranks}.\n"
+        )
+    text += rest
     if options.out is None:
         return Answer({"toml": text}, [text.rstrip("\n")])
     with out_file(options) as write:
         write(text)
     return Answer({"toml": text}, [str(options.out)])
+
+
+def _gpus(path: Path) -> int:
+    """Returns the number in a name such as 30B-A3B_8gpu.toml."""
+    return int(path.stem.rpartition("_")[2].removesuffix("gpu"))
 
 
 def _schema_arguments(parser: argparse.ArgumentParser) -> None:

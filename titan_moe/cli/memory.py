@@ -65,6 +65,8 @@ def run(options: argparse.Namespace) -> Answer:
             f"{_count(sum(size))} parameters, {_count(active)} active",
             f"{first.unit}: {first}",
             *(f"{stage.unit} from step {step}: {stage}" for step, stage in later),
+            f"stored has the moments of optimizer.name={job.optimizer.name}"
+            + (", one of a layer's matrix and two of others" * (job.optimizer.name == "Muon")),
             *(["the rank of the pipeline that needs most, an upper bound"] if piped else []),
             *([shared.line] if shared.line else []),
             f"{verdict}: {most.margin(gpu)}",

@@ -250,7 +250,8 @@ class LRScheduler(Section):
     ] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = Field(0.0, ge=0, le=1)
-    """Learning rate at the end, as a factor of the peak."""
+    """Learning rate at the end, as a factor of the peak. The last step is taken with it: at 0 that
+    step changes no weight."""
 
 
 DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")

@@ -6,6 +6,7 @@ mistake can say where it stands.
 """
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -270,6 +271,10 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     """Returns what to say about a key that does not exist; names the nearest one."""
     if any(each.startswith(f"{key}.") for each in known):
         return f"must be a table: [{key}]"
+    axis, *rest = _leaf(key).split("_", 1)  # tp, ep and dp_shard name axes of the mesh.
+    degree = re.compile("_".join([*(f"{letter}[a-z]+" for letter in axis), *rest, "degree"]))
+    if short := [each for each in known if degree.fullmatch(_leaf(each))]:
+        return f"no such key; did you mean {short[0]}?"
     leaf = get_close_matches(_leaf(key), {_leaf(each) for each in known}, 1)
     near = get_close_matches(key, [each for each in known if _leaf(each) in leaf], 1, 0)
     return f"no such key; did you mean {near[0]}?" if near else "no such key; see --help"

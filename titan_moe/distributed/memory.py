@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 from titan_moe.config.job_config import ActivationCheckpoint, Optimizer, Parallelism, Training
 from titan_moe.distributed.communicators import NODE, communicator_bytes
-from titan_moe.distributed.parallel_dims import (
-    GROUP_AXES,
-    TOKEN_AXES,
-    ParallelDims,
-    parallel_dims,
-)
+from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims, parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, MLAConfig, ModelConfig
 from titan_moe.models.stats import Share, Size, attention_stats, flash_workspace, shares_of_ranks
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
@@ -26,8 +21,7 @@ GIB = 2**30
 RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
 MARGIN = 4 * GIB
-"""Memory that shipped configurations leave, and that "auto" leaves, while no GPU has confirmed the
-estimate."""
+"""Memory that shipped configurations and "auto" leave, while no GPU has confirmed the estimate."""
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
 # FlashAttention's backward leaves room for so many tokens after each sequence.
@@ -42,7 +36,7 @@ class Memory:
     """Bytes on one GPU."""
 
     stored: float
-    """This rank's shard of weights, and of gradients and AdamW's two moments of what trains."""
+    """This rank's shard of weights, and of gradients and moments of what trains."""
     gathered: float
     """Weights of two of the largest layers, gradients of one before and while they are reduced;
     weights and gradients of the output layer. Where experts are reduced apart, two reductions are
@@ -158,21 +152,13 @@ def memory(plan: Plan) -> Memory:
 
 
 def _of_rank(plan: Plan, share: Share) -> Memory:
-    config, training, parallelism, _, optimizer, world_size = plan
-    dims = plan.dims
+    config, training, parallelism, _, _, world_size = plan
+    dims, parts = plan.dims, share.parts
     wide = _BYTES[training.dtype]
     compute = _BYTES["float64"] if wide == 8 else _BYTES[training.mixed_precision_param]
-    moment = _BYTES["bfloat16"] if optimizer.state_dtype == "bfloat16" else wide
-    parts = share.parts
     on_rank = dims.dp_replicate * dims.pp / world_size
-    owned = trained = sum(sum(size) for size in parts.values()) * on_rank
-    attention = config.attention
-    warms_up = config.indexer is not None and training.indexer_stage == "dense"
-    if warms_up and isinstance(attention, MLAConfig):
-        kinds = attention, replace(attention, indexer=None)
-        indexed, bare = (attention_stats(kind, config.dim).parameters for kind in kinds)
-        trained = share.layers * (indexed - bare) * on_rank
-    stored = owned * wide + trained * (wide + 2 * moment)
+    owned = sum(sum(size) for size in parts.values()) * on_rank
+    stored = owned * wide + _trained(plan, share) * on_rank
 
     def whole(size: Size) -> float:
         return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)
@@ -217,6 +203,22 @@ def _of_rank(plan: Plan, share: Share) -> Memory:
         skew=sum(with_most_rows) - sum(values),
         communicators=sum(communicators(plan).values()),
     )
+
+
+def _trained(plan: Plan, share: Share) -> float:
+    """Bytes of a stage's gradients and moments; Muon keeps one moment of layers' matrices."""
+    config, attention, wide = plan.config, plan.config.attention, _BYTES[plan.training.dtype]
+    moment = _BYTES["bfloat16"] if plan.optimizer.state_dtype == "bfloat16" else wide
+    sizes = {name: sum(size) for name, size in share.parts.items()}
+    trained = sum(sizes.values())
+    dense = config.indexer is not None and plan.training.indexer_stage == "dense"
+    if dense and isinstance(attention, MLAConfig):
+        kinds = attention, replace(attention, indexer=None)
+        indexed, bare = (attention_stats(kind, config.dim).parameters for kind in kinds)
+        trained = share.layers * (indexed - bare)
+    inside = sum(n for name, n in sizes.items() if name.startswith(("layers.", "mtp")))
+    matrices = min(trained, inside) if plan.optimizer.name == "Muon" else 0
+    return trained * wide + (2 * trained - matrices) * moment
 
 
 def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size], float]) -> float:

@@ -60,9 +60,18 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         (["bogus"], "titan-moe bogus: no such command"),
         (["verify", "bogus"], "titan-moe verify bogus: no such command"),
         (["report", "run", "x", "--bogus"], "report run: unknown argument '--bogus'"),
-        (["config", "init", "qwen3"], "several configurations of qwen3 for --ranks 8: choose from"),
-        (["config", "init", "qwen3", "--ranks", "7"], "no configuration of qwen3 for --ranks 7: "),
-        (["config", "init", "qwen3", "--flavor", "B"], "no configuration of qwen3 B for"),
+        (["config", "init", "qwen3"], "qwen3 for --ranks 8: choose a --flavor of 30B-A3B, 8B"),
+        (["config", "init", "qwen3", "--ranks", "7"], "for --ranks 8: choose a --flavor of 30B-A3"),
+        (
+            ["config", "init", "qwen3", "--flavor", "B"],
+            "no configuration of qwen3 B: choose from 2",
+        ),
+        (["memory", "--parallelism.tp", "2"], "did you mean parallelism.tensor_parallel_degree?"),
+        (["memory", "--etp", "2"], "did you mean parallelism.expert_tensor_parallel_degree?"),
+        (
+            ["memory", "--parallelism.dp_shard=2"],
+            "did you mean parallelism.data_parallel_shard_degree?",
+        ),
         (
             ["config", "init", "none"],
             "choose from bench, deepseek_v3, deepseek_v32, glm4_moe, gpt_oss, kimi_linear",
@@ -155,6 +164,10 @@ def test_config_init_starts_a_file(tmp_path: Path) -> None:
     assert first == f"#:schema {(REPO / 'configs/schema.json').as_uri()}"
     assert rest == shipped.read_text().split("\n", 1)[1]
     assert run_command(*name).stdout == mine.read_text()
+    more = run_command(*name, "--ranks", 16).stdout.splitlines()
+    assert more[1] == "# Made for 8 GPUs: titan-moe check --config FILE --ranks 16."
+    assert more[2:] == rest.splitlines()
+    assert run_command(*name, "--ranks", 48).stdout.partition("\n")[2].startswith("# Made for 64 G")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +221,20 @@ def test_help_of_one_table() -> None:
     assert all(key.startswith("quantize.") for key in keys)
     wrong = subprocess.run([*command, "quantise"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "no such table: choose from job, " in wrong.stderr
+
+
+def test_memory_counts_the_moments_of_the_optimizer_that_it_names() -> None:
+    words = ["memory", "--config", "qwen3/30B-A3B_8gpu", "--ranks", 8, "--optimizer.name"]
+    stored = {}
+    for optimizer in ("AdamW", "Muon"):
+        assert (
+            f"stored has the moments of optimizer.name={optimizer}"
+            in run_command(*words, optimizer).stdout
+        )
+        stored[optimizer] = json.loads(run_command(*words, optimizer, "--json").stdout)["bytes"]
+    # Of 30.5 billion parameters 0.6 are embedding and output, which keep two moments.
+    saved = (stored["AdamW"]["stored"] - stored["Muon"]["stored"]) / 4 * 8
+    assert saved == pytest.approx(30.5e9 - 0.62e9, rel=0.01)
 
 
 def test_memory_ends_with_a_verdict() -> None:

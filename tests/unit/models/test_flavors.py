@@ -60,6 +60,12 @@ def test_totals_and_active_counts_are_the_published_ones(name: str, flavor: str)
         assert active / 1e9 == pytest.approx(published_active, rel=0.025)
 
 
+@pytest.mark.parametrize("name, flavor", _ALL)
+def test_experts_of_every_flavor_are_balanced(name: str, flavor: str):
+    moe = model_config(name, flavor).moe
+    assert moe is None or moe.is_balanced
+
+
 @pytest.mark.parametrize("name, flavor", EXACT)
 def test_debug_models_have_the_dimensions_of_torchtitans(name: str, flavor: str):
     assert sum(total(model_config(name, flavor))) == EXACT[name, flavor]

@@ -11,8 +11,9 @@ import pytest
 from tests.support.jobs import is_running, until
 from tests.support.paths import REPO
 from tests.support.processes import start_process
+from tests.support.refusals import refusal
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
-from titan_moe.train import read_for_device
+from titan_moe.train import prepare, read_for_device
 
 
 def test_launch_is_read_from_torchruns_variables() -> None:
@@ -107,3 +108,10 @@ def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> Non
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
     assert until(lambda: not is_running(pid), 5)
+
+
+def test_log_rank_beyond_the_world_is_one_line() -> None:
+    words = ["--training.dataset", "synthetic"]
+    line = refusal(prepare, words, 2, {"LOG_RANK": "9"})
+    assert line == "LOG_RANK=9: none of the ranks 0 to 1 would print: choose 0"
+    assert prepare(words, 2, {"LOG_RANK": "1,9"})
