@@ -327,8 +327,8 @@ class Training(Section):
     in chunks; 0: of a whole microbatch. Left out: 4,096 on a GPU, where gradients take the logits'
     place, and 1,024 on a CPU."""
     mtp_loss_weight: NonNegativeFloat | None = None
-    """Weight of the mean over depths of multi-token prediction's losses, sums that are divided, as
-    the loss is, by the number of the model's own target tokens; left out: the flavor's."""
+    """Weight of the mean over depths of multi-token prediction's losses, each a sum divided by the
+    number of the model's own target tokens; left out: the flavor's."""
     indexer_stage: Literal["dense", "sparse"] = "sparse"
     """Stage of sparse attention: 'dense' warms indexers up, which learn from attention to all keys
     while other weights and routing biases are frozen; 'sparse' trains everything on the selected

@@ -117,10 +117,8 @@ class MoE(nn.Module):
         self.rows_dropped.zero_()
 
     def forward(self, x_BSD: Tensor, counted_BS: Tensor | None = None) -> Tensor:
-        """Args:
-        counted_BS: False for tokens that counts, routing biases and balance losses leave out;
-            experts compute them all the same. None: all tokens count.
-        """
+        """Returns the layer's output, [B, S, D]. `counted_BS` is False for tokens that counts, and
+        so routing biases, and balance losses leave out; None: all tokens count."""
         x_TD = x_BSD.flatten(0, 1)
         with region("route"):
             scores = self.router(x_TD)
@@ -199,8 +197,8 @@ class MoE(nn.Module):
         return RoutingDecision(experts_TK, chosen_BE, plans)
 
     def _counts_per_row(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
-        """Returns the choices of each expert by sequence, chosen_BE, and adds them up where the
-        rows of dispatch, which are of all tokens, are too many."""
+        """Returns the choices of each expert by sequence, chosen_BE; of whole sequences if a loss
+        needs them. Adds this rank's to `tokens_per_expert` where not all tokens count."""
         num_experts = self.config.num_experts
         if counted_BS is not None:  # A number beyond the experts' is counted nowhere.
             experts_BSK = experts_BSK.masked_fill(~counted_BS[..., None], num_experts)
