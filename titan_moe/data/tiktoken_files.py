@@ -98,7 +98,7 @@ def _read_ranks(content: bytes, config: dict[str, Any], parse: bool) -> Tiktoken
     """Kimi's tokenizer, if tokenizer_config.json names Kimi's class in Python, which does not run;
     otherwise Llama 3's."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.strip().splitlines(), start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

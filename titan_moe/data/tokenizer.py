@@ -18,24 +18,12 @@ if TYPE_CHECKING:
     import tokenizers
 
 _FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "tekken.json")
-_BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-)
+_BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config")
 _PATTERNS = ("*.tiktoken", "*.model", "*.model.v*", "*tekken*.json")
 # An instruct tokenizer's EOS may end a turn of a chat. Its base model's texts end with another
 # token, the first of these that the tokenizer has.
-_TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eot|>",
-    "<|return|>",
-    "<|end_of_msg|>",
-    "<end_of_turn>",
-)
-_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "[EOS]", "<eos>", "</s>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|return|>", "<|end_of_msg|>")
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "[EOS]", "</s>")
 
 
 class ByteEncoding:
@@ -194,7 +182,7 @@ class _Names:
     def __init__(self, folder: Path | None = None) -> None:
         """KeyError, TypeError, ValueError or AttributeError if the files are not understood."""
         self.config, mapped, added, generation = (
-            _read_json(folder / name) if folder is not None else {} for name in _BESIDE
+            _read_json(folder / f"{name}.json") if folder is not None else {} for name in _BESIDE
         )
         decoder = self.config.get("added_tokens_decoder")
         table = mapped | self.config if decoder is not None else self.config | mapped

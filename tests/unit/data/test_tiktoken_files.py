@@ -114,7 +114,7 @@ def test_kimi_folder_gives_tiktokens_ids(tmp_path):
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json", "llama.tiktoken"])
 def test_llama3_ranks_are_known_by_their_content(tmp_path, name):
-    (tmp_path / name).write_bytes(lines_of(RANKS).replace(b"\n", b"\r\n"))
+    (tmp_path / name).write_bytes(lines_of(RANKS).replace(b"\n", b"\r\n") + b"\n")
     for path in (tmp_path, tmp_path / name):
         tokenizer = load_tokenizer(str(path))
         assert_same(tokenizer, LLAMA3)
