@@ -4,22 +4,23 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import commands, configuration, models, published, torchtitan
+from scripts.docs import commands, configuration, forms, models, published, torchtitan
 
-REGIONS: dict[str, Callable[[], str]] = {
+REGIONS: dict[str, Callable[[], str | None]] = {
     "commands": commands.sections,
     "configuration": configuration.tables,
+    "forms": forms.table,
     "models": models.tables,
     "published": published.table,
     "torchtitan": torchtitan.table,
 }
-"""The text of a region, by its name in the page."""
+"""The text of a region, by its name in the page; None leaves it as it is."""
 _REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def outdated(docs: Path) -> dict[Path, str]:
     """The files below `docs` that are not as generated, and the text that they should have."""
-    made: dict[str, str] = {}
+    made: dict[str, str | None] = {}
     found = {}
     for path in sorted(docs.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -28,7 +29,9 @@ def outdated(docs: Path) -> dict[Path, str]:
     return found
 
 
-def filled(text: str, regions: Mapping[str, Callable[[], str]], made: dict[str, str]) -> str:
+def filled(
+    text: str, regions: Mapping[str, Callable[[], str | None]], made: dict[str, str | None]
+) -> str:
     """A page with its regions written anew; `made` keeps what has been generated.
 
     KeyError names a region that nothing generates; ValueError: a region has no end.
@@ -39,7 +42,8 @@ def filled(text: str, regions: Mapping[str, Callable[[], str]], made: dict[str, 
     def replace(region: re.Match[str]) -> str:
         opening, name, _, end = region.groups()
         if name not in made:
-            made[name] = regions[name]().strip("\n")
-        return f"{opening}\n{made[name]}\n\n{end}"
+            made[name] = regions[name]()
+        new = made[name]
+        return region[0] if new is None else f"{opening}\n{new.strip(chr(10))}\n\n{end}"
 
     return _REGION.sub(replace, text)

@@ -18,7 +18,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Checkpoint, Model
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_family import HFCopies, HFKeys
-from titan_moe.models.hf_settings import text_of
+from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
 
 CONFIG = "config.json"
@@ -49,21 +49,30 @@ class HFModel:
 
     family: str
     config: ModelConfig
+    wrapper: Wrapper | None = None
+    """The published model that it is the text model of."""
 
     @cached_property
     def keys(self) -> HFKeys:
         """Our names -> the ways in which each may be stored."""
-        return family_module(self.family).keys(self.config)
+        keys: HFKeys = family_module(self.family).keys(self.config)
+        if self.wrapper is None:
+            return keys
+        return {name: self.wrapper.ways(ways) for name, ways in keys.items()}
 
     @property
     def copies(self) -> HFCopies:
         """Maps Hugging Face's names of copies in multi-token prediction layers to our names."""
-        return family_module(self.family).COPIES if self.config.num_mtp_layers else {}
+        copies: HFCopies = family_module(self.family).COPIES if self.config.num_mtp_layers else {}
+        if self.wrapper is None:
+            return copies
+        return {self.wrapper.name(copy): ours for copy, ours in copies.items()}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns (fnmatch) of their tensors that have no place here, or none in this model."""
         patterns: tuple[str, ...] = family_module(self.family).IGNORED
+        patterns += () if self.wrapper is None else self.wrapper.rest
         ahead = self.config.num_mtp_layers
         return tuple(pattern for pattern in patterns if not (ahead and pattern.startswith("mtp.")))
 
@@ -167,7 +176,7 @@ def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | N
     Args:
         path: of the config.json.
     """
-    quantized = _quantization(settings)
+    quantized = quantization(settings)
     method = quantized.get("quant_method")
     if quantized and method not in _METHODS:
         raise ConfigError(
@@ -184,7 +193,8 @@ def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | N
     return int(block[0]), int(block[1])
 
 
-def _quantization(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization_config of a config.json, also inside a text_config; empty without."""
     found = settings.get("quantization_config") or text_of(settings).get("quantization_config")
     return found or {}
 
@@ -212,12 +222,12 @@ def model_of(folder: Path) -> HFModel:
     settings = read_settings(folder)
     family = family_of(settings, folder / CONFIG)
     try:
-        config = family_module(family).from_hf(settings)
+        config = family_module(family).from_hf(text_of(settings))
         numbers = [(k, v) for k, v in _flat(asdict(config)) if isinstance(v, int | float)]
         if wrong := [f"{key}={value}" for key, value in numbers if not 0 <= value < math.inf]:
             raise ValueError(f"{', '.join(wrong)} must be 0 or more, and finite")
-        depths = _mtp_layers(folder, HFModel(family, config))
-        return HFModel(family, replace(config, num_mtp_layers=depths))
+        model = HFModel(family, config, wrapper_of(settings))
+        return replace(model, config=replace(config, num_mtp_layers=_mtp_layers(folder, model)))
     except ConfigError as error:
         lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
         raise ConfigError(lines) from None
@@ -251,17 +261,22 @@ def _tensor_names(folder: Path) -> set[str]:
 
 def family_of(settings: dict[str, Any], path: Path) -> str:
     """The family that a config.json's model_type belongs to. Raises ConfigError for others."""
-    wanted = settings.get("model_type")
     known = {
         model_type: family
         for family in FAMILIES
         for model_type in family_module(family).MODEL_TYPES
     }
+    table = settings if wrapper_of(settings) is None else text_of(settings)
+    wanted = table.get("model_type")
     if wanted not in known:
-        raise ConfigError(
-            [f"{path}: model_type={wanted!r} is not supported: only {', '.join(sorted(known))}"]
-        )
+        only = ", ".join(sorted(known | WRAPPERS))
+        raise ConfigError([f"{path}: model_type={wanted!r} is not supported: only {only}"])
     return known[wanted]
+
+
+def wrapper_of(settings: Mapping[str, Any]) -> Wrapper | None:
+    """The published model around the text model that a config.json describes."""
+    return WRAPPERS.get(settings.get("model_type", "")) if settings.get("text_config") else None
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:

@@ -1,7 +1,10 @@
-"""A config.json beside the one that its weights came from: which of that one's keys it keeps."""
+"""Published models around a text model, and keys that a config.json keeps of an earlier one."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+from titan_moe.models.hf_family import HFWeight
 
 # Keys of rope_scaling and rope_parameters that are read into a RopeConfig, or refused.
 _ROPE = {
@@ -22,9 +25,49 @@ _ROPE = {
 }
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """A published model whose text model is one of ours, and trains alone."""
+
+    prefix: str
+    """Stands before the text model's names, which lose `without`."""
+    rest: tuple[str, ...]
+    """Patterns (fnmatch) of tensors that are not trained."""
+    without: str = ""
+    transposed: bool = False
+    """Stacks of experts are published with their last two dims swapped, which their shape tells."""
+
+    def name(self, plain: str) -> str:
+        """The name of one of the text model's tensors."""
+        inside = plain.startswith(self.without)
+        return self.prefix + plain.removeprefix(self.without) if inside else plain
+
+    def ways(self, plain: tuple[HFWeight, ...]) -> tuple[HFWeight, ...]:
+        """The ways in which a tensor may be stored, those of the text model alone last."""
+        named = [replace(way, name=self.name(way.name)) for way in plain]
+        stacks = [way for way in named if way.name.endswith(_STACKS) and self.transposed]
+        return *named, *(replace(way, transposed=True) for way in stacks), *plain
+
+
+_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_QWEN = Wrapper("model.language_model.", ("model.visual.*",), without="model.")
+WRAPPERS = {
+    "glm4v_moe": _QWEN,
+    "kimi_k25": Wrapper("language_model.", ("*vision_tower.*", "*mm_projector.*")),
+    "llama4": Wrapper("language_model.", ("vision_model.*", "multi_modal_projector.*")),
+    "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": replace(_QWEN, transposed=True),
+}
+"""By the model_type of a config.json with a text_config."""
+
+
 def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the text model: `text_config`, or all of it."""
-    return settings.get("text_config") or settings
+    text, tied = settings.get("text_config"), settings.get("tie_word_embeddings")
+    if not text:
+        return settings
+    return text if tied is None else {**text, "tie_word_embeddings": tied}
 
 
 def kept_keys(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf_settings import text_of
 
 FAMILIES = (
     "deepseek_v3",
@@ -56,7 +57,9 @@ def model_config(name: str, flavor: str) -> ModelConfig:
 
 def _read(family: str, file: Path) -> ModelConfig:
     settings = json.loads(file.read_text(encoding="utf-8"))
-    return _replaced(family_module(family).from_hf(settings), settings.get("titan_moe", {}))
+    return _replaced(
+        family_module(family).from_hf(text_of(settings)), settings.get("titan_moe", {})
+    )
 
 
 def _replaced(config: T, values: dict[str, Any]) -> T:

@@ -16,6 +16,7 @@ def test_a_region_is_written_anew_and_the_rest_of_the_page_kept() -> None:
     new = filled(page, regions, {})
     assert new == "# A\n\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nwords\n"
     assert filled(new, regions, {}) == new
+    assert filled(new, {"a": lambda: None}, {}) == new
     with pytest.raises(KeyError, match="b"):
         filled("<!-- generated: b -->\n<!-- end -->\n", regions, {})
     with pytest.raises(ValueError, match="without an end"):

@@ -32,6 +32,7 @@ _OUTDATED = {
 }
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ENDS_OF_BYTES = {"bos_token_id": 256, "eos_token_id": 257}  # Of data.tokenizer.ByteTokenizer.
+_KINDS = ("model_type", "architectures")
 _CODE = "auto_map"
 
 
@@ -67,15 +68,26 @@ def copy_assets(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
 
 
+def origin_of(model: HFModel, folders: Sequence[Path]) -> Path | None:
+    """The first folder whose config.json has a model's dimensions, but for positions."""
+    return next((folder for folder in folders if _is_original(model, folder)), None)
+
+
 def write_assets(
-    model: HFModel, folders: Sequence[Path], tokenizer: str | None, dtype: torch.dtype, target: Path
+    model: HFModel,
+    origin: Path | None,
+    folders: Sequence[Path],
+    tokenizer: str | None,
+    dtype: torch.dtype,
+    target: Path,
 ) -> None:
     """Give an export its config.json and the files of the first of `folders` that has any.
 
-    All keys of an original config.json of the same dimensions are kept that do not follow from
-    them. The tokens that begin and end a text are the original's, else the tokenizer's.
+    All keys of the origin's config.json are kept that do not follow from the dimensions. The tokens
+    that begin and end a text are the origin's, else the tokenizer's.
 
     Args:
+        origin: as `origin_of` finds it.
         tokenizer: the job's model.tokenizer_path.
     """
     files = next(filter(None, map(_files, folders)), [])
@@ -83,25 +95,35 @@ def write_assets(
         logger.warning("no tokenizer files are at hand: add them beside %s", CONFIG)
     for path in files:
         shutil.copyfile(path, target / path.name)
-    source = next((folder for folder in folders if _is_original(model, folder)), None)
-    original = {} if source is None else read_settings(source)
-    generation = {} if source is None else _read(source / "generation_config.json")
-    tables = (text_of(original), original, generation)
-    ends = {key: _first(table.get(key) for table in tables) for key in _ENDS}
-    if ends["eos_token_id"] is None:
-        paths = [*([tokenizer] if tokenizer else []), *map(str, folders)]
-        named = next((found for found in map(_ends_of, paths) if "eos_token_id" in found), {})
-        ends = {key: _first((ends[key], named.get(key))) for key in _ENDS}
-    if ends["eos_token_id"] is None:
-        logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
-    settings = kept_keys(model.settings(), text_of(original), _OUTDATED) | ends
-    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    original = {} if origin is None else read_settings(origin)
+    text, typed = text_of(original), {"torch_dtype": str(dtype).removeprefix("torch.")}
+    generation = {} if origin is None else _read(origin / "generation_config.json")
+    settings = kept_keys(model.settings(), text, _OUTDATED) | typed
+    settings |= _ends((text, original, generation), [tokenizer, *map(str, folders)])
+    if model.wrapper is not None:
+        own = {key: text[key] for key in _KINDS if key in text}
+        inside = {key: value for key, value in settings.items() if key not in _KINDS} | own
+        kept = {key: value for key, value in original.items() if key not in _OUTDATED}
+        settings = kept | typed | {"text_config": inside}
     if missing := (_code(settings) | _named_code(files)) - {path.name for path in files}:
         lost = ", ".join(sorted(missing))
         logger.warning("%s: %s names files that were not there: %s", target, _CODE, lost)
     if missing & _code(settings):
         settings.pop(_CODE)
     write_json(target / CONFIG, settings, indent=2)
+
+
+def _ends(tables: Iterable[Mapping[str, Any]], tokenizers: Iterable[str | None]) -> dict[str, Any]:
+    """The tokens that begin, end and pad a text: by the first table that has each, or where none
+    has an end, by the first tokenizer that has one."""
+    ends = {key: _first(table.get(key) for table in tables) for key in _ENDS}
+    if ends["eos_token_id"] is None:
+        named = (_ends_of(path) for path in tokenizers if path)
+        found = next((each for each in named if "eos_token_id" in each), {})
+        ends = {key: _first((ends[key], found.get(key))) for key in _ENDS}
+    if ends["eos_token_id"] is None:
+        logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
+    return ends
 
 
 def _is_original(model: HFModel, folder: Path) -> bool:

@@ -11,25 +11,31 @@ tensors make one:
 import json
 import logging
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.boxes import Box
-from titan_moe.models.hf import CONFIG, read_settings, weight_block
+from titan_moe.models.hf import CONFIG, read_settings, weight_block, wrapper_of
 from titan_moe.runtime.errors import RunError, reason
+from titan_moe.runtime.files import fsync
 
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+REST = "rest.safetensors"
+"""Beside an imported checkpoint: the tensors of the published model around its text model."""
 SCALE_INV = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 
+_TEXT = "text"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 # The 16 values of a 4-bit float with 2 bits of exponent and 1 of mantissa; OCP Microscaling
@@ -124,6 +130,29 @@ class HFFolder:
         } | {name: tensor.shape for name, tensor in self._quantized.items()}
         """Shapes of all tensors by name."""
 
+    def rest(self) -> dict[str, Any]:
+        """The tensors around the text model by name, as they are stored: slices of the library."""
+        wrapper = wrapper_of(self.settings)
+        patterns = () if wrapper is None else wrapper.rest
+        return {
+            name: part
+            for name, part in self._slices.items()
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all other tensors: in a file REST, of those that were beside it."""
+        if (self.path / REST).is_file():
+            with safe_open(self.path / REST, "pt") as file:
+                found = json.loads(file.metadata()[_TEXT])
+            return {name: tuple(shape) for name, shape in found.items()}
+        return {name: self.shapes[name] for name in self.shapes.keys() - self.rest().keys()}
+
+    def save_rest(self, path: Path) -> None:
+        """Write the tensors around the text model, if there are any, for `rest` to read."""
+        if tensors := {name: part[()] for name, part in self.rest().items()}:
+            save(tensors, path / REST, {_TEXT: json.dumps(self.text_shapes())})
+
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box, whose slices may have steps."""
         around = tuple(slice(part.start, part.stop) for part in box)
@@ -177,6 +206,15 @@ def is_hf_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / "manifest.json").exists()
 
 
+def save(tensors: dict[str, Tensor], path: Path, facts: Mapping[str, str]) -> None:
+    """Write a safetensors file and wait until it is on disk."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **facts})
+    path.chmod(mode)  # The library's files are for their owner alone, whatever the umask.
+    fsync(path)
+
+
 def _files(folder: Path) -> dict[Path, dict[str, Any]]:
     """The slices of the tensors of each file."""
     index = folder / INDEX
@@ -193,8 +231,9 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
             names = ", ".join(path.name for path in unread)
             logger.warning("%s does not name %s: not read", index, names)
         return files
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: _opened(folder / SINGLE)}
+    for name in (SINGLE, REST):
+        if (folder / name).is_file():
+            return {folder / name: _opened(folder / name)}
     others = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if others:
         raise RunError(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from titan_moe.checkpoint.hf.pieces import Stored, cut
 from titan_moe.checkpoint.manifest import listed
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
-from titan_moe.models.hf import HFModel, model_of
+from titan_moe.models.hf import HFModel, model_of, wrapper_of
 from titan_moe.models.hf_family import HFWeight
 from titan_moe.runtime.errors import RunError
 
@@ -38,6 +39,7 @@ def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
     Raises RunError that names every missing, superfluous or misshapen tensor, and a stored copy of
     another tensor that is not equal to it.
     """
+    model = replace(model, wrapper=wrapper_of(folder.settings))
     indexer = model.config.indexer
     if indexer is not None and indexer.warm_up and not any(_INDEXER in x for x in folder.shapes):
         logger.info("%s has no indexers: they begin with random weights", folder.path)
@@ -46,8 +48,7 @@ def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if ways := [Stored(name, shape, way) for way in _ways(model, name)]:
-            # The first of those that the folder has most of.
-            places[name] = max(ways, key=lambda way: _share(way, folder))
+            places[name] = _nearest(ways, folder.shapes)
             wanted |= places[name].tensors()
     unused = [name for name in folder.shapes if name not in wanted]
     problems = {
@@ -70,15 +71,20 @@ def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
     return places
 
 
-def write_as(model: HFModel, shapes: Shapes) -> dict[str, list[Stored]]:
+def write_as(
+    model: HFModel, shapes: Shapes, stored: Shapes = MappingProxyType({})
+) -> dict[str, list[Stored]]:
     """The form in which each of our tensors is published, and its published copies.
+
+    Args:
+        stored: shapes of their tensors by name: each of ours takes the form that has most of them.
 
     Raises RunError for a tensor that has no place; the routing's bias and load need none.
     """
     targets: dict[str, list[Stored]] = {}
     for name, shape in shapes.items():
         if name not in model.first_of_group and (ways := _ways(model, name)):
-            targets[name] = [Stored(name, shape, ways[0])]
+            targets[name] = [_nearest([Stored(name, shape, way) for way in ways], stored)]
     first = model.config.num_layers
     for copy, ours in model.copies.items():
         source = model.first_of_group.get(ours, ours)
@@ -121,9 +127,15 @@ def _pattern(model: HFModel, name: str) -> tuple[str, int]:
     return f"{mtp}layers.{{layer}}.{name[match.end() :]}", layer
 
 
-def _share(stored: Stored, folder: HFFolder) -> float:
-    tensors = stored.tensors()
-    return sum(name in folder.shapes for name in tensors) / len(tensors)
+def _nearest(ways: list[Stored], shapes: Shapes) -> Stored:
+    """The first of the ways in which most tensors are stored in these shapes, or at all."""
+
+    def share(way: Stored) -> tuple[float, float]:
+        tensors = way.tensors()
+        fitting = sum(shapes.get(name) == shape for name, shape in tensors.items())
+        return fitting / len(tensors), len(tensors.keys() & shapes.keys()) / len(tensors)
+
+    return max(ways, key=share)
 
 
 def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> list[str]:

@@ -133,6 +133,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
 
         def describe() -> None:
             copy_assets(folder, aside / HF)
+            opened.save_rest(aside / HF)
             manifest = _manifest(model, shapes, dtype, sums)
             write_json(aside / MANIFEST, asdict(manifest))
 

@@ -4,21 +4,22 @@ All ranks agree on the files and on the rank that writes each of them, whole ten
 folder gets its name when everything in it is on disk.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.folder import new_folder, write_json
-from titan_moe.checkpoint.hf.assets import asset_folders, write_assets
-from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
+from titan_moe.checkpoint.hf.assets import asset_folders, origin_of, write_assets
+from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line
@@ -27,9 +28,10 @@ from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.decoder import is_wide
-from titan_moe.models.hf import HFModel
+from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import fsync
+
+logger = logging.getLogger(__name__)
 
 LARGEST_FILE = 2 * 10**9
 """Bytes of a file, but of one with a single larger tensor: the memory that writing it takes."""
@@ -74,6 +76,8 @@ class Written(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[tuple[str, Piece]]
+    rest: Any = None
+    """In place of pieces: a slice of the library, all of which is written as it is."""
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +141,13 @@ def export(
     """
     doing = f"cannot export to {target}"
     on_every_rank(model.settings, doing=doing)
-    files = plan_files(write_as(model, shapes), dtype)
+    origin = on_every_rank(lambda: origin_of(model, folders), doing=doing)
+    around = on_every_rank(lambda: _around(origin), doing=doing)
+    if around is not None:
+        model = replace(model, wrapper=wrapper_of(around.settings))
+    stored = {} if around is None else around.text_shapes()
+    rest = {} if around is None else around.rest()
+    files = plan_files(write_as(model, shapes, stored), dtype, rest)
     on_every_rank(lambda: _refuse_lost_bias(model, shapes, read), doing=doing)
     total = sum(map(_num_bytes, files.values()))
     mine = list(files.items())[dist.get_rank() :: dist.get_world_size()]
@@ -152,12 +162,31 @@ def export(
         on_every_rank(write, doing=doing)
         verify(doing=doing)
         on_rank_zero(lambda: _write_index(files, aside), doing=doing)
-        on_rank_zero(lambda: write_assets(model, folders, tokenizer, dtype, aside), doing=doing)
+        assets = (model, origin, folders, tokenizer, dtype)
+        on_rank_zero(lambda: write_assets(*assets, aside), doing=doing)
     return total
 
 
-def plan_files(targets: Mapping[str, list[Stored]], dtype: torch.dtype) -> dict[str, File]:
-    """Files of at most LARGEST_FILE bytes by name. A file of one larger tensor holds it alone."""
+def _around(origin: Path | None) -> HFFolder | None:
+    """The folder that a text model came out of, if that has the tensors around it."""
+    if origin is None or wrapper_of(read_settings(origin)) is None:
+        return None
+    try:
+        folder = HFFolder(origin)
+    except RunError as error:
+        logger.warning("the text model is exported alone: %s", error)
+        return None
+    return folder if folder.rest() else None
+
+
+def plan_files(
+    targets: Mapping[str, list[Stored]], dtype: torch.dtype, rest: Mapping[str, Any]
+) -> dict[str, File]:
+    """Files of at most LARGEST_FILE bytes by name. A file of one larger tensor holds it alone.
+
+    Args:
+        rest: further tensors, as `HFFolder.rest` returns them.
+    """
     tensors: File = {}
     for name, ways in targets.items():
         of_type = torch.float32 if _keeps_float32(name, targets) else dtype
@@ -166,6 +195,9 @@ def plan_files(targets: Mapping[str, list[Stored]], dtype: torch.dtype) -> dict[
                 tensors.setdefault(theirs, Written(shape, of_type, []))
             for piece in way.pieces(whole(way.shape)):
                 tensors[piece.tensor].pieces.append((name, piece))
+    for name, part in rest.items():
+        shape = tuple(part.get_shape())
+        tensors[name] = Written(shape, part[0:0].dtype if shape else part[()].dtype, [], part)
     files: list[File] = [{}]
     filled = 0
     for theirs, tensor in tensors.items():
@@ -212,6 +244,9 @@ def _write(path: Path, file: File, read: Read) -> None:
     values = {name: read(name, box) for name, box in boxes.items()}
     tensors = {}
     for theirs, tensor in file.items():
+        if tensor.rest is not None:
+            tensors[theirs] = tensor.rest[()]
+            continue
         tensors[theirs] = torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, piece in tensor.pieces:
             part = values[name][inside(piece.ours, boxes[name])]
@@ -222,11 +257,7 @@ def _write(path: Path, file: File, read: Read) -> None:
             is_float16 = tensor.dtype == torch.float16
             if is_float16 and part.isfinite().all() and not place.isfinite().all():
                 raise RunError(f"{theirs} has values that float16 cannot hold: export bfloat16")
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)  # The library's files are for their owner alone, whatever the umask.
-    fsync(path)
+    save(tensors, path, {})
 
 
 def _refuse_lost_bias(model: HFModel, shapes: Shapes, read: Read) -> None:

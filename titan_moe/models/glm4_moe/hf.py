@@ -15,7 +15,7 @@ from titan_moe.models.hf_mla import MLA_KEYS, dense_layers, mla_block
 
 _FAMILY = "glm4_moe"
 _LATENT = "glm4_moe_lite"
-MODEL_TYPES = (_FAMILY, _LATENT)
+MODEL_TYPES = (_FAMILY, _LATENT, "glm4v_moe_text")
 IGNORED: tuple[str, ...] = ()
 COPIES = hf.MTP_COPIES
 

@@ -3,11 +3,9 @@ Llama-4-Maverick-17B-128E-Instruct are published with.
 
 Scout's base model differs from its Instruct model in rotary scaling (8 instead of 16, with a band
 of blended channels) and in length (262,144 tokens): import it from its own config.json. The text
-model is read alone (`llama4_text`), or inside the published one (`llama4`), whose vision tower is
-left out; it is written alone.
+model is read alone (`llama4_text`), or inside the published one (`llama4`).
 """
 
-from dataclasses import replace
 from typing import Any
 
 from titan_moe.models import hf_family as hf
@@ -15,8 +13,8 @@ from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
 from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "llama4"
-MODEL_TYPES = ("llama4", "llama4_text")
-IGNORED = ("vision_model.*", "multi_modal_projector.*", "*.rotary_emb.inv_freq")
+MODEL_TYPES = ("llama4_text",)
+IGNORED = ("*.rotary_emb.inv_freq",)
 COPIES: hf.HFCopies = {}
 
 _KEYS = {
@@ -31,7 +29,6 @@ _DEFAULTS = hf.DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    settings = hf.given(settings, "text_config", settings)
     hf.only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
     fields = hf.read_fields(settings, _KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
@@ -135,8 +132,4 @@ def keys(config: ModelConfig) -> hf.HFKeys:
     block = {**hf.BLOCK_NORMS, **hf.GQA, **_FEED_FORWARD, **_EXPERTS}
     if attention.bias:
         block |= hf.GQA_BIASES
-    text = {**hf.EMBEDDINGS, **hf.in_layers(block)}
-    return {
-        name: (*ways, *(replace(way, name=f"language_model.{way.name}") for way in ways))
-        for name, ways in text.items()
-    }
+    return {**hf.EMBEDDINGS, **hf.in_layers(block)}

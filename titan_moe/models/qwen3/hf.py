@@ -1,5 +1,5 @@
 """Qwen3, dense (`qwen3`) and with experts (`qwen3_moe`): arXiv 2505.09388, tables 1 and 2, and the
-config.json files of Qwen/Qwen3-0.6B-Base and so on."""
+config.json files of Qwen/Qwen3-0.6B-Base and so on. The text models of Qwen3-VL are the same."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
 
 _FAMILY = "qwen3"
-MODEL_TYPES = ("qwen3", "qwen3_moe")
+_WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
+MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
 IGNORED: tuple[str, ...] = ()
 COPIES: hf.HFCopies = {}
 
@@ -29,7 +30,7 @@ _DEFAULTS = hf.DEFAULTS | {
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     hf.only(settings, hidden_act=("silu",), use_sliding_window=(False,))
-    with_experts = settings.get("model_type") == "qwen3_moe"
+    with_experts = settings.get("model_type") in _WITH_EXPERTS
     defaults = _DEFAULTS | hf.gqa_defaults(settings)
     if not with_experts:
         defaults["head_dim"] = 128

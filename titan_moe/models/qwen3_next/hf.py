@@ -1,14 +1,13 @@
 """Gated delta rule layers (arXiv 2412.06464) and gated attention, from the config.json file of
 Qwen/Qwen3-Next-80B-A3B-Instruct.
 
-The text models of Qwen3.5 (`qwen3_5_moe`) differ in the names of their tensors alone. They are
-read, alone or inside the published models, whose vision tower is left out, and written alone.
+The text models of Qwen3.5 and Qwen3.6 (`qwen3_5_moe`) differ in the names of their tensors alone.
+They are read alone or inside the published models.
 
 transformers leaves out multi-token prediction. Its one layer attends, has experts, and is built as
 DeepSeek-V3's; config.json of Qwen3-Next does not count it, that of Qwen3.5 does.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
@@ -17,8 +16,8 @@ from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
 
 _FAMILY = "qwen3_next"
 _QWEN3_5 = "qwen3_5_moe_text"
-MODEL_TYPES = (_FAMILY, "qwen3_5_moe", _QWEN3_5)
-IGNORED = ("mtp.*", "model.visual.*")
+MODEL_TYPES = (_FAMILY, _QWEN3_5)
+IGNORED = ("mtp.*",)
 COPIES: hf.HFCopies = {}
 
 _KEYS = {
@@ -49,7 +48,6 @@ _KINDS = ("linear_attention", "full_attention")
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    settings = hf.given(settings, "text_config", settings)
     hf.only(settings, hidden_act=("silu",), mlp_only_layers=([],))
     # A layer of all experts has no other feed-forward.
     unread = {"intermediate_size": hf.needed(settings, "moe_intermediate_size")}
@@ -158,19 +156,11 @@ def keys(config: ModelConfig) -> hf.HFKeys:
     block |= _recurrent(recurrent)
     if attention.bias:
         block |= hf.GQA_BIASES
-    found = {
-        name: (*ways, *(replace(way, name=_inside(way.name)) for way in ways))
-        for name, ways in {**hf.EMBEDDINGS, **hf.in_layers(block)}.items()
-    }
+    found = {**hf.EMBEDDINGS, **hf.in_layers(block)}
     if config.num_mtp_layers == 1:
         ahead = hf.in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
         found |= {**_MTP, **ahead}
     return found
-
-
-def _inside(name: str) -> str:
-    """A tensor's name in a published model with a vision tower."""
-    return name.replace("model.", "model.language_model.", 1)
 
 
 def _recurrent(config: GatedDeltaConfig) -> hf.HFKeys:

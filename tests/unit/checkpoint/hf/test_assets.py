@@ -7,7 +7,6 @@ import torch
 
 from tests.support.hf_folders import make_folder, small_model
 from titan_moe.checkpoint.hf import assets
-from titan_moe.checkpoint.hf.assets import write_assets
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.data.tokenizer import ByteTokenizer
@@ -26,6 +25,13 @@ def _write(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in files.items():
         (folder / f"{name}.json").write_text(json.dumps(table))
+
+
+def _written(model, folders, target, tokenizer=None):
+    """Write what lies beside the weights of an export."""
+    target.mkdir(exist_ok=True)
+    origin = assets.origin_of(model, folders)
+    assets.write_assets(model, origin, folders, tokenizer, torch.float32, target)
 
 
 def _settings(folder):
@@ -70,8 +76,7 @@ def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
     model = small_model("qwen3")
     make_folder(tmp_path / "in", model, torch.bfloat16)
     _write(tmp_path / "in", config=model.settings(), generation_config={"eos_token_id": [1, 4]})
-    (tmp_path / "out").mkdir()
-    write_assets(model, [tmp_path / "in"], None, torch.float32, tmp_path / "out")
+    _written(model, [tmp_path / "in"], tmp_path / "out")
     assert _settings(tmp_path / "out")["eos_token_id"] == [1, 4]
 
 
@@ -96,15 +101,14 @@ def test_ends_of_texts_follow_from_the_tokenizer_of_a_run_from_scratch(
 ):
     model = small_model("qwen3")
     _write(tmp_path / "words", **files)
-    (tmp_path / "out").mkdir()
-    write_assets(model, [], str(tmp_path / "words"), torch.float32, tmp_path / "out")
+    _written(model, [], tmp_path / "out", str(tmp_path / "words"))
     found = _settings(tmp_path / "out")
     assert [found[key] for key in ENDS] == wanted
     assert any("no eos_token_id" in line for line in caplog.messages) == (wanted[1] is None)
 
 
 def test_a_run_on_bytes_names_its_ends_of_texts(tmp_path):
-    write_assets(small_model("qwen3"), [], "bytes", torch.float32, tmp_path)
+    _written(small_model("qwen3"), [], tmp_path, "bytes")
     found = _settings(tmp_path)
     own = ByteTokenizer()
     assert [found[key] for key in ENDS] == [own.bos_id, own.eos_id, None]
@@ -113,8 +117,7 @@ def test_a_run_on_bytes_names_its_ends_of_texts(tmp_path):
 def test_keys_of_a_model_of_other_dimensions_are_not_taken(tmp_path):
     other = small_model("qwen3", num_layers=2).settings()
     _write(tmp_path / "words", config=other | {"max_window_layers": 2, "eos_token_id": 9})
-    (tmp_path / "out").mkdir()
-    write_assets(small_model("qwen3"), [tmp_path / "words"], None, torch.float32, tmp_path / "out")
+    _written(small_model("qwen3"), [tmp_path / "words"], tmp_path / "out")
     found = _settings(tmp_path / "out")
     assert "max_window_layers" not in found and found["eos_token_id"] is None
 
@@ -129,12 +132,11 @@ def test_python_files_that_a_folder_names_come_along_or_are_named(tmp_path, capl
     settings = model.settings() | {"auto_map": names, "eos_token_id": 1}
     _write(tmp_path / "in", config=settings, tokenizer_config=words)
     assets.copy_assets(tmp_path / "in", tmp_path / "kept")
-    (tmp_path / "out").mkdir()
-    write_assets(model, [tmp_path / "kept"], None, torch.float32, tmp_path / "out")
+    _written(model, [tmp_path / "kept"], tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.py"))) == 3
     assert _settings(tmp_path / "out")["auto_map"] == names and not caplog.messages
     (tmp_path / "kept" / "configuration_own.py").unlink()
-    write_assets(model, [tmp_path / "kept"], None, torch.float32, tmp_path / "out")
+    _written(model, [tmp_path / "kept"], tmp_path / "out")
     (line,) = caplog.messages
     assert "auto_map names files that were not there: configuration_own.py" in line
     assert "auto_map" not in _settings(tmp_path / "out")
