@@ -28,7 +28,7 @@ def import_(options: argparse.Namespace) -> Answer:
         titan-moe hf import HF_FOLDER --out OUT --dtype float32
         torchrun --nproc-per-node 4 -m titan_moe hf import HF_FOLDER --out OUT
 
-    Safetensors only; float8 and MXFP4 are de-quantised. The tensors are streamed: memory stays
+    Safetensors only; float8, MXFP4 and int4 are de-quantised. Tensors are streamed: memory stays
     within some chunks of 256 MB whatever the model. OUT/hf keeps config.json and the tokenizer's
     files. Training reads Hugging Face folders directly too (checkpoint.initial_load_in_hf); a
     checkpoint has checksums, and starts faster where weights were quantised.

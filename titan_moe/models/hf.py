@@ -178,11 +178,12 @@ def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | N
     """
     quantized = quantization(settings)
     method = quantized.get("quant_method")
-    if quantized and method not in _METHODS:
+    if quantized and method not in _METHODS and not _is_packed_int4(quantized):
         raise ConfigError(
             [
                 f"{path}: quantization_config.quant_method={method!r} cannot be de-quantised here, "
-                f"only {' or '.join(map(repr, _METHODS))}: name unquantised weights"
+                f"only {', '.join(map(repr, _METHODS))} or symmetric 4-bit integers in the format "
+                "pack-quantized: name unquantised weights"
             ]
         )
     block = quantized.get("weight_block_size")
@@ -191,6 +192,16 @@ def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | N
     if not (isinstance(block, list) and len(block) == 2 and min(block) > 0):
         raise ConfigError([f"{path}: weight_block_size={block!r} must be two sizes"])
     return int(block[0]), int(block[1])
+
+
+def _is_packed_int4(quantized: Mapping[str, Any]) -> bool:
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True}
+    try:
+        kinds = [group["weights"].items() for group in quantized["config_groups"].values()]
+    except (KeyError, TypeError, AttributeError):
+        return False
+    fitting = all(kind >= wanted.items() for kind in kinds)
+    return quantized.get("format") == "pack-quantized" and fitting
 
 
 def quantization(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,11 +1,12 @@
 """A Hugging Face folder: its safetensors files as one mapping of names to tensors.
 
-Tensors in block FP8 (DeepSeek-V3) and MXFP4 (gpt-oss) are de-quantised as they are read. Two stored
-tensors make one:
+Tensors in block FP8 (DeepSeek-V3), MXFP4 (gpt-oss) and packed int4 (Kimi-K2.5) are de-quantised as
+they are read. Two stored tensors make one:
 
     X [.., M, N] float8, X_scale_inv [.., M / 128, N / 128]    X = float8 * its block's scale
     X_blocks [E, N, M / 32, 16] uint8, X_scales [E, N, M / 32]  X [E, M, N], 2 values a byte,
                                                                 groups of 32 with a power of 2
+    X_packed [M, N / 8] int32, X_scale [M, N / G]       X [M, N], 8 values a number, groups of G
 """
 
 import json
@@ -34,6 +35,7 @@ REST = "rest.safetensors"
 """Beside an imported checkpoint: the tensors of the published model around its text model."""
 SCALE_INV = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 
 _TEXT = "text"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -91,6 +93,30 @@ class MXFP4(NamedTuple):
         return values.bfloat16().flatten(-2)[..., inside].transpose(-1, -2)
 
 
+class Int4(NamedTuple):
+    """A tensor of 4-bit integers, as the package compressed-tensors packs them, read as float32,
+    which holds the products."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+
+    def read(self, box: Box, read: Read) -> Tensor:
+        """Returns the values of a box."""
+        rows, columns = box
+        packed, groups = (
+            slice(columns.start // size, (columns.stop - 1) // size + 1) for size in (8, self.group)
+        )
+        numbers = read(self.name + PACKED, (rows, packed))
+        # The first value is in the lowest bits; all are 8 too large.
+        values = ((numbers[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
+        first = packed.start * 8
+        scales = read(self.name + SCALE, (rows, groups)).float()
+        index = torch.arange(columns.start, columns.stop) // self.group - groups.start
+        inside = values[:, columns.start - first : columns.stop - first]
+        return inside.float().mul_(scales.index_select(-1, index))
+
+
 class HFFolder:
     """The tensors of a Hugging Face folder, read box by box; safetensors only.
 
@@ -113,7 +139,7 @@ class HFFolder:
             block = weight_block(self.settings, path / CONFIG)
         except ConfigError as error:
             raise RunError(error.lines[0]) from None
-        self._quantized: dict[str, Float8 | MXFP4] = {}
+        self._quantized: dict[str, Float8 | MXFP4 | Int4] = {}
         hidden: set[str] = set()
         for name, part in self._slices.items():
             if part.get_dtype() in _FP8:
@@ -123,6 +149,10 @@ class HFFolder:
                 plain = name.removesuffix(BLOCKS)
                 self._quantized[plain] = self._mxfp4(plain)
                 hidden |= {name, plain + SCALES}
+            elif name.endswith(PACKED) and part.get_dtype() == "I32":
+                plain = name.removesuffix(PACKED)
+                self._quantized[plain] = self._int4(plain)
+                hidden |= {name, plain + SCALE, plain + SHAPE}
         self.shapes = {
             name: tuple(part.get_shape())
             for name, part in self._slices.items()
@@ -196,6 +226,17 @@ class HFFolder:
             )
         experts, rows, groups = outer
         return MXFP4(name, (experts, groups * _GROUP, rows))
+
+    def _int4(self, name: str) -> Int4:
+        if name in self._slices or name + SCALE not in self._slices:
+            raise RunError(f"{self.path}: {name}{PACKED} wants {name}{SCALE} and no {name}")
+        (rows, numbers), scales = self._shape(name + PACKED), self._shape(name + SCALE)
+        if len(scales) != 2 or scales[0] != rows or numbers * 8 % scales[1]:
+            raise RunError(
+                f"{name}: {PACKED} {[rows, numbers]} and {SCALE} {list(scales)} do not belong "
+                "together"
+            )
+        return Int4(name, (rows, numbers * 8), numbers * 8 // scales[1])
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slices[name].get_shape())

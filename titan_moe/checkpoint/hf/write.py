@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
+from titan_moe.checkpoint.digests import DIGESTS, read_digests
 from titan_moe.checkpoint.folder import new_folder, write_json
-from titan_moe.checkpoint.hf.assets import asset_folders, origin_of, write_assets
-from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, HFFolder, save
+from titan_moe.checkpoint.hf.assets import HF, asset_folders, origin_of, write_assets
+from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line
@@ -30,6 +31,7 @@ from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.decoder import is_wide
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +144,7 @@ def export(
     doing = f"cannot export to {target}"
     on_every_rank(model.settings, doing=doing)
     origin = on_every_rank(lambda: origin_of(model, folders), doing=doing)
+    on_rank_zero(lambda: _check_rest(origin), doing=doing)
     around = on_every_rank(lambda: _around(origin), doing=doing)
     if around is not None:
         model = replace(model, wrapper=wrapper_of(around.settings))
@@ -165,6 +168,15 @@ def export(
         assets = (model, origin, folders, tokenizer, dtype)
         on_rank_zero(lambda: write_assets(*assets, aside), doing=doing)
     return total
+
+
+def _check_rest(origin: Path | None) -> None:
+    """Raises RunError if the rest that an import has kept is not as it was written."""
+    if origin is None or not (origin / REST).is_file():
+        return
+    digests = read_digests(origin.parent)
+    if digests is not None and digests.get(f"{HF}/{REST}") != sha256_of(origin / REST):
+        raise RunError(f"{origin / REST} is not what {DIGESTS} of its checkpoint says")
 
 
 def _around(origin: Path | None) -> HFFolder | None:

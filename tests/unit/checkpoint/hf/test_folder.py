@@ -74,6 +74,29 @@ def test_mxfp4_as_transformers(tmp_path):
     assert torch.equal(folder.read("e.down_proj", whole((2, 128, 64))), theirs)
 
 
+_WEIGHTS = '{"num_bits": 4, "type": "int", "symmetric": true, "group_size": 32}'
+_INT4 = (
+    '{"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", '
+)
+_INT4 += '"config_groups": {"group_0": {"weights": %s}}}}'
+
+
+def test_packed_int4(tmp_path):
+    numbers = torch.randint(-(2**31), 2**31, (3, 8), dtype=torch.int32)
+    scales = (torch.rand(3, 2) + 0.5).bfloat16()
+    tensors = {"w_packed": numbers, "w_scale": scales, "w_shape": torch.tensor([3, 64])}
+    folder = _folder(tmp_path, tensors, f'{{"text_config": {_INT4 % _WEIGHTS}}}')
+    slow = torch.empty(3, 64)
+    for row in range(3):
+        for column in range(64):
+            bits = (int(numbers[row, column // 8]) % 2**32) >> (column % 8 * 4)
+            slow[row, column] = (bits % 16 - 8) * float(scales[row, column // 32])
+    assert folder.shapes == {"w": (3, 64)}
+    for box in (whole((3, 64)), (slice(1, 3), slice(13, 50)), (slice(0, 1), slice(1, 64, 2))):
+        assert torch.equal(folder.read("w", box), slow[box])
+
+
+_NUMBERS = torch.zeros(3, 8, dtype=torch.int32)
 _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
 
 
@@ -85,6 +108,9 @@ _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
         ({"w": _FLOAT8, "w_scale_inv": torch.ones(3, 2)}, _BLOCKS, r"needs \[3, 3\]"),
         ({"w": torch.ones(3)}, _BLOCKS.replace("fp8", "gptq"), "quant_method='gptq'"),
         ({"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)}, "{}", "without e_scales"),
+        ({"w_packed": _NUMBERS}, _INT4 % _WEIGHTS, "w_packed wants w_scale and no w"),
+        ({"w_packed": _NUMBERS, "w_scale": torch.ones(3, 3)}, _INT4 % _WEIGHTS, "do not belong"),
+        ({"w": torch.ones(3)}, _INT4 % _WEIGHTS.replace("true", "false"), "only 'fp8', 'mxfp4' or"),
         (
             {"e": torch.ones(1), "e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)},
             "{}",

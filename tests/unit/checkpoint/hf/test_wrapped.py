@@ -17,6 +17,7 @@ from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import model_of
 from titan_moe.models.hf_settings import WRAPPERS
+from titan_moe.runtime.errors import RunError
 from titan_moe.verify.parity.cases import cases
 from titan_moe.verify.parity.check import distance, load_folder
 from titan_moe.verify.parity.oracle import computing_in
@@ -116,6 +117,12 @@ def test_text_trains_and_is_laid_back_among_the_rest(kind, tmp_path, caplog):
     assert text["eos_token_id"] == before["text_config"]["eos_token_id"]
     unused = {"vision_config", "image_token_id", "architectures"} & before.keys()
     assert all(after[key] == before[key] for key in unused)
+
+    rest = bytearray((tmp_path / "imported/hf/rest.safetensors").read_bytes())
+    rest[-1] ^= 1
+    (tmp_path / "imported/hf/rest.safetensors").write_bytes(rest)
+    with pytest.raises(RunError, match=r"rest.safetensors is not what SHA256SUMS"):
+        export_checkpoint(tmp_path / "imported", tmp_path / "damaged", torch.float64)
 
     # A run that loaded the folder changes the text alone.
     with torch.no_grad():
