@@ -17,22 +17,12 @@ on after the others, ours from 0 under `mtp.layers`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import (
-    GatedDeltaConfig,
-    GQAConfig,
-    IndexerConfig,
-    Llama3Scaling,
-    MLAConfig,
-    ModelConfig,
-    RopeConfig,
-    YarnScaling,
-)
+from titan_moe.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling, checked
 from titan_moe.moe.config import MoEConfig
 
 Settings = Mapping[str, Any]
@@ -85,9 +75,6 @@ DEFAULTS = {
     "initializer_range": 0.02,
 }
 """Values of keys that config.json may leave out."""
-_TABLES = (ModelConfig, MoEConfig, GQAConfig, MLAConfig, IndexerConfig, GatedDeltaConfig)
-_KINDS = {each.name: (each.type, each.default) for table in _TABLES for each in fields(table)}
-"""Types and defaults of our fields by name."""
 
 
 def needed(settings: Settings, key: str) -> Any:
@@ -116,29 +103,12 @@ def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
 
 
 def read_fields(settings: Settings, keys: Mapping[str, str], defaults: Settings) -> Fields:
-    """The fields of a table. Raises ConfigError for a key with neither value nor default, or with a
-    value of another kind."""
+    """The fields of a table. Raises ConfigError for a missing value, or one of another kind."""
     found = {
         path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
         for path, key in keys.items()
     }
-    wrong = {key: _wrong(path, found[path]) for path, key in keys.items()}
-    if lines := [f"config.json: {key}={settings.get(key)!r} {w}" for key, w in wrong.items() if w]:
-        raise ConfigError(lines)
-    return found
-
-
-def _wrong(path: str, value: Any) -> str:
-    """Returns what the value of a field must be; "" if it is."""
-    kind, default = _KINDS.get(path.rpartition(".")[2], (Any, None))
-    if kind is bool and not isinstance(value, bool):
-        return "must be true or false"
-    if kind is float and not (type(value) in (int, float) and 0 <= value < inf):
-        return "must be a number, 0 or more"
-    least = 0 if default == 0 else 1
-    if kind is int and not (type(value) is int and least <= value < 2**31):
-        return f"must be a whole number, {least} or more"
-    return ""
+    return checked(found, keys)
 
 
 def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
