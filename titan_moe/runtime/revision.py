@@ -21,14 +21,14 @@ def running_code() -> dict[str, str | bool]:
     return found | (code_revision(CHECKOUT) or {})
 
 
-def code_revision(checkout: Path) -> dict[str, str | bool] | None:
-    """Returns the commit of a git checkout, and whether tracked files differ from it; None if the
-    folder is no checkout (an installed package may lie inside one), or without git."""
+def code_revision(checkout: Path) -> dict[str, Any] | None:
+    """Returns the commit of a git checkout, and whether files differ from it or are not in it;
+    None if the folder is no checkout (an installed package may lie inside one), or without git."""
     if not (checkout / ".git").exists():
         return None
     try:
         commit = _git(checkout, "rev-parse", "HEAD")
-        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+        changed = _git(checkout, "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed": bool(changed)}

@@ -47,6 +47,23 @@ def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:
     assert found is not None and len(str(found["commit"])) == 40 and found["changed"] is False
     (tmp_path / "file").write_text("2")
     assert (code_revision(tmp_path) or {})["changed"] is True
+    (tmp_path / "file").write_text("1")
+    assert (code_revision(tmp_path) or {})["changed"] is False
+    (tmp_path / "new.py").touch()
+    assert (code_revision(tmp_path) or {})["changed"] is True
+
+
+def test_what_recipes_make_is_no_change_of_the_code(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text((CHECKOUT / ".gitignore").read_text())
+    (tmp_path / ".git" / "info" / "exclude").write_text(".gitignore")
+    for name in ("data/c4", "models/x", "assets/x", "outputs/a", "titan_moe/data/new.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".venv").symlink_to("/usr")
+    command = ["git", "-C", tmp_path, "status", "--porcelain", "-uall"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found == "?? titan_moe/data/new.py\n"
 
 
 def test_checkout_around_a_folder(tmp_path: Path, monkeypatch) -> None:

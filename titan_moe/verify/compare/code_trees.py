@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.revision import CHECKOUT, code_in_words, package_hash
+from titan_moe.runtime.revision import CHECKOUT, code_in_words, code_revision, package_hash
 
 REPO = CHECKOUT
 WORKTREES = ".comparison_worktrees"
@@ -66,11 +66,10 @@ def remove_worktrees(worktrees: Path) -> None:
 
 
 def _head() -> str:
-    try:
-        changed = ", changed" if _git("status", "--porcelain") else ""
-        return _git("rev-parse", "--short", "HEAD") + changed
-    except ConfigError:
+    found = code_revision(REPO)
+    if found is None:
         return "no git repository"
+    return f"{found['commit'][:7]}{', changed' * found['changed']}"
 
 
 def _hash(folder: Path) -> str:

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titan_moe.runtime.revision import code_in_words
-from titan_moe.verify.compare.records import RunRecord
+from titan_moe.verify.compare.records import RunRecord, relative_difference
 
 if TYPE_CHECKING:
     from titan_moe.verify.compare.noise.band import Band, BandCheck
@@ -77,6 +79,8 @@ class Comparison:
             if code := run.facts.get("code"):
                 found.append(f"{role} ran {code_in_words(code)}")
         found += self.reasons()
+        largest = [f"{q} {share:.2g} at step {step}" for q, (step, share) in self.largest().items()]
+        found.append(f"largest relative difference: {', '.join(largest)}")
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
 
     def reasons(self) -> list[str]:
@@ -84,6 +88,18 @@ class Comparison:
         found = [] if self.first is None else [self.first.line()]
         if self.band_check is not None and self.band is not None:
             found += _band_lines(self.band, self.band_check)
+        return found
+
+    def largest(self) -> dict[str, tuple[int, float]]:
+        """Returns the step at which loss and gradient norm differ most, and by what share of the
+        baseline's value; infinite where one run alone is finite."""
+        first, second = self.baseline.curve, self.candidate.curve
+        found = {}
+        for quantity in _MAIN:
+            if quantity in first.scalars and quantity in second.scalars:
+                share_S = relative_difference(first.scalars[quantity], second.scalars[quantity])
+                at = int(np.nan_to_num(share_S, nan=-1.0).argmax())
+                found[quantity] = first.steps[at], float(share_S[at])
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -95,6 +111,10 @@ class Comparison:
             "baseline": {"name": self.baseline.name, **self.baseline.facts},
             "candidate": {"name": self.candidate.name, **self.candidate.facts},
             "steps": list(self.baseline.curve.steps),
+            "largest": {
+                quantity: {"step": step, "relative": share if math.isfinite(share) else None}
+                for quantity, (step, share) in self.largest().items()
+            },
             "first": None if self.first is None else asdict(self.first),
             "judgement": None if self.band_check is None else asdict(self.band_check),
             "band": None if self.band is None else self.band.as_json(),

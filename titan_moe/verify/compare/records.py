@@ -57,6 +57,18 @@ def moved_share(first_SE: Array, second_SE: Array) -> Array:
     return np.abs(second_SE - first_SE).sum(1) / (2 * np.maximum(first_SE.sum(1), 1.0))
 
 
+def relative_difference(first: Array, second: Array) -> Array:
+    """|second - first| / |first|, 0 where both are equal, infinite where one of them is not
+    finite, NaN where both are not."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.abs(second - first) / np.abs(first)
+    found[first == second] = 0.0
+    finite = np.isfinite(first), np.isfinite(second)
+    found[finite[0] ^ finite[1]] = np.inf
+    found[~finite[0] & ~finite[1]] = np.nan
+    return found
+
+
 def read_run(path: Path, *, name: str = "") -> RunRecord:
     """Reads a run by its folder or its metrics.jsonl.
 

@@ -12,8 +12,8 @@ from markupsafe import Markup, escape
 
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference
 from titan_moe.verify.compare.noise.band import Band
-from titan_moe.verify.compare.records import Array, RunRecord
-from titan_moe.verify.report.data import Load, equal_steps, relative_difference
+from titan_moe.verify.compare.records import Array, RunRecord, relative_difference
+from titan_moe.verify.report.data import Load, equal_steps
 from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_moe.verify.compare.comparison import Comparison
-from titan_moe.verify.compare.records import LOAD_OF, Array, RunRecord, moved_share
+from titan_moe.verify.compare.records import (
+    LOAD_OF,
+    Array,
+    RunRecord,
+    moved_share,
+    relative_difference,
+)
 
 _MOST_ROWS = 300
 """Experts of all layers in one heat map; above, only the busiest of each layer are drawn."""
@@ -67,18 +73,6 @@ def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:
         if name in second.layers and second.layers[name].shape == rows_RS.shape
     }
     return Load("candidate - baseline", first.kind, first.steps, layers, signed=True)
-
-
-def relative_difference(first: Array, second: Array) -> Array:
-    """|second - first| / |first|, 0 where both are equal, infinite where one of them is not
-    finite, NaN where both are not."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.abs(second - first) / np.abs(first)
-    found[first == second] = 0.0
-    finite = np.isfinite(first), np.isfinite(second)
-    found[finite[0] ^ finite[1]] = np.inf
-    found[~finite[0] & ~finite[1]] = np.nan
-    return found
 
 
 def equal_steps(comparison: Comparison, quantity: str) -> int:

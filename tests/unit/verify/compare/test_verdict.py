@@ -48,6 +48,23 @@ def test_noise_is_inside_and_a_shift_is_different():
     assert json.loads(json.dumps(found.as_json()))["verdict"] == "different"
 
 
+def test_largest_differences_are_said_whatever_the_verdict():
+    other = run("b")
+    other.curve.scalars["loss"][6] *= 1.02
+    other.curve.scalars["grad_norm"][2] *= 0.9
+    found = compare_runs("two runs", run("a"), other)
+    line = "largest relative difference: loss 0.02 at step 7, grad_norm 0.1 at step 3"
+    assert line in found.lines() and found.verdict is Verdict.UNJUDGED
+    largest = found.as_json()["largest"]
+    assert largest["loss"] == {"step": 7, "relative": pytest.approx(0.02)}
+    same = compare_runs("same", run("a"), run("b"))
+    assert "largest relative difference: loss 0 at step 1, grad_norm 0 at" in same.lines()[1]
+    other.curve.scalars["loss"][9] = math.nan
+    found = compare_runs("broken", run("a"), other, controls=controls())
+    assert found.largest()["loss"] == (10, math.inf)
+    assert found.as_json()["largest"]["loss"]["relative"] is None
+
+
 def test_other_tokens_and_other_data_are_refused():
     with pytest.raises(ConfigError, match="tokens per step: a has 512, b 1,024"):
         compare_runs("tokens", run("a"), run("b", tokens_per_step=1024))
