@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import Launch, count_gpus
+from titan_moe.runtime.launch import Launch, count_gpus, end_with_parent
 
 _SLOW = {"cuda": 0.8, "cpu": 0.3}
 _DISK_BYTES = 64 << 20
@@ -165,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check a cluster; started by torchrun.")
     parser.add_argument("--folder", type=Path, default=Path("outputs"), help="on the disk to check")
     folder = parser.parse_args().folder
+    end_with_parent()
     try:
         device = pick_device(Launch.from_environment(os.environ), count_gpus(os.environ))
     except RunError as error:

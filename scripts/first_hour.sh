@@ -12,7 +12,8 @@
 # ranks are not run again; an earlier folder of a part that runs again is renamed to PART.1. A part that
 # fails or takes too long does not stop the others.
 #
-# Exit codes: 0 every part passed, or cannot be seen here; 1 a part failed; 2 a wrong argument.
+# Exit codes: 0 every part passed, or cannot be seen here; 1 a part failed; 2 a wrong argument;
+# 130 interrupted.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh

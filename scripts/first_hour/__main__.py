@@ -6,6 +6,8 @@ scripts/first_hour.sh has the commands; parts.py has what each part asks.
 import argparse
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,7 +27,13 @@ _CPU_PATIENCE = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    machine = _machine(options)
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        machine = _machine(options)
+    except (FileExistsError, NotADirectoryError):
+        return _refuse(f"{options.folder} is a file, or below one: name a folder")
+    except ValueError as error:
+        return _refuse(str(error))
     parts = {
         options.folder / part.name.replace(" ", "-").replace("/", "-"): part
         for part in all_parts(machine)
@@ -34,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = {folder: part for folder, part in parts.items() if options.only in part.name}
     if not chosen:
         names = ", ".join(part.name for part in parts.values())
-        print(f"error: --only {options.only}: choose from {names}", file=sys.stderr)
-        return 2
-    options.folder.mkdir(parents=True, exist_ok=True)
+        return _refuse(f"--only {options.only}: choose from {names}")
     results = []
     for number, (folder, part) in enumerate(chosen.items(), 1):
         print(f"{number}/{len(chosen)} {part.name}: {part.question}", flush=True)
@@ -51,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write(options.folder, list(parts), machine)
     print(f"{in_words(results, len(chosen))}; {options.folder / 'first_hour.html'}")
     return 1 if any(result.verdict == "failed" for result in results) else 0
+
+
+def _refuse(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return 2
 
 
 def _known(folder: Path, machine: Machine) -> Result | None:
@@ -82,10 +93,21 @@ def _machine(options: argparse.Namespace) -> Machine:
     device = options.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
         sys.exit("error: no GPU here: --device cpu runs debug models on CPU processes")
-    nodes = int(os.environ.get("NNODES", 1))
+    nodes, node = _variable("NNODES", 1), _variable("NODE_RANK", 0)
+    endpoint = os.environ.get("RDZV_ENDPOINT", "")
+    if not 0 <= node < nodes:
+        raise ValueError(f"NODE_RANK={node} must be below NNODES={nodes}")
+    if nodes > 1 and not re.fullmatch(r".+:\d{1,5}", endpoint):
+        raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT, not {endpoint!r}")
     local = gpus if device == "cuda" else _CPU_RANKS
-    node, endpoint = int(os.environ.get("NODE_RANK", 0)), os.environ.get("RDZV_ENDPOINT", "")
     return Machine(device, local * nodes, nodes, node, endpoint)
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or len(text) > 6:
+        raise ValueError(f"{name}={text} must be a whole number")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,4 +120,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        sys.exit(130)

@@ -57,6 +57,8 @@ def run_part(
         verdict, line = "failed", f"{type(error).__name__}: {error}"
         with session.log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
+    finally:  # Of an interrupt too.
+        session.end()
     return Result(
         name=part.name,
         question=part.question,

@@ -93,6 +93,7 @@ class Session:
         """The figures that a benchmark writes anew after each row of its table."""
         self._start = self.log.stat().st_size if self.log.exists() else 0
         self._stopped_at: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def run(
         self, *words: object, accept: tuple[int, ...] = (0,), env: Mapping[str, str] | None = None
@@ -130,6 +131,7 @@ class Session:
                 # `wait` interrupts it. A shell's background job would hand down SIGINT ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
+        self._process = process
         return process, start
 
     def output(self, start: int) -> str:
@@ -137,16 +139,24 @@ class Session:
         return self.log.read_bytes()[start:].decode(errors="replace")
 
     def wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Waits for a command. Raises PartError at the limit, with the command stopped: interrupted
-        first, for pytest then writes what it has seen."""
+        """Waits for a command. Raises PartError at the limit, with the command stopped."""
         try:
             return process.wait(max(1.0, self._began + self.limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._stopped_at = self.log.stat().st_size
-            os.killpg(process.pid, signal.SIGINT)
+            self.end()
+            raise PartError(f"stopped at the limit of {self.limit_s:.0f} s") from None
+
+    def end(self) -> None:
+        """Ends the command that runs, if one does: interrupted first, for pytest then writes what
+        it has seen, and torchrun ends its ranks, which are in sessions of their own."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        os.killpg(process.pid, signal.SIGINT)
+        try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
-            raise PartError(f"stopped at the limit of {self.limit_s:.0f} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -193,6 +203,4 @@ class Session:
                     if child.environ().get("RANK") == str(rank):
                         return child
             time.sleep(_POLL_S)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
         raise PartError("the training logged no three steps")

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {missing if commit else 'no git here: --commit ID'}", file=sys.stderr)
         return 2
     machine, out = Machine(options.device, ranks=1), options.out.resolve()
+    if out.exists() and not out.is_dir():
+        sys.exit(f"error: {out} is a file: name a folder")
     out.mkdir(parents=True, exist_ok=True)
     results = [_unseen(stage, machine, "not started") for stage in stages]
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as work:

@@ -18,7 +18,7 @@ from scripts.first_hour import runner
 from scripts.first_hour.parts import _LAYOUTS, Part, Seen, all_parts, run_tests
 from scripts.first_hour.runner import run_part
 from scripts.first_hour.session import REPO, Machine, Session, UnseenError
-from tests.support.jobs import until
+from tests.support.jobs import is_running, until
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.runtime.process_pool import TIMEOUT_S
@@ -132,11 +132,52 @@ def test_other_nodes_rename_no_folder_and_write_no_result(
 ) -> None:
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("RDZV_ENDPOINT", "a:1")
     (tmp_path / "passes").mkdir()
     (tmp_path / "passes" / "begun").touch()
     assert first_hour.main([str(tmp_path), "--device", "cpu"]) == 0
     names = sorted(path.name for path in tmp_path.rglob("*"))
     assert names == ["begun", "passes", "passes-node1.txt"]
+
+
+def test_interrupt_ends_the_command_that_runs(tmp_path: Path) -> None:
+    pids = []
+
+    def starts(session: Session) -> Seen:
+        pids.append(session.start(sys.executable, "-c", "import time; time.sleep(600)")[0].pid)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_part(Part("waits", "?", starts, 60), Machine("cpu", 1), tmp_path / "waits", 60)
+    assert not is_running(pids[0])
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder", "says"),
+    [
+        ({"NNODES": "x"}, "new", "NNODES=x must be a whole number"),
+        ({"NODE_RANK": "-1"}, "new", "NODE_RANK=-1 must be a whole number"),
+        ({"NODE_RANK": "1"}, "new", "NODE_RANK=1 must be below NNODES=1"),
+        ({"NNODES": "0"}, "new", "NODE_RANK=0 must be below NNODES=0"),
+        ({"NNODES": "2"}, "new", "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT, not ''"),
+        ({}, "file", "is a file, or below one: name a folder"),
+        ({}, "file/new", "is a file, or below one: name a folder"),
+    ],
+)
+def test_wrong_variable_or_folder_is_one_line(
+    variables: dict[str, str],
+    folder: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert first_hour.main([str(tmp_path / folder), "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and line.endswith(says)
 
 
 def test_unknown_part_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
