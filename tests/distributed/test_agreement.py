@@ -71,8 +71,9 @@ def words_of_input(error: Exception) -> str:
         (MemoryError("too much"), "cannot read x: MemoryError: too much"),
         (
             OSError(errno.ENOSPC, "No space left on device", "x/y"),
-            "cannot read x: No space left on device (x/y); free some space and start the same "
-            "command again",
+            "cannot read x: No space left on device (x/y); free some space, or move files by "
+            "job.dump_folder, checkpoint.folder, HF_HOME, HF_DATASETS_CACHE or TMPDIR, and start "
+            "the same command again",
         ),
     ],
 )

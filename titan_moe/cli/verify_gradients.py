@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
+    from titan_moe.runtime.log import progress
     from titan_moe.runtime.revision import running_code
     from titan_moe.verify.compare.launch import workplace
     from titan_moe.verify.gradients.gate import Gate
@@ -93,9 +94,7 @@ def run(options: argparse.Namespace) -> Answer:
         layouts = [layout for layout, reason in reasons.items() if not reason]
         tasks = [(layout, dtype) for layout in layouts for dtype in dtypes]
         results = []
-        for result in tqdm(
-            sweep(gate, tasks, out), total=len(tasks), unit="layout", dynamic_ncols=True
-        ):
+        for result in progress(sweep(gate, tasks, out), total=len(tasks), unit="layout"):
             results.append(result)
             for line in result.lines:
                 tqdm.write(line)

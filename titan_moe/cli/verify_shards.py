@@ -27,12 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
+    from titan_moe.runtime.log import progress
     from titan_moe.verify.layouts.sweep import check_layouts, select_layouts
 
     layouts = select_layouts(options.ranks, sample_size=options.sample, seed=options.seed)
     checks, failed = [], set()
     done = check_layouts(layouts, num_workers=options.workers)
-    for check in tqdm(done, total=2 * len(layouts), unit="rank", dynamic_ncols=True):
+    for check in progress(done, total=2 * len(layouts), unit="rank"):
         checks.append(check._asdict())
         for line in check.problems:
             failed.add(check.layout)

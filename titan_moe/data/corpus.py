@@ -15,6 +15,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
 from titan_moe.data.order import Corpus, Document
 from titan_moe.data.texts import COMPRESSED, ENDINGS, why_without_texts
+from titan_moe.runtime.errors import with_remedy
 
 FORMATS = {"json": "json", "parquet": "parquet", "text": "paragraph"}
 """The formats of `texts` by `dataset`. A text file is many documents: blank lines part them."""
@@ -200,7 +201,7 @@ class FileCorpus:
 
 def _load(source: Source, files: Sequence[Path], column: str) -> Any:
     """The texts of the files as a `datasets.Dataset`; ConfigError if they cannot be read."""
-    import_datasets()
+    datasets = import_datasets()
     from titan_moe.data.texts_builder import Texts
 
     stats = [path.stat() for path in files]
@@ -217,7 +218,8 @@ def _load(source: Source, files: Sequence[Path], column: str) -> Any:
         if len(table) != table.info.splits["train"].num_examples:
             raise EOFError(f"{table.cache_files[0]['filename']} is damaged: remove its folder")
     except Exception as error:  # Each format raises its own.
-        line = f"{source.path_name} cannot be read as {source.dataset}: {first_cause(error)}"
+        cause = with_remedy(first_cause(error), datasets.config.HF_DATASETS_CACHE)
+        line = f"{source.path_name} cannot be read as {source.dataset}: {cause}"
         raise ConfigError([line]) from None
     return table
 

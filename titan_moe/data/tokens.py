@@ -26,7 +26,7 @@ from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, samp
 from titan_moe.data.order import Document
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, with_remedy
 from titan_moe.runtime.files import (
     LOCK,
     fsync,
@@ -35,6 +35,7 @@ from titan_moe.runtime.files import (
     take_folder,
     write_whole,
 )
+from titan_moe.runtime.log import progress
 from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
 
 _MANIFEST = "manifest.json"
@@ -202,6 +203,7 @@ def _write(
     except Exception as error:  # A disk, a network, a text, no document: each raises its own.
         worker = isinstance(error, WorkerError)  # Its last line is the error.
         cause = str(error).splitlines()[-1] if worker else first_cause(error)
+        cause = with_remedy(cause, work)
         raise RunError(
             f"tokenizing {source.fingerprint} failed: {cause}; mend it and run again"
         ) from error
@@ -245,8 +247,6 @@ def _encoded(
 
     how: the arguments of `_encode`.
     """
-    from tqdm import tqdm
-
     datasets = import_datasets()
     # Another source or tokenizer does not find the files of this one.
     content = repr((source.fingerprint, source.checksum(), how["fingerprint"], how["parse"]))
@@ -263,7 +263,7 @@ def _encoded(
     # `datasets` would fork its own workers from this process, which has threads (Arrow's, a
     # caller's): one waited for a lock for ever.
     pool = partial(in_fresh_processes, num_workers=workers) if workers > 1 else starmap
-    bar = tqdm(desc="tokenizing", total=pieces, initial=pieces - len(tasks), unit="piece")
+    bar = progress(desc="tokenizing", total=pieces, initial=pieces - len(tasks), unit="piece")
     for _ in pool(_encode_piece, tasks):
         bar.update()
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in paths])

@@ -3,6 +3,7 @@ failing rank leaves for its launcher."""
 
 import errno
 import json
+import os
 import re
 import sys
 import time
@@ -20,8 +21,10 @@ _OUTSIDE = re.compile(
     re.I,
 )
 _AGAIN = "and start the same command again"
+_MOVES = "job.dump_folder, checkpoint.folder, HF_HOME, HF_DATASETS_CACHE or TMPDIR"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), f"free some space {_AGAIN}"),
+    **dict.fromkeys((*_FULL, errno.EFBIG), f"free some space, or move files by {_MOVES}, {_AGAIN}"),
     errno.EROFS: f"make the file system writable {_AGAIN}",
     **dict.fromkeys((errno.EACCES, errno.EPERM), f"let this user read and write there {_AGAIN}"),
     **dict.fromkeys(
@@ -38,6 +41,13 @@ class RunError(Exception):
 def disk_remedy(error: BaseException) -> str:
     """Returns what to do about a file system that cannot be written; "" for all other errors."""
     return _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+
+
+def with_remedy(line: str, folder: object) -> str:
+    """Returns a line about an error; where a disk is full, with the folder and a remedy."""
+    if any(os.strerror(number) in line for number in _FULL) and _AGAIN not in line:
+        return f"{line} (in {folder}); {_REMEDIES[errno.ENOSPC]}"
+    return line
 
 
 def is_outside(error: BaseException) -> bool:

@@ -40,6 +40,21 @@ def reader_has_left() -> bool:
     return bool(left)
 
 
+def progress(*iterable: Any, **options: Any) -> Any:
+    """Returns tqdm's bar; off a terminal its states are lines, one in 10 seconds at most."""
+    from tqdm import tqdm
+
+    class Lines(tqdm):  # type: ignore[type-arg]
+        @staticmethod
+        def status_printer(file: Any) -> Any:
+            return lambda text: print(text.strip(), file=file, flush=True) if text.strip() else None
+
+    shown = sys.stderr.isatty()
+    look: Any = {"dynamic_ncols": True} if shown else {"ncols": 80, "mininterval": 10}
+    kind: Any = tqdm if shown else Lines
+    return kind(*iterable, **look, **options)
+
+
 def start_logging(rank: int, ranks: set[int]) -> None:
     """Print the logger's lines if `rank` is among `ranks`: `17:46:43 rank 1 message`."""
     logger.handlers.clear()

@@ -11,6 +11,7 @@ import pytest
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.disk_order import watched_disk
 from tests.support.documents import random_texts, write_hub, write_jsonl, write_ranks
+from tests.support.jobs import until
 from tests.support.processes import start_process
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
@@ -21,6 +22,7 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.tokens import TokenCorpus, damaged_files, write_tokens
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import lock_folder
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 TOKENIZER = load_tokenizer("bytes")
 TEXTS = [*random_texts(1500), None]
@@ -91,12 +93,12 @@ def test_interrupt_ends_a_command_with_workers(tmp_path, number):
     data = ["--training.dataset", "json", "--training.dataset_path", path, "--out", tmp_path / "a"]
     command = [*TITAN_MOE, "tokenize", *data, "--workers", "2"]
     process = start_process(command, stderr=subprocess.PIPE, start_new_session=True)
-    shown = b""
-    while not re.search(rb"tokenizing.* [1-9]\d*%", shown):  # A worker has finished a piece.
-        shown += os.read(process.stderr.fileno(), 1000)
+    pieces = tmp_path / "a.partial" / "arrow"
+    assert until(lambda: any(pieces.glob("*.arrow")), TIMEOUT_S)  # A worker has finished one.
     os.killpg(process.pid, number)
     end = process.communicate(timeout=60)[1]
     assert process.returncode == 130, end
+    assert re.match(rb"tokenizing: +0%.* 0/8 \[.*piece/s\]\n", end) and b"\r" not in end
     assert b"\ninterrupted; the same command goes on where it stopped\n" in end
     if number == signal.SIGINT:  # Once is enough: 10 s.
         again = subprocess.run(command, capture_output=True)

@@ -8,7 +8,7 @@ import torch
 
 from titan_moe import train
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError, report
+from titan_moe.runtime.errors import RunError, report, with_remedy
 
 
 def test_report_prints_a_record_that_cannot_be_written(
@@ -18,6 +18,14 @@ def test_report_prints_a_record_that_cannot_be_written(
     assert capsys.readouterr().err == "error: no room\n"
     report(0, ["no room"], 1, expected=True, to=tmp_path)
     assert capsys.readouterr().err == "" and (tmp_path / "rank-0.json").exists()
+
+
+@pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded"])
+def test_full_disk_has_its_folder_and_what_moves_files(text: str) -> None:
+    line = with_remedy(f"[Errno 28] {text}", "/cache")
+    assert "(in /cache); free some space, or move files by job.dump_folder, " in line
+    assert "HF_HOME, HF_DATASETS_CACHE" in line and with_remedy(line, "/x") == line
+    assert with_remedy("Permission denied", "/cache") == "Permission denied"
 
 
 _DENIED = PermissionError(errno.EACCES, "Permission denied", "out/metrics.jsonl")

@@ -39,6 +39,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
 from titan_moe.runtime.errors import RunError, reason
+from titan_moe.runtime.log import progress
 
 logger = logging.getLogger(__name__)
 
@@ -279,12 +280,9 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def progress_bar(what: str, total: int, unit: str) -> Any:
-    """Returns tqdm's bar of this rank's own work; rank 0's terminal shows it, if there is one."""
-    from tqdm import tqdm
-
+    """Returns the bar of this rank's own work, which rank 0 alone shows."""
     others = dist.is_initialized() and dist.get_rank() != 0
-    # tqdm takes None for "hidden where there is no terminal".
-    return tqdm(desc=what, total=total, unit=unit, leave=False, disable=True if others else None)
+    return progress(desc=what, total=total, unit=unit, leave=False, disable=others)
 
 
 def speed_line(what: str, num_bytes: int, started: float) -> str:
