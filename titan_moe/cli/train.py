@@ -23,6 +23,7 @@ stopped before the last step and saved, by a signal: start it again; 130 or
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -81,8 +82,7 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.train import check_all
 
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
-    host, _, port = options.endpoint.rpartition(":")
-    if nodes.number > 1 and not (host and port.isdecimal() and 0 < int(port[:6]) < 2**16):
+    if nodes.number > 1 and not re.fullmatch(r".+:\d{1,5}", options.endpoint):
         raise ConfigError(
             [
                 f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "

@@ -115,8 +115,9 @@ def test_key_that_changes_tensors_is_refused_as_loading_them_would(tmp_path, key
 
 def test_depths_of_prediction_are_those_of_the_checkpoint(tmp_path):
     saved(tmp_path)
-    (line,) = check(tmp_path, DIMENSIONS | {"num_mtp_layers": 1}, checkpoint={"enable": True})
-    assert line.startswith("model.num_mtp_layers=1, and ")
+    deeper, on = DIMENSIONS | {"num_mtp_layers": 1}, {"enable": True}
+    (line,) = check(tmp_path, deeper, model={"num_mtp_layers": 1}, checkpoint=on)
+    assert line.startswith("model.num_mtp_layers=1, and ") and line.endswith("job.dump_folder")
     assert check(tmp_path, optimizer={"name": "Adam"}, checkpoint={"enable": True}) == []
     assert check(tmp_path, training={"indexer_stage": "dense"}, checkpoint={"enable": True}) == []
 

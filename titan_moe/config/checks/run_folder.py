@@ -58,14 +58,10 @@ def _other_tensors(
     """Yields one line for each key by which `job` has other tensors than its folder's checkpoint,
     or tensors of another type."""
     excluded, saved = job.checkpoint.exclude_from_loading, manifest["job"]
-    depths, there = (each.get("num_mtp_layers") for each in (dimensions, manifest["model"]))
     if "model" not in excluded:
-        if depths != there:
-            yield (
-                f"model.num_mtp_layers={depths}, and {checkpoint} is of a run with {there}: set it "
-                "to that, or choose another job.dump_folder"
-            )
-        yield from _differences(["training.dtype"], job, checkpoint, saved)
+        other = dimensions.get("num_mtp_layers") != manifest["model"].get("num_mtp_layers")
+        keys = ["training.dtype"] + ["model.num_mtp_layers"] * other
+        yield from _differences(keys, job, checkpoint, saved)
     if manifest.get("model_only") or "optimizer" in excluded:
         return
     keys = ["optimizer.state_dtype"]
@@ -146,7 +142,7 @@ def _differences(
         old, new = (_without_paths(each[table][name]) for each in (saved, record))
         if old != new:
             there = f", where checkpoint.initial_load_path={checkpoint} starts from its weights"
-            there = "" if key in (*_MODEL, "training.dtype") else there
+            there = "" if key == "training.dtype" or key.startswith("model.") else there
             yield (
                 f"{key}={new!r}, and {checkpoint} is of a run with {old!r}: set it to that, or "
                 f"choose another job.dump_folder{there}"
