@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
 
 from tests.support.hf_folders import make_folder, small_model
 from tests.support.trainings import make_job, train_here
@@ -35,6 +37,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder / "b.jsonl", WORDS[1:])
     make_folder(folder / "hf", small_model("mixtral"), torch.float32)
     (folder / "empty").mkdir()
+    (folder / "tokenizer").mkdir()
+    tokenizers.Tokenizer(WordLevel({"a": 0, "</s>": 1}, "a")).save(
+        f"{folder}/tokenizer/tokenizer.json"
+    )
+    (folder / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return folder
 
 
@@ -55,7 +62,8 @@ REFUSED = [
     ("--checkpoint.load_step 77", "checkpoint.load_step=77: {}/run/checkpoint has steps 2: choose"),
     ("--training.seq_len 32", "training.seq_len=32: the data position of {}/run/checkpoint/step-2"),
     ("--training.global_batch_size 8", "taken with 4: choose 4, or begin in another job.dump_fol"),
-    ("--training.dataset_path {}/b.jsonl", "data position"),
+    ("--training.dataset_path {}/b.jsonl", "checkpoint"),
+    ("--model.tokenizer_path {}/tokenizer", "checkpoint"),
     ("--optimizer.lr 1 --training.seq_len 32 --checkpoint.exclude_from_loading dataloader", None),
     (f"{NEW}/empty", f"{INITIAL}/empty: {{}}/empty is no checkpoint of titan_moe: it has no mani"),
     (f"{STEP_2} --model.flavor debugmodel", "it is of model.name=deepseek_v3, model.flavor=2M: s"),

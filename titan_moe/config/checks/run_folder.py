@@ -86,7 +86,7 @@ def position_rule(job: JobConfig) -> Rule:
     try:
         step = int(manifest["step"])
         saved = job_of_step(JobConfig.model_validate(manifest["job"]), step).training
-    except (ValueError, KeyError):  # Another version's: loading it says so.
+    except (ValueError, KeyError, TypeError):  # Another version's: loading it says so.
         return lambda run: ()
 
     def rule(run: Run) -> Iterable[Mistake]:
