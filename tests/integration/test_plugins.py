@@ -12,7 +12,10 @@ from tests.support.jobs import environment
 from tests.support.markdown import fences
 from tests.support.paths import REPO
 from tests.support.refusals import refusal
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training
 from titan_moe.config.parse import load_job
+from titan_moe.data.reader import ReaderProcess
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
@@ -58,6 +61,21 @@ def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None
     assert manifest["model"]["moe"]["score"] == "softplus"
     state = json.loads((package / "run/checkpoint/step-3/train_state.json").read_text())
     assert "squares:1" in state["data"]["identity"]["fingerprint"]
+
+
+@pytest.mark.slow
+def test_process_that_reads_data_beside_a_gpu_knows_them_too(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(package)
+    training = Training(dataset="squares", seq_len=16, local_batch_size=1)
+    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 1}
+    reader = ReaderProcess(training, "bytes", ["my_package.extras"], **place)
+    (((sequence,),), _) = reader.read_step()
+    assert {chr(token) for token in sequence.tokens_S} <= set("0123456789 ")
+    reader.close()
+    with pytest.raises(ConfigError, match=r"^job\.imports: no_such_package: No module"):
+        ReaderProcess(training, "bytes", ["no_such_package"], **place)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,8 @@ def _serve(pipe: Connection) -> None:
         try:
             if reader is None:
                 training, tokenizer_path, imports, place = request
-                import_modules(imports)
+                if problems := import_modules(imports):
+                    raise ConfigError(problems)
                 reader = build_reader(training, load_tokenizer(tokenizer_path, training), **place)
                 reply = None, (reader.identity, reader.state_dict())
             elif request[0] == "read_step":
