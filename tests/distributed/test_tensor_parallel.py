@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from titan_moe.distributed import tensor_parallel
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
@@ -67,10 +68,17 @@ def without_a_loss(label: int) -> list[bool]:
     return grad.isnan().all(1).tolist()
 
 
-def embed(token: int) -> None:
-    mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), nn.Embedding(VOCABULARY, 2)
+def embed(token: int, times: int = 1) -> float:
+    """Returns the sum of this rank's part of the gradient of each token's sum, in bfloat16."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = nn.Embedding(VOCABULARY, 2, dtype=torch.bfloat16)
     cut = tensor_parallel.VocabParallelEmbedding(whole, mesh, mesh.get_group())
-    cut(torch.tensor([[3, token]]))
+    cut(torch.tensor([[3, token]]).repeat(1, times)).sum().backward()
+    return local_part(cut.weight.grad).sum().item()
+
+
+def test_a_cut_embedding_adds_up_a_token_that_is_frequent():
+    assert run_on_ranks(embed, 2, 23, 4096) == [2 * 4096, 2 * 4096]
 
 
 @pytest.mark.parametrize("number", [VOCABULARY, -1])

@@ -19,7 +19,7 @@ from titan_moe.moe.layer import DecisionMemo
 from titan_moe.train_step import look_ahead
 
 NARROW, WIDE = torch.bfloat16, torch.float32
-ROWS, SEQ_LEN = 16, 512
+ROWS, SEQ_LEN = 8, 512
 _ROUNDS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
@@ -30,7 +30,7 @@ class WideSums(TorchDispatchMode):
     which is how it adds up.
     """
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, arguments = kwargs or {}, func._schema.arguments
         given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
         aliased = [each for each in arguments if each.alias_info]
