@@ -4,10 +4,10 @@
     titan-moe check outputs/first/checkpoint
 
 Opens every source of documents (training, blend, validation) as a run does, reads up to 64 of its
-documents, and refuses a column that is not there and fewer documents than a global batch. Large
-files are converted first and kept in the cache of `datasets`, where the run finds them. Where a
-source is on the Hugging Face hub, without a local copy, no data is read. run_train.sh checks all
-but these contents before it starts a rank.
+documents, and refuses a column that is not there or holds no text, and fewer documents than a
+global batch. Large files are converted first and kept in the cache of `datasets`, where the run
+finds them. Where a source is on the Hugging Face hub, without a local copy, no data is read.
+run_train.sh checks all but these contents, and of local copies these too, before it starts a rank.
 
 The folder's checkpoint, or the weights to begin with, must be of this model, and the position in
 the data of these files, sequences and batches: names, shapes and positions are read, no tensor.
