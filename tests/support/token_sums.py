@@ -120,6 +120,9 @@ def _block(q, k, v, grad):
 class _AddsDecay(Recurrence):
     """In place of a recurrence: rounding through one would hide the sums around it."""
 
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+        return x_BSC * weight_C1W.sum((1, 2))
+
     def __call__(self, q_BGSK, k_BGSK, v_BHSV, place_BS, decay_BHS, beta_BHS):
         decay = decay_BHS if decay_BHS.ndim == 4 else decay_BHS[..., None]
         return (v_BHSV * beta_BHS[..., None] + q_BGSK * k_BGSK + decay).to(v_BHSV.dtype)
