@@ -156,9 +156,10 @@ def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> lis
             ignored.append(name)
         elif name not in copies:
             rest.append(name)
-    for kind, left in (("tensors of multi-token prediction layers", ahead), ("tensors", ignored)):
+    mtp = "tensors of multi-token prediction layers are left out"
+    for says, left in ((mtp, ahead), ("tensors are not trained", ignored)):
         if left:
-            logger.info("%d %s are left out: %s", len(left), kind, listed(left))
+            logger.info("%d %s: %s", len(left), says, listed(left))
     return rest
 
 

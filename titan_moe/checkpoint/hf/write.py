@@ -150,6 +150,8 @@ def export(
         model = replace(model, wrapper=wrapper_of(around.settings))
     stored = {} if around is None else around.text_shapes()
     rest = {} if around is None else around.rest()
+    if rest and dist.get_rank() == 0:
+        logger.info("%d tensors of %s that do not train come along", len(rest), origin)
     files = plan_files(write_as(model, shapes, stored), dtype, rest)
     on_every_rank(lambda: _refuse_lost_bias(model, shapes, read), doing=doing)
     total = sum(map(_num_bytes, files.values()))

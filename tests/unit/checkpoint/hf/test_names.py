@@ -170,7 +170,7 @@ def test_tensors_that_are_ignored_are_named(tmp_path, caplog):
     with caplog.at_level("INFO", logger="titan_moe"):
         _find(tmp_path / "in", without, lambda tensors: None)
     (line,) = caplog.messages
-    assert "tensors are left out: mtp.fc.weight" in line
+    assert "tensors are not trained: mtp.fc.weight" in line
 
 
 def test_a_tensor_in_two_files_is_read_where_the_index_says(tmp_path, caplog):
