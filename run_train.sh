@@ -37,7 +37,7 @@ case " $* " in
 esac
 
 for name in NGPU NNODES NODE_RANK MAX_RESTARTS; do
-    if [[ -n ${!name:-} && ! ${!name} =~ ^[0-9]+$ ]]; then
+    if [[ -n ${!name:-} && ! ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]]; then
         echo "error: $name=${!name} must be a whole number" >&2
         exit 2
     fi

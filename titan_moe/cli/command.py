@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import CRASHED, RunError, print_errors, with_remedy
+from titan_moe.runtime.errors import CRASHED, RunError, print_errors
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import Launch, end_on_signals
 from titan_moe.runtime.log import reader_has_left
@@ -106,7 +106,6 @@ class Command:
             return CRASHED
         if is_first:
             first, *more = str(error).splitlines() or [type(error).__name__]
-            first = with_remedy(first, Path.cwd())
             print_errors(error.lines if isinstance(error, ConfigError) else [first])
             if isinstance(error, RunError):  # The last output of a failed process.
                 print("".join(f"{line}\n" for line in more), end="", file=sys.stderr)

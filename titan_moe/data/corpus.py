@@ -218,7 +218,7 @@ def _load(source: Source, files: Sequence[Path], column: str) -> Any:
         if len(table) != table.info.splits["train"].num_examples:
             raise EOFError(f"{table.cache_files[0]['filename']} is damaged: remove its folder")
     except Exception as error:  # Each format raises its own.
-        cause = with_remedy(first_cause(error), datasets.config.HF_DATASETS_CACHE)
+        cause = with_remedy(first_cause(error), Path(datasets.config.HF_DATASETS_CACHE))
         line = f"{source.path_name} cannot be read as {source.dataset}: {cause}"
         raise ConfigError([line]) from None
     return table

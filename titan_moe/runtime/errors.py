@@ -43,10 +43,10 @@ def disk_remedy(error: BaseException) -> str:
     return _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
-def with_remedy(line: str, folder: object) -> str:
-    """Returns a line about an error; where a disk is full, with the folder and a remedy."""
+def with_remedy(line: str, folder: Path | None = None) -> str:
+    """Returns a line about an error; where a disk is full, also the folder and a remedy."""
     if any(os.strerror(number) in line for number in _FULL) and _AGAIN not in line:
-        return f"{line} (in {folder}); {_REMEDIES[errno.ENOSPC]}"
+        return f"{line}{f' (in {folder})' if folder else ''}; {_REMEDIES[errno.ENOSPC]}"
     return line
 
 
@@ -104,4 +104,4 @@ def report(
 def print_errors(lines: Sequence[str]) -> None:
     """Print one `error: ` line for each of `lines` on standard error."""
     for line in lines:
-        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(with_remedy(line).split())}", file=sys.stderr, flush=True)

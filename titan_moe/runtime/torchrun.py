@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.errors import Failure, RunError, print_errors, with_remedy
+from titan_moe.runtime.errors import Failure, RunError, print_errors
 from titan_moe.runtime.launch import (
     count_gpus,
     cpu_threads,
@@ -308,7 +308,7 @@ def _new_log(folder: Path, node: int, command: list[str]) -> Path:
         log.write_text(f"{shlex.join(command)}\n")
     except OSError as error:
         line = f"cannot write to job.dump_folder={folder}: {error.strerror}"
-        raise RunError(with_remedy(line, folder)) from None
+        raise RunError(line) from None
     return log
 
 

@@ -8,7 +8,7 @@ import torch
 
 from titan_moe import train
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError, report, with_remedy
+from titan_moe.runtime.errors import RunError, print_errors, report, with_remedy
 
 
 def test_report_prints_a_record_that_cannot_be_written(
@@ -21,11 +21,16 @@ def test_report_prints_a_record_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded"])
-def test_full_disk_has_its_folder_and_what_moves_files(text: str) -> None:
-    line = with_remedy(f"[Errno 28] {text}", "/cache")
+def test_full_disk_has_its_folder_and_what_moves_files(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = with_remedy(f"[Errno 28] {text}", Path("/cache"))
     assert "(in /cache); free some space, or move files by job.dump_folder, " in line
-    assert "HF_HOME, HF_DATASETS_CACHE" in line and with_remedy(line, "/x") == line
-    assert with_remedy("Permission denied", "/cache") == "Permission denied"
+    assert "HF_HOME, HF_DATASETS_CACHE" in line and with_remedy(line) == line
+    print_errors([f"cannot write x: {text}", line, "Permission denied"])
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "; free some space, or move files by" in first and second == f"error: {line}"
+    assert third == "error: Permission denied"
 
 
 _DENIED = PermissionError(errno.EACCES, "Permission denied", "out/metrics.jsonl")
