@@ -196,7 +196,7 @@ def add_out(
 
 def add_out_file(parser: argparse.ArgumentParser, *, says: str) -> None:
     """Adds --out, the file that the results go to, and --force."""
-    add_out(parser, default=None, says=f"{says}, which must not exist yet")
+    add_out(parser, default=None, says=f"{says}; replaces none without --force")
     parser.add_argument("--force", action="store_true", help="replace the file of --out")
 
 

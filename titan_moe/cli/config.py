@@ -66,7 +66,7 @@ def _gpus(path: Path) -> int:
 
 
 def _schema_arguments(parser: argparse.ArgumentParser) -> None:
-    add_out_file(parser, says=f"the file to write; default: {SCHEMA}, which is written anew")
+    add_out_file(parser, says=f"the file to write (default: {SCHEMA}, always anew)")
 
 
 def schema(options: argparse.Namespace) -> Answer:
