@@ -6,7 +6,8 @@ its own, so nothing here needs to know how the dense part of the model was cut.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,12 +34,19 @@ _CUT_BY_ETP = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b2": 1, "b3": 1}
 
 
 def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
-    """Let losses over sequences see whole sequences, which cp and tp cut."""
+    """Let losses over sequences see whole sequences, which cp and tp cut; tokens that count are
+    those of this rank, where tp cuts."""
     group = meshes.group("sequence")
     if group.size() == 1:
         return
     for moe in moe_layers:
         moe.sequence_group = group
+        moe.register_forward_pre_hook(partial(_own_counted, group=meshes.group("tp")))
+
+
+def _own_counted(moe: MoE, args: tuple[Any, ...], group: ProcessGroup) -> tuple[Any, ...]:
+    x_BSD, counted_BS = args
+    return x_BSD, None if counted_BS is None else counted_BS.chunk(group.size(), 1)[group.rank()]
 
 
 class DispatchOptions(NamedTuple):

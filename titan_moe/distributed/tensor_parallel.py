@@ -13,8 +13,6 @@ same parameter names:
                    are cut by vocabulary
     heads          LocalHeads
     whole          stays as it is
-    asked          a pre-hook cuts the last argument, a mask of tokens that does not travel, to this
-                   rank's part of the sequence
 
 Whatever is not cut, every tp rank holds whole, and uses for a part of the tokens or of the heads:
 its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
@@ -279,17 +277,6 @@ def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Mod
     return _gathered(output, mesh, group)
 
 
-def _asked(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
-    def cut(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        *others, asked_BKS = args
-        if asked_BKS is None:
-            return args
-        return *others, asked_BKS.chunk(group.size(), -1)[group.rank()]
-
-    module.register_forward_pre_hook(cut)
-    return module
-
-
 _WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "gather": _gathered,
     "colwise": lambda linear, mesh, group: ColumnParallelLinear(linear, mesh),
@@ -299,5 +286,4 @@ _WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "vocab_columns": _vocab_columns,
     "heads": lambda per_head, mesh, group: LocalHeads(per_head, mesh),
     "whole": lambda module, mesh, group: module,
-    "asked": _asked,
 }

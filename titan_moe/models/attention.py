@@ -29,7 +29,8 @@ Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
-    """A base of all variants: `forward(x_BSD, rotation, mask)`, and the strategy `core`, called
+    """A base of all variants: `forward(x_BSD, rotation, mask, counted_BS)`, where indexers' losses
+    leave out queries that do not count, as `MoE.forward` says; and the strategy `core`, called
     between the projections as an AttentionCore, which the model's layout may set."""
 
     core: Callable[..., Tensor]
@@ -106,7 +107,9 @@ class GQA(Attention):
         self.sinks = PerHead(config.num_heads) if config.sinks else None
         self.place = _placement(config, rope, norm_eps, rotary)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
+    ) -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
         if self.output_gate:  # Each head's channels lie beside their gates.
@@ -169,7 +172,9 @@ class MLA(Attention):
             assert config.q_rank is not None, "an indexer reads the query's latent"
             self.indexer = Indexer(dim, config.q_rank, config.indexer)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
+    ) -> Tensor:
         config = self.config
         whole_rank = config.q_rank is None
         q, latent = (self.wq if whole_rank else self.wq_a)(x_BSD), self.wkv_a(x_BSD)
@@ -188,7 +193,9 @@ class MLA(Attention):
         k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
 
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
-        index = () if self.indexer is None else (None, self.indexer(x_BSD, q_latent, rotation))
+        index: tuple[Any, ...] = ()
+        if self.indexer is not None:
+            index = None, self.indexer(x_BSD, q_latent, rotation, counted_BS)
         o_BHSC = self.core(q_BHSC, k_BHSC, v_BHSC, mask, self.scale, *index)
         return self.wo(o_BHSC.transpose(1, 2).flatten(2))
 

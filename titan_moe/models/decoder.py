@@ -31,7 +31,7 @@ TensorPlan = dict[
     str,
     Literal[
         "gather", "colwise", "colwise_norm", "rowwise", "vocab_rows", "vocab_columns", "heads",
-        "whole", "asked",
+        "whole",
     ],
 ]  # fmt: skip
 
@@ -70,9 +70,8 @@ TENSOR_PLAN: TensorPlan = {
     # Multiplies what lies before w2, where each rank has its part of the channels.
     "*.moe.shared_experts.gate": "whole",
     "*norm": "whole",
-    # Multi-token prediction projects, and asks for, a rank's part of the tokens.
+    # Multi-token prediction projects a rank's part of the tokens.
     "*.projection": "whole",
-    "mtp": "asked",
 }
 """The way in which tensor parallelism cuts the modules whose names match;
 distributed/tensor_parallel.py explains each. One plan serves all families: patterns without a match
@@ -139,7 +138,7 @@ class Block(nn.Module):
     ) -> Tensor:
         h_BSD = self.attention_norm(x_BSD)
         with region("attention"):
-            h_BSD = self.attention(h_BSD, rotation, mask)
+            h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
         x_BSD = x_BSD + h_BSD
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:

@@ -55,7 +55,9 @@ class GatedDeltaNet(Attention):
         self.out_norm = nn.RMSNorm(config.value_dim, eps=norm_eps)
         self.out_proj = nn.Linear(values, dim, bias=False)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Tensor) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, rotation: Rotation, mask: Tensor, counted_BS: Tensor | None = None
+    ) -> Tensor:
         config, wide = self.config, at_least_float32(x_BSD)
         widths = ("q", config.key_dim), ("k", config.key_dim), ("v", config.value_dim)
         mixed = [self.convolve(self.in_proj[x](x_BSD), self.conv[x](), mask) for x, _ in widths]

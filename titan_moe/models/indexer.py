@@ -43,8 +43,15 @@ class Indexer(nn.Module):
         """Values of a run that begins; also called after the module leaves the meta device."""
         self.loss_sum.zero_()
 
-    def forward(self, x_BSD: Tensor, q_latent_BSR: Tensor, rotation: Rotation) -> Index:
-        """Args: the normed stream, attention's latent of its queries, and the positions."""
+    def forward(
+        self,
+        x_BSD: Tensor,
+        q_latent_BSR: Tensor,
+        rotation: Rotation,
+        counted_BS: Tensor | None = None,
+    ) -> Index:
+        """Args: the normed stream, attention's latent of its queries, the positions, and the
+        queries whose loss counts; None: all."""
         config = self.config
         x_BSD, q_latent_BSR = x_BSD.detach(), q_latent_BSR.detach()
         q_BSHC = self.wq_b(q_latent_BSR).unflatten(-1, (-1, config.head_dim))
@@ -59,4 +66,5 @@ class Indexer(nn.Module):
             None if config.warm_up else config.top_k,
             partial(self.memo.decide, self.select_fn),
             partial(attach_loss, total=self.loss_sum) if self.training else None,
+            counted_BS,
         )

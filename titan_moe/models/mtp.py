@@ -54,7 +54,8 @@ class MultiTokenPrediction(nn.Module):
     """All depths.
 
     A position that a depth has no target for, such as the last of a document, has no effect on its
-    experts' counts, biases and balance losses: its token is one of another document, or a filler.
+    experts' counts, biases and balance losses, nor on its indexer's loss: its token is one of
+    another document, or a filler.
 
     Buffer: `loss_sum` adds up this step's losses, each times `mtp_loss_weight` over the number of
     depths. The step divides their sum by the number of the decoder's own targets, which are more

@@ -42,6 +42,8 @@ class Index(NamedTuple):
     add_loss: Callable[[Tensor, Tensor], Tensor] | None
     """Takes attention's output and the loss, a number without a gradient; returns the output, whose
     backward adds the loss up. None: without a loss."""
+    counted_BS: Tensor | None = None
+    """False for queries that the loss leaves out; None: all count."""
 
 
 class SparseAttention:
@@ -81,7 +83,10 @@ class SparseAttention:
             return o_BHSC
         target_BST = self._target(q_BHSC, k_BHTC, chosen_BST, scale)
         share = 1 if self._heads_group is None else 1 / self._heads_group.size()
-        loss = o_BHSC, *own, scores_BST, target_BST, chosen_BST, share
+        counted_BS1: Any = 1
+        if index.counted_BS is not None:
+            counted_BS1 = index.counted_BS[..., None].to(scores_BST.dtype)
+        loss = o_BHSC, *own, scores_BST, target_BST, chosen_BST, share * counted_BS1
         return index.add_loss(*_WithIndexerLoss.apply(*loss))
 
     @torch.no_grad()
@@ -156,7 +161,8 @@ class _WithIndexerLoss(torch.autograd.Function):
         # The softmax's gradient is its own value less the target's.
         grad_BST = (log_BST.exp() - target_BST).mul_(share)
         log_BST.masked_fill_(~chosen_BST, 0)
-        loss = (torch.special.xlogy(target_BST, target_BST) - target_BST * log_BST).sum() * share
+        loss_BST = torch.special.xlogy(target_BST, target_BST) - target_BST * log_BST
+        loss = (loss_BST * share).sum()
         ctx.save_for_backward(*_gradients_of_scores(grad_BST, q_BSHC, k_BTC, weights_BSH))
         ctx.mark_non_differentiable(loss)
         return o_BHSC.detach(), loss

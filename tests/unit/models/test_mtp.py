@@ -5,11 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, tied_weights
+from titan_moe.models.attention import plain_core
+from titan_moe.models.config import (
+    GQAConfig,
+    IndexerConfig,
+    MLAConfig,
+    ModelConfig,
+    RopeConfig,
+    tied_weights,
+)
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import update_routers
-from titan_moe.ops.attention import Sdpa
 from titan_moe.train_step import look_ahead
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
@@ -18,13 +25,16 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]])
 LABELS = torch.tensor([[1, 4, -100, 5, 9, 2, 6, 7], [3, 5, 8, 9, 7, -100, -100, 4]])
 
 
-def _model(depths: int, **balance: float) -> Decoder:
+SPARSE = MLAConfig(2, 12, 8, 8, 4, 6, indexer=IndexerConfig(num_heads=2, head_dim=8, top_k=2))
+
+
+def _model(depths: int, *, sparse: bool = False, **balance: float) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=11,
         dim=16,
         num_layers=2,
-        attention=GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+        attention=SPARSE if sparse else GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8),
         rope=RopeConfig(100.0),
         hidden_dim=24,
         moe=MoEConfig(num_experts=4, top_k=2, hidden_dim=8, normalize_top_k=True, **balance),
@@ -32,7 +42,7 @@ def _model(depths: int, **balance: float) -> Decoder:
         num_mtp_layers=depths,
         mtp_loss_weight=0.3,
     )
-    model = Decoder(config, Sdpa(mask_documents=True)).double()
+    model = Decoder(config, plain_core(config, mask_documents=True)).double()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4)
     for first, *copies in tied_weights(config):
@@ -119,8 +129,9 @@ def test_an_evaluation_needs_no_tokens_ahead_and_counts_none():
         assert not moe.router.tokens_per_expert.any()
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(("depths", "targets"), [(1, [12]), (2, [12, 6])])
-def test_positions_without_a_target_have_no_effect(depths: int, targets: list[int]):
+def test_positions_without_a_target_have_no_effect(depths: int, targets: list[int], sparse: bool):
     """Six documents of four tokens: a depth has two targets of each, the next depth one."""
     weights = {"sequence_aux_loss_weight": 0.1, "global_aux_loss_weight": 0.2, "z_loss_weight": 0.3}
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +141,7 @@ def test_positions_without_a_target_have_no_effect(depths: int, targets: list[in
     ahead_tokens, ahead_labels = look_ahead(Batch(tokens, labels, documents, [[]]), depths)
     found = []
     for filler in (3, 8):
-        model = _model(depths, **weights)
+        model = _model(depths, sparse=sparse, **weights)
         filled = ahead_tokens.masked_fill(ahead_labels == IGNORE_INDEX, filler)
         loss = model(tokens, documents, None, labels, filled, ahead_labels)
         loss.backward()

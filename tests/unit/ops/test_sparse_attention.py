@@ -34,29 +34,38 @@ def drawn(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensors:
     return [x.to(dtype).requires_grad_() for x in drawn]
 
 
-def run(core: SparseAttention | SelectedPairs, tensors: Tensors, top_k: int | None) -> Tensors:
-    """The output, the loss, and the gradients of both together."""
+def run(
+    core: SparseAttention | SelectedPairs,
+    tensors: Tensors,
+    top_k: int | None,
+    counted_BS: Tensor | None = None,
+) -> Tensors:
+    """The output, the loss of the queries that count, and the gradients of both together."""
     total = torch.zeros((), dtype=torch.float64)
     count = partial(attach_loss, total=total) if isinstance(core, SparseAttention) else None
     q, k, v, *own = tensors
-    index = Index(*own, top_k, partial(select_keys, top_k=top_k), count)
+    index = Index(*own, top_k, partial(select_keys, top_k=top_k), count, counted_BS)
     mask = core.mask(DOCUMENTS_BS)
     o_BHSC = core(q, k, v, mask, 0.4, None, index)
     weighing = torch.randn(o_BHSC.shape, generator=torch.Generator().manual_seed(1)).to(o_BHSC)
     loss = (o_BHSC * weighing).sum()
     if isinstance(core, SelectedPairs):
-        total = sum(core.losses, total)
+        total = sum(x[... if counted_BS is None else counted_BS].sum() for x in core.losses)
         loss = loss + total
     gradients = torch.autograd.grad(loss, tensors)
     return [o_BHSC.detach(), total.detach(), *gradients]
 
 
+@pytest.mark.parametrize("all_count", [True, False])
 @pytest.mark.parametrize("mask_documents", [True, False])
 @pytest.mark.parametrize("top_k", [1, 4, 64, None])
-def test_attention_and_loss_are_those_of_the_formulas(top_k: int | None, mask_documents: bool):
+def test_attention_and_loss_are_those_of_the_formulas(
+    top_k: int | None, mask_documents: bool, all_count: bool
+):
     tensors = drawn()
-    wanted = run(SelectedPairs(mask_documents=mask_documents), tensors, top_k)
-    found = run(SparseAttention(mask_documents=mask_documents), tensors, top_k)
+    counted_BS = None if all_count else torch.arange(LENGTH).expand(ROWS, -1) % 3 > 0
+    wanted = run(SelectedPairs(mask_documents=mask_documents), tensors, top_k, counted_BS)
+    found = run(SparseAttention(mask_documents=mask_documents), tensors, top_k, counted_BS)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
     assert wanted[1] > 1 or top_k == 1, "a choice of one key leaves nothing to learn"

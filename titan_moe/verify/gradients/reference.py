@@ -189,7 +189,7 @@ class Reference:
                     extra = extra + balance_loss(
                         logits_SE, chosen_E, router.previous_load, self.moe
                     )
-            selection = self._indexer_loss(like=entropy)
+            selection = self._indexer_loss(labels[0], documents[0], like=entropy)
             ((entropy + extra + ahead + selection) / num_targets).backward()
             loss += entropy.item()
             balance += extra.item()
@@ -201,10 +201,14 @@ class Reference:
         means = (total / num_targets for total in (loss, balance, mtp, indexer))
         return *means, counts  # type: ignore[return-value]
 
-    def _indexer_loss(self, like: Tensor) -> Tensor:
-        """The sum of the losses that the core of sparse attention has kept; forgets them."""
-        losses = getattr(self.model.core, "losses", [])
-        total = sum(losses, torch.zeros_like(like))
+    def _indexer_loss(self, labels_S: Tensor, documents_S: Tensor, like: Tensor) -> Tensor:
+        """The sum of the losses that the core of sparse attention has kept; forgets them. Depths
+        of prediction, whose layers come last, add those of positions with a target."""
+        losses, total = getattr(self.model.core, "losses", []), torch.zeros_like(like)
+        for layer, loss_1S in enumerate(losses):
+            depth = layer - self.config.num_layers + 1
+            asked = asked_at(depth, labels_S, documents_S) if depth > 0 else slice(None)
+            total = total + loss_1S[0, asked].sum()
         losses.clear()
         return total
 

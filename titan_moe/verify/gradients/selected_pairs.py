@@ -11,7 +11,7 @@ class SelectedPairs:
     """An attention core that takes an `Index`; arXiv 2512.02556, equations 1 to 4.
 
     Attributes:
-        losses: of the indexers, one of each call.
+        losses: of the indexers, one of each call, by query: loss_BS.
     """
 
     def __init__(self, *, mask_documents: bool) -> None:
@@ -35,7 +35,9 @@ class SelectedPairs:
         guess_BST = scores_BST.where(chosen_BST, -torch.inf).softmax(-1)
         told = target_BST > 0
         ratio = target_BST[told] / guess_BST[told]
-        self.losses.append((target_BST[told] * ratio.log()).sum())
+        terms_BST = torch.zeros_like(target_BST)
+        terms_BST[told] = target_BST[told] * ratio.log()
+        self.losses.append(terms_BST.sum(-1))
         return attention_BHST @ v_BHSC
 
 
