@@ -15,7 +15,7 @@ EXCEPTIONS = {
     # Added to all keys, it moves weight between them and a sink alone: the rest cancels.
     "attention.wk.bias": 0.05,
     # Of a head's terms, a few thousandths are left: as much as their rounding adds up to.
-    "attention.A_log.weight": 0.5,
+    "decay.A_log.weight": 0.5,
 }
 
 
