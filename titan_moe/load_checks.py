@@ -87,7 +87,7 @@ def _check_data(job: JobConfig, found: "Found") -> None:
         return
     reader = build_reader(
         now.training,
-        load_tokenizer(job.model.tokenizer_path),
+        load_tokenizer(job.model.tokenizer_path, now.training),
         seed=job.debug.seed,
         rank=0,
         num_ranks=1,

@@ -30,7 +30,7 @@ def table() -> str | None:
 
 
 def becomes(file: Path) -> str:
-    """What a run makes of a folder with this config.json."""
+    """Returns, in words, what a run does with a folder of this config.json."""
     with TemporaryDirectory() as folder:
         path = Path(folder, CONFIG)
         shutil.copyfile(file, path)

@@ -51,7 +51,7 @@ class Draw:
         return torch.where(drawn < V, drawn, 7).to(self.device)
 
     def ends(self) -> Tensor:
-        """Where experts' rows end: one has a half of all."""
+        """Ends of the experts' rows: one has a half of all."""
         ends = torch.tensor([1, 2, 6, 8]) * (TOKENS // 8)
         return ends.to(self.device, torch.int32)
 

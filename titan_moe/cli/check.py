@@ -39,7 +39,7 @@ _LEFT = (
     "left to the ranks: GPUs and their memory (titan-moe memory), checksums and the optimizer of a "
     "checkpoint, and what other machines find in these folders"
 )
-"""What only ranks can know."""
+"""The last line: the rest, which only ranks can know."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Modules from outside that add words to the program's own tables."""
+"""Modules from outside that add entries to the program's own tables."""
 
 import sys
 import traceback
@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
 
-AS_IT_IS = PlainSerializer(lambda word: word)
-"""Writes a word that is not among those that its key lists."""
+AS_IT_IS = PlainSerializer(lambda value: value)
+"""Writes a value that is not among those that its key lists."""
 
 
 def registered(table: str) -> WrapValidator:
-    """Lets a key take the words of one of the program's tables beside those that it lists itself.
+    """Lets a key take the names in one of the program's tables beside those that it lists itself.
 
     Args:
         table: "module:NAME". The module may import torch, and is looked at only where a module that
@@ -21,9 +21,9 @@ def registered(table: str) -> WrapValidator:
     """
     module, _, name = table.partition(":")
 
-    def check(word: Any, listed: ValidatorFunctionWrapHandler) -> Any:
-        words = vars(sys.modules[module])[name] if module in sys.modules else ()
-        return word if word in list(words) else listed(word)
+    def check(value: Any, listed: ValidatorFunctionWrapHandler) -> Any:
+        names = vars(sys.modules[module])[name] if module in sys.modules else ()
+        return value if value in list(names) else listed(value)
 
     return WrapValidator(check)
 

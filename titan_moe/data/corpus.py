@@ -131,8 +131,8 @@ def is_data(path: PurePath) -> bool:
 
 
 def named_paths(path: Path) -> list[Path]:
-    """What a name stands for: the file or folder of that name, whatever characters it has, else
-    what it matches as a glob, sorted."""
+    """Returns the file or folder of that name, whatever characters it has, else the sorted matches
+    of the name as a glob."""
     base = next(parent for parent in (path, *path.parents) if parent.exists())
     if base == path:
         return [path]

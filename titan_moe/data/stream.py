@@ -218,7 +218,7 @@ class StreamOrder:
 
     @property
     def description(self) -> str:
-        """How the files are read, in a phrase."""
+        """Phrase that says how the files are read."""
         files, parts = self._stream.num_files, self.num_partitions
         whole = "all data ranks read all of them" if parts == 1 else f"{parts} partitions of them"
         return f"a stream of {files:,} files ({whole}), whose number of documents is not known"

@@ -71,7 +71,7 @@ def check_column(file: str, form: str, column: str) -> None:
 
 
 def why_without_texts(file: str, form: str, column: str) -> str:
-    """What a column of a file holds that has no text in any of its first records."""
+    """Returns the problem of a column that has no text in any of a file's first records."""
     found: dict[str, str] = {}
     if form == "json":
         for record in islice(_records(_lines(file, "\n")), _BATCH):

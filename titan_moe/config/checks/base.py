@@ -73,6 +73,6 @@ def choices(key: str, values: Iterable[int]) -> list[list[Change]]:
 
 
 def either(values: Sequence[object]) -> str:
-    """Joins words: "1, 2 or 4"."""
+    """Joins values: "1, 2 or 4"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
