@@ -108,7 +108,8 @@ def test_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path, mode):
     (line, unlike), names = results[0]
     assert line == (
         f"cannot save checkpoint {tmp_path}/checkpoint/step-2: No space left on device; free some "
-        "space and start the same command again"
+        "space, or move files by job.dump_folder, checkpoint.folder, HF_HOME, HF_DATASETS_CACHE or "
+        "TMPDIR, and start the same command again"
     )
     assert unlike == "ranks hold different values of what should be replicas: model.load " + (
         "(rank 0 unlike rank 1)"

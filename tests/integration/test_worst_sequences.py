@@ -10,7 +10,7 @@ from tests.support.trainings import make_job, train_with_faults
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import SyntheticCorpus
-from titan_moe.data.tokenizer import ByteTokenizer
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.metrics.jsonl import EVENTS, read_json_lines
 from titan_moe.runtime.ranks import run_on_ranks
 
@@ -20,7 +20,7 @@ STEP = 11
 def documents_of(job: JobConfig) -> list[str]:
     """The documents of one sequence of the step."""
     place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-    loader = build_loader(job.training, ByteTokenizer(), validation=job.validation, **place)
+    loader = build_loader(job.training, load_tokenizer("bytes"), validation=job.validation, **place)
     for _ in range(STEP):
         (*_, batch) = loader.next_step()
     loader.close()

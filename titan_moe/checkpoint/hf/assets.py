@@ -31,7 +31,7 @@ _OUTDATED = {
     "_name_or_path",
 }
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ENDS_OF_BYTES = {"bos_token_id": 256, "eos_token_id": 257}  # Of data.tokenizer.ByteTokenizer.
+_ENDS_OF_BYTES = {"bos_token_id": 256, "eos_token_id": 257}  # Of data.tokenizer.ByteEncoding.
 _KINDS = ("model_type", "architectures")
 _CODE = "auto_map"
 

@@ -203,7 +203,8 @@ def plan_files(
     """
     tensors: File = {}
     for name, ways in targets.items():
-        of_type = torch.float32 if _keeps_float32(name, targets) else dtype
+        of_type = torch.promote_types(dtype, torch.float32) if _is_wide(name, targets) else dtype
+        of_type = torch.float32 if name.endswith(EXPERT_BIAS) else of_type
         for way in ways:
             for theirs, shape in way.tensors().items():
                 tensors.setdefault(theirs, Written(shape, of_type, []))
@@ -228,12 +229,11 @@ def plan_files(
     }
 
 
-def _keeps_float32(name: str, targets: Mapping[str, list[Stored]]) -> bool:
-    """Returns whether published code keeps a parameter in float32: decay rates, routing biases, and
-    the weights of routers that have one."""
+def _is_wide(name: str, targets: Mapping[str, list[Stored]]) -> bool:
+    """Returns whether published code keeps a parameter at least in float32: decay rates, and the
+    weights of routers that have a routing bias."""
     layer, is_router, _ = name.partition(".router.gate.weight")
-    beside_bias = bool(is_router) and layer + EXPERT_BIAS in targets
-    return is_wide(name) or name.endswith(EXPERT_BIAS) or beside_bias
+    return is_wide(name) or (bool(is_router) and layer + EXPERT_BIAS in targets)
 
 
 def _boxes(file: File) -> dict[str, Box]:

@@ -9,7 +9,7 @@ from tests.support.hf_folders import make_folder, small_model
 from titan_moe.checkpoint.hf import assets
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
-from titan_moe.data.tokenizer import ByteTokenizer
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import differences, model_of
 
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -110,7 +110,7 @@ def test_ends_of_texts_follow_from_the_tokenizer_of_a_run_from_scratch(
 def test_a_run_on_bytes_names_its_ends_of_texts(tmp_path):
     _written(small_model("qwen3"), [], tmp_path, "bytes")
     found = _settings(tmp_path)
-    own = ByteTokenizer()
+    own = load_tokenizer("bytes")
     assert [found[key] for key in ENDS] == [own.bos_id, own.eos_id, None]
 
 
