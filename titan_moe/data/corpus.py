@@ -99,10 +99,11 @@ def find_files(source: Source) -> list[Path]:
     if source.path is None:
         needs = f"{source.name} needs {source.key}dataset_path: a file, folder or glob"
         raise ConfigError([needs])
-    files, _ = _listed(source.path, ends := endings(source.dataset))
+    files, _ = _listed(source.path, endings(source.dataset))
     problem = "does not exist: name a file, a folder or a glob"
     if source.path.is_dir():
-        problem = f"holds no file that ends in {' or '.join(ends)}"
+        plain = " or ".join(ENDINGS[FORMATS[source.dataset]])
+        problem = f"holds no file that ends in {plain}, packed or not"
     if files and not (files := [path for path in files if path.stat().st_size]):
         problem = "is empty"
     if not files:
@@ -173,8 +174,6 @@ class FileCorpus:
         self._name = dataset
         self._files = find_files(source)
         self._table = _load(source, self._files, self.column)
-        if len(self._table) == 0:
-            raise ConfigError([f"{source.path_name} holds no document"])
         # The Arrow column itself: a row through `datasets` costs 50 times as much.
         self._texts = self._table.data.column(self.column)
         self.fingerprint = f"{dataset}:{_digest(self._files)}:documents={len(self._table)}"
@@ -213,9 +212,12 @@ def _load(source: Source, files: Sequence[Path], column: str) -> Any:
             stamps=[(stat.st_size, stat.st_mtime_ns) for stat in stats],
         )
         builder.download_and_prepare()
+        count = builder.info.splits["train"].num_examples
+        if count == 0:
+            raise ValueError("it holds no document")
         table = builder.as_dataset("train")
         # Arrow files of the cache that were cut short between two batches are shorter tables.
-        if len(table) != table.info.splits["train"].num_examples:
+        if len(table) != count:
             raise EOFError(f"{table.cache_files[0]['filename']} is damaged: remove its folder")
     except Exception as error:  # Each format raises its own.
         cause = with_remedy(first_cause(error), Path(datasets.config.HF_DATASETS_CACHE))

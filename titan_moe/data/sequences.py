@@ -57,8 +57,10 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
                 f"tokenizer has 0 to {tokenizer.vocab_size - 1}: set model.tokenizer_path to the "
                 "one that made them"
             )
-        if tokenizer.append_eos and ids[-1] == tokenizer.eos_id:  # Megatron-LM's --append-eod.
-            ids = ids[:-1]
+        # Megatron-LM's tokenizers add BOS as the folder says, and --append-eod EOS.
+        begin = int(tokenizer.prepend_bos and ids[0] == tokenizer.bos_id)
+        ended = tokenizer.append_eos and ids[-1] == tokenizer.eos_id
+        ids = ids[begin : len(ids) - bool(ended)]
     return Encoded(document.name, tokenizer.document(ids))
 
 

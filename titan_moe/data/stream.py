@@ -55,8 +55,6 @@ class HubStream:
     def __init__(self, source: Source) -> None:
         """Open `c4`, `owner/name` or `owner/name:configuration`, with `@revision` if
         it is not the latest. ConfigError if not found."""
-        from datasets.utils.file_utils import xgetsize
-
         name, _, revision = source.dataset.partition("@")
         repository, _, configuration = name.partition(":")
         repository, configuration, split = _ALIASES.get(name, (repository, configuration, "train"))
@@ -71,10 +69,9 @@ class HubStream:
                 builder = load(repository, configuration or None, revision=revision or None)
                 # The commit that the names in the builder lead to, whatever is pushed later.
                 self.fingerprint += f":revision={builder.hash}"
-            self._builder, self._split, form, files = _texts_of(builder, split, self.column)
+            self._builder, self._split, form, sizes = _texts_of(builder, split, self.column)
             self._rows = self._builder.as_streaming_dataset(split=self._split)
             self.num_files: int = self._rows.num_shards
-            sizes = {file: xgetsize(file) for file in files}
             self.sizes = list(sizes.values()) if len(sizes) == self.num_files else []
             """Bytes by file; empty where `datasets` divides the data otherwise."""
             self._local = {Path(file): size for file, size in sizes.items() if file[0] == "/"}
@@ -83,7 +80,7 @@ class HubStream:
                 check_column(str(path), form, self.column)
             first = [document.content for document in islice(self.read(), FIRST)]
             if first and not any(first):
-                raise ColumnError(why_without_texts(files[0], form, self.column))
+                raise ColumnError(why_without_texts(next(iter(sizes)), form, self.column))
         except ColumnError as error:
             raise ConfigError([f"{source.key}text_column={self.column!r}: {error}"]) from None
         except Exception as error:  # Network, permission, format: each raises its own.
@@ -146,23 +143,29 @@ def _builder_of_copy(place: Path, split: str) -> Any:
     return load(form, data_dir=pattern)
 
 
-def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, list[str]]:
-    """The builder of a dataset's texts and its split; the format and addresses of the files."""
+def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, dict[str, int]]:
+    """The builder of a dataset's texts and its split; the format, and the sizes of the files by
+    their addresses."""
+    from datasets.utils.file_utils import xgetsize
+
     config = vars(builder.config)
     named = (config.get("data_files") or {}).get(split, [])
-    if not (files := [file for file in named if is_data(PurePath(PurePath(file).name))]):
+    files = [file for file in named if is_data(PurePath(PurePath(file).name))]
+    sizes = {file: size for file in files if (size := xgetsize(file))}
+    if not sizes:
         raise ValueError(f"it has no files of the split {split!r}")
     form = config["sample_by"] if builder.name == "text" else builder.name
     if form in ENDINGS and not config.get("field"):
         from titan_moe.data.texts_builder import Texts
 
-        return Texts(files=files, form=form, column=column, hash=builder.hash), "train", form, files
+        texts = Texts(files=list(sizes), form=form, column=column, hash=builder.hash)
+        return texts, "train", form, sizes
     if builder.name == "csv":
         import datasets
 
         features = datasets.Features({column: datasets.Value("string")})
         config |= {"usecols": [column], "features": features}
-    return builder, split, "", files
+    return builder, split, "", sizes
 
 
 class _Cursor(NamedTuple):

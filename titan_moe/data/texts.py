@@ -65,9 +65,14 @@ def pick(record: Any, column: str) -> Any:
 
 
 def check_column(file: str, form: str, column: str) -> None:
-    """Raise ColumnError if a Parquet file lacks the column of texts. Reads its schema alone."""
+    """Raise ColumnError if a Parquet file lacks the column of texts, ValueError if it is damaged.
+    Reads its schema alone."""
     if form == "parquet":
-        _column_path(_open_parquet(file), file, column)
+        try:
+            reader = _open_parquet(file)
+        except Exception as error:
+            raise ValueError(f"{file}: {error}") from None
+        _column_path(reader, file, column)
 
 
 def why_without_texts(file: str, form: str, column: str) -> str:

@@ -405,6 +405,8 @@ def test_key_of_experts_stops_no_dense_model(words: str) -> None:
         f"ep 2 {_EP}_ranks_per_node 2",  # The automatic choice reads it.
         _DEDUPLICATED,  # Where nothing travels all backends are alike.
         "--optimizer.muon_steps 6 --optimizer.name Muon",
+        '--training.text_column a --training.blend [{"dataset":"json","dataset_path":"/"}]',
+        "--training.text_column a --validation.enable --validation.dataset json",
         f"{_EP}_overlap true --stages {_LATER}",
     ],
 )

@@ -146,7 +146,7 @@ PATHS = [
     ({"dataset": "json"}, "training.dataset='json' needs training.dataset_path"),
     ({"dataset": "tokens"}, "training.dataset='tokens' needs training.dataset_path"),
     ({"dataset": "json", "dataset_path": "{}/none"}, "none' does not exist"),
-    ({"dataset": "text", "dataset_path": "{}"}, "holds no file that ends in .txt or .txt.gz or"),
+    ({"dataset": "text", "dataset_path": "{}"}, "holds no file that ends in .txt, packed or not"),
     ({"dataset": "json", "dataset_path": "{}/empty.json"}, "empty.json' is empty"),
     ({"dataset": "tokens", "dataset_path": "{}"}, "no manifest.json .* titan-moe tokenize --out"),
     ({"dataset": "c4", "dataset_path": "{}/none"}, "none' does not exist"),

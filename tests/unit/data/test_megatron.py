@@ -7,17 +7,17 @@ import pytest
 
 from tests.support.documents import (
     TOKENIZER,
-    loaders_of,
     random_texts,
     training,
     write_jsonl,
     write_megatron,
 )
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Validation
-from titan_moe.data.build import sample_data
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.build import build_loader, sample_data
 from titan_moe.data.corpus import Source
 from titan_moe.data.megatron import MegatronCorpus
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[]], [[5, 6]], [[], [7, 127, 0]]]
@@ -58,19 +58,28 @@ def test_pairs_of_a_folder_follow_one_another_by_name(tmp_path, monkeypatch):
 
 
 def test_training_on_a_pair_is_training_on_its_texts(tmp_path):
-    """Documents that --append-eod has ended get no second end."""
+    """Documents that have the tokens around them already get no second ones."""
+    around = load_tokenizer("bytes", Training(prepend_bos=True))
     texts = random_texts(60)
     ids = [TOKENIZER.encode(text).tolist() for text in texts]
     write_megatron(tmp_path / "plain", [[document] for document in ids])
-    write_megatron(tmp_path / "ended", [[document, [TOKENIZER.eos_id]] for document in ids])
+    bos, eos = [around.bos_id], [around.eos_id]
+    write_megatron(tmp_path / "ended", [[document, eos] for document in ids])
+    write_megatron(tmp_path / "around", [[bos, document, eos] for document in ids])
     write_jsonl(tmp_path / "json", texts)
     found = []
-    for kind, name in (("json", "json"), ("megatron", "plain"), ("megatron", "ended")):
-        section = training(dataset=kind, dataset_path=str(tmp_path / name))
-        loaders = loaders_of(section, 2, seed=1, rows=4)
-        batches = [batch for _ in range(6) for loader in loaders for batch in loader.next_step()]
+    for kind, name in (
+        ("json", "json"),
+        ("megatron", "plain"),
+        ("megatron", "ended"),
+        ("megatron", "around"),
+    ):
+        section = training(dataset=kind, dataset_path=str(tmp_path / name), local_batch_size=4)
+        place = {"seed": 1, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
+        loader = build_loader(section, around, **place)
+        batches = [batch for _ in range(6) for batch in loader.next_step()]
         found.append([(b.tokens_BS.tolist(), b.labels_BS.tolist()) for b in batches])
-    assert found[0] == found[1] == found[2]
+    assert all(batches == found[0] for batches in found)
 
 
 def patch(path, place, content):

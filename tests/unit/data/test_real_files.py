@@ -176,6 +176,21 @@ def test_a_path_names_a_nested_text(tmp_path, reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
+def test_files_without_rows_are_no_damage(tmp_path, reader):
+    write(tmp_path, {"a.parquet": b"", "b.parquet": parquet(text=["b"])})
+    assert texts(reader, tmp_path, "parquet") == ["b"]
+    write(tmp_path, {"c.parquet": b"PAR1 and no more"})
+    with pytest.raises(ConfigError, match=r"c.parquet: Parquet magic bytes not found"):
+        texts(reader, tmp_path, "parquet")
+    write(tmp_path / "d", {"a.jsonl": b"\n\n"})
+    if reader == "local":
+        with pytest.raises(ConfigError, match=r"d' cannot be read as json: it holds no document"):
+            texts(reader, tmp_path / "d")
+    else:
+        assert texts(reader, tmp_path / "d") == []
+
+
+@pytest.mark.parametrize("reader", READERS)
 def test_a_column_without_texts_is_refused_by_its_file(tmp_path, reader):
     write(tmp_path, {"a.parquet": parquet(text=["a"]), "b.parquet": parquet(text=[b"b"])})
     with pytest.raises(ConfigError, match=r"^training\..*'text' of .*b.parquet' holds binary, not"):

@@ -14,9 +14,11 @@ from titan_moe.config.checks.base import Run, flat, narrow_keys
 from titan_moe.config.job_config import (
     DATASETS_WITHOUT_COLUMNS,
     OPTIMIZER_KEYS,
+    Dataset,
     JobConfig,
     Optimizer,
     Section,
+    Validation,
 )
 from titan_moe.config.stages import stage_jobs, stage_name
 from titan_moe.models.config import ModelConfig
@@ -102,8 +104,12 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         "nothing but the indexer learns in training.indexer_stage=dense",
     )
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
-    plain = training.dataset in DATASETS_WITHOUT_COLUMNS
-    yield "training.text_column", plain, "the data has no columns"
+    parts: list[Dataset | Validation] = [*training.blend]
+    parts += [job.validation] if job.validation.enable else []
+    readers = [part.dataset for part in parts if part.dataset and part.text_column is None]
+    readers += [] if training.blend else [training.dataset]
+    plain = {*readers} <= {*DATASETS_WITHOUT_COLUMNS}
+    yield "training.text_column", plain, "the data that reads it has no columns"
     bytes_alone = job.model.tokenizer_path == "bytes"
     yield "training.parse_special_tokens", bytes_alone, "bytes are all that a text has"
     yield (
