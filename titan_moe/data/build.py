@@ -16,6 +16,7 @@ from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
 from titan_moe.data.reader import StepReader
 from titan_moe.data.sequences import BlendSource, Identity, SequenceStream, encode_document
 from titan_moe.data.sources import (
+    all_sources,
     check_source,
     open_source,
     shared_places,
@@ -38,12 +39,9 @@ def check_data(training: Training, validation: Validation, tokenizer_path: str) 
         tokenizer = load_tokenizer(tokenizer_path, training)
     except ConfigError as error:
         lines += error.lines
-    sources = training_sources(training)
     if validation.enable:
         lines += _endless_validation(validation, training)
-        if validation.dataset is not None:
-            sources += validation_sources(validation, training)
-    for source in sources:
+    for source in all_sources(validation, training):
         try:
             check_source(source, tokenizer)
             if source.is_stream and source.path is not None:
@@ -55,10 +53,7 @@ def check_data(training: Training, validation: Validation, tokenizer_path: str) 
 
 def data_notes(training: Training, validation: Validation) -> list[str]:
     """One line about each source beside whose files lie others, which are not read."""
-    sources = training_sources(training)
-    if validation.enable and validation.dataset is not None:
-        sources += validation_sources(validation, training)
-    return [line for source in sources for line in left_out(source)]
+    return [line for source in all_sources(validation, training) for line in left_out(source)]
 
 
 def sample_data(
@@ -82,11 +77,8 @@ def sample_data(
 
 def on_the_hub(training: Training, validation: Validation) -> str | None:
     """Returns the first source on the Hugging Face hub of which there is no local copy."""
-    sources = training_sources(training)
-    if validation.enable:
-        sources += validation_sources(validation, training)
-    away = (each.dataset for each in sources if each.is_stream and each.dataset_path is None)
-    return next(away, None)
+    sources = all_sources(validation, training)
+    return next((s.dataset for s in sources if s.is_stream and s.dataset_path is None), None)
 
 
 def build_loader(training: Training, tokenizer: Tokenizer, **place: Any) -> Loader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Training, Validation
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Dataset, Training, Validation
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.corpus import CORPORA, FORMATS, FileCorpus, Source, find_files
 from titan_moe.data.megatron import MegatronCorpus
@@ -53,34 +53,33 @@ def _open_tokens(source: Source, tokenizer: Tokenizer | None) -> TokenCorpus:
 
 def training_sources(training: Training) -> list[Source]:
     """The sources of the training data, in the order of the blend."""
-    if not training.blend:
-        path, column = training.dataset_path, training.text_column
-        return [_source("training.", training.dataset, path, column)]
     return [
-        _source(
-            f"training.blend[{number}].",
-            part.dataset,
-            part.dataset_path,
-            part.text_column or training.text_column,
-            part.weight,
-        )
+        _source(f"training.blend[{number}].", part, training, part.weight)
         for number, part in enumerate(training.blend)
-    ]
+    ] or [_source("training.", training, training)]
 
 
-def _source(key: str, dataset: str, path: str | None, column: str, weight: float = 1.0) -> Source:
-    """A source with the name that stands for local files replaced by format and path."""
+def _source(
+    key: str, section: Training | Dataset | Validation, training: Training, weight: float = 1.0
+) -> Source:
+    """A section's source, with the name that stands for local files replaced by format and path."""
+    dataset, path = section.dataset or "", section.dataset_path
     if dataset == "c4_test":
         dataset, path = "json", path or _C4_TEST_FOLDER
-    return Source(key, dataset, path, column, weight)
+    return Source(key, dataset, path, section.text_column or training.text_column, weight)
 
 
 def validation_sources(validation: Validation, training: Training) -> list[Source]:
     """The sources of the validation set: those of training unless it names another."""
     if validation.dataset is None:
         return training_sources(training)
-    column = validation.text_column or training.text_column
-    return [_source("validation.", validation.dataset, validation.dataset_path, column)]
+    return [_source("validation.", validation, training)]
+
+
+def all_sources(validation: Validation, training: Training) -> list[Source]:
+    """The sources of training, and of validation if it has its own."""
+    own = validation_sources(validation, training) if validation.enable else []
+    return list(dict.fromkeys(training_sources(training) + own))
 
 
 def shared_places(validation: Validation, training: Training) -> set[tuple[str, str]]:

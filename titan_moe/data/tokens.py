@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -196,10 +196,8 @@ def _write(
     source: FileCorpus | HubStream, tokenizer: Tokenizer, work: Path, workers: int
 ) -> Manifest:
     """Writes all documents into the locked folder `work`."""
-    how = {"path": tokenizer.path, "parse": tokenizer.parse_special_tokens}
-    how["fingerprint"] = tokenizer.fingerprint
     try:
-        encoded = _encoded(source, how, cache=work / "arrow", workers=workers)
+        encoded = _encoded(source, tokenizer, cache=work / "arrow", workers=workers)
     except Exception as error:  # A disk, a network, a text, no document: each raises its own.
         worker = isinstance(error, WorkerError)  # Its last line is the error.
         cause = str(error).splitlines()[-1] if worker else first_cause(error)
@@ -241,22 +239,20 @@ def _write(
 
 
 def _encoded(
-    source: FileCorpus | HubStream, how: dict[str, Any], *, cache: Path, workers: int
+    source: FileCorpus | HubStream, tokenizer: Tokenizer, *, cache: Path, workers: int
 ) -> Any:
-    """A `datasets.Dataset` with each document's ids as bytes, null for one without a text.
-
-    how: the arguments of `_encode`.
-    """
+    """A `datasets.Dataset` with each document's ids as bytes, null for one without a text."""
     datasets = import_datasets()
+    parse = tokenizer.parse_special_tokens
     # Another source or tokenizer does not find the files of this one.
-    content = repr((source.fingerprint, source.checksum(), how["fingerprint"], how["parse"]))
+    content = repr((source.fingerprint, source.checksum(), tokenizer.fingerprint, parse))
     key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     cache.mkdir(parents=True, exist_ok=True)
     table = source.rows().select_columns(source.column)
     pieces = min(len(table), max(_PIECES, len(table) // _DOCUMENTS))
     paths = [cache / f"{key}-{piece}.arrow" for piece in range(pieces)]
     tasks = [
-        (table.shard(pieces, piece), how, str(path))
+        (table.shard(pieces, piece), tokenizer.path, parse, str(path))
         for piece, path in enumerate(paths)
         if not path.exists()
     ]
@@ -269,30 +265,20 @@ def _encoded(
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in paths])
 
 
-def _encode_piece(table: Any, how: dict[str, Any], path: str) -> None:
+def _encode_piece(table: Any, tokenizer_path: str, parse: bool, path: str) -> None:
     """Writes the ids of a table's documents to an Arrow file, which appears when it is complete."""
     datasets = import_datasets()
+    tokenizer = load_tokenizer(tokenizer_path, Training(parse_special_tokens=parse))
+
+    def ids_of(text: str) -> bytes:
+        return tokenizer.encode(text).astype(_TYPES[_TOKENS]).tobytes()
+
     table.map(
-        _encode,
+        lambda texts: {"ids": [None if text is None else ids_of(text) for text in texts]},
         batched=True,
         input_columns=table.column_names,
         remove_columns=table.column_names,
         features=datasets.Features({"ids": datasets.Value("large_binary")}),
-        fn_kwargs=how,
         cache_file_name=path,
         new_fingerprint=Path(path).stem,
     )
-
-
-def _encode(texts: list[str | None], path: str, parse: bool, fingerprint: str) -> dict[str, Any]:
-    """Runs in the workers. `fingerprint` keeps a tokenizer of another content out of the cache."""
-    encode = _load_once(path, parse, fingerprint).encode
-    found = [
-        None if text is None else encode(text).astype(_TYPES[_TOKENS]).tobytes() for text in texts
-    ]
-    return {"ids": found}
-
-
-@lru_cache(maxsize=1)
-def _load_once(path: str, parse: bool, fingerprint: str) -> Tokenizer:
-    return load_tokenizer(path, Training(parse_special_tokens=parse))
