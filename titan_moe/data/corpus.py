@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
-from titan_moe.data.order import Corpus, Document
+from titan_moe.data.order import Corpus, Document, digest
 from titan_moe.data.texts import COMPRESSED, ENDINGS, why_without_texts
 from titan_moe.runtime.errors import with_remedy
 
@@ -235,7 +234,7 @@ def _digest(files: Sequence[Path]) -> str:
     """Digest of names and sizes; the contents may be terabytes."""
     base = Path(os.path.commonpath([path.parent for path in files]))
     listing = "".join(f"{path.relative_to(base)}\0{path.stat().st_size}\0" for path in files)
-    return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
+    return digest(listing)
 
 
 def sampled_checksum(files: Sequence[Path]) -> str:

@@ -9,9 +9,9 @@ Sets for images append a byte for each sequence. Format: megatron/core/datasets/
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.corpus import Source, sampled_checksum
-from titan_moe.data.order import Document
+from titan_moe.data.order import Document, digest
 from titan_moe.data.tokens import read_numbers
 from titan_moe.runtime.errors import RunError
 
@@ -60,9 +60,7 @@ class MegatronCorpus:
             raise ConfigError([f"{source.path_name} holds no document"])
         self._open = lru_cache(_MOST_OPEN)(_open)
         listing = repr([(pair.idx.name, *map(str, pair[2:])) for pair in self._pairs])
-        self.fingerprint = (
-            f"megatron:{hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()}"
-        )
+        self.fingerprint = f"megatron:{digest(listing)}"
 
     def checksum(self) -> str:
         return sampled_checksum([path for pair in self._pairs for path in (pair.idx, pair.bin)])
@@ -75,18 +73,12 @@ class MegatronCorpus:
         pair = self._pairs[which]
         number = index - self._ends[which] + pair.num_documents
         file = self._open(pair.idx)
-        lengths = _HEADER.size
-        pointers = lengths + 4 * pair.num_sequences
-        bounds = pointers + 8 * pair.num_sequences
+        bounds = _HEADER.size + 12 * pair.num_sequences
         begin, end = read_numbers(file, "<i8", number, number + 2, offset=bounds).tolist()
         if not 0 <= begin <= end <= pair.num_sequences:
             raise _damaged(pair.idx, number)
         found = [np.empty(0, pair.dtype)]
-        for length, pointer in zip(
-            read_numbers(file, "<i4", begin, end, offset=lengths).tolist(),
-            read_numbers(file, "<i8", begin, end, offset=pointers).tolist(),
-            strict=True,
-        ):
+        for length, pointer in _sequences(file, pair.num_sequences, begin, end):
             if length < 0 or pointer < 0:
                 raise _damaged(pair.idx, number)
             found.append(read_numbers(self._open(pair.bin), pair.dtype, 0, length, offset=pointer))
@@ -95,6 +87,13 @@ class MegatronCorpus:
 
 def _open(path: Path) -> BinaryIO:
     return path.open("rb", buffering=0)
+
+
+def _sequences(index: BinaryIO, count: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Length and first byte of sequences [begin, end) of `count`."""
+    lengths = read_numbers(index, "<i4", begin, end, offset=_HEADER.size)
+    pointers = read_numbers(index, "<i8", begin, end, offset=_HEADER.size + 4 * count)
+    return zip(lengths.tolist(), pointers.tolist(), strict=True)
 
 
 def _damaged(index: Path, number: int) -> RunError:
@@ -143,11 +142,8 @@ def _open_pair(index: Path) -> _Pair:
         if size not in (wanted, wanted + sequences):
             raise ValueError(f"has {size:,} bytes, not the {wanted:,} of its header: copy it again")
         end = 0
-        if sequences:
-            (length,) = read_numbers(file, "<i4", sequences - 1, sequences, offset=_HEADER.size)
-            at = _HEADER.size + 4 * sequences
-            (pointer,) = read_numbers(file, "<i8", sequences - 1, sequences, offset=at)
-            end = int(pointer) + int(length) * dtype.itemsize
+        for length, pointer in _sequences(file, sequences, max(0, sequences - 1), sequences):
+            end = pointer + length * dtype.itemsize
     if size_of_ids != end:
         raise ValueError(
             f"{ids.name} has {size_of_ids:,} bytes, not the {end:,} of the index: copy both again"

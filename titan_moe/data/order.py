@@ -8,6 +8,7 @@ of the global batch takes. All of it is integer arithmetic: the same order on ev
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -42,6 +43,12 @@ class Corpus(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Document: ...
+
+
+def digest(content: str | bytes) -> str:
+    """A short hash of what a fingerprint names."""
+    content = content if isinstance(content, bytes) else content.encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 class OutOfDocumentsError(Exception):

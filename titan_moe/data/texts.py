@@ -78,14 +78,14 @@ def check_column(file: str, form: str, column: str) -> None:
 def why_without_texts(file: str, form: str, column: str) -> str:
     """Returns the problem of a column that has no text in any of a file's first records."""
     found: dict[str, str] = {}
-    if form == "json":
-        for record in islice(_records(_lines(file, "\n")), _BATCH):
-            named = record.items() if isinstance(record, dict) else []
-            for name, value in (*named, (column, pick(record, column))):
-                if value is not None:
-                    found.setdefault(name, _kind(value))
-        if found:
-            return _column_problem(file, column, found)
+    records = islice(_records(_lines(file, "\n")), _BATCH) if form == "json" else ()
+    for record in records:
+        named = record if isinstance(record, dict) else {}
+        for name, value in (named | {column: pick(record, column)}).items():
+            if value is not None:
+                found.setdefault(name, _kind(value))
+    if found:
+        return _column_problem(file, column, found)
     return f"none of the documents looked at, from {file!r} on, holds a text"
 
 

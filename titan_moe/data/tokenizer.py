@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data import tiktoken_files
+from titan_moe.data.order import digest
 
 if TYPE_CHECKING:
     import tokenizers
@@ -120,11 +120,9 @@ class Tokenizer:
         self.bos_id = encoding.id_of(bos)
         # The token that ends a document, or False.
         self.append_eos: str | bool = key if key is not True else self._text_end(eos)
-        adds_bos = names.adds_bos
-        if adds_bos is None:
-            adds_bos = self.bos_id in encoding.added[:1]
-        wanted = training.prepend_bos
-        self.prepend_bos = bool(adds_bos and self.bos_id is not None) if wanted is None else wanted
+        adds_bos = self.bos_id in encoding.added[:1] if names.adds_bos is None else names.adds_bos
+        by_default = bool(adds_bos) and self.bos_id is not None
+        self.prepend_bos = by_default if training.prepend_bos is None else training.prepend_bos
         if self.prepend_bos and self.bos_id is None:
             raise _error(path, "has no bos_token: leave training.prepend_bos out")
         last = None if self.append_eos is False else encoding.id_of(str(self.append_eos))
@@ -253,7 +251,7 @@ def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
                     "save the tokenizer with transformers, which writes all tokens to "
                     "tokenizer.json",
                 )
-            return Tokenizer(path, encoding, _digest(content), names, training)
+            return Tokenizer(path, encoding, digest(content), names, training)
     raise _error(
         path,
         f": {files[0].name} is neither JSON nor lines of base64 and ranks nor a sentencepiece "
@@ -293,7 +291,3 @@ def _encoding(content: bytes, config: dict[str, Any], parse: bool) -> Encoding |
     if content[:1] == content[2:3] == b"\n":
         return SentencePieceEncoding(content, parse=parse)
     return None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -7,7 +7,6 @@ folder takes its name when it is complete. Until then all work happens in `<out>
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, sampled_checksum
-from titan_moe.data.order import Document
+from titan_moe.data.order import Document, digest
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError, with_remedy
@@ -91,8 +90,7 @@ class TokenCorpus:
         self._files = {name: (folder / name).open("rb", buffering=0) for name in sizes}
         made = asdict(self._manifest)
         del made["tokenizer_path"]
-        content = json.dumps(made, sort_keys=True).encode()
-        self.fingerprint = f"tokens:{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+        self.fingerprint = f"tokens:{digest(json.dumps(made, sort_keys=True))}"
 
     def checksum(self) -> str:
         return sampled_checksum([self._folder / _TOKENS, self._folder / _OFFSETS])
@@ -245,8 +243,7 @@ def _encoded(
     datasets = import_datasets()
     parse = tokenizer.parse_special_tokens
     # Another source or tokenizer does not find the files of this one.
-    content = repr((source.fingerprint, source.checksum(), tokenizer.fingerprint, parse))
-    key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    key = digest(repr((source.fingerprint, source.checksum(), tokenizer.fingerprint, parse)))
     cache.mkdir(parents=True, exist_ok=True)
     table = source.rows().select_columns(source.column)
     pieces = min(len(table), max(_PIECES, len(table) // _DOCUMENTS))

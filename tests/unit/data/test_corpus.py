@@ -20,7 +20,7 @@ from titan_moe.config.job_config import Training, Validation
 from titan_moe.data import corpus as corpus_module
 from titan_moe.data.build import build_loader, build_reader, check_data
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
-from titan_moe.data.corpus import FORMATS, FileCorpus, Source, sampled_checksum
+from titan_moe.data.corpus import FileCorpus, Source, sampled_checksum
 from titan_moe.data.sources import open_source, training_sources
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.tokens import write_tokens
@@ -82,14 +82,6 @@ def test_files_folders_globs_and_compression(tmp_path, monkeypatch):
     assert corpus_of("json", tmp_path / "moved").fingerprint == whole.fingerprint
 
 
-def test_documents_without_a_text_keep_their_place(tmp_path):
-    rows = b'{"text": "a"}\n\n{"text": null}\n{"url": "u"}\n{"text": "\xff"}\n{"text": ""}\n'
-    (tmp_path / "a.json").write_bytes(rows)
-    assert texts_of(corpus_of("json", tmp_path)) == ["a", None, None, None, ""]
-    (tmp_path / "a.json").write_text('{"text": "a"}\n{"text": 3}\n3\n')
-    assert texts_of(corpus_of("json", tmp_path)) == ["a", None, None]
-
-
 def test_columns_of_json_and_parquet_and_paragraphs_of_text(tmp_path):
     rows = [{"text": "a title", "body": text} for text in TEXTS]
     (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
@@ -126,11 +118,6 @@ def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
         (source,) = training_sources(Training(dataset="c4_test", dataset_path=path))
         assert texts_of(open_source(source, TOKENIZER, 0)) == TEXTS
         assert not source.is_stream
-
-
-@pytest.mark.parametrize("dataset", FORMATS)
-def test_a_format_of_local_files_is_no_stream(dataset):
-    assert not Source("training.", dataset, "a").is_stream
 
 
 # --- Mistakes: each is one line that names key, value and remedy ----------------------------------

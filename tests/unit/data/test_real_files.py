@@ -246,6 +246,9 @@ def test_a_broken_record_is_named_by_file_and_line(tmp_path, reader):
     write(tmp_path, {"b.jsonl": json_lines(A, B) + b'{"text": '})
     with pytest.raises((ConfigError, ValueError), match=r"b.jsonl: line 3: "):
         texts(reader, tmp_path)
+    write(tmp_path / "cut", {"c.jsonl.gz": gzip.compress(json_lines(A))[:-9]})
+    with pytest.raises((ConfigError, ValueError), match=r"c.jsonl.gz: Compressed file ended"):
+        texts(reader, tmp_path / "cut")
 
 
 def test_a_byte_order_mark_in_a_configuration_and_a_tokenizer_is_skipped(tmp_path):
