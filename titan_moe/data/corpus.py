@@ -58,6 +58,12 @@ class Source:
     def path(self) -> Path | None:
         return None if self.dataset_path is None else Path(self.dataset_path).expanduser()
 
+    def required_path(self, what: str) -> Path:
+        """`path`; ConfigError if there is none, which says `what` it names."""
+        if self.path is None:
+            raise ConfigError([f"{self.name} needs {self.key}dataset_path: {what}"])
+        return self.path
+
     @property
     def is_stream(self) -> bool:
         """True for a hub dataset: read from its beginning on, its length not known."""
@@ -95,15 +101,13 @@ def find_files(source: Source) -> list[Path]:
 
     Raises ConfigError if there is no file.
     """
-    if source.path is None:
-        needs = f"{source.name} needs {source.key}dataset_path: a file, folder or glob"
-        raise ConfigError([needs])
-    files, _ = _listed(source.path, endings(source.dataset))
+    path = source.required_path("a file, folder or glob")
+    files, _ = _listed(path, endings(source.dataset))
     problem = "does not exist: name a file, a folder or a glob"
-    if source.path.is_dir():
+    if path.is_dir():
         plain = " or ".join(ENDINGS[FORMATS[source.dataset]])
         problem = f"holds no file that ends in {plain}, packed or not"
-    if files and not (files := [path for path in files if path.stat().st_size]):
+    if files and not (files := [file for file in files if file.stat().st_size]):
         problem = "is empty"
     if not files:
         raise ConfigError([f"{source.path_name} {problem}"])

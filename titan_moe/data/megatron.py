@@ -28,6 +28,7 @@ from titan_moe.runtime.errors import RunError
 _HEADER = struct.Struct("<9sQBQQ")
 _NAME, _VERSION = b"MMIDIDX\0\0", 1
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_WANTED = "a folder, or NAME of NAME.bin and .idx"
 # Files open at once: a set may have more pairs than a process may have files.
 _MOST_OPEN = 256
 
@@ -103,12 +104,7 @@ def _damaged(index: Path, number: int) -> RunError:
 def _find_indexes(source: Source) -> list[Path]:
     """The .idx file of each pair that a source's path names: a folder, or a pair with or without an
     ending. Those of a folder include missing ones, whose .bin is there."""
-    path = source.path
-    if path is None:
-        line = (
-            f"{source.name} needs {source.key}dataset_path: a folder, or NAME of NAME.bin and .idx"
-        )
-        raise ConfigError([line])
+    path = source.required_path(_WANTED)
     if not path.is_dir():
         name = path.name.removesuffix(".idx").removesuffix(".bin")
         return [path.with_name(f"{name}.idx")]
@@ -123,9 +119,7 @@ def _open_pair(index: Path) -> _Pair:
     ids = index.with_suffix(".bin")
     for path in (index, ids):
         if not path.is_file():
-            raise ValueError(
-                f"{path.name} does not exist: name a folder, or NAME of NAME.bin and .idx"
-            )
+            raise ValueError(f"{path.name} does not exist: name {_WANTED}")
     size, size_of_ids = index.stat().st_size, ids.stat().st_size
     with _open(index) as file:
         header = file.read(_HEADER.size).ljust(_HEADER.size, b"\0")

@@ -23,10 +23,8 @@ def check_source(source: Source, tokenizer: Tokenizer | None) -> None:
         if source.dataset_path is not None:
             line = f"{source.path_name} has no use with {source.name}: leave it out"
             raise ConfigError([line])
-    elif source.dataset == "tokens":
-        _open_tokens(source, tokenizer)
-    elif source.dataset == "megatron":
-        MegatronCorpus(source)
+    elif source.dataset in ("tokens", "megatron"):
+        CORPORA[source.dataset](source, tokenizer, 0)
     elif source.dataset in FORMATS:
         find_files(source)
     elif source.path is not None and not source.path.exists():
@@ -45,10 +43,8 @@ def open_source(source: Source, tokenizer: Tokenizer, seed: int) -> Corpus | Hub
 
 
 def _open_tokens(source: Source, tokenizer: Tokenizer | None) -> TokenCorpus:
-    key = f"{source.key}dataset_path"
-    if source.path is None:
-        raise ConfigError([f"{source.name} needs {key}: a folder made by titan-moe tokenize"])
-    return TokenCorpus(source.path, tokenizer=tokenizer, key=key)
+    folder = source.required_path("a folder made by titan-moe tokenize")
+    return TokenCorpus(folder, tokenizer=tokenizer, key=f"{source.key}dataset_path")
 
 
 def training_sources(training: Training) -> list[Source]:

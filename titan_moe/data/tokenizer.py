@@ -17,9 +17,8 @@ from titan_moe.data.order import digest
 if TYPE_CHECKING:
     import tokenizers
 
-_FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "tekken.json")
 _BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config")
-_PATTERNS = ("*.tiktoken", "*.model", "*.model.v*", "*tekken*.json")
+_PATTERNS = ("tokenizer.json", "*.model", "*tekken*.json", "*.tiktoken", "*.model.v*")
 # An instruct tokenizer's EOS may end a turn of a chat. Its base model's texts end with another
 # token, the first of these that the tokenizer has.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|return|>", "<|end_of_msg|>")
@@ -264,11 +263,11 @@ def _files(path: str) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
-    files = [place / name for name in _FILES]
-    files += [file for pattern in _PATTERNS for file in sorted(place.glob(pattern))]
+    files = [file for pattern in _PATTERNS for file in sorted(place.glob(pattern))]
     if found := [file for file in files if file.is_file()]:
         return found
-    problem = f"holds no {', '.join(_FILES)}" if place.is_dir() else "is no folder"
+    names = "tokenizer.json, tiktoken.model, tokenizer.model, tekken.json"
+    problem = f"holds no {names}" if place.is_dir() else "is no folder"
     raise _error(
         path,
         f"{problem} (left out, it is model.hf_assets_path): use 'bytes', or download "

@@ -122,27 +122,23 @@ def document(path, **keys):
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("eos", "key", "said"),
     [
-        (True, "a<|endoftext|>"),  # The base model's end of text, not the end of a turn.
-        ("<|im_end|>", "a<|im_end|>"),
-        ("<tool>", "a<tool>"),
-        (False, "a"),
+        ("<|im_end|>", True, "a<|endoftext|>"),  # The base model's: no document ends a turn.
+        ("<tool>", True, "a<tool>"),
+        ("<|im_end|>", "<|im_end|>", "a<|im_end|>"),
+        ("<|im_end|>", "<tool>", "a<tool>"),
+        ("<|im_end|>", False, "a"),
     ],
 )
-def test_append_eos_names_the_token_that_ends_a_document(tmp_path, key, said):
-    path = write_folder(tmp_path / "tok", INSTRUCT, specials=NAMES)
+def test_append_eos_names_the_token_that_ends_a_document(tmp_path, eos, key, said):
+    config = {"tokenizer_config.json": {"eos_token": eos}}
+    path = write_folder(tmp_path / "tok", config, specials=NAMES)
     (tmp_path / "tok/generation_config.json").write_text('{"eos_token_id": [256, 5]}')
     text, tokenizer = document(path, append_eos=key)
     assert text == said
     ends = {tokenizer.decode([token]) for token in tokenizer.stop_ids}
-    assert ends >= {"<|im_end|>", tokenizer.decode([5]), "<s>", said[1:] or "<|im_end|>"}
-
-
-@pytest.mark.parametrize("eos", ["<|endoftext|>", "<tool>"])
-def test_eos_that_ends_no_turn_ends_documents(tmp_path, eos):
-    config = {"tokenizer_config.json": {"eos_token": eos}}
-    assert document(write_folder(tmp_path / "tok", config, specials=NAMES))[0] == f"a{eos}"
+    assert ends >= {eos, tokenizer.decode([5]), "<s>", said[1:] or eos}
 
 
 @pytest.mark.parametrize(
