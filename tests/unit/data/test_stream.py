@@ -164,13 +164,7 @@ def test_files_are_partitions_only_where_they_divide_equally(count):
     assert order(stream, sequences=[0], batch=16).num_partitions == count
 
 
-def test_partition_ends_with_its_files():
-    source = order(texts_of_files([2, 5, 0, 3]), sequences=range(2), batch=2)
-    assert len(read(source, 0, range(7), batch=2)) == 7
-    assert len(read(source, 1, range(3), batch=2)) == 3
-    for _ in range(2):
-        with pytest.raises(OutOfDocumentsError):
-            read(source, 1, [3], batch=2)
+def test_an_empty_partition_is_not_repeated_for_ever():
     empty = order(texts_of_files([0, 0]), sequences=range(1), batch=2, repeat=True)
     with pytest.raises(OutOfDocumentsError):
         read(empty, 0, [0], batch=2)
