@@ -40,7 +40,7 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
             _check_data(job, found)
         elif config.initial_load_in_hf and "model" not in config.exclude_from_loading:
             weights = config.initial_load_path or job.model.hf_assets_path
-            check_folder(Path(weights or "").expanduser(), HFModel(job.model.name, model))
+            check_folder(Path(weights or ""), HFModel(job.model.name, model))
     except (RunError, ConfigError) as error:
         key = f"checkpoint.initial_load_path={config.initial_load_path}: "
         named = bool(config.initial_load_path) and not any(folder.glob("step-*"))

@@ -81,7 +81,7 @@ def folder_of_another_model(folder: Path) -> Bad:
     keys = {"model__flavor": "debugmodel", "training__steps": 1, "checkpoint__enable": True}
     made = _run(_in_one_process(folder, keys), Bad(0, []))
     assert made.returncode == 0, made.stderr
-    words = ["model.flavor='2M'", "step-1 is of a run with 'debugmodel'", "job.dump_folder"]
+    words = ['model.flavor="2M"', 'step-1 is of a run with "debugmodel"', "job.dump_folder"]
     return Bad(_CONFIG, words, {"checkpoint__enable": True})
 
 

@@ -90,7 +90,7 @@ def test_process_that_reads_data_beside_a_gpu_knows_them_too(
             "job.imports: broken.module: No module named 'no_such_thing': ins",
         ),
         ("x = 1\n1 / 0", "broken.module raises ZeroDivisionError: division by zero ("),
-        ("x = (", "broken.module raises SyntaxError: '(' was never closed ("),
+        ("x = (", "raises SyntaxError: '(' was never closed ({folder}/broken/module.py:1): mend"),
         ("raise SystemExit(3)", "broken.module raises SystemExit: 3 ("),
     ],
 )
@@ -102,8 +102,14 @@ def test_module_that_is_missing_or_raises_is_one_line(
         (tmp_path / "broken").mkdir()
         (tmp_path / "broken/module.py").write_text(text)
     line = refusal(load_job, ["--job.imports", "broken.module"])
-    assert says in line
+    assert says.format(folder=tmp_path) in line
     monkeypatch.delitem(sys.modules, "broken", raising=False)
+
+
+@pytest.mark.parametrize("name", [".module", "../module", "extras.py/", ""])
+def test_what_is_no_name_of_a_module_is_refused(name: str) -> None:
+    line = refusal(load_job, [f'--job.imports=["{name}"]'])
+    assert line == f"job.imports: {name} must be a module, such as my_package.extras"
 
 
 def test_word_that_nobody_registered_is_refused_and_a_registered_one_is_kept(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.named import as_path
 from titan_moe.runtime.errors import CRASHED, RunError, print_errors
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import Launch, end_on_signals
@@ -226,8 +227,11 @@ def out_file(options: argparse.Namespace) -> Iterator[Callable[[str], None]]:
 
 
 def path_of(text: str) -> Path:
-    """Reads an argument that names a file or a folder; ~ is the home folder."""
-    return Path(text).expanduser()
+    """Reads an argument that names a file or a folder; ~ is the home folder. Raises ConfigError."""
+    try:
+        return Path(as_path(text))
+    except ValueError as error:
+        raise ConfigError([f"{text[:120]}: {error}"]) from None
 
 
 def positive(text: str) -> int:

@@ -1,11 +1,17 @@
 """The one configuration error, and mistakes whose remedies are tried before they are named."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Change = Mapping[str, Any]
 """New values by dotted keys; "ranks" is the number of ranks."""
+
+
+def as_written(value: object) -> str:
+    """Returns a value as TOML and a command line have it; null where a key is left out."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

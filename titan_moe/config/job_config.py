@@ -5,7 +5,6 @@ Names, meanings and (unless the docstring says otherwise) defaults are those of 
 that its users can bring their files; torchtitan.py says what becomes of its other keys.
 """
 
-from os.path import expanduser
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from titan_moe.config.named import as_path
 from titan_moe.config.plugins import AS_IT_IS, registered
 
 
@@ -35,9 +35,9 @@ def _not_zero(value: int) -> int:
 
 _Unlimited = Annotated[int, AfterValidator(_not_zero)]
 READ = "names what a training reads"
-_Path = Annotated[str, AfterValidator(expanduser)]
+_Path = Annotated[str, AfterValidator(as_path)]
 """A file or folder; ~ is the home folder."""
-_ReadPath = Annotated[str, AfterValidator(expanduser), READ]
+_ReadPath = Annotated[str, AfterValidator(as_path), READ]
 _MOST = 10**9
 """The largest whole number of all keys but debug.seed: more steps, seconds or sequences than any
 run has, and few enough for every type that they are converted to."""

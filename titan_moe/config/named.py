@@ -1,11 +1,22 @@
 """The configurations that come with titan_moe, found by name wherever it is installed."""
 
 from difflib import get_close_matches
-from os.path import expanduser
+from os import fsencode
+from os.path import exists, expanduser
 from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 """Inside the package: in a checkout a link to configs/, in an installed package a copy of it."""
+
+
+def as_path(text: str) -> str:
+    """Returns a path whose ~ is the home folder. Raises ValueError where no file can have it."""
+    size, longest = len(fsencode(text)), max(len(fsencode(name)) for name in text.split("/"))
+    if "\0" in text or size > 4095 or longest > 255:
+        raise ValueError("must be a path: no NUL, names of at most 255 bytes, 4095 in all")
+    if (path := expanduser(text)).startswith("~"):
+        raise ValueError("names the home folder of nobody: write the path out, or ./~ for a name")
+    return path
 
 
 def find_config(text: str) -> str:
@@ -15,7 +26,7 @@ def find_config(text: str) -> str:
     A text that is neither is returned as it is, ~ aside, which is the home folder.
     """
     text = expanduser(text)
-    if Path(text).exists():
+    if exists(text):  # A text may be longer than a path.
         return text
     named = _named()
     name = text.removeprefix("configs/").removesuffix(".toml")

@@ -32,6 +32,9 @@ def import_modules(names: Iterable[str]) -> list[str]:
     """Imports modules that add to tables; returns one line for each that cannot be imported."""
     problems = []
     for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            problems.append(f"job.imports: {name} must be a module, such as my_package.extras")
+            continue
         try:
             import_module(name)
         except ModuleNotFoundError as error:
@@ -39,6 +42,8 @@ def import_modules(names: Iterable[str]) -> list[str]:
             problems.append(f"job.imports: {name}: {error}: {remedy}")
         except (Exception, SystemExit) as error:
             file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+            if isinstance(error, SyntaxError):
+                file, line, error = error.filename or file, error.lineno, SyntaxError(error.msg)
             says = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
             problems.append(f"job.imports: {name} raises {says} ({file}:{line}): mend it")
     return problems

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from titan_moe.config.errors import ConfigError
+from titan_moe.config.errors import ConfigError, as_written
 from titan_moe.config.job_config import Training
 from titan_moe.config.plugins import import_modules
 from titan_moe.data.order import Assignment
@@ -278,7 +278,7 @@ def _check_identity(state: dict[str, Any], identity: Identity) -> None:
         changed = "the data's files have changed behind the same names and sizes: "
         name = f"training.{key}" if key in _TEXT_KEYS else key
         raise RunError(
-            f"{changed if key == 'checksum' else ''}{taken}{name}={saved[key]!r}, this run has "
-            f"{name}={value!r}: {begin.replace(', or', ',')}, or leave the position out with "
-            'checkpoint.exclude_from_loading=["dataloader"]'
+            f"{changed if key == 'checksum' else ''}{taken}{name}={as_written(saved[key])}, "
+            f"this run has {name}={as_written(value)}: {begin.replace(', or', ',')}, or leave the "
+            'position out with checkpoint.exclude_from_loading=["dataloader"]'
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,7 @@ def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
 
 def _files(path: str) -> list[Path]:
     """The file, or files of a folder, that may be a tokenizer."""
-    place = Path(path).expanduser()
+    place = Path(expanduser(path))
     if place.is_file():
         return [place]
     files = [file for pattern in _PATTERNS for file in sorted(place.glob(pattern))]

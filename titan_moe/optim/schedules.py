@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_moe.config.errors import as_written
 from titan_moe.config.job_config import LRScheduler
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def warn_of_changed_rate(before: Mapping[str, Any], now: Mapping[str, Any], step
     if not step or not before.keys() >= {"lr_scheduler", "optimizer", "training"}:
         return
     old, new = _schedule(before), _schedule(now)
-    changed = [f"{key}={value}" for key, value in old.keys().items() if new.keys()[key] != value]
+    ours = new.keys()
+    changed = [f"{k}={as_written(v)}" for k, v in old.keys().items() if ours[k] != v]
     for ahead in range(step + 1, now["training"]["steps"] + 1 if changed else 0):
         planned, rate = old.rate(ahead), new.rate(ahead)
         if not math.isclose(planned, rate):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import refusal
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import keys_that_read, known_keys, load_job, save_job
@@ -221,3 +222,14 @@ def test_nearest_key_is_named(misspelt: str, right: str) -> None:
     assert line.endswith(f"no such key; did you mean {right}?")
     (line,) = _problems(["--zzz.qqq", "3"])
     assert "did you mean" not in line and "--help" in line
+
+
+@pytest.mark.parametrize("text", ["n" * 256, "d/" * 2048, "a\0b", "~no_such_user/data"])
+@pytest.mark.parametrize("key", ["job.dump_folder", "model.tokenizer_path", "debug.routing_replay"])
+def test_path_that_no_file_can_have_is_refused(key: str, text: str) -> None:
+    says = "names the home folder" if text[0] == "~" else "must be a path"
+    assert f"(command line): {says}" in refusal(load_job, [f"--{key}={text}"])
+
+
+def test_name_of_a_configuration_that_is_longer_than_a_path_is_refused() -> None:
+    assert "cannot be read: File name too long" in refusal(load_job, ["--config", "n" * 300])

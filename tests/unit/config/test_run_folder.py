@@ -38,11 +38,11 @@ def check(folder, dimensions=DIMENSIONS, **tables):
 
 OTHER = [
     ({"debug": {"seed": 7}}, "debug.seed=7", "0"),
-    ({"training": {"dataset": "stdlib"}}, "training.dataset='stdlib'", "'synthetic'"),
-    ({"training": {"text_column": "body"}}, "training.text_column='body'", "'text'"),
+    ({"training": {"dataset": "stdlib"}}, 'training.dataset="stdlib"', '"synthetic"'),
+    ({"training": {"text_column": "body"}}, 'training.text_column="body"', '"text"'),
     (
         {"training": {"blend": [{"dataset": "stdlib"}]}},
-        "training.blend=[{'dataset': 'stdlib', 'text_column': None, 'weight': 1.0}]",
+        'training.blend=[{"dataset": "stdlib", "text_column": null, "weight": 1.0}]',
         "[]",
     ),
 ]
@@ -64,10 +64,10 @@ def test_another_model(tmp_path):
     at = saved(tmp_path)
     other = {"name": "qwen3", "flavor": "2M"}
     assert check(tmp_path, {"dim": 32}, model=other) == [
-        f"model.name='qwen3', and {at} is of a run with 'deepseek_v3': set it to that, or choose "
+        f'model.name="qwen3", and {at} is of a run with "deepseek_v3": set it to that, or choose '
         "another job.dump_folder"
     ]
-    assert check(tmp_path, {"dim": 32}, model={"flavor": "16B"})[0].startswith("model.flavor='16B'")
+    assert check(tmp_path, {"dim": 32}, model={"flavor": "16B"})[0].startswith('model.flavor="16B"')
     assert check(tmp_path, model={"flavor": "hf"}) == []  # The same dimensions.
     fresh = {"exclude_from_loading": ["model"]}
     assert check(tmp_path, {"dim": 32}, model=other, checkpoint=fresh) == []
@@ -97,10 +97,10 @@ SPARSE = DIMENSIONS | {"attention": {"indexer": {"num_heads": 1}}}
 @pytest.mark.parametrize(
     ("keys", "says", "remedy"),
     [
-        ({"optimizer": {"name": "Muon"}}, "optimizer.name='Muon', and ", "optimizer"),
-        ({"optimizer": {"state_dtype": "bfloat16"}}, "optimizer.state_dtype='bfloat16', ", "opti"),
-        ({"training": {"indexer_stage": "dense"}}, "training.indexer_stage='dense', ", "optimizer"),
-        ({"training": {"dtype": "float64"}}, "training.dtype='float64', and ", ""),
+        ({"optimizer": {"name": "Muon"}}, 'optimizer.name="Muon", and ', "optimizer"),
+        ({"optimizer": {"state_dtype": "bfloat16"}}, 'optimizer.state_dtype="bfloat16", ', "opti"),
+        ({"training": {"indexer_stage": "dense"}}, 'training.indexer_stage="dense", ', "optimizer"),
+        ({"training": {"dtype": "float64"}}, 'training.dtype="float64", and ', ""),
     ],
 )
 def test_key_that_changes_tensors_is_refused_as_loading_them_would(tmp_path, keys, says, remedy):

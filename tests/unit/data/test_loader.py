@@ -205,7 +205,7 @@ def fail(corpus, index):
 @pytest.mark.parametrize(
     ("keys", "options", "line"),
     [
-        ({"dataset": "stdlib"}, {}, "fingerprint='1 x synthetic.*has fingerprint='1 x stdlib"),
+        ({"dataset": "stdlib"}, {}, 'fingerprint="1 x synthetic.*has fingerprint="1 x stdlib'),
         ({}, {"seed": 4}, "fingerprint=.*seed=3.*seed=4"),
         ({}, {"rows": 16}, "global_batch_size=8, this run has global_batch_size=16"),
         ({"seq_len": 32}, {}, "seq_len=64, this run has seq_len=32"),
@@ -221,9 +221,9 @@ def test_state_of_another_stream_is_refused(keys, options, line):
 @pytest.mark.parametrize(
     ("key", "saved", "value"),
     [
-        ("append_eos", "'<|eos|>'", False),
-        ("prepend_bos", "False", True),
-        ("parse_special_tokens", "False", True),
+        ("append_eos", '"<|eos|>"', False),
+        ("prepend_bos", "false", True),
+        ("parse_special_tokens", "false", True),
     ],
 )
 def test_resume_with_other_tokens_around_documents_is_refused(key, saved, value):
@@ -231,7 +231,7 @@ def test_resume_with_other_tokens_around_documents_is_refused(key, saved, value)
     state = build_reader(training(), TOKENIZER, **place).state_dict()
     section = training(**{key: value})
     other = build_reader(section, load_tokenizer("bytes", section), **place)
-    line = rf"with training.{key}={saved}, this run has training.{key}={value}: set it"
+    line = rf"with training.{key}={saved}, this run has training.{key}={str(value).lower()}: set it"
     with pytest.raises(RunError, match=line.replace("|", r"\|")):
         other.load_state_dict(state)
 

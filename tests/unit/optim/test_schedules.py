@@ -64,7 +64,12 @@ def record(training_steps=300, lr=4e-3, **schedule):
         (record(290), 20, "step 21 .* at 0.00385; lr_scheduler.total_steps=300 keeps the earlier"),
         (record(600), 5, "step 11 would have been taken"),
         (record(lr=3e-3), 5, "step 6 .* at 0.0024 by .* at 0.0018; optimizer.lr=0.004 keeps"),
-        (record(decay_type="cosine", warmup_steps=20), 5, "warmup_steps=10 lr_.*type=linear keeps"),
+        (
+            record(decay_type="cosine", warmup_steps=20),
+            5,
+            'warmup_steps=10 lr_.*type="linear" keeps',
+        ),
+        (record(decay_ratio=0.5), 5, "lr_scheduler.decay_ratio=null keeps"),
     ],
 )
 def test_resume_at_another_learning_rate_names_both_and_what_keeps_the_first(

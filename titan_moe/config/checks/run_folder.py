@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.checks.base import Rule, Run
-from titan_moe.config.errors import Mistake
+from titan_moe.config.errors import Mistake, as_written
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Checkpoint, JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.config.stages import job_of_step
@@ -144,8 +144,8 @@ def _differences(
             there = f", where checkpoint.initial_load_path={checkpoint} starts from its weights"
             there = "" if key == "training.dtype" or key.startswith("model.") else there
             yield (
-                f"{key}={new!r}, and {checkpoint} is of a run with {old!r}: set it to that, or "
-                f"choose another job.dump_folder{there}"
+                f"{key}={as_written(new)}, and {checkpoint} is of a run with {as_written(old)}: "
+                f"set it to that, or choose another job.dump_folder{there}"
             )
 
 

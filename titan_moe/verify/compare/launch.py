@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def _inputs(table: Any, folder: Path) -> Iterator[Path]:
         if isinstance(value, dict | list):
             yield from _inputs(value, folder)
     for key in INPUT_KEYS & table.keys() if isinstance(table, dict) else ():
-        named = folder / Path(str(table[key])).expanduser()
+        named = folder / Path(expanduser(str(table[key])))
         yield from named_paths(named) or [named]
 
 

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from os.path import expanduser
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
@@ -116,7 +117,7 @@ def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> Run
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     named, overrides = words[:first], words[first:]
     if len(named) == 1 and named[0].partition("=")[0] not in _KEYS:
-        return _finished(text, Path(named[0]).expanduser(), overrides)
+        return _finished(text, Path(expanduser(named[0])), overrides)
     values = {}
     for word in named:
         key, _, value = word.partition("=")
@@ -174,7 +175,7 @@ def existing(path: Path, what: str) -> Path:
 
 
 def _absolute(key: str, value: str) -> str:
-    path = Path(value).expanduser()
+    path = Path(expanduser(value))
     return str(path.resolve()) if key in _PATHS and path.exists() else value
 
 
