@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -54,11 +54,10 @@ def warn_of_changed_rate(before: Mapping[str, Any], now: Mapping[str, Any], step
     """
     if not step or not before.keys() >= {"lr_scheduler", "optimizer", "training"}:
         return
-    old, new = _schedule(before), _schedule(now)
-    ours = new.keys()
-    changed = [f"{k}={as_written(v)}" for k, v in old.keys().items() if ours[k] != v]
+    (old, planned_rate), (new, rate_now) = _schedule(before), _schedule(now)
+    changed = [f"{key}={as_written(value)}" for key, value in old.items() if new[key] != value]
     for ahead in range(step + 1, now["training"]["steps"] + 1 if changed else 0):
-        planned, rate = old.rate(ahead), new.rate(ahead)
+        planned, rate = planned_rate(ahead), rate_now(ahead)
         if not math.isclose(planned, rate):
             logger.warning(
                 "the learning rate changes: step %d would have been taken at %.3g by the "
@@ -68,23 +67,13 @@ def warn_of_changed_rate(before: Mapping[str, Any], now: Mapping[str, Any], step
             return
 
 
-class _Schedule(NamedTuple):
-    peak: float
-    shape: LRScheduler
-    total_steps: int
-
-    def rate(self, step: int) -> float:
-        return self.peak * lr_factor(step, self.shape, self.total_steps)
-
-    def keys(self) -> dict[str, Any]:
-        shape = self.shape.model_dump() | {"total_steps": self.total_steps}
-        return {"optimizer.lr": self.peak} | {f"lr_scheduler.{k}": v for k, v in shape.items()}
-
-
-def _schedule(job: Mapping[str, Any]) -> _Schedule:
-    shape = LRScheduler.model_validate(job["lr_scheduler"])
-    total_steps = shape.total_steps or job["training"]["steps"]
-    return _Schedule(job["optimizer"]["lr"], shape, total_steps)
+def _schedule(job: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
+    """Returns the keys that decide the learning rate, and the rate of each step."""
+    shape, peak = LRScheduler.model_validate(job["lr_scheduler"]), job["optimizer"]["lr"]
+    steps = job["training"]["steps"]
+    keys = shape.model_dump() | {"total_steps": shape.total_steps or steps}
+    named = {"optimizer.lr": peak} | {f"lr_scheduler.{k}": v for k, v in keys.items()}
+    return named, lambda step: peak * lr_factor(step, shape, steps)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

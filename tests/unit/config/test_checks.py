@@ -1,4 +1,4 @@
-"""Rules across tables: a broken one is a line with a remedy, a key without effect is a note."""
+"""Rules across tables: a broken one is a line with a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -10,26 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.checking import ASYNC, EP, MODEL, SYMMETRIC, job_of, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
-from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes
-from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
-from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
-from titan_moe.moe.config import MoEConfig
-from titan_moe.train import check_all
 
-MODEL = replace(
-    model_config("deepseek_v3", "debugmodel"),
-    vocab_size=272,
-    dim=64,
-    num_layers=4,
-    attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=4),
-    hidden_dim=512,
-    moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=256, num_shared_experts=1),
-)
 # A key and its value, or a table and its degrees; then its legal values, or the reason and, after a
 # colon or semicolon, the remedy.
 WELL_FORMED = re.compile(
@@ -37,42 +25,12 @@ WELL_FORMED = re.compile(
     r"(must be (-1 or at least 1|a positive integer N, .*)"
     r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)"
 )
-DENSE = replace(MODEL, moe=None)
-SPARSE = model_config("deepseek_v32", "debugmodel")
-_SHORT = {
-    **{"pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"},
-    **{"tp": "tensor_parallel_degree", "ep": "expert_parallel_degree"},
-}
-
-
-def job_of(arguments: str) -> JobConfig:
-    """Loads a command line in which `pp 2` is --parallelism.pipeline_parallel_degree 2.
-
-    --p.key is --parallelism.key.
-    """
-    words = [f"--p.{_SHORT[word]}" if word in _SHORT else word for word in arguments.split()]
-    return load_job([word.replace("--p.", "--parallelism.") for word in words])
-
-
-def problems(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[str]:
-    return check(job_of(arguments), model, ranks)
-
-
-def noted(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[str]:
-    """Returns the notes about a configuration in which nothing is wrong."""
-    assert problems(arguments, ranks, model) == []
-    return notes(job_of(arguments), model, ranks)
-
-
 _GROUPED = '--model.converters ["quantize.grouped_mm.float8"]'
 _MX = '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.emulate true'
 _BOTH = "--model.converters quantize.grouped_mm.float8,quantize.grouped_mm.mx"
 _LINEAR = '--model.converters ["quantize.linear.float8"] --training.local_batch_size 1'
 _BLEND = '--training.blend [{"dataset":"stdlib"}]'
 _ZBV = "pp 2 --p.pipeline_parallel_schedule ZBVZeroBubble"
-_ASYNC = "--p.enable_async_tensor_parallel true"
-_EP = "--p.expert_parallel"
-_SYMMETRIC = f"{_EP}_comm_backend symmetric"
 
 # Arguments, ranks, and words of the one line.
 RULES = [
@@ -90,15 +48,15 @@ RULES = [
     ("pp 8", 8, "pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers"),
     (f"{_ZBV} --activation_checkpoint.mode full", 2, "mode=full with pipeline_parallel_schedule="),
     (f"{_ZBV} --activation_checkpoint.mode none --compile.enable", 2, "makes one graph of: choose"),
-    (f"tp 2 ep 2 {_ASYNC} --compile.enable {_SYMMETRIC}", 2, "want symmetric memory of two kinds:"),
-    (f"ep 2 {_SYMMETRIC} --comm.share_gpus", 2, "which ranks of one GPU do not have: choose anoth"),
-    (f"tp 2 {_ASYNC} --compile.enable --comm.share_gpus", 2, "=true wants symmetric memory, which"),
+    (f"tp 2 ep 2 {ASYNC} --compile.enable {SYMMETRIC}", 2, "want symmetric memory of two kinds:"),
+    (f"ep 2 {SYMMETRIC} --comm.share_gpus", 2, "which ranks of one GPU do not have: choose anoth"),
+    (f"tp 2 {ASYNC} --compile.enable --comm.share_gpus", 2, "=true wants symmetric memory, which"),
     ("ep 3", 3, "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1"),
     ("ep 4", 2, "expert_tensor_parallel_degree=1 must divide dp_shard 2 x cp 1 x tp 1 = 2: choose"),
     ("--p.expert_tensor_parallel_degree 3", 3, "must divide the experts' hidden_dim=256: choose 1"),
-    (f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_comm_backend deduplicated", 2, "bounds the buffers of"),
-    (f"ep 2 {_EP}_comm_backend deduplicated {_EP}_ranks_per_node 3", 2, "must divide the 2 ranks"),
-    (f"ep 2 {_SYMMETRIC} {_EP}_overlap true", 2, "has one set of buffers, and parallelism.expert_"),
+    (f"ep 2 {EP}_capacity_factor 1.5 {EP}_comm_backend deduplicated", 2, "bounds the buffers of"),
+    (f"ep 2 {EP}_comm_backend deduplicated {EP}_ranks_per_node 3", 2, "must divide the 2 ranks"),
+    (f"ep 2 {SYMMETRIC} {EP}_overlap true", 2, "has one set of buffers, and parallelism.expert_"),
     (f"{_GROUPED} --p.expert_tensor_parallel_degree 32", 32, "float8 wants multiples of 16, and t"),
     (f"{_MX} --p.expert_tensor_parallel_degree 16", 16, "quantize.grouped_mm.mx wants multiples o"),
     (_BOTH, 1, "are for the same products: choose one"),
@@ -130,7 +88,7 @@ def test_broken_rule_is_one_line_with_a_remedy(arguments: str, ranks: int, words
 
 
 def test_a_further_dispatcher_has_no_bounded_buffers_until_the_rule_names_it() -> None:
-    job = job_of(f"ep 2 {_EP}_capacity_factor 1.5")
+    job = job_of(f"ep 2 {EP}_capacity_factor 1.5")
     backend = {"expert_parallel_comm_backend": "further"}
     further = job.model_copy(update={"parallelism": job.parallelism.model_copy(update=backend)})
     (line,) = check(further, MODEL, 2)
@@ -214,9 +172,9 @@ def _remedies(line: str) -> Iterator[dict[str, object]]:
         (f"{_ZBV} --activation_checkpoint.mode none", 2),
         ("pp 2 --validation.local_batch_size 3 --validation.enable", 2),
         ("tp 4 cp 4 pp 4", 64),
-        (f"tp 2 ep 2 {_ASYNC} --activation_checkpoint.mode full", 2),
-        (f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_overflow drop", 2),
-        (f"ep 2 {_SYMMETRIC} {_EP}_capacity_factor 1.5", 2),
+        (f"tp 2 ep 2 {ASYNC} --activation_checkpoint.mode full", 2),
+        (f"ep 2 {EP}_capacity_factor 1.5 {EP}_overflow drop", 2),
+        (f"ep 2 {SYMMETRIC} {EP}_capacity_factor 1.5", 2),
         (_MX, 1),
     ],
 )
@@ -226,7 +184,7 @@ def test_legal_configuration_has_no_problems(arguments: str, ranks: int) -> None
 
 def test_all_problems_are_reported_at_once() -> None:
     assert len(problems("--checkpoint.load_step 4 --training.seq_len 9999 tp 3", 3)) == 3
-    assert len(problems(f"ep 3 {_SYMMETRIC}", 3)) == 2
+    assert len(problems(f"ep 3 {SYMMETRIC}", 3)) == 2
 
 
 def test_tensor_parallelism_divides_only_what_the_model_has() -> None:
@@ -317,145 +275,6 @@ def test_mistake_of_the_job_is_not_repeated_for_its_stages() -> None:
     stages = '[{"from_step":5,"global_batch_size":64}]'
     (line,) = problems(f"--training.seq_len 5000 --stages {stages}")
     assert line.startswith("training.seq_len=5000 exceeds")
-
-
-_LATER = '[{"from_step":2,"parallelism":{"expert_parallel_degree":2}}]'
-_NEVER = '--training.steps 8 --stages [{"from_step":9,"seq_len":8192}]'
-_LATE_CAPTURE = "--training.steps 8 --debug.capture_step 9 --compile.enable"
-_DEDUPLICATED = f"{_EP}_comm_backend deduplicated"
-_PARTS = (
-    "--p.module_fqns_per_model_part="
-    '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","norm","output"]]'
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "model", "line"),
-    [
-        ("--moe.row_alignment 16", DENSE, "moe.row_alignment=16 has no effect: deepseek_v3 debugm"),
-        ("--debug.moe_force_load_balance", DENSE, "debug.moe_force_load_balance=true has no effec"),
-        ("ep 2", DENSE, "parallelism.expert_parallel_degree=2 has no effect: deepseek_v3 debugmod"),
-        (f"{_EP}_comm_backend symmetric", DENSE, "parallelism.expert_parallel_comm_backend=symmet"),
-        (f"{_EP}_capacity_factor 1.5", MODEL, "parallelism.expert_parallel_capacity_factor=1.5 ha"),
-        (f"{_EP}_overlap true", MODEL, "parallelism.expert_parallel_overlap=true has no effect: e"),
-        (f"ep 2 {_EP}_overflow drop", MODEL, "parallelism.expert_parallel_overflow=drop has no ef"),
-        *(
-            (
-                f"ep 2 {_EP}_comm_backend {backend} {_EP}_ranks_per_node 2",
-                MODEL,
-                "parallelism.expert_parallel_ranks_per_node=2 has no effect: expert_parallel_comm_",
-            )
-            for backend in ("standard", "symmetric")
-        ),
-        ("--p.enable_async_tensor_parallel", MODEL, "parallelism.enable_async_tensor_parallel=tru"),
-        ("pp 2 --p.fsdp_accumulation reduce_each", MODEL, "parallelism.fsdp_accumulation=reduce_"),
-        (
-            f"pp 2 {_PARTS} --p.pipeline_parallel_layers_per_stage 2",
-            MODEL,
-            "parallelism.pipeline_parallel_layers_per_stage=2 has no effect: module_fqns_per_model",
-        ),
-        ("--training.mtp_loss_weight 0.1", MODEL, "training.mtp_loss_weight=0.1 has no effect: de"),
-        ("--training.indexer_stage dense", MODEL, "training.indexer_stage=dense has no effect: de"),
-        ("--training.indexer_stage dense --moe.bias_update_speed 1", SPARSE, "moe.bias_update_spe"),
-        ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
-        ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
-        ("--validation.text_column a", MODEL, "validation.text_column=a has no effect: validation"),
-        (f"{_DEDUPLICATED} {_EP}_capacity_factor 2", MODEL, "parallelism.expert_parallel_capaci"),
-        ("--validation.dataset_path a", MODEL, "validation.dataset_path=a has no effect: validat"),
-        ("--validation.dataset a", MODEL, "validation.dataset=a has no effect: validation.enable"),
-        ("--checkpoint.last_save_in_hf", MODEL, "checkpoint.last_save_in_hf=true has no effect: c"),
-        (_NEVER, MODEL, "stages[0] (from_step=9) has no effect: training.steps=8 ends before it"),
-        (_LATE_CAPTURE, MODEL, "debug.capture_step=9 has no effect: it is beyond training.steps=8"),
-        ("--checkpoint.load_only", MODEL, "checkpoint.load_only=true has no effect: checkpoint.en"),
-        ("--debug.capture_step 9 --training.steps 8", MODEL, "debug.capture_step=9 has no effect:"),
-        ("--optimizer.muon_steps 6", MODEL, "optimizer.muon_steps=6 has no effect: optimizer.name"),
-    ],
-)  # fmt: skip
-def test_key_without_effect_is_a_note(arguments: str, model: ModelConfig, line: str) -> None:
-    (note,) = noted(arguments, ranks=2, model=model)
-    assert note.startswith(line)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(
-            "--parallelism.expert_parallel_degree 4",
-            "--parallelism.expert_tensor_parallel_degree 3",
-        ),
-        *("--debug.routing_replay /nowhere", "--debug.routing_record /"),
-        "--parallelism.expert_parallel_ranks_per_node 3",
-        '--stages [{"from_step":2,"parallelism":{"expert_parallel_degree":64}}]',
-    ],
-)
-def test_key_of_experts_stops_no_dense_model(words: str) -> None:
-    dense = "--model.name qwen3 --model.flavor debugmodel --training.dataset synthetic"
-    job, lines = check_all([*dense.split(), *words.split()], 2, 1, {})
-    assert job.parallelism == Parallelism() and job.debug.routing_replay is None
-    key, value = words[2:].split()
-    assert f"{key}={value} has no effect: qwen3 debugmodel has no experts" in lines or job.stages
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "",
-        "--moe.row_alignment 16",
-        f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_overflow drop",
-        f"ep 2 {_EP}_ranks_per_node 2",  # The automatic choice reads it.
-        _DEDUPLICATED,  # Where nothing travels all backends are alike.
-        "--optimizer.muon_steps 6 --optimizer.name Muon",
-        '--training.text_column a --training.blend [{"dataset":"json","dataset_path":"/"}]',
-        "--training.text_column a --validation.enable --validation.dataset json",
-        f"{_EP}_overlap true --stages {_LATER}",
-    ],
-)
-def test_key_with_effect_is_no_note(arguments: str) -> None:
-    assert noted(arguments, ranks=2) == []
-
-
-def test_gpu_only_keys_are_switched_off_on_a_cpu() -> None:
-    keys = (
-        "--training.enable_cpu_offload --profiling.enable_memory_snapshot "
-        f"--p.enable_async_tensor_parallel {_EP}_comm_backend symmetric "
-        "--model.converters quantize.linear.float8 --comm.parameter_sms 16"
-    )
-    job, lines = fit_to_cpu(job_of(keys), bfloat16_units=True)
-    assert job == JobConfig()
-    assert len(lines) == 6 and all(" has no effect on a CPU: " in line for line in lines)
-    assert fit_to_cpu(job, bfloat16_units=True) == (job, [])
-
-
-def test_stages_lose_gpu_only_keys_too() -> None:
-    stages = '[{"from_step":2,"parallelism":{"expert_parallel_comm_backend":"symmetric"}}]'
-    job, (line,) = fit_to_cpu(job_of(f"--stages {stages}"), bfloat16_units=True)
-    assert job.stages[0].parallelism == Parallelism() and "=symmetric has no effect" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("", None),
-        ("--training.dtype float64", None),
-        ("--optimizer.state_dtype bfloat16", "optimizer.state_dtype=bfloat16: moments are kept"),
-        ("--training.dtype bfloat16", "training.dtype=bfloat16: parameters and moments are kept"),
-    ],
-)
-def test_parameters_or_moments_in_bfloat16_get_one_line(arguments: str, words: str | None) -> None:
-    lines = narrow_lines(job_of(arguments))
-    assert [line.startswith(words) for line in lines if words] == [True] * bool(words)
-    assert bool(lines) == bool(words)
-
-
-def test_emulated_float8_stays_on_a_cpu() -> None:
-    job = job_of("--model.converters quantize.linear.float8 --quantize.linear.float8.emulate")
-    assert fit_to_cpu(job, bfloat16_units=True) == (job, [])
-
-
-def test_compilation_without_a_compiler_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    job, (line,) = fit_to_cpu(job_of("--compile.enable"), bfloat16_units=True)
-    assert not job.compile.enable and "g++ was not found" in line
 
 
 def test_segments_of_recurrent_layers_hold_what_a_convolution_sees() -> None:

@@ -132,26 +132,20 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
 
 def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     degrees = run.job.parallelism
-    factor, has_experts = degrees.expert_parallel_capacity_factor, run.model.moe is not None
-    backend = degrees.expert_parallel_comm_backend
-    yield (
-        " ".join(_OF_EXPERTS),
-        not has_experts,
-        f"{run.flavor} has no experts",
-    )
+    factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
+    if run.model.moe is None:
+        yield " ".join(_OF_EXPERTS), True, f"{run.flavor} has no experts"
+        return
     yield (
         "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap",
-        has_experts and degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree == 1,
+        degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree == 1,
         "expert_parallel_degree is 1",
     )
-    yield (
-        "parallelism.expert_parallel_overflow",
-        has_experts and factor is None,
-        "expert_parallel_capacity_factor is not set",
-    )
+    unset = "expert_parallel_capacity_factor is not set"
+    yield "parallelism.expert_parallel_overflow", factor is None, unset
     yield (
         "parallelism.expert_parallel_ranks_per_node",
-        has_experts and (backend not in ("auto", "deduplicated") or factor is not None),
+        backend not in ("auto", "deduplicated") or factor is not None,
         "expert_parallel_comm_backend=deduplicated alone reads it",
     )
 
