@@ -55,7 +55,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises RunError when there is none, it makes no sense,
     or a file of the folder is missing."""
     if not folder.is_dir():
-        raise RunError(f"checkpoint {folder} does not exist")
+        raise RunError(f"checkpoint {folder} does not exist: name a step-N folder")
     if not (folder / MANIFEST).is_file():
         raise RunError(
             f"{folder} is no checkpoint of titan_moe: it has no {MANIFEST}; "

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from titan_moe.config.checks.run_folder import check_run_folder
-from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.train import check_all
 
 DIMENSIONS = {"dim": 64, "layers": (1, 2)}
 
@@ -140,21 +138,3 @@ def test_initial_weights_go_with_any_data(tmp_path):
     assert len(check(tmp_path, {"dim": 32}, model={"flavor": "16B"})) == 1
     again = {"enable": True, "create_seed_checkpoint": True}
     assert check(tmp_path, {"dim": 32}, model={"flavor": "16B"}, checkpoint=again) == []
-
-
-def test_the_check_before_a_run_looks(tmp_path):
-    saved(tmp_path)
-    words = "--model.name deepseek_v3 --model.flavor 2M --training.dataset synthetic --debug.seed 7"
-    with pytest.raises(ConfigError, match=r"^debug\.seed=7, and .*step-10 is of a run with 0: "):
-        check_all([*words.split(), "--job.dump_folder", str(tmp_path)], 1, 1, {})
-
-
-def test_weights_to_begin_with_are_there(tmp_path):
-    at = saved(tmp_path / "first")
-    missing = {"enable": True, "initial_load_path": str(tmp_path / "first/step-10")}
-    assert check(tmp_path / "second", checkpoint=missing) == [
-        f"checkpoint.initial_load_path={missing['initial_load_path']} does not exist: name a step "
-        "folder of this program, or a Hugging Face folder with checkpoint.initial_load_in_hf=true"
-    ]
-    assert check(tmp_path / "second", checkpoint=missing | {"initial_load_path": str(at)}) == []
-    assert check(tmp_path / "first", checkpoint=missing) == [], "its own are loaded"

@@ -21,18 +21,13 @@ def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
     Model, data set and seed must be the same, and so must keys that decide which tensors there are,
     and of which type. Layout, batch, schedule and the rest may change, or are compared with the
     checkpoint itself when it is loaded; a path may change as long as it leads
-    to the same files. Without checkpoints, weights to start from must be there.
+    to the same files.
 
     Args:
         dimensions: of the job's model (models.hf.as_record).
     """
     folder = Path(job.job.dump_folder) / job.checkpoint.folder
-    initial, excluded = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
-    if initial and not Path(initial).exists() and not any(folder.glob("step-*")):
-        return [
-            f"checkpoint.initial_load_path={initial} does not exist: name a step folder of this "
-            "program, or a Hugging Face folder with checkpoint.initial_load_in_hf=true"
-        ]
+    excluded = job.checkpoint.exclude_from_loading
     if (found := _manifest(job.checkpoint, folder)) is None:
         return []
     checkpoint, manifest = found
