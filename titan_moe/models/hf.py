@@ -23,6 +23,14 @@ from titan_moe.models.registry import FAMILIES, family_module, flavors, model_co
 
 CONFIG = "config.json"
 _METHODS = ("fp8", "mxfp4")
+# Keys that are read before a family is known, at both depths.
+_KINDS = {
+    "model_type": str,
+    "text_config": dict,
+    "quantization_config": dict,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+}
 
 # A run chooses these for its training, the length of its rows or the names in an exported folder:
 # weights fit all the same.
@@ -166,6 +174,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise ConfigError([f"{path} cannot be read: {error}"]) from None
     if not isinstance(settings, dict):
         raise ConfigError([f"{path} holds no JSON object"])
+    text = settings.get("text_config")
+    for table in (settings, text if isinstance(text, dict) else {}):
+        for key, kind in _KINDS.items():
+            if not isinstance(table.get(key), kind | None):
+                says = "a string" if kind is str else "a JSON object"
+                raise ConfigError([f"{path}: {key}={table[key]!r} must be {says}"])
     return settings
 
 
@@ -189,7 +203,8 @@ def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | N
     block = quantized.get("weight_block_size")
     if block is None:
         return None
-    if not (isinstance(block, list) and len(block) == 2 and min(block) > 0):
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise ConfigError([f"{path}: weight_block_size={block!r} must be two sizes"])
     return int(block[0]), int(block[1])
 

@@ -65,7 +65,7 @@ WRAPPERS = {
 def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the text model: `text_config`, or all of it."""
     text, tied = settings.get("text_config"), settings.get("tie_word_embeddings")
-    if not text:
+    if not isinstance(text, dict) or not text:
         return settings
     return text if tied is None else {**text, "tie_word_embeddings": tied}
 

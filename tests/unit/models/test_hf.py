@@ -25,6 +25,7 @@ from titan_moe.models.hf import (
     initial_weights_problems,
     model_of,
     model_of_job,
+    read_settings,
 )
 from titan_moe.models.kimi_linear import hf as kimi_linear
 from titan_moe.models.registry import FAMILIES, flavors, model_config
@@ -141,6 +142,26 @@ def test_folder_without_config_json_is_refused(tmp_path):
         model_of(tmp_path / "none")
     with pytest.raises(ConfigError, match="holds no JSON object"):
         model_of(write(tmp_path, ["no", "object"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("text_config", "text"),
+        ("quantization_config", [1]),
+        ("rope_parameters", 3),
+        ("rope_scaling", "yarn"),
+        ("model_type", ["qwen3"]),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "text_config"])
+def test_a_key_of_another_kind_is_refused_wherever_config_json_is_read(
+    inside, key, value, tmp_path
+):
+    settings = settings_of("qwen3", "0.6B") | {key: value}
+    write(tmp_path, {"model_type": "qwen3_vl", "text_config": settings} if inside else settings)
+    for read in (model_of, read_settings):
+        assert f"config.json: {key}={value!r} must be a" in refusal(read, tmp_path)
 
 
 def test_yarn_outside_of_deepseek_scales_cosines_alone(tmp_path):

@@ -161,11 +161,11 @@ def _first(values: Iterable[Any]) -> Any:
 
 def _code(settings: Mapping[str, Any]) -> set[str]:
     """Python files that auto_map names, but for another repository's, as in `name--file.Class`."""
-    named = settings.get(_CODE) or {}
-    classes = [
-        name for each in named.values() for name in (each if isinstance(each, list) else [each])
-    ]
-    return {f"{name.rpartition('.')[0]}.py" for name in classes if name and "--" not in name}
+    named = settings.get(_CODE)
+    lists = named.values() if isinstance(named, dict) else [named]  # An old form is a list.
+    names = [name for each in lists for name in (each if isinstance(each, list) else [each])]
+    classes = [name for name in names if isinstance(name, str) and "--" not in name]
+    return {f"{name.rpartition('.')[0]}.py" for name in classes}
 
 
 def _read(path: Path) -> dict[str, Any]:

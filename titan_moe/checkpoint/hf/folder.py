@@ -268,13 +268,14 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
             files[file] = {
                 n: part for n, part in parts.items() if named.get(n) in (None, file.name)
             }
+    else:
+        single = [folder / name for name in (SINGLE, REST) if (folder / name).is_file()]
+        files = {path: _opened(path) for path in single[:1]}
+    if files:
         if unread := sorted(set(folder.glob("*.safetensors")) - files.keys()):
             names = ", ".join(path.name for path in unread)
-            logger.warning("%s does not name %s: not read", index, names)
+            logger.warning("%s, %s: beside the weights, not read", folder, names)
         return files
-    for name in (SINGLE, REST):
-        if (folder / name).is_file():
-            return {folder / name: _opened(folder / name)}
     others = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if others:
         raise RunError(

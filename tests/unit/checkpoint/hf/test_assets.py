@@ -127,7 +127,7 @@ def test_python_files_that_a_folder_names_come_along_or_are_named(tmp_path, capl
     (tmp_path / "in").mkdir()
     for name in ("configuration_own.py", "tokenization_own.py", "helpers.py"):
         (tmp_path / "in" / name).write_text("")
-    words = {"auto_map": {"AutoTokenizer": ["tokenization_own.Words", None]}}
+    words = {"auto_map": ["tokenization_own.Words", None]}
     model = small_model("qwen3")
     settings = model.settings() | {"auto_map": names, "eos_token_id": 1}
     _write(tmp_path / "in", config=settings, tokenizer_config=words)

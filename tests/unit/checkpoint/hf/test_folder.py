@@ -107,6 +107,7 @@ _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
         ({"w": _FLOAT8, "w_scale_inv": torch.ones(1, 1)}, "{}", "weight_block_size"),
         ({"w": _FLOAT8, "w_scale_inv": torch.ones(3, 2)}, _BLOCKS, r"needs \[3, 3\]"),
         ({"w": torch.ones(3)}, _BLOCKS.replace("fp8", "gptq"), "quant_method='gptq'"),
+        ({"w": torch.ones(3)}, _BLOCKS.replace("5]", '"5"]'), "must be two sizes"),
         ({"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)}, "{}", "without e_scales"),
         ({"w_packed": _NUMBERS}, _INT4 % _WEIGHTS, "w_packed wants w_scale and no w"),
         ({"w_packed": _NUMBERS, "w_scale": torch.ones(3, 3)}, _INT4 % _WEIGHTS, "do not belong"),

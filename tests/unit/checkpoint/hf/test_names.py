@@ -186,8 +186,15 @@ def test_a_tensor_in_two_files_is_read_where_the_index_says(tmp_path, caplog):
     save_file({norm: tensors[norm]}, folder / "old.safetensors")
     opened = HFFolder(folder)
     assert torch.equal(opened.read(norm, (slice(0, 32),)), tensors[norm])
-    assert "does not name old.safetensors: not read" in caplog.messages[0]
+    assert "old.safetensors: beside the weights, not read" in caplog.messages[0]
     del index["weight_map"][norm]
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(RunError, match=f"{second.name} and another file have a tensor {norm}"):
         HFFolder(folder)
+
+
+def test_files_beside_a_single_file_are_named_as_not_read(tmp_path, caplog):
+    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16, num_files=1)
+    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "in" / "adapter.safetensors")
+    HFFolder(tmp_path / "in")
+    assert "adapter.safetensors: beside the weights, not read" in caplog.messages[0]
