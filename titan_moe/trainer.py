@@ -20,7 +20,7 @@ from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.stages import changes, job_of_step, same_layout, stage_jobs
 from titan_moe.data.batch import Batch
 from titan_moe.data.reader import merge_states
-from titan_moe.data.tokenizer import loss_unit
+from titan_moe.data.tokenizer import loss_unit, token_ends
 from titan_moe.debug.bad_step_causes import bad_step_causes
 from titan_moe.debug.hang import mark_layers
 from titan_moe.debug.routing_trace import RoutingTrace
@@ -124,6 +124,7 @@ class Trainer:
             job_record=self.run_job.model_dump(mode="json"),
             merge_data=merge_states,
             model=HFModel(job.model.name, sharded.config),
+            ends_of=token_ends,
         )
 
     def create_seed_checkpoint(self) -> None:

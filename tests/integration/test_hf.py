@@ -1,5 +1,6 @@
 """Hugging Face folders straight from the configuration, through run_train.sh."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,16 @@ def source(tmp_path):
 @pytest.mark.slow
 def test_a_run_from_a_folder_to_a_folder(source, tmp_path):
     """With a learning rate of 0 the export has the bits of the import, in any layout."""
+    settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": None}
+    (source / "config.json").write_text(json.dumps(settings))
     layout = {"parallelism__expert_parallel_degree": 2}
     done = run_train(tmp_path / "run", {"NGPU": 2}, **_overrides(source, **layout))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "GB/s" in done.stdout
     out = tmp_path / "run/checkpoint/step-1-hf"
     assert_same_bits(read_folder(out), read_folder(source))
-    assert (out / "tokenizer_config.json").exists() and (out / "config.json").exists()
+    assert (out / "tokenizer_config.json").exists()
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 257  # Of bytes.
     # The run's own checkpoint is complete too, and goes on without the folder it began with.
     source.rename(tmp_path / "gone")
     more = _overrides(tmp_path / "gone", training__steps=2, training__local_batch_size=4)

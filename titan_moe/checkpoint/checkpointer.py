@@ -32,7 +32,7 @@ from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.checksums import checksums, unlike_copies
 from titan_moe.checkpoint.find import find_checkpoint
 from titan_moe.checkpoint.hf.read import load_hf
-from titan_moe.checkpoint.hf.write import export_checkpoint
+from titan_moe.checkpoint.hf.write import EndsOf, export_checkpoint, no_ends
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -87,6 +87,7 @@ class Checkpointer:
         job_record: the resolved configuration as JSON, kept in the manifest.
         merge_data: makes one data position of the ranks' own, which may overlap.
         model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
+        ends_of: reads the tokens that end texts, which these folders name.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Checkpointer:
         job_record: dict[str, Any],
         merge_data: MergeData,
         model: HFModel | None = None,
+        ends_of: EndsOf = no_ends,
     ) -> None:
         self._config = config
         self._folder = dump_folder / config.folder
@@ -107,6 +109,7 @@ class Checkpointer:
         self._job_record = job_record
         self._merge_data = merge_data
         self._model = model
+        self._ends_of = ends_of
         self._group = control_group()
         set_timeout(config.save_timeout_seconds, self._group)
         if config.async_mode != "disabled":
@@ -255,7 +258,7 @@ class Checkpointer:
         source = folders.step_folder(self._folder, step)
         target = folders.hf_folder(self._folder, step)
         dtype = getattr(torch, self._config.export_dtype)
-        self._say("%s", export_checkpoint(source, target, dtype))
+        self._say("%s", export_checkpoint(source, target, dtype, self._ends_of))
 
     def check_export(self, last_step: int, *, finished: bool = False) -> None:
         """Raises RunError when the export after the last step would find its folder taken; of a

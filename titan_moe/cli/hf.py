@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from titan_moe.cli.command import Answer, Command, add_out, path_of
 
@@ -65,8 +66,9 @@ def export(options: argparse.Namespace) -> Answer:
     argument.
     """
     from titan_moe.checkpoint.hf.write import export_checkpoint
+    from titan_moe.data.tokenizer import token_ends
 
-    return _converted(export_checkpoint, options)
+    return _converted(partial(export_checkpoint, ends_of=token_ends), options)
 
 
 def _converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:

@@ -118,6 +118,7 @@ class Tokenizer:
         bos, eos = names.bos or encoding.ends[0], names.eos or encoding.ends[1]
         key = training.append_eos
         self.bos_id = encoding.id_of(bos)
+        self.pad_id = encoding.id_of(names.pad)
         # The token that ends a document, or False.
         self.append_eos: str | bool = key if key is not True else self._text_end(eos)
         adds_bos = self.bos_id in encoding.added[:1] if names.adds_bos is None else names.adds_bos
@@ -184,8 +185,8 @@ class _Names:
         )
         decoder = self.config.get("added_tokens_decoder")
         table = mapped | self.config if decoder is not None else self.config | mapped
-        self.bos, self.eos = (
-            _content(table.get(name) or "") for name in ("bos_token", "eos_token")
+        self.bos, self.eos, self.pad = (
+            _content(table.get(name) or "") for name in ("bos_token", "eos_token", "pad_token")
         )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.adds_bos: bool | None = self.config.get("add_bos_token")
@@ -217,6 +218,17 @@ def _error(path: str, problem: str) -> ConfigError:
 def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
     """The unit that a loss is divided by, and the number of tokens a uniform guess chooses from."""
     return ("byte", 256) if tokenizer.path == "bytes" else ("token", tokenizer.vocab_size)
+
+
+def token_ends(path: str, training: Training) -> dict[str, int]:
+    """The tokens that begin, end and pad a text, by the keys that config.json has for them; empty
+    where `load_tokenizer` finds no tokenizer."""
+    try:
+        tokenizer = load_tokenizer(path, training)
+    except ConfigError:
+        return {}
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    return {f"{name}_token_id": number for name, number in ids.items() if number is not None}
 
 
 def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:

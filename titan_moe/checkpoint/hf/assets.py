@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ _OUTDATED = {
     "_name_or_path",
 }
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ENDS_OF_BYTES = {"bos_token_id": 256, "eos_token_id": 257}  # Of data.tokenizer.ByteEncoding.
+Ends = Callable[[], Mapping[str, int]]
+"""Returns the tokens that begin, end and pad a text, by the keys of config.json."""
 _KINDS = ("model_type", "architectures")
 _CODE = "auto_map"
 
@@ -77,7 +78,7 @@ def write_assets(
     model: HFModel,
     origin: Path | None,
     folders: Sequence[Path],
-    tokenizer: str | None,
+    ends: Ends,
     dtype: torch.dtype,
     target: Path,
 ) -> None:
@@ -88,7 +89,7 @@ def write_assets(
 
     Args:
         origin: as `origin_of` finds it.
-        tokenizer: the job's model.tokenizer_path.
+        ends: the tokenizer's, where it is known.
     """
     files = next(filter(None, map(_files, folders)), [])
     if not files:
@@ -99,7 +100,7 @@ def write_assets(
     text, typed = text_of(original), {"torch_dtype": str(dtype).removeprefix("torch.")}
     generation = {} if origin is None else _read(origin / "generation_config.json")
     settings = kept_keys(model.settings(), text, _OUTDATED) | typed
-    settings |= _ends((text, original, generation), [tokenizer, *map(str, folders)])
+    settings |= _ends_of_texts((text, original, generation), ends)
     if model.wrapper is not None:
         own = {key: text[key] for key in _KINDS if key in text}
         inside = {key: value for key, value in settings.items() if key not in _KINDS} | own
@@ -113,17 +114,15 @@ def write_assets(
     write_json(target / CONFIG, settings, indent=2)
 
 
-def _ends(tables: Iterable[Mapping[str, Any]], tokenizers: Iterable[str | None]) -> dict[str, Any]:
+def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str, Any]:
     """The tokens that begin, end and pad a text: by the first table that has each, or where none
-    has an end, by the first tokenizer that has one."""
-    ends = {key: _first(table.get(key) for table in tables) for key in _ENDS}
-    if ends["eos_token_id"] is None:
-        named = (_ends_of(path) for path in tokenizers if path)
-        found = next((each for each in named if "eos_token_id" in each), {})
-        ends = {key: _first((ends[key], found.get(key))) for key in _ENDS}
-    if ends["eos_token_id"] is None:
+    has an end, by the tokenizer."""
+    if all(table.get("eos_token_id") is None for table in tables):
+        tables = [*tables, ends()]
+    found = {key: _first(table.get(key) for table in tables) for key in _ENDS}
+    if found["eos_token_id"] is None:
         logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
-    return ends
+    return found
 
 
 def _is_original(model: HFModel, folder: Path) -> bool:
@@ -134,25 +133,6 @@ def _is_original(model: HFModel, folder: Path) -> bool:
         return False
     lines = differences(model.config, original.config)
     return original.family == model.family and all(line.startswith("rope.") for line in lines)
-
-
-def _ends_of(tokenizer: str) -> dict[str, int]:
-    """The tokens that begin, end and pad a text, as far as a tokenizer's files name them."""
-    if tokenizer == "bytes":
-        return _ENDS_OF_BYTES
-    path = Path(tokenizer).expanduser()
-    folder = path.parent if path.name == "tokenizer.json" else path
-    table = _read(folder / "tokenizer_config.json")
-    names = _read(folder / "special_tokens_map.json") | {k: v for k, v in table.items() if v}
-    whole = _read(folder / "tokenizer.json")
-    vocabulary = whole.get("model", {}).get("vocab")
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    ids |= {token["content"]: token["id"] for token in whole.get("added_tokens", [])}
-    added = table.get("added_tokens_decoder") or {}
-    ids |= {token["content"]: int(number) for number, token in added.items()}
-    found = {key: names.get(key.removesuffix("_id")) for key in _ENDS}
-    contents = {k: name["content"] if isinstance(name, dict) else name for k, name in found.items()}
-    return {key: ids[name] for key, name in contents.items() if name in ids}
 
 
 def _first(values: Iterable[Any]) -> Any:

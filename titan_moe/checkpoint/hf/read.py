@@ -262,12 +262,17 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
             spec = manifest.tensors[MODEL + name]
             chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
             tensor.copy_(stored.read(chunk))
-    folders = [str(folder) for folder in asset_folders(path, manifest.job)]
+    return Loaded(model.eval(), *tokenizers_of(path, manifest))
+
+
+def tokenizers_of(checkpoint: Path, manifest: Manifest) -> tuple[list[str], Training]:
+    """Returns what `Loaded` says of the tokenizers of a checkpoint."""
+    folders = [str(folder) for folder in asset_folders(checkpoint, manifest.job)]
     written = manifest.job.get("model", {}).get("tokenizer_path")
     names = ("append_eos", "prepend_bos", "parse_special_tokens")
     keys = manifest.job.get("training", {})
     training = Training(**{name: keys[name] for name in names if name in keys})
-    return Loaded(model.eval(), [*([written] if written else []), *folders], training)
+    return [*([written] if written else []), *folders], training
 
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -19,13 +19,14 @@ from torch import Tensor
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import DIGESTS, read_digests
 from titan_moe.checkpoint.folder import new_folder, write_json
-from titan_moe.checkpoint.hf.assets import HF, asset_folders, origin_of, write_assets
+from titan_moe.checkpoint.hf.assets import HF, Ends, asset_folders, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
-from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line
+from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
+from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.decoder import is_wide
@@ -41,6 +42,9 @@ LARGEST_FILE = 2 * 10**9
 
 Read = Callable[[str, Box], Tensor]
 """Reads a box of one of our tensors, on this rank."""
+EndsOf = Callable[[str, Training], Mapping[str, int]]
+"""Returns the `Ends` of a model.tokenizer_path, for documents as these keys say; empty where there
+is no tokenizer."""
 
 
 class CheckpointSource:
@@ -89,7 +93,14 @@ class Written(NamedTuple):
 File = dict[str, Written]
 
 
-def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype) -> str:
+def no_ends(path: str, training: Training) -> Mapping[str, int]:
+    """Reads no tokenizer."""
+    return {}
+
+
+def export_checkpoint(
+    checkpoint: Path, target: Path, dtype: torch.dtype, ends_of: EndsOf = no_ends
+) -> str:
     """Write a checkpoint's model as a Hugging Face folder; returns a line that says how fast.
     Collective.
 
@@ -105,6 +116,7 @@ def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype) -> str
         if name.startswith(MODEL)
     }
     source = on_every_rank(lambda: CheckpointSource(checkpoint, manifest), doing=doing)
+    names, training = tokenizers_of(checkpoint, manifest)
     num_bytes = export(
         model,
         shapes,
@@ -112,7 +124,7 @@ def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype) -> str
         target,
         dtype=dtype,
         folders=asset_folders(checkpoint, manifest.job),
-        tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
+        ends=lambda: next(filter(None, (ends_of(name, training) for name in names)), {}),
         verify=source.verify,
     )
     return speed_line(f"exported {target}", num_bytes, started)
@@ -126,7 +138,7 @@ def export(
     *,
     dtype: torch.dtype,
     folders: Sequence[Path] = (),
-    tokenizer: str | None = None,
+    ends: Ends = dict,
     verify: Callable[..., None] = lambda doing: None,
 ) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
@@ -135,7 +147,7 @@ def export(
         shapes: of all our tensors, whole; the same on every rank.
         dtype: of the floating-point tensors, but for those that published code keeps in float32.
         folders: where to look for the tokenizer's files, the likeliest first.
-        tokenizer: the model.tokenizer_path that names the tokens that end a text.
+        ends: the tokenizer's, asked where no folder names a token that ends a text.
         verify: raises RunError if what has been read cannot be trusted; collective.
 
     Raises RunError when the target exists, when a tensor has no place in that form, or when it
@@ -167,7 +179,7 @@ def export(
         on_every_rank(write, doing=doing)
         verify(doing=doing)
         on_rank_zero(lambda: _write_index(files, aside), doing=doing)
-        assets = (model, origin, folders, tokenizer, dtype)
+        assets = (model, origin, folders, ends, dtype)
         on_rank_zero(lambda: write_assets(*assets, aside), doing=doing)
     return total
 

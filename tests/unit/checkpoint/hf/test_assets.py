@@ -5,20 +5,18 @@ import json
 import pytest
 import torch
 
+from tests.support.documents import write_ranks
 from tests.support.hf_folders import make_folder, small_model
+from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.hf import assets
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
-from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.config.job_config import Training
+from titan_moe.data.tokenizer import load_tokenizer, token_ends
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences, model_of
 
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SPECIAL = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
-DECODER = {"added_tokens_decoder": {"7": {"content": "</s>"}, "8": {"content": "<s>"}}}
-TOKENIZER = {
-    "model": {"vocab": {"a": 0, "<s>": 2}},
-    "added_tokens": [{"id": 3, "content": "</s>"}, {"id": 4, "content": "<pad>"}],
-}
 
 
 def _write(folder, **files):
@@ -27,11 +25,11 @@ def _write(folder, **files):
         (folder / f"{name}.json").write_text(json.dumps(table))
 
 
-def _written(model, folders, target, tokenizer=None):
+def _written(model, folders, target):
     """Write what lies beside the weights of an export."""
     target.mkdir(exist_ok=True)
     origin = assets.origin_of(model, folders)
-    assets.write_assets(model, origin, folders, tokenizer, torch.float32, target)
+    assets.write_assets(model, origin, folders, dict, torch.float32, target)
 
 
 def _settings(folder):
@@ -81,37 +79,44 @@ def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "wanted"),
+    ("eos", "keys", "end"),
     [
-        ({"tokenizer_config": SPECIAL, "tokenizer": TOKENIZER}, [2, 3, None]),
-        ({"tokenizer_config": SPECIAL | DECODER}, [8, 7, None]),
+        # Documents end with this token, whose model never writes that which ends a turn.
+        ("<|eot_id|>", {}, "<|end_of_text|>"),
         (
-            {
-                "tokenizer_config": SPECIAL,
-                "special_tokens_map": {"pad_token": "<pad>"},
-                "tokenizer": TOKENIZER,
-            },
-            [2, 3, 4],
+            "<|eot_id|>",
+            {"append_eos": "<|reserved_special_token_9|>"},
+            "<|reserved_special_token_9|>",
         ),
-        ({"tokenizer": TOKENIZER}, [None] * 3),
+        ("<|eot_id|>", {"append_eos": False}, "<|eot_id|>"),
+        ("<|end_of_text|>", {}, "<|end_of_text|>"),
     ],
 )
-def test_ends_of_texts_follow_from_the_tokenizer_of_a_run_from_scratch(
-    files, wanted, tmp_path, caplog
-):
-    model = small_model("qwen3")
-    _write(tmp_path / "words", **files)
-    _written(model, [], tmp_path / "out", str(tmp_path / "words"))
+def test_an_export_of_a_run_from_scratch_ends_texts_as_its_documents_end(eos, keys, end, tmp_path):
+    """Of a file of ranks, whose special tokens no JSON file has to name."""
+    path = write_ranks(tmp_path / "words" / "tokenizer.model")
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": eos}}
+    _write(tmp_path / "words", tokenizer_config=names | {"pad_token": "<|end_of_text|>"})
+    model = small_model("mixtral")
+    record = {"model": {"tokenizer_path": path}, "training": keys}
+    run = plain_checkpointer(tmp_path, Decoder(model.config), model=model, job_record=record)
+    run.save(1, {})
+    step = tmp_path / "checkpoint/step-1"
+    export_checkpoint(step, tmp_path / "out", torch.bfloat16, token_ends)
     found = _settings(tmp_path / "out")
-    assert [found[key] for key in ENDS] == wanted
-    assert any("no eos_token_id" in line for line in caplog.messages) == (wanted[1] is None)
+    ids = load_tokenizer(path, Training(append_eos=end))
+    text_end = load_tokenizer(path, Training(append_eos="<|end_of_text|>")).eos_id
+    assert [found[key] for key in ENDS] == [ids.bos_id, ids.eos_id, text_end]
 
 
-def test_a_run_on_bytes_names_its_ends_of_texts(tmp_path):
-    _written(small_model("qwen3"), [], tmp_path, "bytes")
-    found = _settings(tmp_path)
-    own = load_tokenizer("bytes")
-    assert [found[key] for key in ENDS] == [own.bos_id, own.eos_id, None]
+def test_the_bytes_name_their_ends_of_texts_and_no_tokenizer_has_none(tmp_path):
+    assert token_ends("bytes", Training()) == {"bos_token_id": 256, "eos_token_id": 257}
+    assert token_ends(str(tmp_path), Training()) == {}
+
+
+def test_an_export_without_a_known_end_of_text_says_so(tmp_path, caplog):
+    _written(small_model("qwen3"), [], tmp_path)
+    assert any("no eos_token_id is known" in line for line in caplog.messages)
 
 
 def test_keys_of_a_model_of_other_dimensions_are_not_taken(tmp_path):
