@@ -43,16 +43,22 @@ class _Script(torch.nn.Module):
         super().__init__()
         self.config = model_config("qwen3", "gate")
         self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.recurrence = None
+        self.output = torch.nn.Identity()
         self._tokens = iter(tokens)
 
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return functional.one_hot(torch.tensor([[next(self._tokens)]]), 600)
+    def blocks(self) -> dict[str, Any]:
+        return {}
+
+    def hidden(self, *_: torch.Tensor) -> list[torch.Tensor]:
+        return [functional.one_hot(torch.tensor([[next(self._tokens)]]), 600)]
 
 
-@pytest.mark.parametrize("stop", [256 + 1, 256 + 9])
+@pytest.mark.parametrize("stop", [256 + 1, 256 + 9, 260, 261])
 def test_decode_ends_at_the_end_of_a_text_and_of_a_turn(tmp_path: Path, stop: int) -> None:
     path = write_ranks(tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [260, 261]}}')
     said = [*"né 🎉".encode()]
     tokenizer = load_tokenizer(path)
     model: Any = _Script([*said, stop, 97])

@@ -14,11 +14,12 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data import tiktoken_files
 from titan_moe.data.order import digest
+from titan_moe.models.hf_settings import text_of
 
 if TYPE_CHECKING:
     import tokenizers
 
-_BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config")
+_BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config", "config")
 _PATTERNS = ("tokenizer.json", "*.model", "*tekken*.json", "*.tiktoken", "*.model.v*")
 # An instruct tokenizer's EOS may end a turn of a chat. Its base model's texts end with another
 # token, the first of these that the tokenizer has.
@@ -180,7 +181,7 @@ class _Names:
 
     def __init__(self, folder: Path | None = None) -> None:
         """KeyError, TypeError, ValueError or AttributeError if the files are not understood."""
-        self.config, mapped, added, generation = (
+        self.config, mapped, added, generation, model = (
             _read_json(folder / f"{name}.json") if folder is not None else {} for name in _BESIDE
         )
         decoder = self.config.get("added_tokens_decoder")
@@ -190,7 +191,8 @@ class _Names:
         )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.adds_bos: bool | None = self.config.get("add_bos_token")
-        stops = generation.get("eos_token_id") or []
+        ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
+        stops = next((end for end in ends if end is not None), [])
         self.stops: list[int] = stops if isinstance(stops, list) else [stops]
 
 
