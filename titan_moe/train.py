@@ -27,7 +27,6 @@ from titan_moe.models.hf import (
     HFModel,
     as_record,
     export_problems,
-    initial_weights_problems,
     model_of_job,
 )
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside, report
@@ -125,7 +124,6 @@ def check_all(
         raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
     job, model, lines = _read(argv, world_size, environment)
     problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
-    problems += initial_weights_problems(job.model, job.checkpoint)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)

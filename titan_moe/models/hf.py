@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Checkpoint, Model
+from titan_moe.config.job_config import Model
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_family import HFCopies, HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
@@ -223,20 +223,6 @@ def quantization(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The quantization_config of a config.json, also inside a text_config; empty without."""
     found = settings.get("quantization_config") or text_of(settings).get("quantization_config")
     return found or {}
-
-
-def initial_weights_problems(section: Model, checkpoint: Checkpoint) -> list[str]:
-    """Why a run could not read the Hugging Face weights that it starts from, by their config.json;
-    empty where it has none."""
-    folder = checkpoint.initial_load_path or section.hf_assets_path
-    if not (checkpoint.enable and checkpoint.initial_load_in_hf and folder):
-        return []
-    path = Path(folder).expanduser()
-    try:
-        weight_block(read_settings(path), path / CONFIG)
-    except ConfigError as error:
-        return error.lines
-    return []
 
 
 def model_of(folder: Path) -> HFModel:

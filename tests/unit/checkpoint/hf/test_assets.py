@@ -85,8 +85,8 @@ def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
         ("<|eot_id|>", {}, "<|end_of_text|>"),
         (
             "<|eot_id|>",
-            {"append_eos": "<|reserved_special_token_9|>"},
-            "<|reserved_special_token_9|>",
+            {"append_eos": "<|end_header_id|>"},
+            "<|end_header_id|>",
         ),
         ("<|eot_id|>", {"append_eos": False}, "<|eot_id|>"),
         ("<|end_of_text|>", {}, "<|end_of_text|>"),
