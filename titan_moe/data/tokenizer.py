@@ -192,7 +192,7 @@ class _Names:
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.adds_bos: bool | None = self.config.get("add_bos_token")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
-        stops = next((end for end in ends if end is not None), [])
+        stops: Any = next((end for end in ends if end is not None), [])
         self.stops: list[int] = stops if isinstance(stops, list) else [stops]
 
 

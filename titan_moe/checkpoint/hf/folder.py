@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import CONFIG, read_settings, weight_block, wrapper_of
 from titan_moe.runtime.errors import RunError, reason
@@ -120,8 +119,8 @@ class Int4(NamedTuple):
 class HFFolder:
     """The tensors of a Hugging Face folder, read box by box; safetensors only.
 
-    Raises RunError, and ConfigError for a config.json that makes no sense, when the folder cannot
-    be read or is quantised in a way that is not known.
+    Raises RunError when the folder cannot be read, and ConfigError for a config.json that makes no
+    sense or says that weights are quantised in a way that is not known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,10 +134,7 @@ class HFFolder:
             if twice := sorted(self._slices.keys() & parts):
                 raise RunError(f"{file} and another file have a tensor {twice[0]}: remove one")
             self._slices |= parts
-        try:
-            block = weight_block(self.settings, path / CONFIG)
-        except ConfigError as error:
-            raise RunError(error.lines[0]) from None
+        block = weight_block(self.settings, path / CONFIG)
         self._quantized: dict[str, Float8 | MXFP4 | Int4] = {}
         hidden: set[str] = set()
         for name, part in self._slices.items():

@@ -85,12 +85,8 @@ def write_as(
     for name, shape in shapes.items():
         if name not in model.first_of_group and (ways := _ways(model, name)):
             targets[name] = [_nearest([Stored(name, shape, way) for way in ways], stored)]
-    first = model.config.num_layers
-    for copy, ours in model.copies.items():
-        source = model.first_of_group.get(ours, ours)
-        for layer in range(first, first + model.config.num_mtp_layers):
-            way = HFWeight(copy.replace("{layer}", str(layer)))
-            targets[source].append(Stored(source, shapes[source], way))
+    for copy, ours in _mtp_copies(model).items():
+        targets[ours].append(Stored(ours, shapes[ours], HFWeight(copy)))
     return targets
 
 
@@ -140,17 +136,16 @@ def _nearest(ways: list[Stored], shapes: Shapes) -> Stored:
 
 def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> list[str]:
     """Names but for copies, ignored ones, and layers that only multi-token prediction has."""
-    config = model.config
-    theirs = model_of(folder.path).config
-    layers = range(config.num_layers, config.num_layers + theirs.num_mtp_layers)
+    first, own = model.config.num_layers, model.config.num_mtp_layers
+    theirs = model_of(folder.path).config.num_mtp_layers
     prefixes = {way.name.partition("{layer}")[0] for ways in model.keys.values() for way in ways}
-    own_mtp = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    left_out = [
+        f"{prefix}{layer}." for prefix in prefixes for layer in range(first + own, first + theirs)
+    ]
     copies = _copies(model)
     rest, ahead, ignored = [], [], []
     for name in names:
-        match = re.match(r"(.*?layers\.)(\d+)\.", name)
-        beyond = match is not None and match[1] in prefixes and int(match[2]) in layers
-        if beyond and match is not None and int(match[2]) not in own_mtp:
+        if name.startswith(tuple(left_out)):
             ahead.append(name)
         elif any(fnmatchcase(name, pattern) for pattern in model.ignored):
             ignored.append(name)
@@ -165,14 +160,21 @@ def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> lis
 
 def _copies(model: HFModel) -> dict[str, str]:
     """Their names of tensors that are stored as copies -> our names of what each must equal."""
+    tied = {
+        way.name: first
+        for ours, first in model.first_of_group.items()
+        for way in model.keys.get(ours, ())
+    }
+    return _mtp_copies(model) | tied
+
+
+def _mtp_copies(model: HFModel) -> dict[str, str]:
     first = model.config.num_layers
-    copies = {
-        copy.replace("{layer}", str(layer)): ours
+    return {
+        copy.replace("{layer}", str(layer)): model.first_of_group.get(ours, ours)
         for copy, ours in model.copies.items()
         for layer in range(first, first + model.config.num_mtp_layers)
     }
-    tied = {way.name: ours for ours in model.first_of_group for way in model.keys.get(ours, ())}
-    return {name: model.first_of_group.get(ours, ours) for name, ours in (copies | tied).items()}
 
 
 def _refuse_other_copies(model: HFModel, folder: HFFolder, places: Mapping[str, Stored]) -> None:

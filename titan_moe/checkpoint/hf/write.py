@@ -26,6 +26,7 @@ from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
@@ -199,7 +200,7 @@ def _around(origin: Path | None) -> HFFolder | None:
         return None
     try:
         folder = HFFolder(origin)
-    except RunError as error:
+    except (RunError, ConfigError) as error:
         logger.warning("the text model is exported alone: %s", error)
         return None
     return folder if folder.rest() else None
