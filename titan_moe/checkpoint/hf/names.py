@@ -97,12 +97,6 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def has_place(model: HFModel, name: str) -> bool:
-    """Returns whether the Hugging Face form has a place for one of our tensors."""
-    pattern, _ = _pattern(model, model.first_of_group.get(name, name))
-    return pattern in model.keys
-
-
 def _ways(model: HFModel, name: str) -> list[HFWeight]:
     """All ways, with the layer's number; none for what needs no place. Raises RunError."""
     if name.endswith(PREVIOUS_LOAD):

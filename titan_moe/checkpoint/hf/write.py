@@ -21,7 +21,7 @@ from titan_moe.checkpoint.digests import DIGESTS, read_digests
 from titan_moe.checkpoint.folder import new_folder, write_json
 from titan_moe.checkpoint.hf.assets import HF, Ends, asset_folders, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, save
-from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, read_manifest
@@ -165,8 +165,10 @@ def export(
     rest = {} if around is None else around.rest()
     if rest and dist.get_rank() == 0:
         logger.info("%d tensors of %s that do not train come along", len(rest), origin)
-    files = plan_files(write_as(model, shapes, stored), dtype, rest)
-    on_every_rank(lambda: _refuse_lost_bias(model, shapes, read), doing=doing)
+    targets = write_as(model, shapes, stored)
+    files = plan_files(targets, dtype, rest)
+    without = {name: shape for name, shape in shapes.items() if name not in targets}
+    on_every_rank(lambda: _refuse_lost_bias(model, without, read), doing=doing)
     total = sum(map(_num_bytes, files.values()))
     mine = list(files.items())[dist.get_rank() :: dist.get_world_size()]
     with new_folder(target, total, doing=doing) as aside:
@@ -288,13 +290,11 @@ def _write(path: Path, file: File, read: Read) -> None:
 
 
 def _refuse_lost_bias(model: HFModel, shapes: Shapes, read: Read) -> None:
-    """Raises RunError for a bias of the routing that is not zero and has no place."""
+    """Raises RunError for a bias of the routing that is not zero, among tensors without a place."""
     lost = [
         name
         for name, shape in shapes.items()
-        if name.endswith(EXPERT_BIAS)
-        and not has_place(model, name)
-        and read(name, whole(shape)).count_nonzero()
+        if name.endswith(EXPERT_BIAS) and read(name, whole(shape)).count_nonzero()
     ]
     if lost:
         raise RunError(
