@@ -37,7 +37,7 @@ QWEN3_5 = {"titan_moe": 0, "tests": 60, "scripts": 0}
 # Running on GPUs as people have them came later: limits of kernels, torch 2.11 to 2.14, one GPU.
 ON_A_GPU = {"titan_moe": 500, "tests": 680, "scripts": 400}
 # What real files and real users break came later; 1,200 and 1,300 lines were meant.
-REAL_FILES = {"titan_moe": 2_030, "tests": 2_250, "scripts": 60}
+REAL_FILES = {"titan_moe": 2_030, "tests": 2_280, "scripts": 60}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
