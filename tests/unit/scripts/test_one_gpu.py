@@ -124,7 +124,7 @@ def test_call_without_pydantic_says_how_to_fetch_it(tmp_path: Path) -> None:
 def test_call_on_a_cpu_runs_every_stage_without_the_packages_that_such_a_machine_lacks(
     tmp_path: Path,
 ) -> None:
-    lacking = {"datasets", "matplotlib", "torchao", "zstandard"}
+    lacking = {"datasets", "matplotlib", "pyarrow", "tiktoken", "torchao", "zstandard"}
     run = call(tmp_path, lacking, "--seconds", "600")
     found = stages_of(tmp_path / "out" / "one_gpu.json")
     assert run.returncode == 0, found
