@@ -15,7 +15,7 @@ def as_path(text: str) -> str:
     if "\0" in text or size > 4095 or longest > 255:
         raise ValueError("must be a path: no NUL, names of at most 255 bytes, 4095 in all")
     if (path := expanduser(text)).startswith("~"):
-        raise ValueError("names the home folder of nobody: write the path out, or ./~ for a name")
+        raise ValueError("there is no such user: write the path out, or ./~ for a name")
     return path
 
 

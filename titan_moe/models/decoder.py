@@ -253,8 +253,8 @@ class Decoder(nn.Module):
         x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
-        asked_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
-        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks, asked_BKS)]
+        counted_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
+        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks, counted_BKS)]
 
     def blocks(self) -> dict[str, Block]:
         """All blocks, multi-token prediction's last, by name: {"layers.0": Block, ...}."""

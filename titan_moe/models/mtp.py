@@ -17,7 +17,7 @@ from titan_moe.models.rope import Rotation
 from titan_moe.ops.local_attention import LocalAttention
 
 Sees = LocalAttention | Literal["state"] | None
-"""How a layer gets at the past: how far its attention sees, or by a recurrent state."""
+"""A layer's way to see the past: attention up to a distance, or a recurrent state."""
 Masks = Mapping[Sees, Any]
 
 
@@ -42,12 +42,12 @@ class MTPLayer(nn.Module):
         hidden_BSD: Tensor,
         rotation: Rotation,
         mask: Any,
-        asked_BS: Tensor | None,
+        counted_BS: Tensor | None,
     ) -> Tensor:
         embedded_BSD = self.tok_embeddings(tokens_BS)
         both = [self.embedding_norm(embedded_BSD), self.hidden_norm(hidden_BSD)]
         x_BSD = self.projection(torch.cat(both, -1))
-        return self.norm(self.block(x_BSD, rotation, mask, asked_BS))
+        return self.norm(self.block(x_BSD, rotation, mask, counted_BS))
 
 
 class MultiTokenPrediction(nn.Module):
@@ -84,21 +84,21 @@ class MultiTokenPrediction(nn.Module):
         tokens_BKS: Tensor,
         rotation: Rotation,
         masks: Masks,
-        asked_BKS: Tensor | None = None,
+        counted_BKS: Tensor | None = None,
     ) -> list[Tensor]:
         """Returns the output layer's input for each depth, x_BSD.
 
         Args:
             hidden_BSD: after the decoder's final norm.
             tokens_BKS: for each depth the tokens k positions on.
-            asked_BKS: True where a depth has a target, of the tokens of `hidden_BSD`; None: all.
+            counted_BKS: True where a depth has a target, of the tokens of `hidden_BSD`; None: all.
         """
         hidden = [hidden_BSD]
-        asked = [None] * len(self.layers) if asked_BKS is None else asked_BKS.unbind(1)
-        depths = zip(self.layers.values(), tokens_BKS.unbind(1), asked, strict=True)
-        for layer, tokens_BS, asked_BS in depths:
+        counted = [None] * len(self.layers) if counted_BKS is None else counted_BKS.unbind(1)
+        depths = zip(self.layers.values(), tokens_BKS.unbind(1), counted, strict=True)
+        for layer, tokens_BS, counted_BS in depths:
             mask = masks[layer.block.sees]  # type: ignore[union-attr, index]
-            hidden.append(layer(tokens_BS, hidden[-1], rotation, mask, asked_BS))
+            hidden.append(layer(tokens_BS, hidden[-1], rotation, mask, counted_BS))
         return hidden[1:]
 
     def losses(

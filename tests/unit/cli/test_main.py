@@ -313,5 +313,5 @@ def test_of_several_ranks_the_first_prints(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_argument_that_names_no_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "~no_such_user/run"]) == 2
-    says = "error: ~no_such_user/run: names the home folder of nobody: write the path out, "
+    says = "error: ~no_such_user/run: there is no such user: write the path out, "
     assert capsys.readouterr().err.startswith(says)

@@ -93,7 +93,7 @@ def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
     ],
 )
 def test_an_export_of_a_run_from_scratch_ends_texts_as_its_documents_end(eos, keys, end, tmp_path):
-    """Of a file of ranks, whose special tokens no JSON file has to name."""
+    """The tokenizer is a file of ranks; no JSON file has to name its special tokens."""
     path = write_ranks(tmp_path / "words" / "tokenizer.model")
     names = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": eos}}
     _write(tmp_path / "words", tokenizer_config=names | {"pad_token": "<|end_of_text|>"})
