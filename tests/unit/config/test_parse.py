@@ -227,7 +227,7 @@ def test_nearest_key_is_named(misspelt: str, right: str) -> None:
 @pytest.mark.parametrize("text", ["n" * 256, "d/" * 2048, "a\0b", "~no_such_user/data"])
 @pytest.mark.parametrize("key", ["job.dump_folder", "model.tokenizer_path", "debug.routing_replay"])
 def test_path_that_no_file_can_have_is_refused(key: str, text: str) -> None:
-    says = "names the home folder" if text[0] == "~" else "must be a path"
+    says = "there is no such user" if text[0] == "~" else "must be a path"
     assert f"(command line): {says}" in refusal(load_job, [f"--{key}={text}"])
 
 
