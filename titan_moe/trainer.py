@@ -1,5 +1,6 @@
 """The training loop of one rank, in the order in which it runs."""
 
+import json
 import logging
 import math
 import os
@@ -9,7 +10,7 @@ from typing import Any
 
 from titan_moe.bad_steps import BadSteps
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.checksums import ReplicaCheck
+from titan_moe.checkpoint.checksums import ReplicaCheck, checksums
 from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
@@ -29,6 +30,7 @@ from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.transfer import move
 from titan_moe.metrics.closing import closing_lines, outcome
+from titan_moe.metrics.jsonl import INITIAL_WEIGHTS
 from titan_moe.metrics.run_log import RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
@@ -37,6 +39,7 @@ from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.process import (
     GarbageCollector,
     Process,
@@ -153,6 +156,10 @@ class Trainer:
         self.routing = RoutingTrace(self.job, self.sharded, self.process, resume_step=resume_step)
         if self.process.is_main:
             describe_run(self.run_job, self.process, self.data.loader.identity)
+        if self.job.metrics.log_initial_weights and not resume_step:
+            found = checksums(model_tensors(self.sharded.parts))
+            if self.process.is_main:
+                write_whole(self.folder / INITIAL_WEIGHTS, json.dumps(found, indent=1))
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         garbage = GarbageCollector(self.job.training.gc_freq)
         stages = dict(stage_jobs(self.run_job))

@@ -122,6 +122,9 @@ class Metrics(Section):
     in the folder mlruns inside job.dump_folder."""
     log_expert_counts: bool = False
     """Write the rows of every expert at each logged step, to expert_counts.jsonl."""
+    log_initial_weights: bool = False
+    """Write a checksum of every tensor before the first step, the same in any layout, to
+    initial_weights.json."""
     log_parameter_norms: bool = False
     """Write the norm of every parameter's and expert's gradient at each logged step, to
     parameter_norms.jsonl."""

@@ -12,6 +12,7 @@ from typing import Any
 from titan_moe.runtime.files import replacing, set_aside
 
 EVENTS = "events.jsonl"
+INITIAL_WEIGHTS = "initial_weights.json"
 
 logger = logging.getLogger(__name__)
 

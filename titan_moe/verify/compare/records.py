@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import tomllib
-from titan_moe.metrics.jsonl import EVENTS, read_json_lines
+from titan_moe.metrics.jsonl import EVENTS, INITIAL_WEIGHTS, read_json_lines
 from titan_moe.runtime.errors import reason
 
 Array = NDArray[np.float64]
@@ -50,6 +50,8 @@ class RunRecord:
     folder: Path | None = None
     events: Sequence[Mapping[str, Any]] = ()
     """events.jsonl: decisions about spikes and NaN."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the initial weights by tensor; empty for runs that recorded none."""
 
 
 def moved_share(first_SE: Array, second_SE: Array) -> Array:
@@ -84,7 +86,8 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
         raise ConfigError([f"{folder}: its metrics are damaged: {reason(error)}"]) from None
     if not len(curve.steps):
         raise ConfigError([f"{path}: no step is logged"])
-    facts, config, decided = (folder / name for name in ("run.json", "config.toml", EVENTS))
+    names = "run.json", "config.toml", EVENTS, INITIAL_WEIGHTS
+    facts, config, decided, weights = (folder / name for name in names)
     return RunRecord(
         name,
         curve,
@@ -92,6 +95,7 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
         read_table(config, tomllib.loads) if config.is_file() else {},
         folder,
         _steps(decided) if decided.is_file() else (),
+        read_table(weights, json.loads) if weights.is_file() else {},
     )
 
 

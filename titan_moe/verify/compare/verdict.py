@@ -167,6 +167,15 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
                 "training.global_batch_size and training.seq_len alike"
             ]
         )
+    mine, others = baseline.weights, candidate.weights
+    if mine and others and mine != others:
+        name = min(name for name, _ in mine.items() ^ others.items())
+        raise ConfigError(
+            [
+                f"initial weights: {name} has checksum {mine.get(name)} in {baseline.name}, "
+                f"{others.get(name)} in {candidate.name}: leave out seed = false or --no-seed"
+            ]
+        )
     ours, theirs = _data(baseline.curve), _data(candidate.curve)
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
     if other:
