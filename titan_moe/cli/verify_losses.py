@@ -20,6 +20,7 @@ titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
+from dataclasses import replace
 
 from titan_moe.cli import run_specs
 from titan_moe.cli.command import Answer, Command, add_out, path_of
@@ -28,6 +29,8 @@ from titan_moe.cli.command import Answer, Command, add_out, path_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_specs.add_arguments(parser, repeats=24)
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
+    says = "start without a seed checkpoint: checksums of initial weights must agree"
+    parser.add_argument("--no-seed", action="store_true", help=says)
     parser.add_argument("--update-golden", type=path_of, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
 
@@ -37,7 +40,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.runner import compare, update_golden
     from titan_moe.verify.report.comparison import write_comparison
 
-    plan = run_specs.read_plan(options)
+    plan = replace(run_specs.read_plan(options), seed=not options.no_seed)
     launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:

@@ -3,6 +3,9 @@
     titan-moe verify suite configs/suites/cpu.toml
     titan-moe verify suite configs/suites/seed_8.toml --config configs/deepseek_v3/16B_8gpu.toml
 
+Every comparison is checked before the first training. --dry-run then prints the trainings of each,
+and an estimate of their time, and ends.
+
 Started again, a suite that was interrupted goes on: what has been trained under the same code and
 configuration is not trained anew. The output folder gets summary.html and a folder for each
 comparison.
@@ -13,6 +16,7 @@ titan_moe; 130 interrupted: the same command goes on.
 
 import argparse
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_out, path_of
@@ -26,19 +30,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=path_of, metavar="FILE", help="train this model in every comparison"
     )
     add_out(parser, default=None, says="default: outputs/regression_<suite's name>")
+    parser.add_argument("--dry-run", action="store_true", help="count the trainings, start none")
 
 
 def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.verify.compare.forecast import Forecast
     from titan_moe.verify.compare.launch import workplace
-    from titan_moe.verify.compare.suite import entry_plan, load_suite, run_suite, suite_page
+    from titan_moe.verify.compare.suite import load_suite, prepare_suite, run_suite, suite_page
 
     suite = load_suite(options.suite, options.config)
-    for entry in suite.comparison:
-        entry_plan(entry)  # Everything misspelt is reported before the first run.
+    forecast = Forecast(for_h100=options.dry_run)
     out = options.out or Path("outputs") / f"regression_{options.suite.stem}"
     rows = []
     with workplace(out):
-        for row in run_suite(suite, out, lambda line: print(f"  {line}", flush=True)):
+        say = partial(print, " ", flush=True)
+        runners = prepare_suite(suite, out, forecast, say)
+        if options.dry_run:
+            return Answer(forecast.rows(), forecast.table())
+        print(forecast.line(), flush=True)
+        for row in run_suite(suite, runners):
             rows.append(row)
             mark = "ok" if row.ok else "NOT OK"
             print(f"{mark}: {row.name}: {row.verdict} (expected {row.expected})", flush=True)

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from titan_moe.runtime.files import write_whole
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key
 from titan_moe.verify.compare.records import RunRecord, read_run
-from titan_moe.verify.compare.run_spec import INPUT_KEYS, RunSpec, Words
+from titan_moe.verify.compare.run_spec import INPUT_KEYS, RunSpec
 
 _NOTE = "comparison_run.json"
 _LAST_LINES = 12
@@ -42,6 +43,19 @@ _VARIABLES = ("OMP_", "MKL_", "CUDA_", "TORCH", "NCCL_", "ATEN_", "CUBLAS_")
 class TrainingError(RunError):
     """A run ended with an exit code other than 0, the message holds its last lines; or it was not
     the run that was asked for."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's folder, which need not exist yet."""
+
+    folder: Path
+    mark: str
+    """Hash of everything that determines the run."""
+    arguments: list[str]
+    """Command line, without the file."""
+    seconds: float | None
+    """Duration of the run, start-up included; None if it has not finished there."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Launcher:
 
         Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
         """
-        record = read_run(self._ensure(spec, name, more), name=name)
+        record = read_run(self._ensure(spec, name, *more).folder, name=name)
         ranks = record.facts.get("world_size")
         if None not in (ranks, spec.ranks) and ranks != spec.ranks:
             raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
@@ -81,29 +95,34 @@ class Launcher:
             raise TrainingError(f"{name} is not what was asked for: {problem}")
         return replace(record, facts={**record.facts, "told": code.description})
 
-    def seed(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Path:
-        """A run's initial weights as a checkpoint, in the folder `name`."""
+    def seed(self, spec: RunSpec, name: str, *more: tuple[str, str], write: bool = True) -> Path:
+        """A run's initial weights as a checkpoint, in the folder `name`.
+
+        Args:
+            write: False: returns only the path.
+        """
         switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
-        return self._ensure(spec, name, (*more, *switches)) / "checkpoint" / "step-0"
+        make = self._ensure if write else self.place
+        return make(spec, name, *more, *switches).folder / "checkpoint" / "step-0"
 
-    def _ensure(self, spec: RunSpec, name: str, more: Words) -> Path:
-        folder, mark, arguments = self._place(spec, name, more)
-        if _finished(folder, mark):
-            return folder
-        _clear(folder)
-        _note(folder, mark, finished=False)
-        self._train(spec, self.code(spec), folder, arguments)
-        self.code(spec)
-        _note(folder, mark, finished=True)
-        return folder
-
-    def _place(self, spec: RunSpec, name: str, more: Words) -> tuple[Path, str, list[str]]:
-        """A run's folder, which need not exist yet, its mark, and its command line."""
+    def place(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Place:
+        """Returns where `run` trains or has trained, and starts nothing."""
         code = self.code(spec)
         arguments = spec.arguments(*more)
         mark = _mark(spec, code, arguments)
         folder = self.folder / name if self.shared is None else self.shared / mark[:16]
-        return folder.resolve(), mark, arguments
+        return Place(folder.resolve(), mark, arguments, _seconds(folder, mark))
+
+    def _ensure(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Place:
+        place = self.place(spec, name, *more)
+        if place.seconds is None:
+            _clear(place.folder)
+            _note(place, seconds=None)
+            started = time.perf_counter()
+            self._train(spec, self.code(spec), place.folder, place.arguments)
+            self.code(spec)
+            _note(place, seconds=time.perf_counter() - started)
+        return place
 
     def _train(self, spec: RunSpec, code: CodeTree, folder: Path, arguments: list[str]) -> None:
         command, variables = _command(spec, code.folder)
@@ -164,12 +183,13 @@ def _command(spec: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
     return ["bash", str(folder / "scripts" / "slurm_train.sh")], variables
 
 
-def _finished(folder: Path, mark: str) -> bool:
-    """Says whether the run of this mark has ended there."""
+def _seconds(folder: Path, mark: str) -> float | None:
+    """Returns the duration of the run of this mark; None if it has not ended there."""
     try:
-        return bool(json.loads((folder / _NOTE).read_bytes()) == {"mark": mark, "finished": True})
-    except (OSError, ValueError):
-        return False
+        note = json.loads((folder / _NOTE).read_bytes())
+        return float(note["seconds"]) if note["mark"] == mark else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _clear(folder: Path) -> None:
@@ -183,9 +203,9 @@ def _clear(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _note(folder: Path, mark: str, *, finished: bool) -> None:
-    """Writes the run's mark, and whether it has ended."""
-    write_whole(folder / _NOTE, json.dumps({"mark": mark, "finished": finished}))
+def _note(place: Place, *, seconds: float | None) -> None:
+    """Writes the run's mark, and its duration if it has ended."""
+    write_whole(place.folder / _NOTE, json.dumps({"mark": place.mark, "seconds": seconds}))
 
 
 def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:

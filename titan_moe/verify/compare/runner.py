@@ -10,10 +10,13 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import tokens_in_words, tokens_per_step
+from titan_moe.metrics.run_log import model_flops_per_token
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime import launch
-from titan_moe.train import prepare
+from titan_moe.train import check_all
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
+from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
@@ -38,6 +41,9 @@ class Plan:
     """Left out: as the configuration says."""
     control_layouts: Sequence[str] = ()
     """Layouts of control runs; empty: the neighbours of the baseline's layout."""
+    seed: bool = True
+    """Start all runs from one seed checkpoint; False: from weights that each draws itself, and
+    refuse runs whose checksums differ."""
 
 
 def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
@@ -45,19 +51,9 @@ def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Compa
 
     Raises ConfigError for runs that cannot be compared, TrainingError for a run that failed.
     """
-    runner = Runner(plan, launcher, progress)
-    if 0 < plan.num_control_runs < FEWEST_CONTROLS:
-        raise ConfigError(
-            [f"--repeats {plan.num_control_runs}: 0, or {FEWEST_CONTROLS} or more for a band"]
-        )
-    if replace(plan.baseline, text="") == replace(plan.candidate, text=""):
-        raise ConfigError(
-            [
-                "both runs are the same training: say what differs, such as --baseline "
-                "revision=main or --candidate layout=tp=2"
-            ]
-        )
-    runner.check()
+    runner, forecast = Runner(plan, launcher, progress), Forecast()
+    runner.prepare(forecast)
+    progress(forecast.line())
     return runner.compare()
 
 
@@ -96,11 +92,22 @@ def _default_ranks() -> int:
     return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
 
 
+def _too_few_gpus(ranks: int, job: JobConfig) -> list[str]:
+    """Returns a line where an allocation, or this machine, has GPUs but fewer than ranks."""
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    gpus = nodes * launch.count_gpus(os.environ)
+    if not 0 < gpus < ranks or job.comm.share_gpus:
+        return []
+    remedy = "choose a smaller layout, or set comm.share_gpus=true to test one"
+    return [f"ranks={ranks}: {gpus} GPUs on {nodes} node(s): {remedy}"]
+
+
 class Runner:
     """The runs of one plan, each trained when it is first needed."""
 
     def __init__(self, plan: Plan, launcher: Launcher, progress: Progress) -> None:
         self.launcher, self.progress = launcher, progress
+        self.forecast = Forecast()
         self.golden: Golden | None = None
         path = plan.baseline.path
         if path is not None and is_golden(path):
@@ -111,6 +118,26 @@ class Runner:
             raise ConfigError(["a golden is a baseline: name it with --baseline"])
         self.plan = plan
 
+    def prepare(self, forecast: Forecast) -> None:
+        """Check the comparison, and add its trainings to a forecast. Raises ConfigError with a line
+        for everything wrong."""
+        plan, lines = self.plan, []
+        if 0 < plan.num_control_runs < FEWEST_CONTROLS:
+            lines.append(f"repeats={plan.num_control_runs}: 0, or {FEWEST_CONTROLS} or more")
+        if replace(plan.baseline, text="") == replace(plan.candidate, text=""):
+            lines.append(
+                f"baseline={plan.baseline.text!r} and candidate={plan.candidate.text!r} are the "
+                "same training: say what differs, such as revision=main or layout=tp=2"
+            )
+        try:
+            self.check()
+        except ConfigError as error:
+            lines += error.lines
+        if lines:
+            raise ConfigError(lines)
+        self.forecast = forecast
+        forecast.add(plan.title, self._trainings())
+
     def check(self) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run."""
         lines: list[str] = []
@@ -120,13 +147,20 @@ class Runner:
             if spec.path is not None:
                 continue
             try:
-                self.launcher.code(spec)
+                code = self.launcher.code(spec)
                 job = self._job(spec)
                 steps.add(job.training.steps)
                 tokens[tokens_in_words(tokens_per_step(job))] = None
+                lines += _too_few_gpus(spec.world_size, job)
                 if not spec.revision:
                     words = [*spec.file(), *spec.arguments(*self._words(spec))]
-                    prepare(words, spec.world_size, os.environ)
+                    words += ["--job.dump_folder", str(self.launcher.folder.resolve() / "none")]
+                    before = Path.cwd()
+                    os.chdir(code.folder)  # As the run: relative paths begin there.
+                    try:
+                        check_all(words, spec.world_size, 1, os.environ)
+                    finally:
+                        os.chdir(before)
             except ConfigError as error:
                 lines += [line for line in error.lines if line not in lines]
         if len(steps) > 1 and self.plan.steps is None:
@@ -173,15 +207,14 @@ class Runner:
         if self.golden is not None:
             yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
         elif spec.path is None and self.plan.num_control_runs:
-            variations = self.variations()
-            number = len(variations)
+            runs = self._control_runs()
+            number = len(runs)
             self.progress(
                 f"the bits differ: up to {number} control runs measure how much rounding may do"
             )
             controls: list[RunRecord] = []
-            for variation, words in variations:
-                name = f"control/{len(controls) + 1:02d}"
-                controls.append(self._run(variation, name, *words))
+            for spec, name, words in runs:
+                controls.append(self._run(spec, name, *words))
                 if len(controls) in (*EARLY_LOOKS, number):
                     yield controls
 
@@ -194,13 +227,38 @@ class Runner:
             num_gpus=launch.count_gpus(os.environ),
         )
 
+    def _control_runs(self) -> list[tuple[RunSpec, str, Words]]:
+        named = enumerate(self.variations(), 1)
+        return [(spec, f"control/{number:02d}", words) for number, (spec, words) in named]
+
+    def _trainings(self) -> Iterator[Training]:
+        """Yields every training that the verdict may need; the seed checkpoint is none."""
+        plan, start = self.plan, self._initial_weights(write=False)
+        runs: list[tuple[RunSpec, str, Words]]
+        runs = [(plan.baseline, "baseline", ()), (plan.candidate, "candidate", ())]
+        if plan.baseline.path is None:
+            runs += self._control_runs()
+        for spec, name, more in runs:
+            if spec.path is None:
+                yield self._training(spec, name, *self._words(spec), *start, *more)
+
+    def _training(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> Training:
+        job = self._job(spec)
+        steps = self.plan.steps or job.training.steps
+        flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
+        tokens = tokens_per_step(job)[1] * steps
+        place = self.launcher.place(spec, name, *words)
+        return Training(place, name.startswith("control/"), spec.world_size, steps, flops * tokens)
+
     def _run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
         if spec.path is not None:
             return read_run(spec.path)
         words = (*self._words(spec), *self._seed, *more)
         order = " (rows in another order)" if "debug.permute_rows" in dict(words) else ""
-        self.progress(f"{name}: {spec.text or 'working tree'}{order}")
-        return self.launcher.run(spec, name, *words)
+        says = f"{name}: {spec.text or 'working tree'}{order}"
+        with self.forecast.training(self._training(spec, name, *words)) as number:
+            self.progress(number + says)
+            return self.launcher.run(spec, name, *words)
 
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""
@@ -224,17 +282,28 @@ class Runner:
 
     @cached_property
     def _seed(self) -> Words:
+        """Keys of the initial weights of all runs, whose seed checkpoint is there."""
+        return self._initial_weights(write=True)
+
+    def _initial_weights(self, *, write: bool) -> Words:
         """One seed checkpoint for both runs, unless the configuration names another start, or one
-        of them is finished: initial weights are the same bits in any layout anyway."""
+        of them is finished: initial weights are the same bits in any layout anyway.
+
+        Args:
+            write: the seed checkpoint, if it is not there.
+        """
         baseline, candidate = self.plan.baseline, self.plan.candidate
+        if not self.plan.seed:
+            return (("metrics.log_initial_weights", "true"),)
         if baseline.path is not None or candidate.path is not None:
             return ()
         load_only = ("checkpoint.enable", "true"), ("checkpoint.load_only", "true")
         sections = [self._job(spec).checkpoint for spec in (baseline, candidate)]
         if any(each.initial_load_path or each.initial_load_in_hf for each in sections):
             return ()
-        self.progress("seed checkpoint")
-        path = self.launcher.seed(baseline, "seed", *self._words(baseline))
+        if write:
+            self.progress("seed checkpoint")
+        path = self.launcher.seed(baseline, "seed", *self._words(baseline), write=write)
         return (*load_only, ("checkpoint.initial_load_path", str(path)))
 
     def _with_config_of(self, golden: Golden, plan: Plan) -> Plan:

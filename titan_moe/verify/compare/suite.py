@@ -1,10 +1,11 @@
 """A regression suite: comparisons in a TOML file, run one after another, with one summary."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -12,10 +13,11 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Section
 from titan_moe.config.parse import tomllib
 from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
-from titan_moe.verify.compare.runner import Plan, compare, plan_of
+from titan_moe.verify.compare.runner import Plan, Progress, Runner, plan_of
 from titan_moe.verify.report.charts import Panel, charts, run_panel
 from titan_moe.verify.report.comparison import write_comparison
 from titan_moe.verify.report.render import render
@@ -46,12 +48,17 @@ class Entry(Section):
     steps: PositiveInt | None = None
     repeats: NonNegativeInt = 24
     control_layouts: tuple[str, ...] = ()
+    seed: bool = True
+    """Start from a seed checkpoint; false: from weights that each run draws itself, whose checksums
+    must agree."""
 
 
 class Suite(Section):
     """A suite file."""
 
     description: str
+    defaults: dict[str, Any] = Field({})
+    """Keys of comparisons that leave them out."""
     comparison: list[Entry] = Field(min_length=1)
 
 
@@ -82,6 +89,8 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
     """
     try:
         found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8-sig"))
+        with suppress(KeyError, TypeError):  # The validation names what is wrong.
+            found["comparison"] = [found["defaults"] | each for each in found["comparison"]]
         suite = Suite.model_validate(found)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"{path} is not valid TOML: {error}"]) from None
@@ -111,23 +120,38 @@ def entry_plan(entry: Entry) -> Plan:
         num_control_runs=entry.repeats,
         steps=entry.steps,
         control_layouts=entry.control_layouts,
+        seed=entry.seed,
     )
 
 
-def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> Iterator[SuiteRow]:
-    """Run every comparison and yield its row; one that fails does not stop the others.
+def prepare_suite(suite: Suite, folder: Path, forecast: Forecast, say: Progress) -> list[Runner]:
+    """Check every comparison, and add its trainings to a forecast; trains nothing.
 
     Runs that several comparisons need are made once, and found again when the suite is started
-    anew.
+    anew. Raises ConfigError with a line for everything wrong in any comparison.
     """
+    runners, lines = [], []
     for number, entry in enumerate(suite.comparison, 1):
-        started = time.perf_counter()
         letters = "".join(letter if letter.isalnum() else "-" for letter in entry.name.lower())
-        own = folder / f"{number:02d}-{letters}"
+        launcher = Launcher(folder / f"{number:02d}-{letters}", shared=folder / "runs")
+        try:
+            runners.append(Runner(entry_plan(entry), launcher, say))
+            runners[-1].prepare(forecast)
+        except ConfigError as error:
+            lines += [f"{entry.name}: {line}" for line in error.lines]
+    if lines:
+        raise ConfigError(lines)
+    return runners
+
+
+def run_suite(suite: Suite, runners: Sequence[Runner]) -> Iterator[SuiteRow]:
+    """Run every comparison and yield its row; one that fails does not stop the others."""
+    for entry, runner in zip(suite.comparison, runners, strict=True):
+        started, own = time.perf_counter(), runner.launcher.folder
         verdict, ok, lines = "failed", False, [""]
         runs: Sequence[RunRecord] = ()
         try:
-            found = compare(entry_plan(entry), Launcher(own, shared=folder / "runs"), progress)
+            found = runner.compare()
             write_comparison(found, own)
             verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
             lines, runs = found.lines()[1:], (found.baseline, found.candidate)
@@ -150,13 +174,12 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
 def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
     """Totals on top, then a row for each comparison, those that are not as expected first."""
     good = sum(row.ok for row in rows)
-    minutes, seconds = divmod(round(sum(row.seconds for row in rows)), 60)
-    duration = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    took = duration(sum(row.seconds for row in rows))
     return render(
         "suite.html",
         title=title,
         kind="passed" if good == len(rows) else "failed",
-        total=f"{good} of {len(rows)} comparisons are as expected; {duration}.",
+        total=f"{good} of {len(rows)} comparisons are as expected; {took}.",
         rows=sorted(rows, key=lambda row: row.ok),
         charts=charts(_overlays(rows)),
     )

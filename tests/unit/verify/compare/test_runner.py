@@ -1,6 +1,7 @@
 """The course of a comparison, with a run_train.sh that takes no time."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime import launch as device_count
 from titan_moe.runtime.device import describe_device
 from titan_moe.runtime.revision import package_hash
 from titan_moe.verify.compare import launch as launching_module
@@ -48,6 +50,9 @@ for step in range(1, int(keys["training.steps"]) + 1):
     loss = 5 / step * noise * factor
     lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step})
 folder.joinpath("metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+if "metrics.log_initial_weights" in keys:
+    weights = {"a": "00", "b": keys.get("debug.seed", "0")}
+    folder.joinpath("initial_weights.json").write_text(json.dumps(weights))
 facts = {"tokens_per_step": 8, "world_size": int(os.environ["NGPU"]), "torch": "2"}
 facts |= {"device": "cpu", "capability": CAPABILITY, "code": {"sha256": SHA256}}
 folder.joinpath("run.json").write_text(json.dumps(facts))
@@ -170,7 +175,7 @@ def test_an_interrupted_comparison_goes_on(launcher):
         compare(plan("layout=tp=2"), launcher, interrupt)
     assert len(calls(launcher)) == 5
     note = launcher.folder / "control" / "02" / "comparison_run.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"finished": False}))
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": None}))
     assert compare(plan("layout=tp=2"), launcher, silent).verdict is Verdict.INSIDE
     assert [run["folder"] for run in calls(launcher)[5:7]] == ["02", "03"]
     assert len(calls(launcher)) == 12
@@ -211,14 +216,46 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
         ("--training.seq_len 64", {}, "tokens per step: 256 and 512"),
         ("--optimizer.lrr 1", {}, "lrr"),
         ("layout=tp=3", {}, "must divide|divisible|multiple|tensor_parallel"),
-        ("", {}, "both runs are the same training"),
-        ("layout=tp=2", {"num_control_runs": 3}, "--repeats 3: 0, or 4 or more"),
+        ("--training.dataset json --training.dataset_path /no/such", {}, "dataset_path.*/no/such"),
+        ("", {}, "baseline='' and candidate='' are the same training"),
+        ("layout=tp=2", {"num_control_runs": 3}, "repeats=3: 0, or 4 or more"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(launcher, candidate: str, changes: dict, said: str):
     with pytest.raises(ConfigError, match=said):
         compare(plan(candidate, **changes), launcher, silent)
     assert not calls(launcher)
+
+
+def test_more_ranks_than_gpus_are_told_before_anything_runs(launcher, monkeypatch):
+    monkeypatch.setattr(device_count, "count_gpus", lambda _: 4)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    with pytest.raises(ConfigError, match=r"ranks=16: 8 GPUs on 2 node\(s\): choose a smaller"):
+        compare(plan("ranks=16", num_control_runs=0), launcher, silent)
+    assert not calls(launcher)
+
+
+def test_trainings_are_counted_and_timed_and_finished_ones_are_found(launcher):
+    told: list[str] = []
+    compare(plan("layout=tp=2"), launcher, told.append)
+    assert told[0] == "at most 10 trainings, 8 of them control runs"
+    first, *_, last = [line for line in told if line.startswith("training ")]
+    assert first.startswith("training 1 of at most 10, baseline: ")
+    assert re.match(r"training 10 of at most 10 \(\d+ s to go at most\), control/08: ", last)
+    told.clear()
+    compare(plan("--optimizer.lr 3.06e-3"), launcher, told.append)
+    assert re.match(r"at most 1 trainings, 0 .*; 9 more are found; at most \d+ s at the", told[0])
+    (only,) = [line for line in told if line.startswith("training ")]
+    assert only.startswith("training 1 of at most 1 (")
+
+
+def test_without_a_seed_checkpoint_initial_weights_must_agree(launcher):
+    same = plan("layout=tp=2", seed=False)
+    assert compare(same, launcher, silent).verdict is Verdict.INSIDE
+    assert all(run["metrics.log_initial_weights"] == "true" for run in calls(launcher))
+    assert "checkpoint.initial_load_path" not in calls(launcher)[0] and len(calls(launcher)) == 10
+    with pytest.raises(ConfigError, match="initial weights: b has checksum 0 in baseline, 7 in"):
+        compare(plan("--debug.seed 7", seed=False), launcher, silent)
 
 
 def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_path: Path):

@@ -1,19 +1,27 @@
 """Suites: those of this repository can be run, and what is wrong with one is told."""
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support.paths import REPO
 from tests.support.verdict_cases import run
+from titan_moe.cli.main import main
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
+from titan_moe.verify.compare import forecast as forecast_module
 from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words
-from titan_moe.verify.compare.launch import TrainingError
+from titan_moe.verify.compare.forecast import Forecast, Training
+from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
 from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
 
 SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
@@ -33,7 +41,7 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
                 continue
             job = load_job([*side.file(), *side.arguments(*batch_words(side, side.job()))])
             assert not check(job, model_of_job(job.model), side.world_size)
-            ranks = {"seed_8": 8, "8gpu": 8, "64gpu": 64}
+            ranks = {"seed_8": 8, "regression_8": 8, "8gpu": 8, "64gpu": 64}
             assert side.world_size == ranks.get(path.stem, side.world_size)
 
 
@@ -42,6 +50,7 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     [
         ("description = 1", "description: Input should be a valid string"),
         ("x =", "is not valid TOML"),
+        ("defaults = 3", "defaults: Input should be a valid dictionary"),
         ('description = "x"\n[[comparison]]\nname = "a"\nstep = 3', "comparison.0.step: Extra"),
     ],
 )
@@ -57,6 +66,90 @@ def make_suite(**expects: str) -> Suite:
     return Suite.model_validate({"description": "x", "comparison": entries})
 
 
+def runner(folder: Path, compare: Callable[[], Comparison]) -> Any:
+    return SimpleNamespace(launcher=Launcher(folder), compare=compare)
+
+
+BAD_SUITE = """
+description = "x"
+[defaults]
+config = "configs/debug/compare.toml"
+baseline = "ranks=1"
+repeats = 0
+[[comparison]]
+name = "good"
+candidate = "layout=tp=2"
+[[comparison]]
+name = "odd"
+candidate = "layout=tp=3"
+[[comparison]]
+name = "file"
+config = "no.toml"
+[[comparison]]
+name = "data"
+candidate = "--training.dataset json --training.dataset_path no.jsonl"
+[[comparison]]
+name = "key"
+repeats = 2
+candidate = "--optimizer.lrr 1"
+[[comparison]]
+name = "revision"
+candidate = "revision=no-such"
+[[comparison]]
+name = "golden"
+baseline = "no/golden"
+"""
+
+
+def test_a_suite_is_refused_with_every_entry_that_cannot_run(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.chdir(REPO)
+    (tmp_path / "s.toml").write_text(BAD_SUITE)
+    out = tmp_path / "out"
+    assert main(["verify", "suite", str(tmp_path / "s.toml"), "--out", str(out)]) == 2
+    told = capfd.readouterr().err
+    for entry, said in {
+        "odd": "tensor_parallel_degree",
+        "file": "no.toml",
+        "data": "no.jsonl",
+        "key": "repeats=2",
+        "revision": "revision=no-such",
+        "golden": "no/golden",
+    }.items():
+        assert re.search(f"{entry}: .*{said}", told), told
+    assert re.search("key: .*lrr", told) and "good" not in told
+    assert not (out / "runs").exists()
+
+
+def test_a_dry_run_counts_what_comparisons_share_once_and_trains_nothing(
+    tmp_path: Path, monkeypatch, capfd
+):
+    monkeypatch.chdir(REPO)
+    out = tmp_path / "out"
+    words = ["verify", "suite", "configs/suites/regression_8.toml", "--out", str(out)]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)
+    assert [(row["trainings"], row["control runs"]) for row in rows] == [(2, 0), (9, 8), (1, 0)]
+    assert {row["ranks"] for row in rows} == {"8"} and {row["steps"] for row in rows} == {"10"}
+    assert not (out / "runs").exists()
+
+
+def test_time_is_estimated_by_what_was_measured_or_by_an_assumed_share_of_the_peak(monkeypatch):
+    """On 8 GPUs of 1e12 FLOP/s, 30 % of which are assumed."""
+    monkeypatch.setattr(forecast_module, "peak_flops", lambda _: 1e12)
+
+    def training(name: str, seconds: float | None = None) -> Training:
+        place = Place(Path(name), name, [], seconds)
+        return Training(place, is_control=name != "a", ranks=8, steps=5, flops=8 * 0.3e12 * 3600)
+
+    forecast = Forecast()
+    forecast.add("x", [training("a"), training("b")])
+    forecast.add("y", [training("a"), training("c")])
+    assert [row["trainings"] for row in forecast.rows()] == [2, 1]
+    assert "at most 3 h 0 min (24.0 GPU hours) if they reach 30% of this GPU" in forecast.line()
+    forecast.add("z", [training("d", seconds=1800)])
+    assert "1 more are found; at most 1 h 30 min (12.0 GPU hours)" in forecast.line()
+
+
 @pytest.mark.parametrize(
     ("verdict", "good"),
     [
@@ -68,17 +161,16 @@ def make_suite(**expects: str) -> Suite:
 )
 def test_the_gate_accepts_what_was_expected(verdict, good, tmp_path: Path, monkeypatch):
     found = Comparison("x", run("a"), run("b"), verdict)
-    monkeypatch.setattr(suite_module, "compare", lambda *_: found)
     monkeypatch.setattr(suite_module, "write_comparison", lambda *_: [])
     suite = make_suite(identical="identical", inside="inside", different="different")
-    rows = list(run_suite(suite, tmp_path, print))
+    rows = list(run_suite(suite, [runner(tmp_path, lambda: found)] * 3))
     assert {row.name for row in rows if row.ok} == good
 
 
-def test_a_side_that_fails_is_a_row_and_stops_nothing(tmp_path: Path, monkeypatch):
-    def fail(*_):
+def test_a_side_that_fails_is_a_row_and_stops_nothing(tmp_path: Path):
+    def fail():
         raise TrainingError("candidate ended with exit code 1:\n  | last line")
 
-    monkeypatch.setattr(suite_module, "compare", fail)
-    rows = list(run_suite(make_suite(a="inside", b="different"), tmp_path, print))
+    runners = [runner(tmp_path, fail)] * 2
+    rows = list(run_suite(make_suite(a="inside", b="different"), runners))
     assert [row.ok for row in rows] == [False, False] and "last line" in rows[1].detail
