@@ -24,6 +24,7 @@ _LAYERS = {
     "profiling.regions": 0,
     "distributed.collectives": 0,
     "distributed.symmetric_memory": 0,
+    "distributed.turns": 0,
     "moe": 1,
     "models": 2,
     "distributed": 2,

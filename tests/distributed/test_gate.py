@@ -63,6 +63,7 @@ SLOW = [
     ("deepseek_v3", "narrow", "dp_shard=2,tp=2,ep=2"),
     *HALVES,
     *product(["deepseek_v3"], ["AdamW"], [f"pp=2,schedule={name}" for name in SCHEDULES]),
+    ("gpt_oss", "overlap", "pp=2,dp_shard=2,ep=2,schedule=DualPipeV"),
     ("qwen3", "two depths", TWO_DEPTHS),
     ("deepseek_v32", "warm-up", "tp=2,recompute=full"),
     ("deepseek_v32", "warm-up", "dp_shard=2,cp=2,ep=2,recompute=op"),

@@ -1,11 +1,11 @@
-"""Overlaps, by the order of issue: shared experts beside rows, a unit beside the gathering of the
-next one's parameters.
+"""Overlaps, by the order of issue: shared experts beside rows, parts of a batch beside others, a
+unit beside the gathering of the next one's parameters.
 
 Logs of the order in which a process issues its work; how long it takes is no test's matter.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,14 +65,16 @@ class Log:
         module.register_forward_pre_hook(lambda module, args: self.mark_now(name))
         module.register_forward_hook(lambda module, args, output: self.seen(output, name))
 
-    def inside(self) -> list[tuple[str, list[str]]]:
-        """The phase of each exchange, and what happened between its start and its wait."""
+    def inside(self, other: bool = False) -> list[tuple[str, list[str]]]:
+        """The phase of each exchange, and what happened between its start and its wait; with
+        `other` only what happened in the other phase."""
         found = []
         for place, event in enumerate(self.events):
             if event.what == "start":
                 rest = self.events[place + 1 :]
                 end = next(n for n, e in enumerate(rest) if e.flight == event.flight)
-                found.append((event.phase, [e.what for e in rest[:end]]))
+                among = [e for e in rest[:end] if not other or e.phase != event.phase]
+                found.append((event.phase, [e.what for e in among]))
         return found
 
 
@@ -98,19 +100,21 @@ CPU = torch.device("cpu")
 # --- shared experts beside rows ---
 
 
-def build(tables: dict):
+def build(tables: dict, family: str = "deepseek_v3", num_layers: int = 3):
     from titan_moe.distributed.parallelize import build_sharded_model
 
-    job = make_job("deepseek_v3", **tables)
-    return build_sharded_model(job, tiny(job), device=CPU, world_size=dist.get_world_size())
+    job = make_job(family, **tables)
+    config = replace(tiny(job), num_layers=num_layers)
+    return build_sharded_model(job, config, device=CPU, world_size=dist.get_world_size())
 
 
-def train_once(sharded) -> None:
+def train_once(sharded, reader: int | None = None, rows: int = 1) -> None:
+    """One run on the rows of a reader, by default of this rank's number."""
     from titan_moe.distributed.execution import LocalBatch
 
-    rank = dist.get_rank()
-    tokens, labels, documents = (x[rank : rank + 1] for x in global_batch(0, 96))
-    positions = torch.arange(SEQ_LEN).expand(1, -1)
+    first = rows * (dist.get_rank() if reader is None else reader)
+    tokens, labels, documents = (x[first : first + rows] for x in global_batch(0, 96))
+    positions = torch.arange(SEQ_LEN).expand(rows, -1)
     sharded.execution.train(LocalBatch(tokens, labels, documents, positions))
 
 
@@ -181,6 +185,49 @@ def test_one_half_travels_while_the_experts_compute_the_other(overlap: bool):
         # and the first half's outputs on the way back; in the backward gradients, of which one is
         # that of the second half's rows, its weights' included, and one of the first's outputs.
         assert beside.count("forward") == beside.count("backward") == (2 * 3 if overlap else 0)
+
+
+# --- a forward beside another chunk's backward ---
+
+# A run of the schedule has so many pairs, on either rank of the pipeline.
+MICROBATCHES, LAYERS_OF_A_STAGE, PAIRS = 4, 2, 3
+
+
+def logs_of_pairs() -> tuple[Log, Log, bool]:
+    """Logs of a run with the overlap and without; whether their gradients have the same bits."""
+    log = Log()
+    log.watch_exchanges()
+    gradients = run_pairs(log, overlap=True)
+    overlapped, log.events = Log(log.events), []
+    pairs = zip(gradients, run_pairs(log, overlap=False), strict=True)
+    return overlapped, log, all(torch.equal(*pair) for pair in pairs)
+
+
+def run_pairs(log: Log, overlap: bool) -> list[Tensor]:
+    degrees = {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "DualPipeV",
+        "pipeline_parallel_expert_parallel_overlap": overlap,
+        "expert_parallel_degree": 2,
+    }
+    tables = {"parallelism": degrees, "training": {"local_batch_size": MICROBATCHES}}
+    sharded = build(tables, "qwen3", num_layers=4 * LAYERS_OF_A_STAGE)
+    for moe in sharded.moe_layers().values():
+        moe.experts.compute = _marked(moe.experts.compute, log)
+    train_once(sharded, reader=dist.get_rank() % 2, rows=MICROBATCHES)
+    return [parameter.grad.to_local() for _, parameter in sharded.named_parameters()]
+
+
+def test_one_chunk_travels_while_the_experts_compute_another_chunk():
+    ranks = run_on_ranks(logs_of_pairs, 4)
+    for overlapped, serial, same_gradients in ranks:
+        # Of each layer the outputs, and the gradients of the outputs.
+        beside = [phase for phase, inside in overlapped.inside(other=True) if "experts" in inside]
+        assert beside.count("forward") == beside.count("backward") == PAIRS * LAYERS_OF_A_STAGE
+        assert not any(inside for _, inside in serial.inside(other=True))
+        assert len(overlapped.events) == len(serial.events) and same_gradients
+    for first, second in ((0, 1), (2, 3)):  # Ranks that exchange rows.
+        assert ranks[first][0].events == ranks[second][0].events
 
 
 # --- the next block's parameters ---

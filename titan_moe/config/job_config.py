@@ -410,6 +410,10 @@ class Parallelism(Section):
     """Order of the forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble and
     DualPipeV two, the others two unless layers_per_stage says otherwise; InterleavedZeroBubble,
     ZBVZeroBubble and DualPipeV split the backward and exclude recompute."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """With DualPipeV and experts split over ranks: run the forward and the backward that the
+    schedule pairs beside each other, so that one computes while the other's tokens travel. The
+    numbers are the same."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Sequences of one microbatch of the schedule; training.local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None

@@ -53,6 +53,13 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
     return SCHEDULES[parallelism.pipeline_parallel_schedule]
 
 
+def overlaps_chunks(parallelism: Parallelism) -> bool:
+    """Returns whether one chunk's backward runs beside another chunk's forward."""
+    paired = parallelism.pipeline_parallel_schedule == "DualPipeV"
+    degrees = parallelism.pipeline_parallel_degree, parallelism.expert_parallel_degree
+    return min(degrees) > 1 and paired and parallelism.pipeline_parallel_expert_parallel_overlap
+
+
 def num_stages(parallelism: Parallelism, num_layers: int) -> int:
     """Stages of the whole pipeline; a multiple of the ranks once `problems` finds nothing."""
     if (parts := parallelism.module_fqns_per_model_part) is not None:

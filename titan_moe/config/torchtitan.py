@@ -27,9 +27,6 @@ IGNORED: dict[str, str] = {
     "training.dataloader.persistent_workers": _WORKERS,
     "training.dataloader.pin_memory": "not a choice here",
     "parallelism.disable_loss_parallel": "the loss is always computed by vocabulary",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": (
-        "DualPipeV runs a pair's forward before its backward"
-    ),
     "checkpoint.enable_ft_dataloader_checkpoints": _TORCHFT,
     "checkpoint.initial_load_in_hf_quantized": "quantised weights are recognised by themselves",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _RECOMPUTE,

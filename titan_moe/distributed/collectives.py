@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
+from titan_moe.distributed.turns import BACKWARD, FORWARD, Turns
+
 # Recomputation by operation keeps what an operation returns; the usual forms return nothing, but
 # write into an argument.
 _functional = torch.ops._c10d_functional
@@ -72,7 +74,7 @@ class AsyncRows(NamedTuple):
     """Received rows, unreadable before `all_to_all_wait`; without a gradient."""
 
 
-def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
+def all_to_all_start(x_RD: Tensor, exchange: RowExchange, turns: Turns | None = None) -> AsyncRows:
     """Start an exchange; only `all_to_all_wait` makes its result readable.
 
     What the program computes between the two overlaps with the exchange, on the stream that it
@@ -80,12 +82,16 @@ def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
     reverse exchange: autograd runs nodes in the opposite order of their making, the backward of
     `all_to_all_wait` starts the exchange of the gradients, and that of `all_to_all_start` waits for
     it.
+
+    `turns`: shared with other work of this process, which runs before anything is waited for.
     """
-    return AsyncRows(*_StartRows.apply(x_RD, exchange))
+    return AsyncRows(*_StartRows.apply(x_RD, exchange, turns))
 
 
-def all_to_all_wait(rows: AsyncRows, exchange: RowExchange) -> Tensor:
+def all_to_all_wait(rows: AsyncRows, exchange: RowExchange, turns: Turns | None = None) -> Tensor:
     """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
+    if turns is not None:
+        turns.pass_on(FORWARD)
     return _WaitRows.apply(*rows, exchange)
 
 
@@ -211,8 +217,10 @@ def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
+    def forward(
+        ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange, turns: Turns | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.turns = exchange, turns  # type: ignore[attr-defined]
         in_flight = exchange.start(x_RD)
         if in_flight is x_RD:  # A group of one rank returns its argument.
             in_flight = x_RD.detach()
@@ -224,7 +232,9 @@ class _StartRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_in_flight: Tensor, _):  # type: ignore[override, no-untyped-def]
-        return ctx.exchange.reverse().wait(grad_in_flight), None
+        if ctx.turns is not None:
+            ctx.turns.pass_on(BACKWARD)
+        return ctx.exchange.reverse().wait(grad_in_flight), None, None
 
 
 class _WaitRows(torch.autograd.Function):

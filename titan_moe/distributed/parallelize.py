@@ -393,8 +393,7 @@ def _execution(
     return Pipeline(
         list(parts),
         meshes=meshes,
-        schedule=job.parallelism.pipeline_parallel_schedule,
-        microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
+        parallelism=job.parallelism,
         activations=Activations(config.dim, compute_dtype(job)),
         device=device,
     )

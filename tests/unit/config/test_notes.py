@@ -25,6 +25,7 @@ _LATER = '[{"from_step":2,"parallelism":{"expert_parallel_degree":2}}]'
 _NEVER = '--training.steps 8 --stages [{"from_step":9,"seq_len":8192}]'
 _LATE_CAPTURE = "--training.steps 8 --debug.capture_step 9 --compile.enable"
 _FLOAT8 = "--model.converters quantize.linear.float8"
+_PAIRS = "--p.pipeline_parallel_expert_parallel_overlap"
 _DEDUPLICATED = f"{EP}_comm_backend deduplicated"
 _PARTS = (
     "--p.module_fqns_per_model_part="
@@ -51,6 +52,7 @@ _PARTS = (
             for backend in ("standard", "symmetric")
         ),
         ("--p.enable_async_tensor_parallel", MODEL, "parallelism.enable_async_tensor_parallel=tru"),
+        (f"pp 2 {_PAIRS} false", MODEL, "parallelism.pipeline_parallel_expert_parallel_overlap=fa"),
         ("pp 2 --p.fsdp_accumulation reduce_each", MODEL, "parallelism.fsdp_accumulation=reduce_"),
         (
             f"pp 2 {_PARTS} --p.pipeline_parallel_layers_per_stage 2",

@@ -141,6 +141,11 @@ def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree == 1,
         "expert_parallel_degree is 1",
     )
+    yield (
+        "parallelism.pipeline_parallel_expert_parallel_overlap",
+        degrees.pipeline_parallel_schedule != "DualPipeV" or degrees.expert_parallel_degree == 1,
+        "it needs pipeline_parallel_schedule=DualPipeV and expert_parallel_degree above 1",
+    )
     unset = "expert_parallel_capacity_factor is not set"
     yield "parallelism.expert_parallel_overflow", factor is None, unset
     yield (

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    OVERLAP_F_B,
+    PipelineScheduleMulti,
+    _wait_batch_p2p,
+    get_schedule_class,
+)
 
-from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
+from titan_moe.config.job_config import Parallelism
+from titan_moe.config.pipeline import overlaps_chunks, schedule_of, stages_of_rank
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.turns import Turns
+from titan_moe.moe.layer import MoE
 
 # Forwards only, with a placement's stages; these take any number of microbatches.
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
@@ -44,8 +52,8 @@ class Pipeline:
 
     Args:
         parts: this rank's stages, ascending.
-        schedule: a name of `config.pipeline.SCHEDULES`.
-        microbatch_size: sequences of one microbatch.
+        parallelism: the schedule, the size of a microbatch, and whether the forward and the
+            backward of DualPipeV's pairs take turns, which dispatchers then pass on.
     """
 
     def __init__(
@@ -53,16 +61,15 @@ class Pipeline:
         parts: Sequence[nn.Module],
         *,
         meshes: Meshes,
-        schedule: str,
-        microbatch_size: int,
+        parallelism: Parallelism,
         activations: Activations,
         device: torch.device,
     ) -> None:
         self._parts = parts
         self._group = meshes.group("pp")
         self._tp = meshes.dims.tp
-        self._schedule = SCHEDULES[schedule]
-        self._microbatch_size = microbatch_size
+        self._schedule = schedule_of(parallelism)
+        self._microbatch_size = parallelism.pipeline_parallel_microbatch_size
         self._activations = activations
         self._device = device
         ranks, rank = self._group.size(), self._group.rank()
@@ -72,6 +79,9 @@ class Pipeline:
         self._evaluation: dict[torch.Size, Any] = {}
         if self._schedule.splits_backward:
             _keep_gathered(parts)
+        self._turns = Turns(device) if overlaps_chunks(parallelism) else None
+        for moe in (each for part in parts for each in part.modules() if isinstance(each, MoE)):
+            moe.dispatcher.turns = self._turns
 
     def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
         shape = batch.tokens_BS.shape
@@ -111,13 +121,57 @@ class Pipeline:
         ]
         kind = get_schedule_class(name)
         multi = issubclass(kind, PipelineScheduleMulti)
-        return kind(
+        built = kind(
             stages if multi else stages[0],
             n_microbatches=shape[0] // microbatch_size,
             loss_fn=_of_the_last_stage,
             # The sum over targets is divided once per step, where their number is known.
             scale_grads=False,
         )
+        if self._turns is not None and multi:
+            built.register_custom_function(OVERLAP_F_B, self._run_pair)
+        return built
+
+    def _run_pair(self, pair: Any, step: Any) -> None:
+        """Runs the two halves of DualPipeV's OVERLAP_F_B beside each other.
+
+        What torch does before and after each of them is done around both, in torch's order.
+
+        Args:
+            pair: the action, whose `sub_actions` are the forward and the backward.
+            step: the schedule (`schedule_ref`) and the microbatches of the step.
+        """
+        forward, backward = pair.sub_actions
+        schedule, turns = step.schedule_ref, self._turns
+        assert turns is not None
+        stages = {stage.stage_index: stage for stage in schedule._stages}
+        ahead, back = stages[forward.stage_index], stages[backward.stage_index]
+        chunk, late = forward.microbatch_index, backward.microbatch_index
+        for stage in (ahead, back):
+            schedule._assert_unsharded(stage)
+        if not ahead.is_first and forward.stage_index - 1 not in stages:  # From another rank.
+            _wait_batch_p2p(schedule.fwd_recv_ops.pop((forward.stage_index, chunk)))
+        if not back.is_last and backward.stage_index + 1 not in stages:
+            _wait_batch_p2p(schedule.bwd_recv_ops.pop((backward.stage_index, late)))
+        loss = schedule._maybe_get_loss(back, late)
+        schedule.backward_counter[backward.stage_index] += 1
+        last = schedule.backward_counter[backward.stage_index] == schedule._n_microbatches
+        outputs: list[Any] = []
+
+        def run_forward() -> None:
+            inputs = step.arg_mbs[chunk], step.kwarg_mbs[chunk]
+            outputs.append(ahead.forward_one_chunk(chunk, *inputs, save_forward_output=False))
+
+        def run_backward() -> None:
+            back.backward_one_chunk(late, loss=loss, full_backward=True, last_backward=last)
+
+        turns.run(run_forward, run_backward)
+        schedule._maybe_compute_loss(ahead, *outputs, step.target_mbs, chunk)
+        if forward.stage_index + 1 in stages:
+            stages[forward.stage_index + 1].set_local_fwd_input(*outputs, chunk)
+        if backward.stage_index - 1 in stages:
+            gradients = back.get_local_bwd_output(late)
+            stages[backward.stage_index - 1].set_local_bwd_input(gradients, late)
 
     def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
         """Gives torch the shapes, or it would run the model to learn them and send pickles."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from titan_moe.distributed.turns import Turns
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import follow, permute_indices, sort_by_expert
 
@@ -35,6 +36,9 @@ class Dispatcher(Protocol):
     num_parts: int = 1
     """Parts of the tokens that travel apart, so that one does while the experts compute another;
     set once."""
+    turns: Turns | None = None
+    """Shared by a forward and a backward that run beside each other, so that one computes while the
+    other's rows travel; set once."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Rows that this rank's tokens send to other ranks, one way, and the fewest that would do:

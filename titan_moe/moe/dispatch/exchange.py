@@ -102,15 +102,16 @@ class ExchangeDispatcher(Dispatcher):
         weights_N1 = gather_rows(weights_TK.reshape(-1, 1), plan.weights)
         x_ND = gather_rows(x_TD, plan.rows, plan.num_rows)
         exchanges = plan.exchanges.wait()
-        return RowsInFlight(
-            all_to_all_start(x_ND, exchanges.rows), all_to_all_start(weights_N1, exchanges.weights)
-        )
+        # Weights first: rows are waited for before them, in the backward too, so that one turn is
+        # passed on for both.
+        weights = all_to_all_start(weights_N1, exchanges.weights)
+        return RowsInFlight(all_to_all_start(x_ND, exchanges.rows, self.turns), weights)
 
     def receive(self, sent: RowsInFlight, plan: ExchangePlan) -> ExpertRows:
         exchanges = plan.exchanges.wait()
         # Before the rows are waited for: made as they travel.
         order = exchanges.expert_order.wait()
-        x_ND = all_to_all_wait(sent.x_ND, exchanges.rows)
+        x_ND = all_to_all_wait(sent.x_ND, exchanges.rows, self.turns)
         weights_N1 = all_to_all_wait(sent.weights_N1, exchanges.weights)
         if exchanges.second_hop is not None:
             hop = exchanges.second_hop.wait()
@@ -133,11 +134,11 @@ class ExchangeDispatcher(Dispatcher):
             if exchanges.second_hop is not None:
                 hop = exchanges.second_hop.wait()
                 y_ND = combine_rows(exchange_rows(y_ND, hop.exchange.reverse()), hop.copies)
-            return all_to_all_start(y_ND, exchanges.rows.reverse())
+            return all_to_all_start(y_ND, exchanges.rows.reverse(), self.turns)
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
         exchanges = plan.exchanges.wait()
-        y_ND = all_to_all_wait(home, exchanges.rows.reverse())
+        y_ND = all_to_all_wait(home, exchanges.rows.reverse(), self.turns)
         return combine_rows(y_ND, plan.rows)
 
     def gather_counts(self, counts: Tensor) -> Tensor:

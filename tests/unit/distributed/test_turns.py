@@ -1,0 +1,76 @@
+"""A forward and a backward that take turns: their order, their errors, their thread."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_moe.distributed.turns import BACKWARD, FORWARD, Turns
+
+TURNS = Turns(torch.device("cpu"))
+WORD = ContextVar("WORD", default="")
+
+
+def work(log: list[str], own: int, exchanges: int, fails: bool = False) -> Callable[[], None]:
+    def run() -> None:
+        for number in range(exchanges):
+            log.append(f"{'FB'[own]}{number}")
+            try:
+                TURNS.pass_on(own)
+            except ValueError as error:  # As torch does in a backward.
+                raise RuntimeError("failed to run") from error
+        if fails:
+            raise ValueError("FB"[own])
+        log.append("FB"[own])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "exchanges, order",
+    [((2, 2), "F0 B0 F1 B1 F B"), ((0, 2), "F B0 B1 B"), ((3, 1), "F0 B0 F1 B F2 F")],
+)
+def test_work_passes_the_turn_on_at_each_exchange(exchanges, order: str):
+    for _ in range(2):  # An object serves many pairs.
+        log: list[str] = []
+        TURNS.run(*(work(log, own, exchanges[own]) for own in (FORWARD, BACKWARD)))
+        assert " ".join(log) == order
+
+
+@pytest.mark.parametrize(
+    "exchanges, failing, order",
+    [
+        ((0, 3), FORWARD, ""),
+        ((1, 3), FORWARD, "F0 B0"),
+        ((3, 0), BACKWARD, "F0"),
+        ((3, 1), BACKWARD, "F0 B0 F1"),
+        ((1, 2), BACKWARD, "F0 B0 F B1"),
+    ],
+)
+def test_error_ends_both_at_the_next_exchange(exchanges, failing: int, order: str):
+    log: list[str] = []
+    with pytest.raises(ValueError, match="FB"[failing]):
+        TURNS.run(*(work(log, n, exchanges[n], n == failing) for n in (FORWARD, BACKWARD)))
+    assert " ".join(log) == order
+    TURNS.pass_on(FORWARD)  # Alone again: nothing to wait for, nothing to raise.
+
+
+def test_backward_has_the_callers_modes_and_variables():
+    found: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def backward() -> None:
+        torch.ones(1)
+        found.append(WORD.get())
+
+    word = WORD.set("here")
+    with Seen():
+        TURNS.run(lambda: None, backward)
+    WORD.reset(word)
+    assert found == ["ones.default", "here"]
