@@ -10,7 +10,9 @@
 # LOG_RANK       ranks that print, as in 0,1  (0)
 # NNODES         machines                     (1)
 # NODE_RANK      this machine's number; number 0 hosts the meeting point  (0)
-# RDZV_ENDPOINT  host:port of machine 0, where all machines meet
+# RDZV_ENDPOINT  host:port of machine 0, where all machines meet  (MASTER_ADDR:MASTER_PORT)
+#                PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ..., as Kubernetes' operators set them,
+#                stand in for those that are not set
 # MAX_RESTARTS   how often all ranks start again, from the latest checkpoint, after one failed  (0)
 #
 # With checkpoints, SIGTERM and SIGUSR1 ask the run to stop after the present step, saved. A second
@@ -36,16 +38,10 @@ case " $* " in
     *" --help "* | *" -h "*) exec "$PYTHON" -m titan_moe train --help ;;
 esac
 
-for name in NGPU NNODES NODE_RANK MAX_RESTARTS; do
-    if [[ -n ${!name:-} && ! ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]]; then
-        echo "error: $name=${!name} must be a whole number" >&2
-        exit 2
-    fi
-done
-nodes=${NNODES:-1}
+use_nodes
 
 trap '' INT # Until Python ends by it.
 exec "$PYTHON" -m titan_moe train --max-restarts "${MAX_RESTARTS:-0}" \
     --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
-    ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
-    --endpoint "${RDZV_ENDPOINT:-}" "$@"
+    ${NGPU:+--ranks "$((NGPU * NNODES))"} --nodes "$NNODES" --node-rank "$NODE_RANK" \
+    --endpoint "$RDZV_ENDPOINT" "$@"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by run_train.sh and scripts/test.sh: finds or makes the Python environment.
+# Sourced by the other scripts: finds or makes the Python environment, and finds the nodes of a run.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -21,6 +21,22 @@ use_environment() {
     fi
     exec {lock}<&-
     PYTHON="$venv/bin/python"
+}
+
+# use_nodes exports NNODES, NODE_RANK and RDZV_ENDPOINT. Where they are not set, they come from the
+# variables that Kubernetes' operators set for torchrun (PET_*), or from MASTER_ADDR and MASTER_PORT.
+use_nodes() {
+    local host=${PET_MASTER_ADDR:-${MASTER_ADDR:-}} port=${PET_MASTER_PORT:-${MASTER_PORT:-29500}}
+    export NNODES=${NNODES:-${PET_NNODES:-1}} NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-0}}
+    export RDZV_ENDPOINT=${RDZV_ENDPOINT:-${PET_RDZV_ENDPOINT:-${host:+$host:$port}}}
+    if [[ ${PET_NPROC_PER_NODE:-} =~ ^[0-9]+$ ]]; then export NGPU=${NGPU:-$PET_NPROC_PER_NODE}; fi
+    local name
+    for name in NGPU NNODES NODE_RANK MAX_RESTARTS; do
+        if [[ -n ${!name:-} && ! ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]]; then
+            echo "error: $name=${!name} must be a whole number" >&2
+            exit 2
+        fi
+    done
 }
 
 has_dependencies() {

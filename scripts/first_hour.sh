@@ -19,5 +19,6 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
+use_nodes
 cd "$repo"
 exec "$PYTHON" -m scripts.first_hour "$@"

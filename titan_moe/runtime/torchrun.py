@@ -121,7 +121,8 @@ def start_ranks(
             **allocators(environment),
             **(_LOOPBACK if nodes.number == 1 else _interface_towards(nodes.endpoint)),
             "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
-            **environment,
+            # torchrun reads a missing option from PET_*, which Kubernetes' operators set for a pod.
+            **{name: environment[name] for name in environment if not name.startswith("PET_")},
             FOLDER: name,
         }
         torchrun = _Torchrun(records, stop_timeout_s)

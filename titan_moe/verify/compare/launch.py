@@ -2,7 +2,8 @@
 
 Each run has a folder. A run that finished there under the same code, configuration and ranks is
 taken as it is, so that an interrupted comparison goes on where it was. On several Slurm nodes
-(inside an allocation) scripts/slurm_train.sh starts the run instead.
+(inside an allocation) scripts/slurm_train.sh starts the run instead; on other machines the command
+of EVERY_NODE, which scripts/every_node.py sets, starts run_train.sh on each.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,11 +29,14 @@ from titan_moe.config.parse import tomllib
 from titan_moe.data.corpus import named_paths
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.launch import default_ranks
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import INPUT_KEYS, RunSpec
 
+EVERY_NODE = "TITAN_MOE_EVERY_NODE"
+"""The variable that names a command which runs its arguments on the first NNODES machines."""
 _NOTE = "comparison_run.json"
 _LAST_LINES = 12
 _MOST_FILES = 10_000
@@ -171,16 +176,19 @@ def workplace(folder: Path) -> Iterator[None]:
 
 
 def _command(spec: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
+    every_node = shlex.split(os.environ.get(EVERY_NODE, ""))
+    run_train = str(folder / "run_train.sh")
     ranks = {} if spec.ranks is None else {"NGPU": str(spec.ranks)}
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    if nodes == 1:
-        return [str(folder / "run_train.sh")], ranks
-    per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "8"))
-    variables = {"SLURM_SUBMIT_DIR": str(folder)}
+    if not every_node and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+        return [run_train], {**ranks, "NNODES": "1"}
     if spec.ranks is not None:
-        used = -(-spec.ranks // per_node)
-        variables |= {"NGPU": str(spec.ranks // used), "NNODES": str(used)}
-    return ["bash", str(folder / "scripts" / "slurm_train.sh")], variables
+        on_node = os.environ.get("NGPU") or os.environ.get("SLURM_GPUS_ON_NODE")
+        used = -(-spec.ranks // int(on_node or default_ranks(os.environ)))
+        ranks = {"NGPU": str(spec.ranks // used), "NNODES": str(used)}
+    if every_node:
+        return [*every_node, run_train], ranks
+    script = str(folder / "scripts" / "slurm_train.sh")
+    return ["bash", script], {"SLURM_SUBMIT_DIR": str(folder), **ranks}
 
 
 def _seconds(folder: Path, mark: str) -> float | None:

@@ -1,0 +1,202 @@
+"""Run a command on the first of several machines, and let it start others on all of them.
+
+    python scripts/every_node.py COMMAND...
+
+On each machine, with NNODES, NODE_RANK and RDZV_ENDPOINT as run_train.sh takes them. Machine 0 runs
+COMMAND. It finds in TITAN_MOE_EVERY_NODE the words that run what follows them on the first NNODES
+machines, as srun does under Slurm. All machines end with COMMAND's exit code.
+
+Machine 0 keeps a torch TCPStore one port above RDZV_ENDPOINT's. The others ask it twice a second
+what to run. A shared folder would need no port, but NFS may show a new file only after a minute,
+and a folder does not tell that a machine has gone. A connection does, because it ends.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistError, Store, TCPStore
+
+from titan_moe.runtime.errors import RunError, print_errors
+from titan_moe.runtime.launch import end_with_parent
+from titan_moe.verify.compare.launch import EVERY_NODE
+
+POLL_S = 0.5
+LOST_S = 60.0
+"""Seconds without a sign of life after which a machine counts as lost."""
+MEET_S = 1800.0
+"""Seconds until all machines must have come; one may load an image that the others have."""
+_REPO = Path(__file__).resolve().parents[1]
+_signals: list[int] = []
+
+
+def lead(store: Store, words: Sequence[str], nodes: int) -> int:
+    """Run a command once all machines have come; returns its exit code, which the others get too.
+
+    Raises RunError if a machine does not come, or goes.
+    """
+    start = [f"PYTHONPATH={_REPO}", sys.executable, __file__, "--start", str(nodes)]
+    beats = dict.fromkeys(range(1, nodes), (0, time.monotonic()))
+    code, process = 1, None
+    try:
+        while process is None or process.poll() is None:
+            _watch(store, beats, MEET_S if process is None else LOST_S)
+            if process is None and all(beat for beat, _ in beats.values()):
+                process = _begin(words, {EVERY_NODE: shlex.join(["env", *start])})
+            if _signals and process is None:
+                return 128 + _signals[0]
+            if _signals and process is not None:
+                process.send_signal(_signals.pop())
+            time.sleep(POLL_S)
+        code = _exit_code(process)
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait()
+        store.set("end", str(code))
+        until = time.monotonic() + LOST_S
+        while store.add("left", 0) < nodes - 1 and time.monotonic() < until:
+            time.sleep(POLL_S)
+    return code
+
+
+def _watch(store: Store, beats: dict[int, tuple[int, float]], limit_s: float) -> None:
+    """Notes each machine's signs of life; raises RunError if one gave none for `limit_s`."""
+    now = time.monotonic()
+    for node, (beat, since) in beats.items():
+        if (latest := store.add(f"beat/{node}", 0)) != beat:
+            beats[node] = latest, now
+        elif now - since > limit_s:
+            line = f"node {node} has given no sign of life for {limit_s:.0f} s: see its own output"
+            raise RunError(line)
+
+
+def follow(store: Store, node: int) -> int:
+    """Run this machine's part of all that machine 0 starts; returns the exit code of its command.
+
+    Raises DistError if machine 0 has gone.
+    """
+    number = store.add("started", 0)
+    store.set(f"{number}/exit/{node}", "1")  # After a restart: this machine has left that run.
+    while not (_signals or store.check(["end"])):
+        store.add(f"beat/{node}", 1)
+        if store.add("started", 0) == number:
+            time.sleep(POLL_S)
+            continue
+        number += 1
+        job = json.loads(store.get(f"{number}/job"))
+        if node < int(job["variables"]["NNODES"]):
+            variables = {**job["variables"], "NODE_RANK": str(node)}
+            process = _begin(job["words"], variables, job["folder"])
+            while process.poll() is None:
+                store.add(f"beat/{node}", 1)
+                if _signals or store.check([f"{number}/over"]):
+                    process.terminate()
+                time.sleep(POLL_S)
+            store.set(f"{number}/exit/{node}", str(_exit_code(process)))
+    if _signals:
+        return 128 + _signals[0]
+    store.add("left", 1)
+    return int(store.get("end"))
+
+
+def start(store: Store, words: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a command on the first NNODES machines; returns the exit code of this one.
+
+    All are ended if one fails, or if this process gets a signal.
+
+    Raises RunError if another machine fails first.
+    """
+    number = store.add("started", 0) + 1
+    job = {"words": words, "variables": variables, "folder": os.getcwd()}
+    store.set(f"{number}/job", json.dumps(job))
+    store.add("started", 1)
+    process = _begin(words, {**variables, "NODE_RANK": "0"})
+    running, problem = set(range(1, int(variables["NNODES"]))), ""
+    ended = time.monotonic()
+    while process.poll() is None or (running and time.monotonic() - ended < 2 * LOST_S):
+        for node in [n for n in running if store.check([f"{number}/exit/{n}"])]:
+            running.remove(node)
+            code = int(store.get(f"{number}/exit/{node}"))
+            if code and not (problem or process.poll()):
+                problem = f"node {node} ended with exit code {code}: its own output says why"
+        if problem or _signals:
+            process.terminate()
+        if process.poll() is None:
+            ended = time.monotonic()
+        elif process.returncode or time.monotonic() - ended > LOST_S:
+            store.set(f"{number}/over", "")
+        time.sleep(POLL_S)
+    if running and not process.returncode:
+        problem = f"node {min(running)} did not end with the others: see its own output"
+    if problem:
+        raise RunError(problem)
+    return _exit_code(process)
+
+
+def _begin(
+    words: Sequence[str], variables: Mapping[str, str], folder: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a process that ends with this one, and gets no signals from the terminal."""
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=os.environ | variables,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs this machine's part; returns the exit code."""
+    endpoint = environment.get("RDZV_ENDPOINT", "")
+    nodes, node = int(environment.get("NNODES", "1")), int(environment.get("NODE_RANK", "0"))
+    if not re.fullmatch(r".+:\d{1,5}", endpoint) or node >= nodes:
+        line = f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT of node 0, not {endpoint!r}, and a"
+        print_errors([f"{line} NODE_RANK from 0 to {nodes - 1}, not {node}"])
+        return 2
+    host, _, port = endpoint.rpartition(":")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: _signals.append(number))
+    is_started = words[0] == "--start"
+    try:
+        store = TCPStore(
+            host,
+            int(port) + 1,
+            is_master=node == 0 and not is_started,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_S),
+        )
+        if not is_started:
+            return follow(store, node) if node else lead(store, words, nodes)
+        if nodes > int(words[1]):
+            raise RunError(f"this needs {nodes} nodes, and there are {words[1]}")
+        # PATH leads to the environment, PYTHONPATH to this code, which need not be the command's.
+        kept = {
+            name: environment[name] for name in ("NGPU", "NNODES", "PATH") if name in environment
+        }
+        return start(store, words[2:], {**kept, "PYTHONPATH": ""})
+    except DistError as error:
+        reason = str(error).splitlines()[0]
+        where = f"{host}:{int(port) + 1}"
+        print_errors([f"node 0 cannot be reached at {where}, or has gone: {reason}"])
+    except RunError as error:
+        print_errors([str(error)])
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
