@@ -185,7 +185,8 @@ def new_layer(shape: Shape, routing: str, device: str) -> tuple[MoE, Tensor]:
 def experts_rows(layer: MoE, x_BSD: Tensor) -> ExpertRows:
     """Returns the rows that the layer's experts receive for these tokens."""
     taken: list[ExpertRows] = []
-    hook = layer.experts.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+    compute = layer.experts.compute
+    hook = compute.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
     layer(x_BSD)
     hook.remove()
     (rows,) = taken

@@ -136,13 +136,13 @@ CONTROLS = [
     Control(
         "sizes read twice a layer",
         "wait",
-        "all_to_all.py:_exchanges",
+        "all_to_all.py:sizes",
         _wrapped("titan_moe.moe.dispatch.all_to_all:to_host", _twice),
     ),
     Control(
         "a number read with bounded sizes",
         "wait",
-        "moe/layer.py:route",
+        "moe/layer.py:choose",
         _wrapped(
             "titan_moe.moe.layer:count_experts", _and_then(lambda counts_E: counts_E.sum().item())
         ),

@@ -19,7 +19,8 @@ def train(job: JobConfig) -> tuple[list[int], set[int]]:
     sharded, step = tiny_step(job)
     sizes: set[int] = set()
     for moe in sharded.moe_layers().values():
-        moe.experts.register_forward_pre_hook(lambda _, args: sizes.add(len(args[0].x_RD)))
+        compute = moe.experts.compute
+        compute.register_forward_pre_hook(lambda _, args: sizes.add(len(args[0].x_RD)))
     graphs = []
     for number in range(STEPS):
         batch = batch_of(number, slice(dist.get_rank(), 4, dist.get_world_size()))

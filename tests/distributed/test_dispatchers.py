@@ -93,14 +93,18 @@ def _travel(case: Case) -> Seen:
     w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared)
 
     counts_E = count_experts(experts_TK, EXPERTS)
-    plan = dispatcher.plan(experts_TK, counts_E)
-    rows = dispatcher.receive(dispatcher.send(x_TD, weights_TK, plan), plan)
+    draft = dispatcher.start_counts(experts_TK, counts_E)
+    gathered = dispatcher.gather(x_TD, weights_TK, draft)
+    plan = dispatcher.sizes(draft)
+    sent, order = dispatcher.send(gathered, plan), dispatcher.order(plan)
+    rows = dispatcher.receive(sent, plan, order)
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
     share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
-    y_TD = dispatcher.combine(_experts(rows, share * w_EDD[first:]), plan)
+    y_RD = _experts(rows, share * w_EDD[first:])
+    y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, plan, order), draft)
     kept_TK = torch.ones_like(weights_TK).bool()
     if case.name == CAPACITY:
-        kept_TK = plan.rows.rows_TK >= 0
+        kept_TK = draft.rows.rows_TK >= 0
     expected_TD = sum(
         (weights_TK * kept_TK)[:, k, None]
         * torch.einsum("td,tde->te", x_TD, w_EDD[experts_TK[:, k]])
@@ -110,11 +114,10 @@ def _travel(case: Case) -> Seen:
     ours = (y_TD, *torch.autograd.grad(y_TD, inputs, grad_TD))
     theirs = (expected_TD, *torch.autograd.grad(expected_TD, inputs, grad_TD))
     errors = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
-    dropped = dispatcher.dropped(plan)
     return Seen(
         max(errors),
         *dispatcher.traffic(experts_TK, counts_E).tolist(),
-        None if dropped is None else dropped.item(),
+        None if plan.dropped is None else plan.dropped.item(),
         int((~kept_TK).sum()),
     )
 

@@ -106,17 +106,17 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
 
 
 def plant(moe: Any, bug: str | None) -> None:
-    combine = moe.dispatcher.combine
+    send_home = moe.dispatcher.send_home
 
-    def truth(y_RD: Tensor, plan: Any) -> Tensor:
-        return combine(y_RD * bool(torch.ones(()) != 0), plan)
+    def truth(y_RD: Tensor, *plan: Any) -> Tensor:
+        return send_home(y_RD * bool(torch.ones(()) != 0), *plan)
 
-    def masked(y_RD: Tensor, plan: Any) -> Tensor:
-        return combine(y_RD[torch.ones(len(y_RD), dtype=torch.bool)], plan)
+    def masked(y_RD: Tensor, *plan: Any) -> Tensor:
+        return send_home(y_RD[torch.ones(len(y_RD), dtype=torch.bool)], *plan)
 
-    def watched(y_RD: Tensor, plan: Any) -> Tensor:
+    def watched(y_RD: Tensor, *plan: Any) -> Tensor:
         y_RD.register_hook(lambda grad: grad * (grad.new_ones(()).item() == 1))
-        return combine(y_RD, plan)
+        return send_home(y_RD, *plan)
 
     wrong = {
         "a truth is asked for": truth,
@@ -124,7 +124,7 @@ def plant(moe: Any, bug: str | None) -> None:
         "a gradient is read": watched,
     }
     if bug is not None:
-        moe.dispatcher.combine = wrong[bug]
+        moe.dispatcher.send_home = wrong[bug]
 
 
 def count(
@@ -145,9 +145,9 @@ WAYS = [*product(["standard", "deduplicated", "nodes"], ["none", "full", "op"])]
 )
 def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recompute: str):
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
-    file = "all_to_all" if dispatch == "standard" else "deduplicated"
+    place = "all_to_all.py:sizes" if dispatch == "standard" else "deduplicated.py:_sizes"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
-    assert seen == {**SUMS, f"moe/dispatch/{file}.py:_exchanges": LAYERS}
+    assert seen == {**SUMS, f"moe/dispatch/{place}": LAYERS}
 
 
 _DROPPED = {"expert_parallel_capacity_factor": 1.1, "expert_parallel_overflow": "drop"}

@@ -5,7 +5,9 @@ Logs of the order in which a process issues its work; how long it takes is no te
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,8 +36,8 @@ class Log:
     events: list[Event] = field(default_factory=list)
     flights: dict[int, int] = field(default_factory=dict)
 
-    def watch_exchanges(self) -> None:
-        """Log starts and waits of all exchanges of rows, for the rest of this process."""
+    def watch_exchanges(self, name: Callable[[str, Tensor], str] = lambda what, x: what) -> None:
+        """Log starts and waits of all exchanges, for the rest of this process, by their names."""
         from titan_moe.distributed import collectives
 
         start, wait = collectives.AllToAll.start, collectives.AllToAll.wait
@@ -43,12 +45,12 @@ class Log:
         def started(exchange: Any, x_RD: Tensor) -> Tensor:
             out_RD = start(exchange, x_RD)
             flight = self.flights[out_RD.untyped_storage()._cdata] = len(self.events)
-            self.events.append(Event("start", phase(), flight))
+            self.events.append(Event(name("start", x_RD), phase(), flight))
             return out_RD
 
         def waited(exchange: Any, x_RD: Tensor) -> Tensor:
             flight = self.flights.pop(x_RD.untyped_storage()._cdata)
-            self.events.append(Event("wait", phase(), flight))
+            self.events.append(Event(name("wait", x_RD), phase(), flight))
             return wait(exchange, x_RD)
 
         collectives.AllToAll.start, collectives.AllToAll.wait = started, waited  # type: ignore
@@ -135,8 +137,10 @@ def log_of_a_step(recompute: str, planted: str) -> list[tuple[str, list[str]]]:
 def _wait_at_once(dispatcher) -> None:
     """The serial order: rows have arrived before anything else is begun."""
     send, receive = dispatcher.send, dispatcher.receive
-    dispatcher.send = lambda x_TD, weights_TK, plan: receive(send(x_TD, weights_TK, plan), plan)
-    dispatcher.receive = lambda sent, plan: sent
+    dispatcher.send = lambda gathered, plan: receive(
+        send(gathered, plan), plan, dispatcher.order(plan)
+    )
+    dispatcher.receive = lambda sent, plan, order: sent
 
 
 @pytest.mark.parametrize("recompute", tiered(["none"], slow=["full"]))
@@ -153,6 +157,64 @@ def test_the_log_shows_the_serial_order():
         assert not any("shared experts" in inside for _, inside in flights)
 
 
+# --- the order of issue in a layer ---
+
+DIM = 8
+
+
+def order_of_a_layer() -> tuple[list[str], list[str]]:
+    """Returns what one layer issues, forward and backward."""
+    from titan_moe.distributed.expert_parallel import apply_expert_parallel
+    from titan_moe.distributed.mesh import build_mesh
+    from titan_moe.distributed.parallel_dims import ParallelDims
+    from titan_moe.models.decoder import FeedForward
+    from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.layer import MoE
+
+    layer = MoE(DIM, MoEConfig(num_experts=4, top_k=2, hidden_dim=4), FeedForward(DIM, 4))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    apply_expert_parallel([layer], build_mesh(ParallelDims(2, ep=2), "cpu"))
+    log = Log()
+    log.watch_exchanges(_named)
+    log.mark(layer.shared_experts, "shared experts")
+    log.mark(layer.experts.compute, "experts")
+    for name in ("gather", "order"):
+        call = partial(_marked_call, log, name, getattr(layer.dispatcher, name))
+        setattr(layer.dispatcher, name, call)
+    layer(torch.randn(1, 6, DIM, requires_grad=True)).sum().backward()
+    both = ([e.what for e in log.events if e.phase == p] for p in ("forward", "backward"))
+    return _outputs_named(next(both), last=True), _outputs_named(next(both), last=False)
+
+
+def _named(what: str, x: Tensor) -> str:
+    kind = "rows" if x.is_floating_point() else "counts"
+    kind = "weights" if kind == "rows" and x.shape[1] == 1 else kind
+    return f"{what} {kind}" if what == "start" else f"wait for {kind}"
+
+
+def _marked_call(log: Log, name: str, call, *args):
+    log.mark_now(name)
+    return call(*args)
+
+
+def _outputs_named(events: list[str], *, last: bool) -> list[str]:
+    """Names the rows that travel home, the last or the first of an order, by what they are."""
+    for what in ("start rows", "wait for rows"):
+        places = [place for place, event in enumerate(events) if event == what]
+        events[places[-1 if last else 0]] = what.replace("rows", "outputs")
+    return events
+
+
+def test_a_layer_issues_its_work_in_the_order_of_the_table():
+    from titan_moe.moe.dispatch import exchange
+
+    lines = [line.split("|")[1:3] for line in exchange.__doc__.splitlines() if "|" in line][2:]
+    forward, backward = ([row[column].strip() for row in lines] for column in (0, 1))
+    for seen in run_on_ranks(order_of_a_layer, 2):
+        assert seen == (forward, [each for each in reversed(backward) if each])
+
+
 # --- one half of a microbatch beside the other's experts ---
 
 
@@ -164,17 +226,9 @@ def log_of_halves(overlap: bool) -> list[tuple[str, list[str]]]:
     log = Log()
     log.watch_exchanges()
     for moe in sharded.moe_layers().values():
-        moe.experts.compute = _marked(moe.experts.compute, log)
+        log.mark(moe.experts.compute, "experts")
     train_once(sharded)
     return log.inside()
-
-
-def _marked(compute, log: Log):
-    def marked(*args):
-        log.mark_now("experts")
-        return log.seen(compute(*args), "experts")
-
-    return marked
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -213,7 +267,7 @@ def run_pairs(log: Log, overlap: bool) -> list[Tensor]:
     tables = {"parallelism": degrees, "training": {"local_batch_size": MICROBATCHES}}
     sharded = build(tables, "qwen3", num_layers=4 * LAYERS_OF_A_STAGE)
     for moe in sharded.moe_layers().values():
-        moe.experts.compute = _marked(moe.experts.compute, log)
+        log.mark(moe.experts.compute, "experts")
     train_once(sharded, reader=dist.get_rank() % 2, rows=MICROBATCHES)
     return [parameter.grad.to_local() for _, parameter in sharded.named_parameters()]
 

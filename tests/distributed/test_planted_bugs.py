@@ -25,7 +25,7 @@ def test_gate_passes_layout_without_the_bug_s_axis(gates: Gates, name: str, monk
 @pytest.mark.slow
 def test_gate_reports_dead_rank_in_one_line(gates: Gates, monkeypatch):
     """A recomputation that counts its tokens again."""
-    bug = BUGS["recompute routes anew"]._replace(wrong="return choose(scores)")
+    bug = BUGS["recompute routes anew"]._replace(wrong="return choose(given)")
     result, _ = judge(gates(bug.family), bug, bug.caught_on, monkeypatch)
     (line,) = result.lines
     assert "RuntimeError: a recomputed forward changed moe.rows_sent, moe.router.tok" in line

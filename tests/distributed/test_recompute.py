@@ -154,12 +154,13 @@ def test_attention_that_is_kept_is_not_computed_again():
     ("mode", "again"), [("full", 2), ("every second", 2), ("full, rows kept", 0), ("op", 0)]
 )
 def test_rows_are_exchanged_again_on_their_way_to_the_experts_alone(mode: str, again: int):
-    """Rows and weights travel to the experts, and outputs back: three all-to-alls a layer, and
-    three of gradients. No recomputation runs or keeps the last; `again` are those of a layer."""
+    """Counts, rows and weights travel to the experts, and outputs back: four all-to-alls a layer,
+    and three of gradients. No recomputation runs or keeps the first and the last; `again` are those
+    of a layer."""
     result, *_ = run_on_ranks(train_once, 2, "deepseek_v3", mode, 2)
     moe_layers, kept = len(result["counts"]), 2 - again
     recomputed = moe_layers if mode != "every second" else 1
-    assert result["forward"][ALL_TO_ALL] == 3 * moe_layers
+    assert result["forward"][ALL_TO_ALL] == 4 * moe_layers
     assert result["backward"][ALL_TO_ALL] == 3 * moe_layers + again * recomputed
     assert result["kept exchanges"] == kept * recomputed
 

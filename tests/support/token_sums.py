@@ -15,8 +15,8 @@ from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.output import Embedding, LayerNorm, ZeroCentredRMSNorm
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.moe.experts import Experts
+from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
+from titan_moe.moe.experts import Experts, Part
 from titan_moe.moe.router import Router
 from titan_moe.ops.attention import Sdpa, sdpa
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule, short_convolution
@@ -150,7 +150,20 @@ def _rule(draw: Draw) -> Case:
 def _experts(draw: Draw, **options: Any) -> Case:
     experts = Experts(D, MoEConfig(num_experts=E, top_k=1, hidden_dim=24, **options))
     inputs, ends = [draw(TOKENS, D), draw(TOKENS, dtype=torch.float32)], draw.ends()
-    return of_module(draw, experts, *inputs, arguments=lambda x, r: (ExpertRows(x, r, ends),))
+
+    def rows_to_themselves(x: Tensor, r: Tensor) -> tuple[LocalDispatcher, list[Part]]:
+        return _Unmoved(1), [Part(ExpertRows(x, r, ends), None, None)]
+
+    return of_module(
+        draw, experts, *inputs, arguments=rows_to_themselves, pick=lambda home: home[0]
+    )
+
+
+class _Unmoved(LocalDispatcher):
+    """Rows stay in the order of experts."""
+
+    def send_home(self, y_RD: Tensor, plan: None, order: None) -> Tensor:
+        return y_RD
 
 
 def _loss(draw: Draw) -> Case:

@@ -124,7 +124,7 @@ def train_with_faults(
     from titan_moe import bad_steps
     from titan_moe.data.loader import Loader
     from titan_moe.models.output import Output
-    from titan_moe.moe.experts import Experts
+    from titan_moe.moe.experts import ExpertOutputs
 
     bad = dist.get_rank() == dist.get_world_size() - 1
     next_step, num_read, fault = Loader.next_step, 0, ""
@@ -138,11 +138,11 @@ def train_with_faults(
             os.kill(os.getpid(), signal.SIGKILL)
         return batches
 
-    experts, loss = Experts.forward, Output.forward
+    experts, loss = ExpertOutputs.forward, Output.forward
     factors = {"spike": 1000.0, "gradient": float("inf")}
 
-    def forward(self, rows):
-        y_RD = experts(self, rows)
+    def forward(self, rows, weights):
+        y_RD = experts(self, rows, weights)
         return y_RD * float("nan") if fault == "nan" else y_RD
 
     def loss_with_spike(self, *args):
@@ -152,7 +152,7 @@ def train_with_faults(
             value.register_hook(lambda grad: grad * factor)
         return value
 
-    Loader.next_step, Experts.forward, Output.forward = counted, forward, loss_with_spike
+    Loader.next_step, ExpertOutputs.forward, Output.forward = counted, forward, loss_with_spike
     bad_steps.FEWEST = 4
     return train_here(job)
 

@@ -189,14 +189,17 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        if self.keeps(func) and not self.inside_attention:
+        if self.keeps(func, args) and not self.inside_attention:
             # Detached: autograd is about to give the result itself a history that would hold us.
             self.kept[func].append(tree_map_only(Tensor, Tensor.detach, result))
         return result
 
-    def keeps(self, func: Any) -> bool:
-        """Returns whether the result of `func`, called now, is kept."""
-        return func in self.operations and not (func in _EXCHANGES and ends_a_layer())
+    def keeps(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Returns whether the result of `func`, called now, is kept. Counts are not: decisions that
+        follow from them are replayed, and never exchanged again."""
+        if func in _EXCHANGES and (ends_a_layer() or not args[0].is_floating_point()):
+            return False
+        return func in self.operations
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
         """Calls `core` and keeps its output; its backward finds its saved tensors without a
@@ -213,7 +216,7 @@ class _HandBack(_Keep):
     """Hands each kept result back, once, instead of computing it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if self.keeps(func):
+        if self.keeps(func, args):
             return self.kept[func].popleft()
         return func(*args, **(kwargs or {}))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from titan_moe.distributed.turns import BACKWARD, FORWARD, Turns
 # write into an argument.
 _functional = torch.ops._c10d_functional
 
-T = TypeVar("T")
 LinearMap = Callable[[Tensor], Tensor]
 
 # --- rows and sequences, differentiable ---
@@ -46,6 +45,12 @@ class AllToAll(NamedTuple):
     received: list[int]
     group: ProcessGroup
 
+    @staticmethod
+    def of_table(group: ProcessGroup) -> "AllToAll":
+        """Returns the exchange that sends row p of a table to each rank p."""
+        ones = [1] * group.size()
+        return AllToAll(ones, ones, group)
+
     def reverse(self) -> "AllToAll":
         return self._replace(sent=self.received, received=self.sent)
 
@@ -59,40 +64,67 @@ class AllToAll(NamedTuple):
         return in_flight if len(self.sent) == 1 else _functional.wait_tensor(in_flight)
 
 
+class InFlight:
+    """The handle of an exchange under way, of counts or of rows.
+
+    `wait` gives what was received, once. The handle forgets it then, so that nobody who still holds
+    the handle holds the rows.
+    """
+
+    def __init__(self, received: Tensor, exchange: RowExchange, turns: Turns | None = None) -> None:
+        self.exchange, self.turns = exchange, turns
+        self._received: Tensor | None = received
+
+    def wait(self) -> Tensor:
+        return self.exchange.wait(self.take())
+
+    def take(self) -> Tensor:
+        """Returns what is being received, unreadable before `RowExchange.wait`."""
+        received, self._received = self._received, None
+        assert received is not None, "an exchange is waited for once"
+        return received
+
+
+def start_counts(counts: Tensor, exchange: RowExchange) -> InFlight:
+    """Start an exchange of whole numbers, which have no gradient. The device waits for the result;
+    the host does not."""
+    return InFlight(exchange.start(counts), exchange)
+
+
 def exchange_rows(x_RD: Tensor, exchange: RowExchange) -> Tensor:
     """The received rows, in the order of their source ranks. Backward: the reverse exchange."""
-    return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)
+    return wait_for_rows(start_rows(x_RD, exchange))
 
 
-class AsyncRows(NamedTuple):
-    """The rows of an exchange that `all_to_all_start` started, for `all_to_all_wait`."""
+class RowsInFlight(NamedTuple):
+    """Rows between `start_rows` and `wait_for_rows`."""
 
     carrier: Tensor
     """One element in the shape of the rows that were sent, with strides of 0: it links the two in
     autograd, where its gradient is the reverse exchange, under way."""
-    in_flight: Tensor
-    """Received rows, unreadable before `all_to_all_wait`; without a gradient."""
+    handle: InFlight
+    """The received rows; without a gradient."""
 
 
-def all_to_all_start(x_RD: Tensor, exchange: RowExchange, turns: Turns | None = None) -> AsyncRows:
-    """Start an exchange; only `all_to_all_wait` makes its result readable.
+def start_rows(x_RD: Tensor, exchange: RowExchange, turns: Turns | None = None) -> RowsInFlight:
+    """Start an exchange; only `wait_for_rows` makes its result readable.
 
     What the program computes between the two overlaps with the exchange, on the stream that it
     would use anyway: NCCL has one of its own, gloo a thread. So does its backward overlap with the
     reverse exchange: autograd runs nodes in the opposite order of their making, the backward of
-    `all_to_all_wait` starts the exchange of the gradients, and that of `all_to_all_start` waits for
-    it.
+    `wait_for_rows` starts the exchange of the gradients, and that of `start_rows` waits for it.
 
     `turns`: shared with other work of this process, which runs before anything is waited for.
     """
-    return AsyncRows(*_StartRows.apply(x_RD, exchange, turns))
+    carrier, received = _StartRows.apply(x_RD, exchange, turns)
+    return RowsInFlight(carrier, InFlight(received, exchange, turns))
 
 
-def all_to_all_wait(rows: AsyncRows, exchange: RowExchange, turns: Turns | None = None) -> Tensor:
-    """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
-    if turns is not None:
-        turns.pass_on(FORWARD)
-    return _WaitRows.apply(*rows, exchange)
+def wait_for_rows(rows: RowsInFlight) -> Tensor:
+    """The received rows of `start_rows`, in the order of their source ranks; once."""
+    if rows.handle.turns is not None:
+        rows.handle.turns.pass_on(FORWARD)
+    return _WaitRows.apply(rows.carrier, rows.handle.take(), rows.handle.exchange)
 
 
 def last_of_a_layer() -> AbstractContextManager:
@@ -277,53 +309,6 @@ def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 # --- counts ---
-
-
-class Pending(Generic[T]):
-    """A result that is under way: the first `wait` completes it, and it is kept from then on.
-
-    A recomputation finds what its forward pass waited for. What the result was made of is freed.
-    """
-
-    def __init__(self, complete: Callable[[], T]) -> None:
-        self._complete: Callable[[], T] | None = complete
-
-    def wait(self) -> T:
-        if self._complete is not None:
-            self._result = self._complete()
-            self._complete = None
-        return self._result
-
-
-def exchange_counts(
-    counts: Tensor,
-    group: ProcessGroup,
-    sent: list[int] | None = None,
-    received: list[int] | None = None,
-) -> Pending[Tensor]:
-    """Start an all-to-all of whole numbers: row p of a table to each rank p, or `sent[p]`
-    consecutive rows to it and `received[p]` from it.
-
-    Has no gradient and no part in recomputation, which keeps other collectives' results in the
-    order of their calls. The device waits for the result; the host does not where it has a choice.
-    """
-    if group.size() == 1:
-        return Pending(lambda: counts)
-    rows = len(counts) if received is None else sum(received)
-    if torch.compiler.is_compiling():
-        sizes = [len(counts) // group.size()] * group.size()
-        in_flight = _functional.all_to_all_single(
-            counts.contiguous(), received or sizes, sent or sizes, group.group_name
-        )
-        return Pending(lambda: _functional.wait_tensor(in_flight))
-    result = counts.new_empty(rows, *counts.shape[1:])
-    work: Any = dist.all_to_all_single(result, counts, received, sent, group=group, async_op=True)
-
-    def complete() -> Tensor:
-        work.wait()
-        return result
-
-    return Pending(complete)
 
 
 def to_host(*vectors: Tensor) -> list[list[int]]:

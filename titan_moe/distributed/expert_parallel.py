@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import Parallelism, Training, Validation
@@ -24,9 +23,8 @@ from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
-from titan_moe.moe.experts import Compute, Experts, ExpertWeights
+from titan_moe.moe.experts import Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.grouped_mm import GroupedMM
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
 # F that the ranks share, it is D: each rank adds it to a slice.
@@ -143,23 +141,23 @@ def _cut_experts(experts: Experts, meshes: Meshes) -> None:
     for name, _ in list(experts.named_parameters(recurse=False)):
         dims = {"ep": 0, "etp": _CUT_BY_ETP[name]}
         cut_parameter(experts, name, meshes[axes], [dims[axis] for axis in axes])
-    experts.compute = on_local_shards(experts.compute, meshes.group("etp"))
+    hook = partial(_own_shards, etp_group=meshes.group("etp"))
+    experts.compute.register_forward_pre_hook(hook)
 
 
-def on_local_shards(compute: Compute, etp_group: ProcessGroup) -> Compute:
-    """Hand `compute` each weight's local shard instead of the DTensor; b2 with zeros for the slices
-    of D that other ranks add."""
+def _own_shards(
+    module: Any, args: tuple[ExpertRows, ExpertWeights], etp_group: ProcessGroup
+) -> tuple[ExpertRows, ExpertWeights]:
+    """Hands over each weight's local shard instead of the DTensor; b2 with zeros for the slices of
+    D that other ranks add."""
+    rows, weights = args
     place, slices = etp_group.rank(), etp_group.size()
-
-    def compute_locally(rows: ExpertRows, weights: ExpertWeights, multiply: GroupedMM) -> Tensor:
-        own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
-        if own.b2 is not None and slices > 1:
-            width = own.b2.shape[1]
-            around = (place * width, (slices - 1 - place) * width)
-            own = own._replace(b2=F.pad(own.b2, around))
-        return compute(rows, own, multiply)
-
-    return compute_locally
+    own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
+    if own.b2 is not None and slices > 1:
+        width = own.b2.shape[1]
+        around = (place * width, (slices - 1 - place) * width)
+        own = own._replace(b2=F.pad(own.b2, around))
+    return rows, own
 
 
 def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:

@@ -7,7 +7,7 @@ all-reduce, the log writes it under its name, and the buffer starts again from z
 A layer's forward may run a second time, recomputed in the backward, where adding to a buffer is an
 error. So a layer adds in the backward, which runs once: `x = attach_loss(x, value.detach(), total)`
 (moe/balance.py) adds `value` to the buffer `total` and leaves x and its gradient as they are. What
-`MoE.route` adds is not recomputed.
+`MoE.choose` adds is not recomputed.
 """
 
 import math

@@ -70,7 +70,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
         product = float8_grouped_mm(recipe, emulate=emulate)
         for name, module in model.named_modules():
             if isinstance(module, MoE) and _has_word(f"{name}.experts", fqns):
-                module.experts.grouped_mm = product
+                module.experts.compute.grouped_mm = product
                 names.append(name)
     return names
 

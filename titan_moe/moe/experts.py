@@ -7,8 +7,6 @@ only x, gate and up are kept (`moe_act`, as Megatron-Core calls it; arXiv 2512.1
 same).
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import ExpertRows
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.ops.gated import gated_rows, gated_rows_backward
 from titan_moe.ops.grouped_mm import (
     GroupedMM,
@@ -26,6 +24,7 @@ from titan_moe.ops.grouped_mm import (
     grouped_mm_grad_rows,
     grouped_mm_grad_weights,
 )
+from titan_moe.profiling.regions import region
 
 
 class ExpertWeights(NamedTuple):
@@ -39,17 +38,7 @@ class ExpertWeights(NamedTuple):
     b3: Tensor | None = None
 
 
-Compute = Callable[[ExpertRows, ExpertWeights, GroupedMM], Tensor]
-
-
-def expert_outputs(
-    rows: ExpertRows,
-    weights: ExpertWeights,
-    multiply: GroupedMM,
-    *,
-    activation: str,
-    scale_inputs: bool,
-) -> Tensor:
+class ExpertOutputs(nn.Module):
     """The weighted output of its expert for each row, y_RD:
 
         weight * (w2 activation(w1 x + b1, w3 x + b3) + b2), or with `scale_inputs`
@@ -59,51 +48,42 @@ def expert_outputs(
     float32 arithmetic anyway; the projection is linear, so this is exact. Rows past the last offset
     are neither read nor given a meaning.
 
-    Args:
-        multiply: `grouped_mm`, or a product in lower precision.
-    """
-    offsets_E = rows.offsets_E
-    weights_R1 = rows.weights_R[:, None]
-    # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
-    before_R1 = weights_R1.to(rows.x_RD.dtype) if scale_inputs else None
-    after_R1 = None if scale_inputs else weights_R1
-    gate_RF, up_RF = projections(rows.x_RD, before_R1, weights.w1, weights.w3, offsets_E, multiply)
-    gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
-    up_RF = add_bias(up_RF, weights.b3, offsets_E)
-    y_RD = activated_projection(
-        gate_RF, up_RF, after_R1, weights.w2, offsets_E, activation, multiply
-    )
-    return add_bias(y_RD, weights.b2, offsets_E, after_R1)
-
-
-class RowsInParts(NamedTuple):
-    """Parts of a microbatch that travel apart, so that one does while the experts compute another.
-
-    An argument of one call of `Experts`, whose gathered weights serve all parts.
+    `grouped_mm` is a strategy: the product of the projections, which quantisation sets.
     """
 
-    sent: list[Any]
-    """Results of `Dispatcher.send`, one for each part."""
-    receive: Callable[[Any, int], ExpertRows]
-    """A part on its way, and its number -> its rows."""
-    send_back: Callable[[Tensor, int], Any]
-    """Outputs for these rows, and the part's number -> outputs on their way back."""
+    def __init__(self, activation: str, *, scale_inputs: bool) -> None:
+        super().__init__()
+        self.activation, self.scale_inputs = activation, scale_inputs
+        self.grouped_mm: GroupedMM = grouped_mm
 
-    def through(self, compute: Callable[[ExpertRows], Tensor]) -> list[Any]:
-        """Receive a part, compute it, send it back, and go on to the next one."""
-        return [
-            self.send_back(compute(self.receive(sent, part)), part)
-            for part, sent in enumerate(self.sent)
-        ]
+    def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+        offsets_E, multiply = rows.offsets_E, self.grouped_mm
+        weights_R1 = rows.weights_R[:, None]
+        # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
+        before_R1 = weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else None
+        after_R1 = None if self.scale_inputs else weights_R1
+        stacks = weights.w1, weights.w3, offsets_E, multiply
+        gate_RF, up_RF = projections(rows.x_RD, before_R1, *stacks)
+        gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
+        up_RF = add_bias(up_RF, weights.b3, offsets_E)
+        y_RD = activated_projection(
+            gate_RF, up_RF, after_R1, weights.w2, offsets_E, self.activation, multiply
+        )
+        return add_bias(y_RD, weights.b2, offsets_E, after_R1)
+
+
+class Part(NamedTuple):
+    """A part of a microbatch on its way to the experts."""
+
+    sent: Any
+    """Result of `Dispatcher.send`; `plan` and `order` are those of `sizes` and `order`."""
+    plan: Any
+    order: Any
 
 
 class Experts(nn.Module):
-    """The stacked weights of all experts, as `ExpertWeights` names them.
-
-    Two attributes are strategies, set once when the model is built: `grouped_mm` is the product of
-    the projections, which quantisation sets; `compute` runs on the weights, and expert parallelism
-    wraps it to hand over each rank's shard.
-    """
+    """The stacked weights of all experts, as `ExpertWeights` names them, and what `compute`s with
+    them, to which expert parallelism hands each rank's shards alone."""
 
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
@@ -116,18 +96,27 @@ class Experts(nn.Module):
             self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim))
             self.b2 = nn.Parameter(torch.empty(num_experts, dim))
             self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
-        self.grouped_mm: GroupedMM = grouped_mm
-        self.compute: Compute = partial(
-            expert_outputs,
-            activation=config.activation,
-            scale_inputs=config.weights_scale == "inputs",
+        self.compute = ExpertOutputs(
+            config.activation, scale_inputs=config.weights_scale == "inputs"
         )
 
-    def forward(self, rows: ExpertRows | RowsInParts) -> Any:
+    def forward(self, dispatcher: Dispatcher, parts: list[Part]) -> list[Any]:
+        """Receives each part, computes it and sends its outputs home, while the next one travels.
+        Returns what `Dispatcher.add_up` takes, one for each part.
+
+        One call for all parts, for which FSDP gathers the weights once.
+        """
         weights = ExpertWeights(self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
-        if isinstance(rows, RowsInParts):
-            return rows.through(lambda part: self.compute(part, weights, self.grouped_mm))
-        return self.compute(rows, weights, self.grouped_mm)
+        home = []
+        for sent, plan, order in parts:
+            with region("dispatch"):
+                rows = dispatcher.receive(sent, plan, order)
+            with region("experts"):
+                y_RD = self.compute(rows, weights)
+            del rows  # Only a backward holds them from here on.
+            with region("combine"):
+                home.append(dispatcher.send_home(y_RD, plan, order))
+        return home
 
 
 def activated_projection(

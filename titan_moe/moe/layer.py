@@ -12,23 +12,24 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher
-from titan_moe.moe.experts import Experts, RowsInParts
+from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
+from titan_moe.moe.experts import Experts, Part
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
 from titan_moe.profiling.regions import region
 
+Given = TypeVar("Given")
 Decision = TypeVar("Decision")
 
 
-class RoutingDecision(NamedTuple):
-    """The selected experts and the dispatch plans: what a recomputation replays."""
+class Choice(NamedTuple):
+    """The selected experts, and how their rows begin to travel."""
 
     experts_TK: Tensor
     chosen_BE: Tensor | None
     """Choices of each expert by sequence; None if no loss needs them."""
-    plans: list[Any]
-    """Dispatch plans, one for each part of the tokens."""
+    drafts: list[Any]
+    """Results of `Dispatcher.start_counts`, one for each part of the tokens."""
 
 
 class DecisionMemo(nn.Module):
@@ -51,11 +52,11 @@ class DecisionMemo(nn.Module):
         decisions: list[Any] = []
         return self._record(decisions), self._replay(decisions)
 
-    def decide(self, choose: Callable[[Tensor], Decision], scores: Tensor) -> Decision:
-        """`choose(scores)`, or in a recomputation what that returned in the forward pass."""
+    def decide(self, choose: Callable[[Given], Decision], given: Given) -> Decision:
+        """`choose(given)`, or in a recomputation what that returned in the forward pass."""
         if self._replayed is not None:
             return next(self._replayed)
-        decision = choose(scores)
+        decision = choose(given)
         if self._recorded is not None:
             self._recorded.append(decision)
         return decision
@@ -123,56 +124,46 @@ class MoE(nn.Module):
         with region("route"):
             scores = self.router(x_TD)
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
-        decision = self.memo.decide(partial(self.route, counted_BS=counted_BS), scores_BSE)
+        choice = self.memo.decide(partial(self.choose, counted_BS=counted_BS), scores_BSE)
         with region("route"):
-            weights_TK = self.gating_weights(scores.scores_TE, decision.experts_TK)
+            weights_TK = self.gating_weights(scores.scores_TE, choice.experts_TK)
         if self.training:
-            loss = self._balance_loss(scores, decision.chosen_BE, x_BSD.shape[0], counted_BS)
+            loss = self._balance_loss(scores, choice.chosen_BE, x_BSD.shape[0], counted_BS)
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
-        parts = zip(self._parts(x_TD), self._parts(weights_TK), decision.plans, strict=True)
         with region("dispatch"):
-            sent = [self.dispatcher.send(*part) for part in parts]
-        # Overlaps with the exchange of rows, here and in the backward.
+            parts = zip(self._parts(x_TD), self._parts(weights_TK), choice.drafts, strict=True)
+            sent = [self._send(*part) for part in parts]
+        # While rows travel, here and in the backward.
         shared_TD = None
         if self.shared_experts is not None:
             with region("shared_experts"):
                 shared_TD = self.shared_experts(x_TD)
-        y_TD = self._through_experts(sent, decision.plans)
+        with region("dispatch"):
+            orders = [self.memo.decide(self.dispatcher.order, plan) for _, plan in sent]
+        home = self.experts(
+            self.dispatcher, [Part(*part, order) for part, order in zip(sent, orders, strict=True)]
+        )
+        with region("combine"):
+            pairs = zip(home, choice.drafts, strict=True)
+            sums = [self.dispatcher.add_up(*pair) for pair in pairs]
+            y_TD = sums[0] if len(sums) == 1 else torch.cat(sums)
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
-    def _through_experts(self, sent: list[Any], plans: list[Any]) -> Tensor:
-        dispatcher = self.dispatcher
-        if len(plans) == 1:
-            with region("dispatch"):
-                rows = dispatcher.receive(sent.pop(), plans[0])  # Received rows are freed here.
-            with region("experts"):
-                y_RD = self.experts(rows)
-            with region("combine"):
-                return dispatcher.combine(y_RD, plans[0])
-
-        def receive(sent: Any, part: int) -> ExpertRows:
-            with region("dispatch"):
-                return dispatcher.receive(sent, plans[part])
-
-        def send_back(y_RD: Tensor, part: int) -> Any:
-            with region("combine"):
-                return dispatcher.combine_start(y_RD, plans[part])
-
-        with region("experts"):
-            home = self.experts(RowsInParts(sent, receive, send_back))
-        with region("combine"):
-            pairs = zip(home, plans, strict=True)
-            return torch.cat([dispatcher.combine_wait(rows, plan) for rows, plan in pairs])
+    def _send(self, x_TD: Tensor, weights_TK: Tensor, draft: Any) -> tuple[Any, Any]:
+        """Returns a part's rows on their way, and its plan."""
+        gathered = self.dispatcher.gather(x_TD, weights_TK, draft)  # While counts travel.
+        plan = self.memo.decide(self.sizes, draft)
+        return self.dispatcher.send(gathered, plan), plan
 
     def _parts(self, x_T: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the tokens, [T, ...], by part; a token or more in each."""
         parts = self.dispatcher.num_parts
         return (x_T,) if parts == 1 else x_T.tensor_split(parts)
 
-    def route(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> RoutingDecision:
-        """Select experts, count them (in training), and plan the dispatch."""
+    def choose(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> Choice:
+        """Selects experts, counts them (in training), and starts the exchange of counts."""
         with region("route"):
             experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
         parts = [
@@ -180,10 +171,7 @@ class MoE(nn.Module):
             for part_TK in self._parts(experts_TK)
         ]
         with region("dispatch"):  # First: what it sends is under way.
-            plans = [self.dispatcher.plan(*part) for part in parts]
-        for plan in plans:
-            if (dropped := self.dispatcher.dropped(plan)) is not None:
-                self.rows_dropped += dropped
+            drafts = [self.dispatcher.start_counts(*part) for part in parts]
         chosen_BE = None
         if self.training:
             for part_TK, counts_E in parts:
@@ -194,7 +182,14 @@ class MoE(nn.Module):
             if self.config.sequence_aux_loss_weight or counted_BS is not None:
                 experts_BSK = experts_TK.view(*scores_BSE.shape[:2], -1)
                 chosen_BE = self._counts_per_row(experts_BSK, counted_BS)
-        return RoutingDecision(experts_TK, chosen_BE, plans)
+        return Choice(experts_TK, chosen_BE, drafts)
+
+    def sizes(self, draft: Any) -> Any:
+        """Returns the plan of a part's exchanges; waits for the counts of other ranks."""
+        plan = self.dispatcher.sizes(draft)
+        if plan.dropped is not None:
+            self.rows_dropped += plan.dropped
+        return plan
 
     def _counts_per_row(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
         """Returns the choices of each expert by sequence, chosen_BE; of whole sequences if a loss

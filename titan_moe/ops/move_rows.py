@@ -5,7 +5,6 @@ Each reads and writes every row once, which is what bounds it; sums run in a fix
 is added atomically, so that a repeat gives the same bits on any device.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,14 +24,15 @@ class RowMap(NamedTuple):
     """int64: the rows that each token is copied to, at most K; -1 for none."""
 
 
-def gather_rows(x_TD: Tensor, row_map: RowMap, num_rows: Callable[[], int] | None = None) -> Tensor:
-    """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`.
+def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
+    """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
+    return gathered_rows(x_TD, copy_rows(x_TD.detach(), row_map.source_R), row_map)
 
-    Args:
-        num_rows: how many of the map's rows are wanted, the first ones; None: all. Called once the
-            gather has begun, because the answer may be under way.
-    """
-    return _GatherRows.apply(x_TD, row_map, num_rows)
+
+def gathered_rows(x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
+    """x_RD as `gather_rows` returns it, from rows that `copy_rows` has copied already: the first of
+    the map's rows, or all."""
+    return _GatheredRows.apply(x_TD, x_RD, row_map)
 
 
 def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
@@ -44,14 +44,11 @@ def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
     return _CombineRows.apply(y_RD, row_map)
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x_TD: Tensor, row_map: RowMap, num_rows: Callable[[], int] | None
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
         ctx.save_for_backward(row_map.rows_TK)
-        x_RD = copy_rows(x_TD, row_map.source_R)
-        return x_RD if num_rows is None else x_RD[: num_rows()]
+        return x_RD.detach()
 
     @staticmethod
     @once_differentiable

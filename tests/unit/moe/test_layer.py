@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_moe.distributed.collectives import AllToAll, InFlight
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
@@ -97,8 +98,8 @@ def test_layer_matches_the_loop_forward_and_backward(row_alignment: int, kind: s
 class _PoisonedTail(LocalDispatcher):
     """Rows that belong to no expert hold NaN, on the way in and on the way back."""
 
-    def receive(self, sent, plan):
-        rows = super().receive(sent, plan)
+    def receive(self, sent, plan, order):
+        rows = super().receive(sent, plan, order)
         past = torch.arange(len(rows.x_RD)) >= rows.offsets_E[-1]
         assert past.any()
         x_RD = torch.where(past[:, None], float("nan"), rows.x_RD)
@@ -151,31 +152,32 @@ def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():
         record, replay = layer.memo.contexts()
         with record:
             scores = scores_BSE.roll(shift, 1)
-            decisions.append(layer.memo.decide(layer.route, scores))
+            decisions.append(layer.memo.decide(layer.choose, scores))
         contexts.append(replay)
     counts_E = layer.router.tokens_per_expert.clone()
     for decision, replay in zip(decisions, contexts, strict=True):
         with replay:
-            assert layer.memo.decide(layer.route, scores_BSE) is decision
+            assert layer.memo.decide(layer.choose, scores_BSE) is decision
     assert torch.equal(layer.router.tokens_per_expert, counts_E)
-    layer.memo.decide(layer.route, scores_BSE)
+    layer.memo.decide(layer.choose, scores_BSE)
     assert torch.equal(layer.router.tokens_per_expert.sum(), counts_E.sum() * 3 // 2)
 
 
 class _Exchange(LocalDispatcher):
     """Hands over copies of the received rows, as one that orders them by expert does."""
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> ExpertRows:
-        sent = super().send(x_TD, weights_TK, plan)
-        self.received = weakref.ref(sent.x_RD)
-        return sent
+    def send(self, gathered: ExpertRows, plan: Any) -> Any:
+        self.received = weakref.ref(gathered.x_RD)
+        here = AllToAll([len(gathered.x_RD)], [len(gathered.x_RD)], None)
+        return InFlight(gathered.x_RD, here), gathered._replace(x_RD=None)
 
-    def receive(self, sent: ExpertRows, plan: Any) -> ExpertRows:
-        return sent._replace(x_RD=sent.x_RD.clone())
+    def receive(self, sent: Any, plan: Any, order: None) -> ExpertRows:
+        handle, rows = sent
+        return rows._replace(x_RD=handle.wait().clone())
 
-    def combine_start(self, y_RD: Tensor, plan: Any) -> Tensor:
+    def send_home(self, y_RD: Tensor, plan: Any, order: None) -> Tensor:
         assert self.received() is None
-        return super().combine_start(y_RD, plan)
+        return super().send_home(y_RD, plan, order)
 
 
 def test_received_rows_are_freed_before_outputs_are_sent_back() -> None:

@@ -34,7 +34,8 @@ def kept(ep: int, **settings) -> tuple[Counter, int]:
     found: dict[int, tuple] = {}
     ours = {p.untyped_storage().data_ptr() for p in layer.parameters()} if ep == 1 else set()
     num_rows = []
-    layer.experts.register_forward_pre_hook(lambda _, args: num_rows.append(len(args[0].x_RD)))
+    compute = layer.experts.compute
+    compute.register_forward_pre_hook(lambda _, args: num_rows.append(len(args[0].x_RD)))
 
     def pack(x):
         storage = x.untyped_storage()

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts, to_host
-from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Exchanges
+from titan_moe.distributed.collectives import AllToAll, start_counts, to_host
+from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.permute_indices import reached_ranks, sort_by_expert
 
 
@@ -24,31 +24,22 @@ class AllToAllDispatcher(ExchangeDispatcher):
         rows_2P = torch.stack([sent_P, reached_TP.sum(0)])
         return self.etp_group.size() * rows_2P.sum(1) - rows_2P[:, self.ep_group.rank()]
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Draft:
         sent_PE = counts_E.view(-1, self.num_local)
-        received = exchange_counts(sent_PE, self.ep_group)
+        counts = start_counts(sent_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
-        num_rows = experts_TK.numel()
-        return ExchangePlan(
-            rows=tokens,
-            weights=slots,
-            exchanges=Pending(lambda: self._exchanges(sent_PE, received.wait(), num_rows)),
-        )
+        return Draft(tokens, slots, sent_PE, counts)
 
-    def _exchanges(self, sent_PE: Tensor, received_PE: Tensor, num_rows: int) -> Exchanges:
+    def sizes(self, draft: Draft) -> Plan:
+        received_PE, num_rows = draft.counts.wait(), len(draft.rows.source_R)
         gathered_QPE = self.gather_counts(received_PE)
         if self.ep_group.size() == 1:  # Every rank keeps all rows of as many tokens.
             sent, received, gathered = [num_rows], [num_rows], [num_rows] * len(gathered_QPE)
         else:
             # Host sync, once per layer: collectives of rows take their sizes as Python ints.
             sent, received, gathered = to_host(
-                sent_PE.sum(1), received_PE.sum(1), gathered_QPE.sum((1, 2))
+                draft.sent_PE.sum(1), received_PE.sum(1), gathered_QPE.sum((1, 2))
             )
-        counts_PE, num_rows = gathered_QPE.flatten(0, 1), sum(gathered)
-        return Exchanges(
-            rows=AllToAll(sent, received, self.ep_group),
-            weights=AllToAll(sent, received, self.ep_group),
-            rows_gathered=gathered,
-            weights_gathered=gathered,
-            expert_order=Pending(lambda: self.expert_order(counts_PE, num_rows, self.num_local)),
-        )
+        exchange = AllToAll(sent, received, self.ep_group)
+        counts_PE = gathered_QPE.flatten(0, 1)
+        return Plan(num_rows, exchange, exchange, gathered, gathered, counts_PE)

@@ -1,11 +1,13 @@
 """The protocol that moves tokens to their experts and back, and the dispatcher of local experts.
 
-`plan` computes, without gradients, where every row goes, and is what recomputation replays instead
-of running. `send` and `receive` move rows along a plan to their experts, `combine_start` and
-`combine_wait` move them back. All four are differentiable; what is computed between the two of a
-pair, and its backward, overlaps with the exchange. Where ranks must exchange counts first, `plan`
-starts that exchange, and only the first use of its result waits for it: sorting and gathering go on
-meanwhile, and a replay waits for nothing.
+A dispatch is a row of plain calls, which `MoE.forward` and `Experts.forward` make in this order:
+
+    start_counts -> gather -> sizes -> send -> order -> receive -> (experts) -> send_home -> add_up
+
+`start_counts`, `sizes` and `order` decide, without gradients, where rows go; each returns finished
+data, which recomputation replays instead of deciding anew. The others move rows along these
+decisions and are differentiable. What is computed between `send` and `receive`, and between
+`send_home` and `add_up`, overlaps with the exchange of rows, and so does its backward.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -29,7 +31,7 @@ class ExpertRows(NamedTuple):
 
 class Dispatcher(Protocol):
     """Moves tokens to experts and back. One between ranks derives from `ExchangeDispatcher`, writes
-    `traffic` and `plan`, and is named in `expert_parallel.DISPATCHERS`."""
+    `start_counts` and `sizes`, and is named in `expert_parallel.DISPATCHERS`."""
 
     waits_for_host: bool = True
     """True if the host must know sizes that routing decides, which no compiled graph can."""
@@ -44,39 +46,41 @@ class Dispatcher(Protocol):
         """Rows that this rank's tokens send to other ranks, one way, and the fewest that would do:
         the distinct (token, destination rank) pairs. [2] int64, without a wait for the device."""
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        """Compute where each of the T*K rows goes, and start the exchange of counts.
-        `counts_E`: rows of each expert."""
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
+        """Returns the draft of a dispatch: the rows that leave, and the exchange of counts under
+        way. `counts_E`: rows of each expert."""
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
-        """Start the exchange of this rank's rows: what `receive` takes. The first use of a plan may
-        wait for the device, once."""
+    def gather(self, x_TD: Tensor, weights_TK: Tensor, draft: Any) -> Any:
+        """Gathers the rows that leave, while counts travel: what `send` takes."""
 
-    def receive(self, sent: Any, plan: Any) -> ExpertRows:
-        """The rows of this rank's experts, once they are here."""
+    def sizes(self, draft: Any) -> Any:
+        """Returns the plan of the exchanges, once the counts are here: the only wait of the host,
+        for sizes that are numbers of Python. A plan's `dropped` is the number of the T*K rows that
+        exceed the capacity, [] int64; None if none can."""
 
-    def combine_start(self, y_RD: Tensor, plan: Any) -> Any:
-        """Start to send the experts' outputs back: what `combine_wait` takes."""
+    def send(self, gathered: Any, plan: Any) -> Any:
+        """Starts the exchange of rows: what `receive` takes."""
 
-    def combine_wait(self, home: Any, plan: Any) -> Tensor:
-        """The sum of each token's K rows, once they are here: y_TD."""
+    def order(self, plan: Any) -> Any:
+        """Returns the order of the received rows, made while they travel."""
 
-    def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
-        """Send the experts' outputs back and add up each token's K rows: y_TD."""
-        return self.combine_wait(self.combine_start(y_RD, plan), plan)
+    def receive(self, sent: Any, plan: Any, order: Any) -> ExpertRows:
+        """Returns the rows of this rank's experts, once they are here."""
 
-    def dropped(self, plan: Any) -> Tensor | None:
-        """Returns the number of the T*K rows that exceeded the capacity, [] int64, without a wait
-        for the device; None if the dispatcher drops none."""
-        return None
+    def send_home(self, y_RD: Tensor, plan: Any, order: Any) -> Any:
+        """Starts to send the experts' outputs back: what `add_up` takes."""
+
+    def add_up(self, home: Any, draft: Any) -> Tensor:
+        """Returns the sum of each token's K rows, once they are here: y_TD."""
 
 
-class LocalPlan(NamedTuple):
-    """Holds the row maps to and from experts that are all on this rank."""
+class LocalDraft(NamedTuple):
+    """Holds the row maps to and from experts that are all on this rank: all there is to know."""
 
     tokens: RowMap
     slots: RowMap
     offsets_E: Tensor
+    dropped: None = None
 
 
 class LocalDispatcher(Dispatcher):
@@ -90,28 +94,37 @@ class LocalDispatcher(Dispatcher):
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         return counts_E.new_zeros(2)
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> LocalPlan:
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> LocalDraft:
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         permuted = permute_indices(counts_E[None], experts_TK.numel(), self.row_alignment)
         rows_TK = permuted.position_R[tokens.rows_TK]
-        return LocalPlan(
+        return LocalDraft(
             tokens=RowMap(follow(tokens.source_R, permuted.source_R), rows_TK),
             slots=RowMap(follow(slots.source_R, permuted.source_R), rows_TK.view(-1, 1)),
             offsets_E=permuted.offsets_E,
         )
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> ExpertRows:
+    def gather(self, x_TD: Tensor, weights_TK: Tensor, draft: LocalDraft) -> ExpertRows:
         return ExpertRows(
-            x_RD=gather_rows(x_TD, plan.tokens),
-            weights_R=gather_rows(weights_TK.reshape(-1, 1), plan.slots).flatten(),
-            offsets_E=plan.offsets_E,
+            x_RD=gather_rows(x_TD, draft.tokens),
+            weights_R=gather_rows(weights_TK.reshape(-1, 1), draft.slots).flatten(),
+            offsets_E=draft.offsets_E,
         )
 
-    def receive(self, sent: ExpertRows, plan: LocalPlan) -> ExpertRows:
+    def sizes(self, draft: LocalDraft) -> LocalDraft:
+        return draft
+
+    def send(self, gathered: ExpertRows, plan: LocalDraft) -> ExpertRows:
+        return gathered
+
+    def order(self, plan: LocalDraft) -> None:
+        return None
+
+    def receive(self, sent: ExpertRows, plan: LocalDraft, order: None) -> ExpertRows:
         return sent
 
-    def combine_start(self, y_RD: Tensor, plan: LocalPlan) -> Tensor:
+    def send_home(self, y_RD: Tensor, plan: LocalDraft, order: None) -> Tensor:
         return combine_rows(y_RD, plan.tokens)
 
-    def combine_wait(self, home: Tensor, plan: LocalPlan) -> Tensor:
+    def add_up(self, home: Tensor, draft: LocalDraft) -> Tensor:
         return home

@@ -7,17 +7,31 @@ expert).
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts
+from titan_moe.distributed.collectives import AllToAll, start_counts
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Exchanges
+from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.move_rows import RowMap
-from titan_moe.ops.permute_indices import SortedRows, invert, reached_ranks, sort_by_expert, starts
+from titan_moe.ops.permute_indices import (
+    SortedRows,
+    count_experts,
+    invert,
+    reached_ranks,
+    sort_by_expert,
+    starts,
+)
+
+
+@dataclass(frozen=True)
+class CapacityDraft(Draft):
+    """Rows of a draft are places of the buffers, free ones among them."""
+
+    dropped: Tensor | None
 
 
 class CapacityDispatcher(ExchangeDispatcher):
@@ -48,25 +62,32 @@ class CapacityDispatcher(ExchangeDispatcher):
         fewest = slices * rows_P.sum() - rows_P[self.ep_group.rank()]
         return torch.stack([torch.full_like(fewest, buffer * (slices * degree - 1)), fewest])
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
-        capacity = self._capacity(len(experts_TK))
-        counts_PE, dropped = counts_E.view(self.ep_group.size(), -1), None
-        sorted_rows = sort_by_expert(experts_TK, len(counts_E))
-        kept_PE, kept_N = counts_PE, None
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> CapacityDraft:
+        capacity, dropped = self._capacity(len(experts_TK)), None
+        sent_PE, num_experts = counts_E.view(self.ep_group.size(), -1), len(counts_E)
+        rows_P = sent_PE.sum(1)  # By rank; dropped choices are those of one rank more.
         if capacity < len(experts_TK) * min(self.top_k, self.num_local):
-            kept_TK = self._first_come(experts_TK // self.num_local, counts_PE.sum(1), capacity)
-            kept_N = kept_TK.flatten()[sorted_rows.slots.source_R]
-            ends_E = F.pad(kept_N.cumsum(0), (1, 0))[F.pad(counts_E.cumsum(0), (1, 0))]
-            kept_PE = ends_E.diff().view_as(counts_PE)
-            dropped = experts_TK.numel() - ends_E[-1]
-        received = exchange_counts(kept_PE, self.ep_group)
-        buffers = self._buffers(sorted_rows, counts_PE.sum(1), kept_PE.sum(1), kept_N, capacity)
-        return ExchangePlan(
-            rows=buffers.tokens,
-            weights=buffers.slots,
-            exchanges=Pending(lambda: self._exchanges(received.wait(), capacity)),
-            dropped=dropped,
-        )
+            kept_TK = self._first_come(experts_TK // self.num_local, rows_P, capacity)
+            experts_TK = experts_TK.masked_fill(~kept_TK, num_experts)
+            num_experts += 1
+            counts_E = count_experts(experts_TK, num_experts)
+            sent_PE, dropped = counts_E[:-1].view_as(sent_PE), counts_E[-1]
+            rows_P = torch.cat([sent_PE.sum(1), counts_E[-1:]])
+        counts = start_counts(sent_PE, AllToAll.of_table(self.ep_group))
+        tokens, slots = self._buffers(sort_by_expert(experts_TK, num_experts), rows_P, capacity)
+        return CapacityDraft(tokens, slots, sent_PE, counts, dropped)
+
+    def sizes(self, draft: CapacityDraft) -> Plan:
+        received_PE, degree = draft.counts.wait(), self.ep_group.size()
+        capacity = len(draft.rows.source_R) // degree
+        # Filling rows count for one more expert, after the last, which nothing reads.
+        filling_P1 = capacity - received_PE.sum(1, keepdim=True)
+        counts_QPE = self.gather_counts(torch.cat([received_PE, filling_P1], 1))
+        exchange = AllToAll([capacity] * degree, [capacity] * degree, self.ep_group)
+        num_rows = degree * capacity
+        gathered = [num_rows] * len(counts_QPE)
+        counts_PE = counts_QPE.flatten(0, 1)
+        return Plan(num_rows, exchange, exchange, gathered, gathered, counts_PE, draft.dropped)
 
     def _capacity(self, num_tokens: int) -> int:
         """Rows of the buffer for one rank."""
@@ -81,46 +102,23 @@ class CapacityDispatcher(ExchangeDispatcher):
         nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N.int()]
         return (nth_N < capacity)[invert(slot_N)].view(rank_TK.shape[::-1]).t()
 
-    def _buffers(
-        self,
-        sorted_rows: SortedRows,
-        counts_P: Tensor,
-        kept_P: Tensor,
-        kept_N: Tensor | None,
-        capacity: int,
-    ) -> SortedRows:
-        """Returns the maps from tokens, and from slots, to the P buffers one after the other, -1
-        in free places and for dropped rows. Sorted rows move as segments, one for each rank."""
-        (token_N, rows_TK), (slot_N, _) = sorted_rows
-        num_rows, size = len(token_N), len(counts_P) * capacity
-        rank_N = torch.arange(len(counts_P), device=counts_P.device).repeat_interleave(
-            counts_P, output_size=num_rows
-        )
-        nth_N = torch.arange(num_rows, device=counts_P.device)
-        if kept_N is not None:
-            nth_N = kept_N.cumsum(0) - 1
-        place_N = rank_N * capacity + nth_N - starts(kept_P)[rank_N]
-        if kept_N is not None:
-            place_N = place_N.where(kept_N, size)  # One place past the end.
-        empty = place_N.new_full((2, size + 1), -1)
-        place_TK = place_N[rows_TK]
-        place_TK = place_TK.masked_fill(place_TK == size, -1)
-        return SortedRows(
-            tokens=RowMap(empty[0].scatter_(0, place_N, token_N)[:-1], place_TK),
-            slots=RowMap(empty[1].scatter_(0, place_N, slot_N)[:-1], place_TK.view(-1, 1)),
-        )
+    def _buffers(self, sorted_rows: SortedRows, rows_P: Tensor, capacity: int) -> SortedRows:
+        """Returns the maps from tokens, and from slots, to the buffers of the ranks one after the
+        other, -1 in free places and for dropped rows.
 
-    def _exchanges(self, received_PE: Tensor, capacity: int) -> Exchanges:
-        # Filling rows count for one more expert, after the last, which nothing reads.
-        filling_P1 = capacity - received_PE.sum(1, keepdim=True)
-        counts_QPE = self.gather_counts(torch.cat([received_PE, filling_P1], 1))
-        slices, degree, _ = counts_QPE.shape
-        gathered, equal = [degree * capacity] * slices, [capacity] * degree
-        order = self.expert_order(counts_QPE.flatten(0, 1), sum(gathered), self.num_local)
-        return Exchanges(
-            rows=AllToAll(equal, equal, self.ep_group),
-            weights=AllToAll(equal, equal, self.ep_group),
-            rows_gathered=gathered,
-            weights_gathered=gathered,
-            expert_order=Pending(lambda: order),
+        Args:
+            rows_P: sorted rows of each rank, which move as one; those past the last are dropped.
+        """
+        (token_N, rows_TK), (slot_N, _) = sorted_rows
+        num_rows, size = len(token_N), self.ep_group.size() * capacity
+        first_P = torch.arange(len(rows_P), device=rows_P.device) * capacity
+        place_N = torch.arange(num_rows, device=rows_P.device) + (
+            first_P - starts(rows_P)
+        ).repeat_interleave(rows_P, output_size=num_rows)
+        empty = place_N.new_full((2, size + num_rows), -1)  # Dropped rows come after the buffers.
+        place_TK = place_N[rows_TK]
+        place_TK = place_TK.masked_fill(place_TK >= size, -1)
+        return SortedRows(
+            tokens=RowMap(empty[0].scatter_(0, place_N, token_N)[:size], place_TK),
+            slots=RowMap(empty[1].scatter_(0, place_N, slot_N)[:size], place_TK.view(-1, 1)),
         )

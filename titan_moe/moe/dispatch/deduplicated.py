@@ -10,22 +10,16 @@ before they leave the node. (Hierarchical dispatch, as in DeepSeek's DeepEP libr
 2412.19437, section 3.2.2; the planning by one exchange of counts is ours.)
 """
 
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts, to_host
+from titan_moe.distributed.collectives import AllToAll, InFlight, start_counts, to_host
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.exchange import (
-    ExchangeDispatcher,
-    ExchangePlan,
-    Exchanges,
-    ExpertOrder,
-    Hop,
-)
+from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Hop, Order, Plan
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
     copies_to_ranks,
@@ -74,18 +68,65 @@ class Nodes(NamedTuple):
         return [received_A[:, 0], received_A[:, 1:].sum(0), through_G]
 
 
-class _Draft(NamedTuple):
-    """The inputs of the exchanges that are known before the counts arrive."""
+class Counts(NamedTuple):
+    """Numbers that a rank tells each other rank, a row of a table for each."""
 
-    copies: RowMap
-    """Copies of this rank's tokens, one per rank or node; with room for more in `source_R`."""
+    choices_PE: Tensor
+    """Choices of each of its experts."""
+    copies_P: Tensor
+    """Copies of tokens for it, one for all of a token's choices."""
+    nodes_PX: Tensor
+    """Numbers of `Nodes.counts_to_send`; no columns without nodes."""
+
+    def table(self) -> Tensor:
+        return torch.cat([self.choices_PE, self.copies_P[:, None], self.nodes_PX], 1)
+
+    @staticmethod
+    def of_table(table_PX: Tensor, num_local: int) -> "Counts":
+        choices_PE, copies_P1, nodes_PX = table_PX.tensor_split([num_local, num_local + 1], 1)
+        return Counts(choices_PE, copies_P1[:, 0], nodes_PX)
+
+
+class Sizes(NamedTuple):
+    """Sizes of all exchanges, as Python ints."""
+
+    copies_sent: list[int]
+    """Copies for each rank, or with nodes for each node."""
+    copies_received: list[int]
+    choices_sent: list[int]
+    choices_received: list[int]
+    copies_gathered: list[int]
+    """Copies of each rank of the etp group, and its choices."""
+    choices_gathered: list[int]
+    from_nodes: list[int] = []  # noqa: RUF012
+    """Numbers of `Nodes.counts_received`."""
+    onward: list[int] = []  # noqa: RUF012
+    through: list[int] = []  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class DeduplicatedDraft(Draft):
+    """A draft whose rows are copies of tokens, one for each rank or node that they reach."""
+
     copies_P: Tensor
     """Number of copies for each rank or node."""
-    reached_TP: Tensor | None
-    """True for the ranks that each token reaches; None without nodes."""
     slot_N: Tensor
     """The slots of `copies_to_ranks` in the order of experts."""
-    num_tokens: int
+    reached_TP: Tensor | None
+    """True for the ranks that each token reaches; None without nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeduplicatedPlan(Plan):
+    """A plan with what the order of the received rows follows from."""
+
+    slots: InFlight
+    """Slots of `DeduplicatedDraft` under way, of the choices that come here."""
+    copies_QP: Tensor
+    """Copies that each rank of each etp rank's ep group sends."""
+    onward: InFlight | None = None
+    """Ranks of this node that each copy goes on to, under way."""
+    second_hop: AllToAll | None = None
 
 
 class DeduplicatedDispatcher(ExchangeDispatcher):
@@ -119,142 +160,120 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             sent = self.etp_group.size() * rows_P.sum() - rows_P[self.ep_group.rank()]
         return sent.expand(2)
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> DeduplicatedDraft:
         degree, num_local = self.ep_group.size(), self.num_local
+        sent_PE, reached_TP = counts_E.view(degree, -1), None
         *copies, slots_TK, copies_P = copies_to_ranks(experts_TK, num_local, degree)
-        # Exchanged first: choices by expert, rows, and what nodes need to know.
-        counts, reached_TP = [counts_E.view(degree, -1), copies_P[:, None]], None
+        sent = Counts(sent_PE, copies_P, sent_PE[:, :0])
         if self.nodes is not None:
             reached_TP = reached_ranks(experts_TK, num_local, degree)
-            counts.append(self.nodes.counts_to_send(reached_TP))
+            sent = sent._replace(nodes_PX=self.nodes.counts_to_send(reached_TP))
             size = self.nodes.within.size()
             *copies, _, copies_P = copies_to_ranks(experts_TK, num_local * size, degree // size)
-        sent_PX = torch.cat(counts, 1)
-        received = exchange_counts(sent_PX, self.ep_group)
-
+        counts = start_counts(sent.table(), AllToAll.of_table(self.ep_group))
         _, slots = sort_by_expert(experts_TK, len(counts_E))
         slot_N = slots_TK.flatten()[slots.source_R]
-        draft = _Draft(RowMap(*copies), copies_P, reached_TP, slot_N, len(experts_TK))
-        exchanges = Pending(lambda: self._exchanges(draft, sent_PX, received.wait()))
-        num_rows = partial(_num_sent, exchanges)
-        return ExchangePlan(draft.copies, slots, exchanges, num_rows=num_rows)
+        return DeduplicatedDraft(
+            RowMap(*copies), slots, sent_PE, counts, copies_P, slot_N, reached_TP
+        )
 
-    def _exchanges(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Exchanges:
-        num_local = self.num_local
-        gathered_QPX = self.gather_counts(received_PX[:, : num_local + 1])
-        counts_QPE, rows_QP = gathered_QPX[..., :num_local], gathered_QPX[..., num_local]
-        if self.ep_group.size() == 1:
-            sizes = self._local_sizes(draft)
-        else:
-            by_nodes = []
-            if self.nodes is not None:
-                by_nodes = self.nodes.counts_received(
-                    received_PX[:, num_local + 1 :], received_PX[:, num_local]
-                )
-            # Host sync, once per layer: collectives of rows take their sizes as Python ints.
-            sizes = to_host(
-                draft.copies_P,
-                received_PX[:, num_local],
-                sent_PX[:, :num_local].sum(1),
-                received_PX[:, :num_local].sum(1),
-                rows_QP.sum(1),
-                counts_QPE.sum((1, 2)),
-                *by_nodes,
-            )
-        sent, received, choices_sent, choices_received, rows_gathered, choices_gathered = sizes[:6]
-        rows, second_hop = AllToAll(sent, received, self.ep_group), None
+    def sizes(self, draft: DeduplicatedDraft) -> DeduplicatedPlan:
+        table_PX = draft.counts.wait()
+        received = Counts.of_table(table_PX, self.num_local)
+        gathered_QPX = self.gather_counts(table_PX[:, : self.num_local + 1])
+        counts_QPE, copies_QP = gathered_QPX[..., :-1], gathered_QPX[..., -1]
+        sizes = self._sizes(draft, received, counts_QPE, copies_QP)
+        rows, onward, second_hop = AllToAll(*sizes[:2], self.ep_group), None, None
         if self.nodes is not None:
-            from_nodes, onward, through = sizes[6:]
-            rows = AllToAll(sent, from_nodes, self.nodes.across)
-            second_hop = self._second_hop(draft, rows, onward, through)
-        slot_N = exchange_counts(draft.slot_N, self.ep_group, choices_sent, choices_received)
-
-        def order() -> ExpertOrder:
-            return self._order(slot_N.wait(), counts_QPE, rows_QP, rows_gathered, choices_gathered)
-
-        return Exchanges(
+            rows = AllToAll(sizes.copies_sent, sizes.from_nodes, self.nodes.across)
+            onward = self._start_onward(draft, rows)
+            second_hop = AllToAll(sizes.onward, sizes.through, self.nodes.within)
+        weights = AllToAll(sizes.choices_sent, sizes.choices_received, self.ep_group)
+        return DeduplicatedPlan(
+            num_rows=sum(rows.sent),
             rows=rows,
-            weights=AllToAll(choices_sent, choices_received, self.ep_group),
-            rows_gathered=rows_gathered,
-            weights_gathered=choices_gathered,
-            expert_order=Pending(order),
+            weights=weights,
+            rows_gathered=sizes.copies_gathered,
+            weights_gathered=sizes.choices_gathered,
+            counts_PE=counts_QPE.flatten(0, 1),
+            slots=start_counts(draft.slot_N, weights),
+            copies_QP=copies_QP,
+            onward=onward,
             second_hop=second_hop,
         )
 
-    def _local_sizes(self, draft: _Draft) -> list[list[int]]:
-        """Returns sizes for an ep group of one rank, whose etp ranks have equally many tokens."""
-        tokens, choices, slices = draft.num_tokens, len(draft.slot_N), self.etp_group.size()
-        own = [[tokens], [tokens], [choices], [choices]]
-        return [*own, [tokens] * slices, [choices] * slices]
+    def _sizes(
+        self, draft: DeduplicatedDraft, received: Counts, counts_QPE: Tensor, copies_QP: Tensor
+    ) -> Sizes:
+        if self.ep_group.size() == 1:  # All etp ranks have equally many tokens.
+            copies, choices, slices = [len(draft.rows.rows_TK)], [len(draft.slot_N)], len(copies_QP)
+            return Sizes(copies, copies, choices, choices, copies * slices, choices * slices)
+        by_nodes: list[Tensor] = []
+        if self.nodes is not None:
+            by_nodes = self.nodes.counts_received(received.nodes_PX, received.copies_P)
+        # Host sync, once per layer: collectives of rows take their sizes as Python ints.
+        return Sizes(
+            *to_host(
+                draft.copies_P,
+                received.copies_P,
+                draft.sent_PE.sum(1),
+                received.choices_PE.sum(1),
+                copies_QP.sum(1),
+                counts_QPE.sum((1, 2)),
+                *by_nodes,
+            )
+        )
 
-    def _second_hop(
-        self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
-    ) -> Pending[Hop]:
-        """Returns the hop from this rank to the others of its node, which the senders decide."""
+    def _start_onward(self, draft: DeduplicatedDraft, first: AllToAll) -> InFlight:
+        """Tells the ranks that copies go to first where each goes on to, which their senders
+        decide."""
         assert self.nodes is not None and draft.reached_TP is not None
-        within, num_copies = self.nodes.within, sum(first.sent)
+        num_copies = sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(
             draft.copies_P, output_size=num_copies
         )
-        token_M = draft.copies.source_R[:num_copies]
+        token_M = draft.rows.source_R[:num_copies]
         reached_MG = self.nodes.by_node(draft.reached_TP)[token_M, node_M].byte()
-        onward = exchange_counts(reached_MG, first.group, first.sent, first.received)
+        return start_counts(reached_MG, first)
 
-        def make() -> Hop:
-            copies = copy_to_ranks(onward.wait().bool(), min(self.top_k, within.size()))
-            copies = copies._replace(source_R=copies.source_R[: sum(sent)])
-            return Hop(copies, AllToAll(sent, received, within))
-
-        return Pending(make)
-
-    def _order(
-        self,
-        slot_N: Tensor,
-        counts_QPE: Tensor,
-        rows_QP: Tensor,
-        rows_gathered: list[int],
-        choices_gathered: list[int],
-    ) -> ExpertOrder:
-        """Returns the map from the gathered rows to padded expert-major order.
-
-        Args:
-            slot_N: `_Draft.slot_N` of the choices that were sent here.
-        """
-        num_choices, top_k = sum(choices_gathered), self.top_k
-        if (slices := len(choices_gathered)) > 1:
-            own = [len(slot_N)] * slices
-            slot_N = exchange_counts(
-                slot_N.repeat(slices), self.etp_group, own, choices_gathered
-            ).wait()
-        counts_PE = counts_QPE.flatten(0, 1)
-        permuted = permute_indices(counts_PE, num_choices, self.row_alignment)
-        start_N = self._row_starts(rows_QP).repeat_interleave(
-            counts_PE.sum(1), output_size=num_choices
+    def order(self, plan: Plan) -> Order:
+        """Returns the map from the gathered rows to padded expert-major order."""
+        assert isinstance(plan, DeduplicatedPlan)
+        hop = None
+        if self.nodes is not None:
+            assert plan.onward is not None and plan.second_hop is not None
+            most = min(self.top_k, self.nodes.within.size())
+            copies = copy_to_ranks(plan.onward.wait().bool(), most)
+            sources = copies.source_R[: sum(plan.second_hop.sent)]
+            hop = Hop(copies._replace(source_R=sources), plan.second_hop)
+        slot_N, gathered = plan.slots.wait(), plan.weights_gathered
+        num_choices, top_k = sum(gathered), self.top_k
+        if (slices := len(gathered)) > 1:
+            to_all = AllToAll([len(slot_N)] * slices, gathered, self.etp_group)
+            slot_N = start_counts(slot_N.repeat(slices), to_all).wait()
+        permuted = permute_indices(plan.counts_PE, num_choices, self.row_alignment)
+        start_N = self._row_starts(plan.copies_QP).repeat_interleave(
+            plan.counts_PE.sum(1), output_size=num_choices
         )
         slot_N = torch.add(slot_N, start_N, alpha=top_k)
-        rows = start_N.new_full((sum(rows_gathered) * top_k,), -1)
+        rows = start_N.new_full((sum(plan.rows_gathered) * top_k,), -1)
         rows_MK = rows.scatter_(0, slot_N, permuted.position_R).view(-1, top_k)
-        return ExpertOrder(
+        return Order(
             rows=RowMap(follow(slot_N // top_k, permuted.source_R), rows_MK),
             weights=row_map(permuted),
             offsets_E=permuted.offsets_E,
+            hop=hop,
         )
 
-    def _row_starts(self, rows_QP: Tensor) -> Tensor:
+    def _row_starts(self, copies_QP: Tensor) -> Tensor:
         """Returns the start of each sending rank's rows among the gathered rows: [Q * P].
 
         Rows lie in the order in which they were received: rank by rank, or by the rank on this node
         that they came through, and of those by node.
         """
         if self.nodes is None:
-            return starts(rows_QP.flatten())
-        slices, size = len(rows_QP), self.nodes.within.size()
-        rows_QGA = rows_QP.view(slices, -1, size).transpose(1, 2)
+            return starts(copies_QP.flatten())
+        slices, size = len(copies_QP), self.nodes.within.size()
+        rows_QGA = copies_QP.view(slices, -1, size).transpose(1, 2)
         first_QGA = starts(rows_QGA.flatten()).view_as(rows_QGA)
         return first_QGA.transpose(1, 2).flatten()
-
-
-def _num_sent(exchanges: Pending[Exchanges]) -> int:
-    rows = exchanges.wait().rows
-    assert isinstance(rows, AllToAll)
-    return sum(rows.sent)

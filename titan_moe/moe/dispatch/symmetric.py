@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import Pending, exchange_counts
+from titan_moe.distributed.collectives import AllToAll, start_counts
 from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import MoEConfig, rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-from titan_moe.moe.dispatch.exchange import ExchangePlan, Exchanges
+from titan_moe.moe.dispatch.exchange import Draft, Plan
 from titan_moe.ops.permute_indices import sort_by_expert
 
 
@@ -42,38 +42,29 @@ class SymmetricDispatcher(AllToAllDispatcher):
         super().__init__(ep_group, etp_group, config)
         self.num_experts, self.capacity_factor = config.num_experts, capacity_factor
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
-        ranks, own = self.ep_group.size(), self.ep_group.rank()
-        all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Draft:
+        ranks = self.ep_group.size()
+        table_PE = counts_E.expand(ranks, -1).contiguous()
+        all_counts = start_counts(table_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
-        most_received = rows_of_buffers(
-            len(experts_TK), self.top_k, self.num_experts, ranks, self.capacity_factor
-        )
-        counts_PPE = all_counts.wait().view(ranks, ranks, -1)  # The device waits.
-        over_P = (counts_PPE.sum((0, 2)) - most_received).clamp(min=0)
-        fits = (over_P == 0).all()
-        counts_PPE = counts_PPE * fits
-        return ExchangePlan(
-            rows=tokens,
-            weights=slots,
-            exchanges=Pending(
-                lambda: self._device_exchanges(counts_PPE, experts_TK.numel(), most_received)
-            ),
-            dropped=over_P[own],
-        )
+        return Draft(tokens, slots, counts_E.view(ranks, -1), all_counts)
 
-    def _device_exchanges(self, counts_PPE: Tensor, num_rows: int, most_received: int) -> Exchanges:
-        own, slices = self.ep_group.rank(), self.etp_group.size()
+    def sizes(self, draft: Draft) -> Plan:
+        ranks, own, slices = self.ep_group.size(), self.ep_group.rank(), self.etp_group.size()
+        num_rows, num_tokens = len(draft.rows.source_R), len(draft.rows.rows_TK)
+        most_received = rows_of_buffers(
+            num_tokens, self.top_k, self.num_experts, ranks, self.capacity_factor
+        )
+        counts_PPE = draft.counts.wait().view(ranks, ranks, -1)  # The device waits.
+        over_P = (counts_PPE.sum((0, 2)) - most_received).clamp(min=0)
+        counts_PPE = counts_PPE * (over_P == 0).all()
         sent_P, received_PE = counts_PPE[own].sum(1), counts_PPE[:, own]
         # Places behind the last row count for one more expert, which nothing reads.
         filled_PE = F.pad(received_PE, (0, 1))
         filled_PE[-1, -1] = most_received - received_PE.sum()
-        gathered = [most_received] * slices
-        order = self.expert_order(
-            self.gather_counts(filled_PE).flatten(0, 1), sum(gathered), self.num_local
-        )
         rows, weights = (
             DeviceAllToAll(channel, sent_P, received_PE.sum(1), num_rows, most_received)
             for channel in self.channels
         )
-        return Exchanges(rows, weights, gathered, gathered, Pending(lambda: order))
+        gathered, counts_PE = [most_received] * slices, self.gather_counts(filled_PE).flatten(0, 1)
+        return Plan(num_rows, rows, weights, gathered, gathered, counts_PE, over_P[own])

@@ -1,6 +1,7 @@
 """NaN in every row without a token, forward and backward: code that reads one is found."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +23,28 @@ class Poison:
         self.paddings = 0
 
     def apply(self, moe_layers: Iterable[MoE]) -> None:
-        """Wrap the computation of every layer's experts."""
+        """Spoils the rows of every layer's experts."""
         for moe in moe_layers:
-            moe.experts.compute = self._around(moe.experts.compute)
+            moe.experts.compute.register_forward_pre_hook(self._spoil_inputs)
+            moe.experts.compute.register_forward_hook(self._spoil_outputs)
 
-    def _around(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def poisoned(rows: ExpertRows, *weights: Tensor) -> Tensor:
-            row_R = torch.arange(len(rows.x_RD), device=rows.x_RD.device)
-            tail_R1 = (row_R >= rows.offsets_E[-1])[:, None]
-            padding_R1 = (rows.weights_R.detach() == 0)[:, None]
-            self.tails += int(tail_R1.sum())
-            self.paddings += int(padding_R1.sum()) - int(tail_R1.sum())
-            x_RD = _spoilt(rows.x_RD, tail_R1)
-            y_RD = compute(rows._replace(x_RD=x_RD), *weights)
-            return _spoilt(y_RD, tail_R1).masked_fill(padding_R1, torch.nan)
+    def _spoil_inputs(self, module: object, args: tuple[ExpertRows, Any]) -> tuple[Any, ...]:
+        rows, *weights = args
+        x_RD = _spoilt(rows.x_RD, _tail(rows))
+        return rows._replace(x_RD=x_RD), *weights
 
-        return poisoned
+    def _spoil_outputs(self, module: object, args: tuple[ExpertRows, Any], y_RD: Tensor) -> Tensor:
+        rows, tail_R1 = args[0], _tail(args[0])
+        padding_R1 = (rows.weights_R.detach() == 0)[:, None]
+        self.tails += int(tail_R1.sum())
+        self.paddings += int(padding_R1.sum()) - int(tail_R1.sum())
+        return _spoilt(y_RD, tail_R1).masked_fill(padding_R1, torch.nan)
+
+
+def _tail(rows: ExpertRows) -> Tensor:
+    """Returns whether a row is past the last expert's end, [R, 1]."""
+    row_R = torch.arange(len(rows.x_RD), device=rows.x_RD.device)
+    return (row_R >= rows.offsets_E[-1])[:, None]
 
 
 def _spoilt(x_RD: Tensor, where_R1: Tensor) -> Tensor:

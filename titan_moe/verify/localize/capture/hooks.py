@@ -18,7 +18,7 @@ from titan_moe.models.attention import Attention
 from titan_moe.models.decoder import TENSOR_PLAN, Decoder
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
-from titan_moe.moe.experts import Experts
+from titan_moe.moe.experts import ExpertOutputs, Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Scores
 from titan_moe.ops.sparse_attention import unpack_keys
@@ -31,7 +31,7 @@ def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> ExitStack:
     stack = ExitStack()
     stack.callback(part.register_forward_pre_hook(watcher.begins, with_kwargs=True).remove)
     for name, module in part.named_modules():
-        if name and not isinstance(module, nn.Identity | nn.ModuleDict | Experts):
+        if name and not isinstance(module, nn.Identity | nn.ModuleDict | Experts | ExpertOutputs):
             _watch_module(name, module, watcher, stack)
         if isinstance(module, MoE):
             MoEHooks(name, module, watcher, sharded).install(stack)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
-from titan_moe.moe.experts import RowsInParts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.verify.localize.capture.records import EXPERTS, Sketches
@@ -39,11 +38,11 @@ def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
     return margin_T
 
 
-class PartPlan(NamedTuple):
-    """The plan of one of the parts in which a microbatch's tokens travel."""
+class PartDraft(NamedTuple):
+    """The draft of one of the parts in which a microbatch's tokens travel."""
 
-    plan: Any
-    """The plan that the watched dispatcher made."""
+    draft: Any
+    """The draft that the watched dispatcher made."""
     part: tuple[int, int]
     """The part's number, and the number of parts."""
 
@@ -61,7 +60,7 @@ class MoEHooks(Dispatcher):
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
-        self._planned = count()
+        self._drafted = count()
         self._first = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
 
     def install(self, stack: ExitStack) -> None:
@@ -70,8 +69,6 @@ class MoEHooks(Dispatcher):
         plain = moe.routing_fn, moe.gating_weights, moe.dispatcher
         moe.routing_fn, moe.gating_weights = self._choosing(plain[0]), self._weighing(plain[1])
         moe.dispatcher = self
-        stack.callback(moe.experts.register_forward_pre_hook(self._before_experts).remove)
-        stack.callback(moe.experts.register_forward_hook(self._after_experts).remove)
 
         def end() -> None:
             moe.routing_fn, moe.gating_weights, moe.dispatcher = plain
@@ -81,33 +78,48 @@ class MoEHooks(Dispatcher):
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         return self._plain.traffic(experts_TK, counts_E)
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> PartPlan:
-        plan = self._plain.plan(experts_TK, counts_E)
-        return PartPlan(plan, (next(self._planned) % self.num_parts, self.num_parts))
+    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> PartDraft:
+        draft = self._plain.start_counts(experts_TK, counts_E)
+        return PartDraft(draft, (next(self._drafted) % self.num_parts, self.num_parts))
 
-    def dropped(self, plan: PartPlan) -> Tensor | None:
-        return self._plain.dropped(plan.plan)
-
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: PartPlan) -> Any:
+    def gather(self, x_TD: Tensor, weights_TK: Tensor, draft: PartDraft) -> Any:
         name, given = f"{self._name}.dispatcher.dispatch", self._watcher.given
-        x_TD = given(name, "tokens", x_TD, self._watcher.by_token(part=plan.part))
-        weights_TK = given(name, "weights", weights_TK, self._by_expert(plan.part))
-        return self._plain.send(x_TD, weights_TK, plan.plan)
+        x_TD = given(name, "tokens", x_TD, self._watcher.by_token(part=draft.part))
+        weights_TK = given(name, "weights", weights_TK, self._by_expert(draft.part))
+        return self._plain.gather(x_TD, weights_TK, draft.draft)
 
-    def receive(self, sent: Any, plan: PartPlan) -> ExpertRows:
-        name, rows = f"{self._name}.dispatcher.dispatch", self._plain.receive(sent, plan.plan)
-        lay = self._by_row(rows, whole=True)
+    def sizes(self, draft: PartDraft) -> Any:
+        return self._plain.sizes(draft.draft)
+
+    def send(self, gathered: Any, plan: Any) -> Any:
+        return self._plain.send(gathered, plan)
+
+    def order(self, plan: Any) -> Any:
+        return self._plain.order(plan)
+
+    def receive(self, sent: Any, plan: Any, order: Any) -> ExpertRows:
+        """Watches what dispatch made, which is what the experts are given."""
+        name, rows = f"{self._name}.dispatcher.dispatch", self._plain.receive(sent, plan, order)
+        lay, given = self._by_row(rows, whole=True), self._watcher.given
         self._watcher.forward(name, "rows", rows.x_RD, lay)
         self._watcher.forward(name, "weights", rows.weights_R, lay)
-        return rows
+        self._rows, name, lay = rows, f"{self._name}.experts", self._by_row(rows, whole=False)
+        x_RD = given(name, "input", rows.x_RD, lay)
+        weights_R = given(name, "weights", rows.weights_R, lay)
+        return rows._replace(x_RD=x_RD, weights_R=weights_R)
 
-    def combine_start(self, y_RD: Tensor, plan: PartPlan) -> Any:
+    def send_home(self, y_RD: Tensor, plan: Any, order: Any) -> Any:
+        """Watches what the experts made, which is what is sent home."""
+        if not recomputing():  # A recomputation ends before the last output.
+            lay = self._by_row(self._rows, whole=False)
+            self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay)
         name, lay = f"{self._name}.dispatcher.combine", self._by_row(self._rows, whole=True)
-        return self._plain.combine_start(self._watcher.given(name, "rows", y_RD, lay), plan.plan)
+        y_RD = self._watcher.given(name, "rows", y_RD, lay)
+        return self._plain.send_home(y_RD, plan, order)
 
-    def combine_wait(self, home: Any, plan: PartPlan) -> Tensor:
-        y_TD, name = self._plain.combine_wait(home, plan.plan), f"{self._name}.dispatcher.combine"
-        self._watcher.forward(name, "output", y_TD, self._watcher.by_token(part=plan.part))
+    def add_up(self, home: Any, draft: PartDraft) -> Tensor:
+        y_TD, name = self._plain.add_up(home, draft.draft), f"{self._name}.dispatcher.combine"
+        self._watcher.forward(name, "output", y_TD, self._watcher.by_token(part=draft.part))
         return y_TD
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -145,40 +157,6 @@ class MoEHooks(Dispatcher):
             return weights_TK
 
         return weighed
-
-    def _before_experts(
-        self, module: Any, args: tuple[ExpertRows | RowsInParts]
-    ) -> tuple[ExpertRows | RowsInParts]:
-        (rows,) = args
-        if isinstance(rows, ExpertRows):
-            return (self._given(rows),)
-        receive, send_back = rows.receive, rows.send_back
-
-        def watched_send_back(y_RD: Tensor, part: int) -> Any:
-            if not recomputing():  # A recomputation ends before the last output.
-                self._made(y_RD)
-            return send_back(y_RD, part)
-
-        return (
-            RowsInParts(rows.sent, lambda *sent: self._given(receive(*sent)), watched_send_back),
-        )
-
-    def _after_experts(self, module: Any, args: tuple[ExpertRows | RowsInParts], y: Any) -> None:
-        if isinstance(args[0], ExpertRows):
-            self._made(y)
-
-    def _given(self, rows: ExpertRows) -> ExpertRows:
-        """Watches the experts' input."""
-        self._rows, name = rows, f"{self._name}.experts"
-        lay, given = self._by_row(rows, whole=False), self._watcher.given
-        x_RD = given(name, "input", rows.x_RD, lay)
-        weights_R = given(name, "weights", rows.weights_R, lay)
-        return rows._replace(x_RD=x_RD, weights_R=weights_R)
-
-    def _made(self, y_RD: Tensor) -> None:
-        """Watches the experts' output for the rows that they were given last."""
-        lay = self._by_row(self._rows, whole=False)
-        self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay)
 
     def _by_row(self, rows: ExpertRows, *, whole: bool) -> Lay:
         """Returns the sketch of tensors by row: the sum over the rows of each expert.
