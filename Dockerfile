@@ -7,13 +7,14 @@
 #
 # The folder outputs must be writable for user 1000, or for the one that `--user` names. NCCL shares
 # memory between processes: without `--ipc host`, set --shm-size. A run on several machines needs
-# `--network host`, and NNODES, NODE_RANK and RDZV_ENDPOINT as run_train.sh says.
+# `--network host`, and NNODES, NODE_RANK and RDZV_ENDPOINT as run_train.sh says. Kubernetes:
+# configs/clusters/kubernetes.yaml.
 FROM python:3.12-slim-bookworm
 
-# torch.compile and Triton build what they launch with a C compiler.
+# torch.compile and Triton build what they launch with a C compiler. Comparisons check out revisions.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
+    && apt-get install --yes --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 trainer && install --directory --owner trainer /runs

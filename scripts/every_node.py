@@ -13,7 +13,6 @@ and a folder does not tell that a machine has gone. A connection does, because i
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -49,10 +48,10 @@ def lead(store: Store, words: Sequence[str], nodes: int) -> int:
     try:
         while process is None or process.poll() is None:
             _watch(store, beats, MEET_S if process is None else LOST_S)
-            if process is None and all(beat for beat, _ in beats.values()):
-                process = _begin(words, {EVERY_NODE: shlex.join(["env", *start])})
             if _signals and process is None:
                 return 128 + _signals[0]
+            if process is None and all(beat for beat, _ in beats.values()):
+                process = _begin(words, {EVERY_NODE: shlex.join(["env", *start])})
             if _signals and process is not None:
                 process.send_signal(_signals.pop())
             time.sleep(POLL_S)
@@ -75,8 +74,7 @@ def _watch(store: Store, beats: dict[int, tuple[int, float]], limit_s: float) ->
         if (latest := store.add(f"beat/{node}", 0)) != beat:
             beats[node] = latest, now
         elif now - since > limit_s:
-            line = f"node {node} has given no sign of life for {limit_s:.0f} s: see its own output"
-            raise RunError(line)
+            raise RunError(f"node {node} gave no sign of life for {limit_s:.0f} s: see its output")
 
 
 def follow(store: Store, node: int) -> int:
@@ -92,10 +90,9 @@ def follow(store: Store, node: int) -> int:
             time.sleep(POLL_S)
             continue
         number += 1
-        job = json.loads(store.get(f"{number}/job"))
-        if node < int(job["variables"]["NNODES"]):
-            variables = {**job["variables"], "NODE_RANK": str(node)}
-            process = _begin(job["words"], variables, job["folder"])
+        words, variables, folder = json.loads(store.get(f"{number}/job"))
+        if node < int(variables["NNODES"]):
+            process = _begin(words, {**variables, "NODE_RANK": str(node)}, folder)
             while process.poll() is None:
                 store.add(f"beat/{node}", 1)
                 if _signals or store.check([f"{number}/over"]):
@@ -116,14 +113,13 @@ def start(store: Store, words: Sequence[str], variables: Mapping[str, str]) -> i
     Raises RunError if another machine fails first.
     """
     number = store.add("started", 0) + 1
-    job = {"words": words, "variables": variables, "folder": os.getcwd()}
-    store.set(f"{number}/job", json.dumps(job))
+    store.set(f"{number}/job", json.dumps([words, variables, os.getcwd()]))
     store.add("started", 1)
     process = _begin(words, {**variables, "NODE_RANK": "0"})
     running, problem = set(range(1, int(variables["NNODES"]))), ""
     ended = time.monotonic()
     while process.poll() is None or (running and time.monotonic() - ended < 2 * LOST_S):
-        for node in [n for n in running if store.check([f"{number}/exit/{n}"])]:
+        for node in [node for node in running if store.check([f"{number}/exit/{node}"])]:
             running.remove(node)
             code = int(store.get(f"{number}/exit/{node}"))
             if code and not (problem or process.poll()):
@@ -146,12 +142,9 @@ def _begin(
     words: Sequence[str], variables: Mapping[str, str], folder: str | None = None
 ) -> subprocess.Popen[bytes]:
     """Starts a process that ends with this one, and gets no signals from the terminal."""
+    environment, prepare = os.environ | variables, end_with_parent
     return subprocess.Popen(
-        words,
-        cwd=folder,
-        env=os.environ | variables,
-        start_new_session=True,
-        preexec_fn=end_with_parent,
+        words, cwd=folder, env=environment, start_new_session=True, preexec_fn=prepare
     )
 
 
@@ -162,37 +155,25 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int:
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs this machine's part; returns the exit code."""
-    endpoint = environment.get("RDZV_ENDPOINT", "")
-    nodes, node = int(environment.get("NNODES", "1")), int(environment.get("NODE_RANK", "0"))
-    if not re.fullmatch(r".+:\d{1,5}", endpoint) or node >= nodes:
-        line = f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT of node 0, not {endpoint!r}, and a"
-        print_errors([f"{line} NODE_RANK from 0 to {nodes - 1}, not {node}"])
-        return 2
-    host, _, port = endpoint.rpartition(":")
+    nodes, node = int(environment["NNODES"]), int(environment["NODE_RANK"])
+    host, _, port = environment["RDZV_ENDPOINT"].rpartition(":")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: _signals.append(number))
-    is_started = words[0] == "--start"
+    is_job = words[0] == "--start"
+    here, limit = (host, int(port) + 1), timedelta(seconds=MEET_S)
     try:
-        store = TCPStore(
-            host,
-            int(port) + 1,
-            is_master=node == 0 and not is_started,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=MEET_S),
-        )
-        if not is_started:
+        hosts = node == 0 and not is_job
+        store = TCPStore(*here, is_master=hosts, wait_for_workers=False, timeout=limit)
+        if not is_job:
             return follow(store, node) if node else lead(store, words, nodes)
         if nodes > int(words[1]):
             raise RunError(f"this needs {nodes} nodes, and there are {words[1]}")
         # PATH leads to the environment, PYTHONPATH to this code, which need not be the command's.
-        kept = {
-            name: environment[name] for name in ("NGPU", "NNODES", "PATH") if name in environment
-        }
+        kept = {key: environment[key] for key in ("NGPU", "NNODES", "PATH") if key in environment}
         return start(store, words[2:], {**kept, "PYTHONPATH": ""})
     except DistError as error:
         reason = str(error).splitlines()[0]
-        where = f"{host}:{int(port) + 1}"
-        print_errors([f"node 0 cannot be reached at {where}, or has gone: {reason}"])
+        print_errors([f"node 0 cannot be reached at {here[0]}:{here[1]}, or has gone: {reason}"])
     except RunError as error:
         print_errors([str(error)])
     return 1

@@ -42,4 +42,9 @@ if [[ -n ${SLURM_JOB_NUM_NODES:-} ]]; then
 fi
 use_nodes
 if ((NNODES == 1)); then exec "${verify[@]}"; fi
+if ((NODE_RANK >= NNODES)) || [[ ! $RDZV_ENDPOINT =~ ^.+:[0-9]{1,5}$ ]]; then
+    echo "error: NNODES=$NNODES needs NODE_RANK from 0 to $((NNODES - 1)), not $NODE_RANK, and" \
+        "RDZV_ENDPOINT=HOST:PORT of node 0, not '$RDZV_ENDPOINT'" >&2
+    exit 2
+fi
 exec "$PYTHON" scripts/every_node.py "${verify[@]}"

@@ -89,6 +89,96 @@ def test_slurm_requeues_a_run_that_stopped_saved(
     assert not list(tmp_path.glob("*.stopped"))
 
 
+def test_slurm_passes_a_signal_on_to_every_node(tmp_path: Path) -> None:
+    programs = {
+        "srun": "trap 'kill $!; exit 143' TERM; kill $PPID; sleep 99 & wait",
+        "run_train.sh": "",
+    }
+    ended = _slurm(tmp_path, programs)
+    assert ended.returncode == 143, ended.stderr
+
+
+_ARGUMENTS = "-m titan_moe train --max-restarts 0 --config c.toml"
+_TRAINJOB = {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "job-node-0-0.job", "MASTER_PORT": 29400}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "--nodes 1 --node-rank 0 --endpoint "),
+        (
+            {f"PET_{name}": value for name, value in _TRAINJOB.items()},
+            "--nodes 2 --node-rank 1 --endpoint job-node-0-0.job:29400",
+        ),
+        (
+            {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 4, "PET_RDZV_ENDPOINT": "host:1", "RANK": 7},
+            "--ranks 8 --nodes 2 --node-rank 0 --endpoint host:1",
+        ),
+        (_TRAINJOB, "--nodes 2 --node-rank 1 --endpoint job-node-0-0.job:29400"),
+        (
+            {"PET_NNODES": 2, "PET_MASTER_ADDR": "a", "NNODES": 1, "PET_NPROC_PER_NODE": "auto"},
+            "--nodes 1 --node-rank 0 --endpoint a:29500",
+        ),
+        ({"PET_NNODES": "1:2"}, "error: NNODES=1:2 must be a whole number"),
+    ],
+)
+def test_nodes_come_from_the_variables_of_each_launcher(
+    tmp_path: Path, variables: dict[str, Any], words: str
+) -> None:
+    ended = _with_echo(tmp_path, "run_train.sh", CONFIG_FILE="c.toml", **variables)
+    assert f"{_ARGUMENTS} {words}" == ended.stdout.strip("\n") or words == ended.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "-m titan_moe verify suite FILE"),
+        ({"SLURM_JOB_NUM_NODES": 2, "SLURM_PROCID": 0}, "-m titan_moe verify suite FILE"),
+        (
+            {"PET_NNODES": 2, "PET_MASTER_ADDR": "a"},
+            "scripts/every_node.py PYTHON -m titan_moe verify suite FILE",
+        ),
+        ({"PET_NNODES": 2}, "needs NODE_RANK from 0 to 1, not 0, and RDZV_ENDPOINT=HOST:PORT"),
+        ({"NNODES": 2, "NODE_RANK": 2, "MASTER_ADDR": "a"}, "needs NODE_RANK from 0 to 1, not 2"),
+        ({"SLURM_JOB_NUM_NODES": 2, "SLURM_PROCID": 1}, "by sbatch, or once in an allocation"),
+    ],
+)
+def test_regression_suite_starts_once_or_on_all_nodes(
+    tmp_path: Path, variables: dict[str, Any], words: str
+) -> None:
+    ended = _with_echo(tmp_path, "scripts/regression.sh", "suite", "FILE", **variables)
+    assert words == ended.stdout.strip() or words in ended.stderr
+
+
+def test_regression_suite_submitted_to_slurm_is_found_where_it_was_submitted(
+    tmp_path: Path,
+) -> None:
+    copy = shutil.copy(REPO / "scripts" / "regression.sh", tmp_path / "slurm_script")
+    variables = {"SLURM_SUBMIT_DIR": REPO, "SLURM_JOB_NUM_NODES": 2}
+    ended = _with_echo(tmp_path, copy, "suite", "FILE", **variables)
+    assert ended.stdout == "-m titan_moe verify suite FILE\n", ended.stderr
+
+
+def _with_echo(
+    folder: Path, script: str, *words: str, **variables: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script in whose place of Python a program prints its arguments."""
+    stub = folder / "python3"
+    stub.write_text(
+        '#!/usr/bin/env bash\n[[ $1 == -c ]] && echo "$0" && exit\n'
+        '[[ $1 == *has_dependencies.py ]] || echo "${@//"$0"/PYTHON}"\n'
+    )
+    stub.chmod(0o755)
+    kept = {name: value for name, value in environment().items() if name != "NGPU"}
+    more = {name: str(value) for name, value in variables.items()}
+    return subprocess.run(
+        [REPO / script, *words],
+        env=kept | more | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+
+
 def _slurm(folder: Path, programs: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     scontrol = 'if [[ $1 == show ]]; then printf "%s\\n" node7 node8; else echo "$@"; fi'
     for name, script in (programs | {"scontrol": scontrol}).items():

@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import start_command
+from tests.support.jobs import environment
 from tests.support.paths import REPO
+from tests.support.processes import start_process
 from tests.support.tiers import split, tiered
 from titan_moe.runtime.process_pool import TIMEOUT_S
 from titan_moe.runtime.revision import code_revision
@@ -102,3 +105,32 @@ def test_a_golden_sees_a_learning_rate_two_percent_off(tmp_path: Path):
     words = ["--baseline", str(file_of(golden)), "--candidate", "ranks=1 --optimizer.lr 3.06e-3"]
     code, told = compare(*words, out=tmp_path / "out")
     assert code == 1 and "different" in told, told
+
+
+@pytest.mark.slow
+def test_comparison_on_two_machines_ends_with_its_verdict_on_both(tmp_path: Path):
+    """Two processes act as pods of a TrainJob, with one rank each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    sides = [
+        "--baseline",
+        REPO / "tests" / "goldens" / "mixtral",
+        "--candidate",
+        "ranks=2 --optimizer.lr 3.06e-3",
+    ]
+    words = [REPO / "scripts" / "regression.sh", "losses", *sides, "--out", tmp_path / "out"]
+    pods = [
+        start_process(
+            words,
+            env=environment(
+                PET_NNODES=2, PET_NODE_RANK=node, PET_MASTER_ADDR="localhost", PET_MASTER_PORT=port
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    told = [pod.communicate(timeout=2 * TIMEOUT_S)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [1, 1], told
+    assert "different" in told[0] and told[1].startswith("starting 1 rank(s)")

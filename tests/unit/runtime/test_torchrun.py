@@ -55,6 +55,14 @@ def start(tmp_path: Path, monkeypatch: Monkeypatch) -> Iterator[Start]:
         signal.signal(number, handler)
 
 
+def test_torchrun_does_not_read_the_variables_of_a_pod(
+    tmp_path: Path, monkeypatch: Monkeypatch, start: Start
+) -> None:
+    """torchrun would take from them each option that it is not given, such as --nnodes."""
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert start("import os, sys; sys.exit('PET_NNODES' in os.environ)") == 0
+
+
 _MEET = "--rdzv-backend c10d --rdzv-endpoint"
 
 
