@@ -60,6 +60,24 @@ def test_my_change_against_the_last_commit(tmp_path: Path, planted: bool, code: 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(code_revision(REPO) is None, reason="git has no commit of this folder")
+def test_a_candidate_that_holds_a_large_tensor_is_too_large(tmp_path: Path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", REPO, clone], check=True)
+    path, right = clone / "titan_moe" / "train_step.py", "        self._metrics.reset()\n"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, f"{right}        self.held = torch.ones(2**28)\n"))
+    sides = ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
+    limit = ["--max-memory-growth", "0.5", "--training.steps", "10"]
+    words = ["verify", "losses", *COMPARE, *sides, *TINY[:2], *limit, "--out", tmp_path / "out"]
+    process = start_command(*words, cwd=clone)
+    told, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 6, told
+    assert "identical bits, but too large" in told and "GiB against" in told, told
+
+
+@pytest.mark.slow
 def test_a_run_that_fails(tmp_path: Path):
     few = tmp_path / "few.txt"
     few.write_text("three words only\n")

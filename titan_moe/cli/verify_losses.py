@@ -12,11 +12,13 @@ that is left out is taken from the command's other options; or the folder of a f
 golden. --table.key value outside of a RUN is for both. Each is trained by the run_train.sh of its
 own code, from one seed checkpoint. Where their bits differ, control runs measure how much rounding
 alone changes: the baseline again, with its sequences in another order or in another layout. The
-output folder gets report.html, comparison.json and every run.
+output folder gets report.html, comparison.json and every run. --max-slowdown trains both runs
+three times in turn.
 
-Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 5 not identical, and no control
-runs to compare with; 2 cannot be compared, or a wrong argument; 4 a run failed; 70 an error in
-titan_moe; 130 interrupted: the same command goes on.
+Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 6 the curves pass, but the
+candidate is too slow or too large; 5 not identical, and no control runs to compare with, or a cost
+that cannot be told from noise; 2 cannot be compared, or a wrong argument; 4 a run failed; 70 an
+error in titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
@@ -28,6 +30,9 @@ from titan_moe.cli.command import Answer, Command, add_out, path_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_specs.add_arguments(parser, repeats=24)
+    for option, says in (("--max-slowdown", "time per step"), ("--max-memory-growth", "memory")):
+        says = f"largest growth of {says}; 0.05 is 5 %%"
+        parser.add_argument(option, type=float, metavar="SHARE", help=says)
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     says = "start without a seed checkpoint: checksums of initial weights must agree"
     parser.add_argument("--no-seed", action="store_true", help=says)
@@ -40,7 +45,8 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.runner import compare, update_golden
     from titan_moe.verify.report.comparison import write_comparison
 
-    plan = replace(run_specs.read_plan(options), seed=not options.no_seed)
+    limits = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
+    plan = replace(run_specs.read_plan(options), seed=not options.no_seed, **limits)
     launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:
@@ -49,7 +55,7 @@ def run(options: argparse.Namespace) -> Answer:
         comparison = compare(plan, launcher)
     files = [str(path) for path in write_comparison(comparison, options.out)]
     found = {**comparison.as_json(), "files": files}
-    return Answer(found, [*comparison.lines(), *files], comparison.verdict.exit_code)
+    return Answer(found, [*comparison.lines(), *files], comparison.outcome.exit_code)
 
 
 COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

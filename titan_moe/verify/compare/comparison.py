@@ -12,10 +12,13 @@ from titan_moe.runtime.revision import code_in_words
 from titan_moe.verify.compare.records import RunRecord, relative_difference
 
 if TYPE_CHECKING:
+    from titan_moe.verify.compare.cost import CostCheck
     from titan_moe.verify.compare.noise.band import Band, BandCheck
 
 
 _MAIN = ("loss", "grad_norm")
+_EXIT_CODES = {"IDENTICAL": 0, "INSIDE": 3, "DIFFERENT": 1, "UNJUDGED": 5}
+_EXIT_CODES |= {"TOO_SLOW": 6, "TOO_LARGE": 6, "COST_UNJUDGED": 5}
 
 
 class Verdict(Enum):
@@ -25,10 +28,13 @@ class Verdict(Enum):
     INSIDE = "inside the noise band"
     DIFFERENT = "different"
     UNJUDGED = "not identical, and nothing says how much rounding may do"
+    TOO_SLOW = "too slow"
+    TOO_LARGE = "too large"
+    COST_UNJUDGED = "its cost cannot be told from noise"
 
     @property
     def exit_code(self) -> int:
-        return {"IDENTICAL": 0, "INSIDE": 3, "DIFFERENT": 1, "UNJUDGED": 5}[self.name]
+        return _EXIT_CODES[self.name]
 
 
 @dataclass(frozen=True)
@@ -65,16 +71,33 @@ class Comparison:
     baseline: RunRecord
     candidate: RunRecord
     verdict: Verdict
+    """The verdict on the curves."""
     first: FirstDifference | None = None
     """None if the verdict is IDENTICAL or INSIDE."""
     band: "Band | None" = None
     band_check: "BandCheck | None" = None
     caveats: Sequence[str] = field(default_factory=list)
     """Reasons to trust the verdict less: another device, another torch, fewer steps, ..."""
+    costs: Sequence["CostCheck"] = ()
+    """Time and memory, as far as they have limits."""
+
+    @property
+    def outcome(self) -> Verdict:
+        """The verdict on the curves; where they pass and a cost does not, the one on that."""
+        failed = [cost.verdict for cost in self.costs if cost.verdict is not None]
+        if not failed or self.verdict not in (Verdict.IDENTICAL, Verdict.INSIDE):
+            return self.verdict
+        return min(failed, key=lambda verdict: verdict is Verdict.COST_UNJUDGED)
+
+    @property
+    def words(self) -> str:
+        """The outcome in words, with the verdict on the curves."""
+        costs_pass = self.outcome is self.verdict
+        return self.verdict.value + ("" if costs_pass else f", but {self.outcome.value}")
 
     def lines(self) -> list[str]:
         """Returns lines for a reader, the verdict first."""
-        found = [f"{self.title}: {self.verdict.value}"]
+        found = [f"{self.title}: {self.words}"]
         for role, run in (("baseline", self.baseline), ("candidate", self.candidate)):
             if code := run.facts.get("code"):
                 found.append(f"{role} ran {code_in_words(code)}")
@@ -84,11 +107,11 @@ class Comparison:
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
 
     def reasons(self) -> list[str]:
-        """The first difference, the largest one, and what the band cannot see."""
+        """The first difference, the largest one, what the band cannot see, and the costs."""
         found = [] if self.first is None else [self.first.line()]
         if self.band_check is not None and self.band is not None:
             found += _band_lines(self.band, self.band_check)
-        return found
+        return found + [cost.line() for cost in self.costs]
 
     def largest(self) -> dict[str, tuple[int, float]]:
         """Returns the step at which loss and gradient norm differ most, and by what share of the
@@ -106,8 +129,10 @@ class Comparison:
         """The verdict and its reasons, without the curves."""
         return {
             "title": self.title,
-            "verdict": self.verdict.name.lower(),
-            "exit_code": self.verdict.exit_code,
+            "verdict": self.outcome.name.lower(),
+            "curves": self.verdict.name.lower(),
+            "exit_code": self.outcome.exit_code,
+            "costs": [asdict(cost) | {"growth": cost.growth} for cost in self.costs],
             "baseline": {"name": self.baseline.name, **self.baseline.facts},
             "candidate": {"name": self.candidate.name, **self.candidate.facts},
             "steps": list(self.baseline.curve.steps),

@@ -83,15 +83,18 @@ class Launcher:
             )
         return code
 
-    def run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
+    def run(
+        self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False
+    ) -> RunRecord:
         """Train in the folder `name`, unless it has been done.
 
         Args:
             more: keys that override the run's own.
+            fresh: train now, in a folder that no other comparison shares.
 
         Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
         """
-        record = read_run(self._ensure(spec, name, *more).folder, name=name)
+        record = read_run(self._ensure(spec, name, *more, fresh=fresh).folder, name=name)
         ranks = record.facts.get("world_size")
         if None not in (ranks, spec.ranks) and ranks != spec.ranks:
             raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
@@ -110,16 +113,20 @@ class Launcher:
         make = self._ensure if write else self.place
         return make(spec, name, *more, *switches).folder / "checkpoint" / "step-0"
 
-    def place(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Place:
+    def place(self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False) -> Place:
         """Returns where `run` trains or has trained, and starts nothing."""
         code = self.code(spec)
         arguments = spec.arguments(*more)
         mark = _mark(spec, code, arguments)
-        folder = self.folder / name if self.shared is None else self.shared / mark[:16]
-        return Place(folder.resolve(), mark, arguments, _seconds(folder, mark))
+        shared = None if fresh else self.shared
+        folder = self.folder / name if shared is None else shared / mark[:16]
+        seconds = None if fresh else _seconds(folder, mark)
+        return Place(folder.resolve(), mark, arguments, seconds)
 
-    def _ensure(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Place:
-        place = self.place(spec, name, *more)
+    def _ensure(
+        self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False
+    ) -> Place:
+        place = self.place(spec, name, *more, fresh=fresh)
         if place.seconds is None:
             _clear(place.folder)
             _note(place, seconds=None)

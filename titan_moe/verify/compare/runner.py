@@ -14,6 +14,7 @@ from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime import launch
 from titan_moe.train import check_all
+from titan_moe.verify.compare import cost
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.forecast import Forecast, Training
@@ -44,6 +45,16 @@ class Plan:
     seed: bool = True
     """Start all runs from one seed checkpoint; False: from weights that each draws itself, and
     refuse runs whose checksums differ."""
+    max_slowdown: float | None = None
+    """Largest growth of the time per step, as a share; None: time is not judged."""
+    max_memory_growth: float | None = None
+    """Largest growth of the memory, as a share; None: memory is not judged."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Limits of costs by quantity."""
+        both = {cost.TIME: self.max_slowdown, cost.MEMORY: self.max_memory_growth}
+        return {quantity: limit for quantity, limit in both.items() if limit is not None}
 
 
 def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
@@ -69,6 +80,10 @@ def update_golden(
     runner.check()
     run = runner.baseline()
     *_, controls = [], *runner.control_runs()
+    # A CPU's name and capability do not say how fast it is.
+    if run.facts["device"] != "cpu" and len(run.curve.steps) >= cost.FEWEST_STEPS:
+        alike = [each for each in (run, *controls) if each.facts["layout"] == run.facts["layout"]]
+        run = replace(run, facts={**run.facts, "costs": cost.measure(alike[: cost.PAIRS])})
     return save_golden(folder, run, [each.curve for each in controls], reason=reason)
 
 
@@ -177,12 +192,15 @@ class Runner:
                 lines.append(f"--steps {self.plan.steps}: the golden has {own}")
         elif self.plan.baseline.path is not None and self.plan.num_control_runs:
             self.progress("the baseline is a finished run: only bits are compared")
+        if self.plan.limits:
+            lines += self._cost_problems(self.plan.steps or min(steps, default=0))
         if lines:
             raise ConfigError(lines)
 
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ."""
-        pair = self.baseline(), self.candidate()
+        pairs = self._pairs()
+        pair = pairs[0]
         caveats = [] if self.golden is None else self.golden.caveats()
         found = compare_runs(self.plan.title, *pair, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
@@ -190,15 +208,53 @@ class Runner:
                 found = compare_runs(self.plan.title, *pair, controls=controls, caveats=caveats)
                 if found.band_check is not None and found.band_check.clear:
                     break
-        return found
+        return replace(found, costs=self._costs(pairs))
 
-    def baseline(self) -> RunRecord:
+    def baseline(self, folder: str = "") -> RunRecord:
         if self.golden is not None:
             return self.golden.run
-        return self._run(self.plan.baseline, "baseline")
+        return self._run(self.plan.baseline, f"{folder}baseline")
 
-    def candidate(self) -> RunRecord:
-        return self._run(self.plan.candidate, "candidate")
+    def candidate(self, folder: str = "") -> RunRecord:
+        return self._run(self.plan.candidate, f"{folder}candidate")
+
+    def _pairs(self) -> list[tuple[RunRecord, RunRecord]]:
+        """The runs of the curves; where time is judged, more pairs of both in turn."""
+        return [(self.baseline(folder), self.candidate(folder)) for folder in self._folders()]
+
+    def _folders(self) -> list[str]:
+        """The folder of each pair of runs, with a slash at its end."""
+        again = cost.PAIRS if cost.TIME in self.plan.limits else 1
+        return ["", *(f"timed/{number}/" for number in range(2, again + 1))]
+
+    def _is_timed(self, name: str) -> bool:
+        return cost.TIME in self.plan.limits and not name.startswith("control/")
+
+    def _costs(self, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> list[cost.CostCheck]:
+        if not (limits := self.plan.limits):
+            return []
+        ours, theirs = (cost.measure(runs) for runs in zip(*pairs, strict=True))
+        return [cost.CostCheck(key, ours[key], theirs[key], limits[key]) for key in limits]
+
+    def _cost_problems(self, steps: int) -> list[str]:
+        """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
+        plan, golden, lines = self.plan, self.golden, []
+        what = "max_slowdown and max_memory_growth"
+        if plan.candidate.path is not None or (plan.baseline.path is not None and golden is None):
+            return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
+        ours, theirs = plan.baseline.world_size, plan.candidate.world_size
+        if golden is not None:
+            ours = golden.run.facts["world_size"]
+            if "costs" not in golden.run.facts:
+                lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
+            lines += golden.caveats()
+        if ours != theirs:
+            lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
+        if steps < cost.FEWEST_STEPS:
+            lines.append(f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps")
+        if not all(0 < limit < 1 for limit in plan.limits.values()):
+            lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
+        return lines
 
     def control_runs(self) -> Iterator[list[RunRecord]]:
         """Yields the plan's control runs so far at each early look, and at last all of them; those
@@ -235,7 +291,8 @@ class Runner:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
         plan, start = self.plan, self._initial_weights(write=False)
         runs: list[tuple[RunSpec, str, Words]]
-        runs = [(plan.baseline, "baseline", ()), (plan.candidate, "candidate", ())]
+        pair = (plan.baseline, "baseline"), (plan.candidate, "candidate")
+        runs = [(spec, f"{at}{name}", ()) for at in self._folders() for spec, name in pair]
         if plan.baseline.path is None:
             runs += self._control_runs()
         for spec, name, more in runs:
@@ -247,7 +304,7 @@ class Runner:
         steps = self.plan.steps or job.training.steps
         flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
         tokens = tokens_per_step(job)[1] * steps
-        place = self.launcher.place(spec, name, *words)
+        place = self.launcher.place(spec, name, *words, fresh=self._is_timed(name))
         return Training(place, name.startswith("control/"), spec.world_size, steps, flops * tokens)
 
     def _run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
@@ -258,7 +315,7 @@ class Runner:
         says = f"{name}: {spec.text or 'working tree'}{order}"
         with self.forecast.training(self._training(spec, name, *words)) as number:
             self.progress(number + says)
-            return self.launcher.run(spec, name, *words)
+            return self.launcher.run(spec, name, *words, fresh=self._is_timed(name))
 
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""

@@ -27,6 +27,8 @@ _ACCEPTED = {
     "identical": {Verdict.IDENTICAL},
     "inside": {Verdict.IDENTICAL, Verdict.INSIDE},
     "different": {Verdict.DIFFERENT},
+    "too slow": {Verdict.TOO_SLOW},
+    "too large": {Verdict.TOO_LARGE},
 }
 
 
@@ -35,9 +37,9 @@ class Entry(Section):
 
     name: str
     """The name in the summary, and of the comparison's folder."""
-    expect: Literal["identical", "inside", "different"] = "inside"
-    """The gate: identical bits; those or inside the noise band; or a difference that must be
-    seen, so that the suite can fail."""
+    expect: Literal["identical", "inside", "different", "too slow", "too large"] = "inside"
+    """The gate: identical bits; those or inside the noise band; or a difference, a slow-down or a
+    growth of memory that must be seen, so that the suite can fail."""
     config: Path | None = None
     """TOML file of both runs, from where the suite is started; none with a golden."""
     baseline: str = ""
@@ -51,6 +53,10 @@ class Entry(Section):
     seed: bool = True
     """Start from a seed checkpoint; false: from weights that each run draws itself, whose checksums
     must agree."""
+    max_slowdown: float | None = Field(None, gt=0, lt=1)
+    """Largest growth of the time per step that passes: 0.05 is 5 %. Trains both runs 3 times."""
+    max_memory_growth: float | None = Field(None, gt=0, lt=1)
+    """Largest growth of the memory that passes, as a share."""
 
 
 class Suite(Section):
@@ -107,6 +113,9 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
 
 def entry_plan(entry: Entry) -> Plan:
     """Makes an entry's plan; raises ConfigError."""
+    limit = {"too slow": "max_slowdown", "too large": "max_memory_growth"}.get(entry.expect)
+    if limit is not None and getattr(entry, limit) is None:
+        raise ConfigError([f'{entry.name}: expect = "{entry.expect}" needs {limit}'])
     common = RunSpec(
         config=None if entry.config is None else existing(entry.config, "config = "),
         ranks=entry.ranks,
@@ -121,6 +130,8 @@ def entry_plan(entry: Entry) -> Plan:
         steps=entry.steps,
         control_layouts=entry.control_layouts,
         seed=entry.seed,
+        max_slowdown=entry.max_slowdown,
+        max_memory_growth=entry.max_memory_growth,
     )
 
 
@@ -153,7 +164,7 @@ def run_suite(suite: Suite, runners: Sequence[Runner]) -> Iterator[SuiteRow]:
         try:
             found = runner.compare()
             write_comparison(found, own)
-            verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
+            verdict, ok = found.words, found.outcome in _ACCEPTED[entry.expect]
             lines, runs = found.lines()[1:], (found.baseline, found.candidate)
         except ConfigError as error:
             lines = error.lines

@@ -23,6 +23,9 @@ _COLORS = {
     Verdict.INSIDE: "good",
     Verdict.DIFFERENT: "bad",
     Verdict.UNJUDGED: "warn",
+    Verdict.TOO_SLOW: "bad",
+    Verdict.TOO_LARGE: "bad",
+    Verdict.COST_UNJUDGED: "warn",
 }
 _MAIN = ("loss", "grad_norm")
 
@@ -40,7 +43,7 @@ def comparison_page(comparison: Comparison) -> str:
     """Verdict, curves, expert load, norms, layouts, configuration, environment, noise band."""
     comparison = labelled(comparison)
     pair = comparison.baseline, comparison.candidate
-    verdict = comparison.verdict.value
+    verdict = comparison.words
     first, second = comparison.baseline.curve.scalars, comparison.candidate.curve.scalars
     others = [key for key in first if key not in _MAIN and not key.startswith("moe/")]
     more = {key: _pair_panel(comparison, key) for key in others if key in second}
@@ -51,7 +54,7 @@ def comparison_page(comparison: Comparison) -> str:
     return render(
         "comparison.html",
         title=comparison.title,
-        color=_COLORS[comparison.verdict],
+        color=_COLORS[comparison.outcome],
         verdict=verdict[0].upper() + verdict[1:],
         detail=detail(comparison),
         runs=f"Runs: {runs}.",
@@ -61,6 +64,7 @@ def comparison_page(comparison: Comparison) -> str:
         more=more,
         more_charts=charts(more),
         load=charts(_load_panels(comparison)),
+        costs=comparison.costs,
         quantities=deviations(comparison),
         layouts=layouts(pair),
         configuration=configuration(pair),

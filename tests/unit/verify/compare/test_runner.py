@@ -13,13 +13,15 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.runtime import launch as device_count
 from titan_moe.runtime.device import describe_device
 from titan_moe.runtime.revision import package_hash
+from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher, TrainingError
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
-from titan_moe.verify.compare.runner import Plan, compare, update_golden
+from titan_moe.verify.compare.runner import Plan, Runner, compare, update_golden
 
 CPU = torch.device("cpu")
 COMPARE = DEBUG_CONFIGS / "compare.toml"
@@ -48,7 +50,10 @@ lines = []
 for step in range(1, int(keys["training.steps"]) + 1):
     noise = 1 + 1e-6 * ((seed * 7919 + step * 104729) % 17 - 8)
     loss = 5 / step * noise * factor
-    lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step})
+    seconds = 1.3 if keys.get("activation_checkpoint.mode") == "full" else 1.0
+    seconds *= 9 if step == 8 else 1
+    costs = {"tokens": 8 * step, "tokens_per_second": 8 / seconds, "memory/peak_gib": seconds}
+    lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step, **costs})
 folder.joinpath("metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
 if "metrics.log_initial_weights" in keys:
     weights = {"a": "00", "b": keys.get("debug.seed", "0")}
@@ -219,6 +224,10 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
         ("--training.dataset json --training.dataset_path /no/such", {}, "dataset_path.*/no/such"),
         ("", {}, "baseline='' and candidate='' are the same training"),
         ("layout=tp=2", {"num_control_runs": 3}, "repeats=3: 0, or 4 or more"),
+        ("layout=tp=2", {"max_slowdown": 0.1}, "as many ranks, not 1 and 2"),
+        ("--optimizer.lr 1", {"max_slowdown": 0.1}, "6 steps, need 10: set --steps"),
+        ("--optimizer.lr 1", {"max_memory_growth": 5}, "between 0 and 1: 0.05 is 5 %"),
+        ("/", {"max_slowdown": 0.1}, "a finished run is of another hour"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(launcher, candidate: str, changes: dict, said: str):
@@ -266,6 +275,67 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     found = compare(finished, launcher, told.append)
     assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
     assert len(calls(launcher)) == before
+
+
+LIMITS = {"steps": 12, "max_slowdown": 0.1, "max_memory_growth": 0.1}
+SLOW = "--activation_checkpoint.mode full"
+
+
+def num_counted(plan: Plan, launcher: Launcher) -> int:
+    """Returns the trainings that are counted beforehand, control runs apart."""
+    Runner(plan, launcher, silent).prepare(forecast := Forecast())
+    (row,) = forecast.rows()
+    return row["trainings"] - row["control runs"]
+
+
+def test_time_is_judged_by_runs_in_turn_that_are_all_trained_now(launcher):
+    within = compare(plan(baseline="revision=main", **LIMITS), launcher, silent)
+    assert within.outcome is Verdict.IDENTICAL and not any(c.verdict for c in within.costs)
+    before, again = len(calls(launcher)), plan(SLOW, **LIMITS)
+    shared = Stubbed(launcher.folder, shared=launcher.folder / "runs")
+    for launching in (launcher, launcher, shared):
+        found = compare(again, launching, silent)
+        assert found.verdict is Verdict.IDENTICAL and found.outcome is Verdict.TOO_SLOW
+        assert [cost.growth for cost in found.costs] == pytest.approx([0.3, 0.3])
+        assert found.lines()[0] == "test: identical bits, but too slow"
+        assert sum(": too large;" in line for line in found.lines()) == 1
+        assert found.as_json()["exit_code"] == 6 and found.as_json()["curves"] == "identical"
+    runs = [run["folder"] for run in calls(launcher)[before:]]
+    assert [name for name in runs if name in ("baseline", "candidate")] == runs[-6:] * 3
+    assert runs[-6:] == ["baseline", "candidate"] * 3 and num_counted(again, launcher) == 6
+
+
+def test_memory_alone_takes_one_pair_and_other_curves_stay_different(launcher):
+    limits = {**LIMITS, "max_slowdown": None}
+    found = compare(plan(SLOW, **limits), launcher, silent)
+    assert found.outcome is Verdict.TOO_LARGE and len(calls(launcher)) == 3
+    found = compare(plan(f"{SLOW} --optimizer.lr 6e-3", **limits), launcher, silent)
+    assert found.outcome is Verdict.DIFFERENT and "too large" in " ".join(found.lines()[1:])
+
+
+def test_a_gpu_s_golden_holds_costs_and_another_golden_none(launcher, tmp_path, monkeypatch):
+    no_config = RunSpec(overrides=(("training.steps", "12"),))
+    against = replace(plan(SLOW, **LIMITS), candidate=parse_run_spec(SLOW, no_config))
+    script, gpu = launcher.folder.parent / "code" / "run_train.sh", "NVIDIA H100"
+    for name, device in (("cpu", "cpu"), ("gpu", gpu)):
+        script.write_text(script.read_text().replace('"device": "cpu"', f'"device": "{device}"'))
+        facts = {"device": device, "capability": describe_device(CPU)["capability"]}
+        monkeypatch.setattr(goldens, "describe_device", lambda _, facts=facts: facts)
+        if name == "gpu":
+            script.write_text(script.read_text().replace('{"tokens_', '{"layout": {}, "tokens_'))
+        fresh = Stubbed(tmp_path / name)
+        path = update_golden(plan(steps=12), fresh, tmp_path / name / "g", "first", silent)
+        golden = replace(against, baseline=parse_run_spec(str(path), no_config), steps=None)
+        if name == "cpu":
+            with pytest.raises(ConfigError, match="holds no cost"):
+                compare(golden, fresh, silent)
+    before = len(calls(launcher))
+    found = compare(golden, fresh, silent)
+    assert found.outcome is Verdict.TOO_SLOW and num_counted(golden, fresh) == 3
+    assert len(calls(launcher)) == before + 3
+    monkeypatch.setattr(goldens, "describe_device", lambda _: {**facts, "device": "NVIDIA H200"})
+    with pytest.raises(ConfigError, match=r"this machine is torch-.*H200"):
+        compare(golden, fresh, silent)
 
 
 def test_suite_s_comparisons_share_runs(launcher):

@@ -20,10 +20,16 @@ from titan_moe.verify.compare import forecast as forecast_module
 from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words
+from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
 from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
 
+COSTS = {
+    Verdict.TOO_SLOW: CostCheck(TIME, [1.0], [1.3], 0.05),
+    Verdict.TOO_LARGE: CostCheck(MEMORY, [1.0], [1.3], 0.05),
+    Verdict.COST_UNJUDGED: CostCheck(TIME, [1.0, 1.1], [1.1, 1.1], 0.05),
+}
 SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
 
 
@@ -52,6 +58,7 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
         ("x =", "is not valid TOML"),
         ("defaults = 3", "defaults: Input should be a valid dictionary"),
         ('description = "x"\n[[comparison]]\nname = "a"\nstep = 3', "comparison.0.step: Extra"),
+        ('description = "x"\n[[comparison]]\nname = "a"\nmax_slowdown = 5', "less than 1"),
     ],
 )
 def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
@@ -62,7 +69,8 @@ def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
 
 
 def make_suite(**expects: str) -> Suite:
-    entries = [{"name": name, "expect": expect} for name, expect in expects.items()]
+    limits = {"max_slowdown": 0.05, "max_memory_growth": 0.05}
+    entries = [{"name": name, "expect": expect, **limits} for name, expect in expects.items()]
     return Suite.model_validate({"description": "x", "comparison": entries})
 
 
@@ -157,13 +165,20 @@ def test_time_is_estimated_by_what_was_measured_or_by_an_assumed_share_of_the_pe
         (Verdict.INSIDE, {"inside"}),
         (Verdict.DIFFERENT, {"different"}),
         (Verdict.UNJUDGED, set()),
+        (Verdict.TOO_SLOW, {"slow"}),
+        (Verdict.TOO_LARGE, {"large"}),
+        (Verdict.COST_UNJUDGED, set()),
     ],
 )
 def test_the_gate_accepts_what_was_expected(verdict, good, tmp_path: Path, monkeypatch):
     found = Comparison("x", run("a"), run("b"), verdict)
+    if (cost := COSTS.get(verdict)) is not None:
+        found = Comparison("x", run("a"), run("b"), Verdict.INSIDE, costs=[cost])
+    assert found.outcome is verdict
     monkeypatch.setattr(suite_module, "write_comparison", lambda *_: [])
-    suite = make_suite(identical="identical", inside="inside", different="different")
-    rows = list(run_suite(suite, [runner(tmp_path, lambda: found)] * 3))
+    expects = {"slow": "too slow", "large": "too large"}
+    suite = make_suite(identical="identical", inside="inside", different="different", **expects)
+    rows = list(run_suite(suite, [runner(tmp_path, lambda: found)] * 5))
     assert {row.name for row in rows if row.ok} == good
 
 

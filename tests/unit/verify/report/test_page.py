@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.comparison import Comparison, Verdict
+from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.verdict import compare_runs
 from titan_moe.verify.report.comparison import comparison_page
@@ -71,6 +72,26 @@ def test_comparison_page_begins_with_verdict(verdict: Verdict, make: Callable, w
     assert_alone(page)
     assert "its 8 control runs" in page.text["band"] and "0.01 %" in page.text["band"]
     assert html == comparison_page(comparison)
+
+
+def test_comparison_page_has_a_row_for_each_cost_that_has_a_limit():
+    costs = [
+        CostCheck(TIME, [1.0, 1.01, 1.0], [1.3, 1.31, 1.3], 0.1),
+        CostCheck(MEMORY, [2], [2], 0.1),
+    ]
+    page = Page(comparison_page(against(run("base", noise=1e-6), costs=costs)))
+    assert "Identical bits, but too slow" in page.text[""]
+    time, memory = page.tables["costs"][1:]
+    assert time[:5] == ["time per step", "1 s", "1.3 s", "+30.0 %", "+10 %"]
+    assert time[-1] == "too slow" and memory[2:] == [
+        "2 GiB",
+        "+0.0 %",
+        "+10 %",
+        "2 ",
+        "2 ",
+        "within the limit",
+    ]
+    assert "costs" not in Page(comparison_page(against(run("base")))).tables
 
 
 def test_quantity_outside_the_band_is_first():

@@ -1,0 +1,101 @@
+"""Costs of two trainings, time per step and memory, against limits.
+
+Where time is judged, baseline and candidate are trained several times in turn, all of them now and
+here, so that a machine that becomes slower does so for both. A run's figure is the median of its
+steps after a warm-up, and a training's the median of its runs: one slow step or run counts for
+nothing. How far the runs of one training lie apart is the resolution of the measurement.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.records import RunRecord
+
+WARM_UP = 5
+"""First steps that are left out: they compile, and fill caches of the allocator."""
+FEWEST_STEPS = 2 * WARM_UP
+PAIRS = 3
+"""Runs of each training where time is judged: the fewest whose median one bad run cannot move."""
+TIME, MEMORY = "time per step", "memory"
+_EXCEEDED = {TIME: Verdict.TOO_SLOW, MEMORY: Verdict.TOO_LARGE}
+
+
+@dataclass(frozen=True)
+class CostCheck:
+    """One cost of both trainings, and its limit."""
+
+    quantity: str
+    """TIME in seconds, or MEMORY in GiB."""
+    baseline: Sequence[float]
+    """Figure of each run."""
+    candidate: Sequence[float]
+    limit: float
+    """Largest growth that passes, as a share of the baseline."""
+
+    @property
+    def growth(self) -> float:
+        """Growth from the baseline's median to the candidate's, as a share."""
+        return median(self.candidate) / median(self.baseline) - 1
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """Returns the growth from the least to the largest run of each training."""
+        both = {"baseline": self.baseline, "candidate": self.candidate}
+        return {role: max(runs) / min(runs) - 1 for role, runs in both.items()}
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None within the limit. COST_UNJUDGED where runs of one training lie further apart than
+        the limit, unless every pair of runs says the same."""
+        growths = [theirs / ours - 1 for ours in self.baseline for theirs in self.candidate]
+        if max(self.spreads.values()) > self.limit and min(growths) <= self.limit < max(growths):
+            return Verdict.COST_UNJUDGED
+        return _EXCEEDED[self.quantity] if self.growth > self.limit else None
+
+    @property
+    def words(self) -> str:
+        """The verdict in words."""
+        return "within the limit" if self.verdict is None else self.verdict.value
+
+    @property
+    def medians(self) -> list[str]:
+        """Returns the medians of baseline and candidate with their unit."""
+        unit = "s" if self.quantity == TIME else "GiB"
+        return [f"{median(runs):.4g} {unit}" for runs in (self.baseline, self.candidate)]
+
+    def line(self) -> str:
+        """Returns the check for a reader."""
+        ours, theirs = self.medians
+        one, other = (f"{100 * spread:.1f} %" for spread in self.spreads.values())
+        return (
+            f"{self.quantity}: {theirs} against {ours}, {100 * self.growth:+.1f} % (limit "
+            f"{100 * self.limit:.3g} %): {self.words}; the baseline's {len(self.baseline)} runs "
+            f"differ by {one}, the candidate's {len(self.candidate)} by {other}"
+        )
+
+
+def measure(runs: Sequence[RunRecord]) -> dict[str, list[float]]:
+    """Returns each run's seconds per step and GiB, medians of its steps after the warm-up.
+
+    Seconds lie between two logged steps, with data and without validation. Memory is the first
+    rank's "memory/peak_gib": on a GPU tensors at the step's peak, on a CPU the process at its
+    largest so far. Of a golden, what it holds. Raises ConfigError for metrics that lack them.
+    """
+    found: dict[str, list[float]] = {TIME: [], MEMORY: []}
+    for run in runs:
+        if run.folder is None:
+            return dict(run.facts["costs"])
+        lines = [x for x in read_json_lines(run.folder / "metrics.jsonl") if "step" in x]
+        try:
+            pairs = list(pairwise(lines[WARM_UP - 1 :]))
+            seconds = [(b["tokens"] - a["tokens"]) / b["tokens_per_second"] for a, b in pairs]
+            found[TIME].append(median(seconds))
+            found[MEMORY].append(median(b["memory/peak_gib"] for _, b in pairs))
+        except KeyError as error:
+            raise ConfigError([f"{run.name}: its metrics.jsonl has no {error}"]) from None
+    return found
