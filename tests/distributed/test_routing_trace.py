@@ -164,6 +164,12 @@ def test_replay_binds_a_disturbed_model(tmp_path: Path, one_process: Records, fa
     for layer in counts:
         assert table(tmp_path / "record", 1, layer) == table(record, 1, layer)
     assert counts[LAST][0] > 0, "the router itself would have chosen otherwise"
+    run(tmp_path / "one", "dp_shard=1", family=family, replay=record, alter=disturb)
+    ours, theirs = (read_json_lines(d / "run" / FLIPS_FILE) for d in (tmp_path, tmp_path / "one"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["tokens"] == other["tokens"]
+        for layer, margins in other["margins"].items():
+            assert mine["margins"][layer] == pytest.approx(margins, rel=1e-6)
     if family == V32:  # Nothing comes before the first layer's keys.
         run(tmp_path / "live", "dp_shard=2", family=family, alter=disturb)
         live = table(tmp_path / "live/record", 1, FIRST_KEYS)

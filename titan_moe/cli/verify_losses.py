@@ -13,7 +13,8 @@ golden. --table.key value outside of a RUN is for both. Each is trained by the r
 own code, from one seed checkpoint. Where their bits differ, control runs measure how much rounding
 alone changes: the baseline again, with its sequences in another order or in another layout. The
 output folder gets report.html, comparison.json and every run. --max-slowdown trains both runs
-three times in turn.
+three times in turn. With --pin-routing candidate and control runs are trained once more with the
+baseline's routes, and the verdict is on these.
 
 Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 6 the curves pass, but the
 candidate is too slow or too large; 5 not identical, and no control runs to compare with, or a cost
@@ -36,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     says = "start without a seed checkpoint: checksums of initial weights must agree"
     parser.add_argument("--no-seed", action="store_true", help=says)
+    parser.add_argument(
+        "--pin-routing",
+        action="store_true",
+        help="compare a second time, all runs with the baseline's routes; that verdict counts",
+    )
     parser.add_argument("--update-golden", type=path_of, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
 
@@ -46,7 +52,12 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.report.comparison import write_comparison
 
     limits = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
-    plan = replace(run_specs.read_plan(options), seed=not options.no_seed, **limits)
+    plan = replace(
+        run_specs.read_plan(options),
+        seed=not options.no_seed,
+        pin_routing=options.pin_routing,
+        **limits,
+    )
     launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:

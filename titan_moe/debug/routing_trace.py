@@ -6,8 +6,10 @@ A replay goes to the recorded experts. Their weights are the router's own scores
 live, so that gradients reach the router as ever; likewise an indexer's loss compares its own scores
 of the recorded keys. routing_flips.jsonl counts for each step and layer how many of the `slots`
 (tokens x top_k) the run's own router would have sent to other experts, and for how many of the
-`queries` (tokens) the run's own indexer would have selected another set of keys. Validation is
-neither recorded nor replayed.
+`queries` (tokens) the run's own indexer would have selected another set of keys. For MoE layers it
+also has the number of flipped `tokens`, those with such a slot, and their `margins`, the mean and
+the largest: by how much the router's own choice beats the recorded one, over the standard deviation
+of the token's scores of all experts. Validation is neither recorded nor replayed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -38,7 +41,10 @@ from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.distributed.collectives import gather_parts
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.metrics.jsonl import JsonLines
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import moe_layer_names
 from titan_moe.models.indexer import Indexer
+from titan_moe.moe.router import Router
 from titan_moe.runtime.process import Process
 
 FLIPS_FILE = "routing_flips.jsonl"
@@ -62,18 +68,12 @@ class RoutingTrace:
         replay, record = job.debug.routing_replay, job.debug.routing_record
         if replay is None and record is None:
             return
-        moe, indexer = sharded.config.moe, sharded.config.indexer
-        assert moe is not None, "the configuration's own checks let this through"
-        moe_layers = [_short(name) for name in sharded.all_moe_layers()]
-        index_top_k = 0 if indexer is None or indexer.warm_up else indexer.top_k
-        across = bool(index_top_k) and not job.training.mask_documents
-        dims = Dims(moe_layers, moe.num_experts, moe.top_k, index_top_k, across)
+        dims = trace_dims(job, sharded.config)
         queries = job.training.global_batch_size * job.training.seq_len
-        self._totals = {"slots": queries * moe.top_k}
-        self._names = moe_layers
-        if index_top_k:
-            self._totals["queries"] = queries
-            self._names = [*moe_layers, *_indexers(sharded)]
+        self._totals = {"slots": queries * dims.top_k, "queries": queries}
+        self._names, self._num_moe = dims.layers, len(dims.layers)
+        if dims.index_top_k:
+            self._names = [*dims.layers, *_indexers(sharded)]
         if replay is not None:
             self._replayed = Record(Path(replay))
             steps = range(resume_step + 1, job.training.steps + 1)
@@ -129,13 +129,24 @@ class RoutingTrace:
 
     def _count_flips(self, step: int) -> None:
         """Write how many decisions of each layer the run itself would make otherwise."""
-        flips_L = torch.zeros(len(self._names), dtype=torch.int64, device=self._device)
+        sums_L3 = torch.zeros(len(self._names), 3, dtype=torch.float64, device=self._device)
+        largest_L = torch.zeros_like(sums_L3[:, 0])
         for name, layer in self._layers.items():
-            flips_L[self._names.index(name)] = layer.take_flips()
-        dist.all_reduce(flips_L)
+            flips = layer.take_flips()
+            sums_L3[self._names.index(name)] = flips[:3]
+            largest_L[self._names.index(name)] = flips[3]
+        dist.all_reduce(sums_L3)
+        dist.all_reduce(largest_L, op=dist.ReduceOp.MAX)
         if self._flips is not None:
-            flips = dict(zip(self._names, flips_L.tolist(), strict=True))
-            self._flips.write(step, {**self._totals, "flips": flips})
+            slots, tokens, margins = sums_L3.T.tolist()
+            means = [total / max(number, 1) for total, number in zip(margins, tokens, strict=True)]
+            by_layer = {
+                "flips": map(int, slots),
+                "tokens": map(int, tokens[: self._num_moe]),
+                "margins": [*zip(means, largest_L.tolist(), strict=True)][: self._num_moe],
+            }
+            found = {k: dict(zip(self._names, v, strict=False)) for k, v in by_layer.items()}
+            self._flips.write(step, {**self._totals, **found})
 
     def _tokens(self, batches: Sequence[Batch]) -> Tokens:
         """Returns what this rank's attention reads in a step, in order: microbatches run forward
@@ -190,11 +201,13 @@ class _Layer:
             live, num_tokens = numbers, numbers.shape[:-1].numel()
             ahead_TW, self._ahead_TW = self._ahead_TW[:num_tokens], self._ahead_TW[num_tokens:]
             numbers = ahead_TW.view_as(live)
-            self._flips.append(self._differences(live, numbers))
+            self._flips.append(self._differences(scores, live, numbers))
         self._taken.append(numbers.flatten(0, -2).to(self.kept))
         return numbers
 
-    def _differences(self, live: Tensor, ahead: Tensor) -> Tensor:
+    def _differences(self, scores: Tensor, live: Tensor, ahead: Tensor) -> Tensor:
+        """Returns [4]: flips, and of MoE layers flipped tokens, the sum and the largest of their
+        margins."""
         raise NotImplementedError
 
     def take(self, num_rows: int) -> NDArray[Any]:
@@ -204,10 +217,10 @@ class _Layer:
         return own_RPW.cpu().numpy().view(self.form.dtype)
 
     def take_flips(self) -> Tensor:
-        """Returns how many decisions of the step that ends the layer would make otherwise."""
+        """Returns the `_differences` of the step that ends, [4] float64."""
         assert self._ahead_TW is not None and not len(self._ahead_TW), "tokens without a decision"
-        flips, self._flips = torch.stack(self._flips).sum(), []
-        return flips
+        found_M4, self._flips = torch.stack(self._flips), []
+        return torch.cat([found_M4[:, :3].sum(0), found_M4[:, 3:].amax(0)])
 
 
 class _Experts(_Layer):
@@ -215,8 +228,21 @@ class _Experts(_Layer):
 
     decided, kept = np.int64, torch.int16
 
-    def _differences(self, live: Tensor, ahead: Tensor) -> Tensor:
-        return (live[:, :, None] != ahead[:, None]).all(-1).sum()
+    def _differences(self, scores: Tensor, live: Tensor, ahead: Tensor) -> Tensor:
+        router = self._module.router
+        assert isinstance(router, Router)
+        scores_TE = scores.detach() + router.expert_bias
+        differs_TKK = live[:, :, None] != ahead[:, None]
+        flips_TK, passed_over_TK = differs_TKK.all(2), differs_TKK.all(1)
+        flipped_T = flips_TK.any(1)
+        # The pair furthest apart, of a token with several flips.
+        best_T = scores_TE.gather(1, live).masked_fill(~flips_TK, -torch.inf).amax(1)
+        worst_T = scores_TE.gather(1, ahead).masked_fill(~passed_over_TK, torch.inf).amin(1)
+        spread_T = scores_TE.std(1).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+        # A recorded expert of a group that is not chosen may have the higher score.
+        margins_T = torch.where(flipped_T, (best_T - worst_T).abs() / spread_T, 0.0)
+        found = [flips_TK.sum(), flipped_T.sum(), margins_T.sum(), margins_T.amax()]
+        return torch.stack([each.double() for each in found])
 
 
 class _Keys(_Layer):
@@ -225,8 +251,19 @@ class _Keys(_Layer):
 
     decided, kept = np.uint8, torch.uint8
 
-    def _differences(self, live: Tensor, ahead: Tensor) -> Tensor:
-        return self._own((live != ahead).any(-1)).sum()
+    def _differences(self, scores: Tensor, live: Tensor, ahead: Tensor) -> Tensor:
+        flips = self._own((live != ahead).any(-1)).sum().double()
+        return F.pad(flips[None], (0, 3))
+
+
+def trace_dims(job: JobConfig, config: ModelConfig) -> Dims:
+    """Returns what a record of this training says of its model, which has MoE layers."""
+    moe, indexer = config.moe, config.indexer
+    assert moe is not None, "the configuration's own checks let this through"
+    index_top_k = 0 if indexer is None or indexer.warm_up else indexer.top_k
+    across = bool(index_top_k) and not job.training.mask_documents
+    layers = [_short(name) for name in moe_layer_names(config)]
+    return Dims(layers, moe.num_experts, moe.top_k, index_top_k, across)
 
 
 def _indexers(sharded: ShardedModel) -> list[str]:

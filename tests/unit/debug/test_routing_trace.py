@@ -163,7 +163,7 @@ def test_layer_follows_microbatches_one_after_the_other() -> None:
         parameter.data.normal_()
     live = moe.routing_fn
     moe.routing_fn = layer = _Experts(moe, live, Dims(["layers.1"], 4, 2).experts)
-    ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]]
+    ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 1]]
     layer.follow(np.array([ahead], np.uint16), torch.device("cpu"))
     x_BSD = torch.randn(1, 5, 8)
     moe(x_BSD[:, :2])
@@ -176,5 +176,13 @@ def test_layer_follows_microbatches_one_after_the_other() -> None:
     assert layer.take(1).tolist() == [ahead]
     own = [set(chosen) for chosen in live(moe.router(x_BSD[0]).scores_TE).tolist()]
     flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
-    assert layer.take_flips() == flips > 0
-    assert moe.router.tokens_per_expert.tolist() == [3, 2, 3, 2]
+    slots, tokens, margins, largest = layer.take_flips().tolist()
+    scores_TE = moe.router(x_BSD[0]).scores_TE.detach()
+    found = [
+        max(s[e] for e in mine - set(theirs)) - min(s[e] for e in set(theirs) - mine)
+        for s, mine, theirs in zip(scores_TE / scores_TE.std(1)[:, None], own, ahead, strict=True)
+        if mine != set(theirs)
+    ]
+    assert slots == flips > 0 and tokens == len(found) < flips
+    assert margins == pytest.approx(sum(map(float, found))) and largest == pytest.approx(max(found))
+    assert moe.router.tokens_per_expert.tolist() == [3, 3, 2, 2]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_moe.runtime.revision import code_in_words
+from titan_moe.verify.compare.pinned_routes import Flips, flip_rows
 from titan_moe.verify.compare.records import RunRecord, relative_difference
 
 if TYPE_CHECKING:
@@ -80,6 +81,10 @@ class Comparison:
     """Reasons to trust the verdict less: another device, another torch, fewer steps, ..."""
     costs: Sequence["CostCheck"] = ()
     """Time and memory, as far as they have limits."""
+    free: "Comparison | None" = None
+    """The same comparison with free routes, where this one is with pinned routes."""
+    flips: Sequence[Flips] = ()
+    """Flips of the candidate and of the control runs, with pinned routes."""
 
     @property
     def outcome(self) -> Verdict:
@@ -92,8 +97,8 @@ class Comparison:
     @property
     def words(self) -> str:
         """The outcome in words, with the verdict on the curves."""
-        costs_pass = self.outcome is self.verdict
-        return self.verdict.value + ("" if costs_pass else f", but {self.outcome.value}")
+        curves = f"{self.verdict.value}{'' if self.free is None else ' with pinned routes'}"
+        return curves if self.outcome is self.verdict else f"{curves}, but {self.outcome.value}"
 
     def lines(self) -> list[str]:
         """Returns lines for a reader, the verdict first."""
@@ -104,6 +109,14 @@ class Comparison:
         found += self.reasons()
         largest = [f"{q} {share:.2g} at step {step}" for q, (step, share) in self.largest().items()]
         found.append(f"largest relative difference: {', '.join(largest)}")
+        for _, number, share, others, mean, largest in flip_rows(self.flips)[:1]:
+            found.append(
+                f"flips: {number}, {share} % of all layers' tokens (control runs: {others} %), "
+                f"mean margin {mean}, largest {largest}"
+            )
+        if self.free is not None:
+            words = [f"with free routes: {self.free.verdict.value}", *self.free.reasons()]
+            found.append("; ".join(words))
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
 
     def reasons(self) -> list[str]:
@@ -144,6 +157,8 @@ class Comparison:
             "judgement": None if self.band_check is None else asdict(self.band_check),
             "band": None if self.band is None else self.band.as_json(),
             "caveats": list(self.caveats),
+            "free": None if self.free is None else self.free.as_json(),
+            "flips": [each.summary()._asdict() for each in self.flips],
         }
 
 

@@ -138,7 +138,10 @@ class Launcher:
 
     def _train(self, spec: RunSpec, code: CodeTree, folder: Path, arguments: list[str]) -> None:
         command, variables = _command(spec, code.folder)
-        words = [*command, *spec.file(), *arguments, "--job.dump_folder", str(folder)]
+        # What a run writes lies in its own folder, unless it is named elsewhere.
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        placed = [w for k, v in pairs for w in (k, str(folder / v) if k in _WRITTEN else v)]
+        words = [*command, *spec.file(), *placed, "--job.dump_folder", str(folder)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         environment = os.environ | {"PATH": path} | variables
         environment.pop("PYTHONPATH", None)  # This process's own code is not the run's.

@@ -21,6 +21,12 @@ from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
+from titan_moe.verify.compare.pinned_routes import (
+    ROUTES,
+    read_flips,
+    record_bytes,
+    routing_problems,
+)
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words, parse_run_spec
 from titan_moe.verify.compare.verdict import compare_runs
@@ -49,6 +55,8 @@ class Plan:
     """Largest growth of the time per step, as a share; None: time is not judged."""
     max_memory_growth: float | None = None
     """Largest growth of the memory, as a share; None: memory is not judged."""
+    pin_routing: bool = False
+    """Compare twice: with free routes, and with those of the baseline in all runs."""
 
     @property
     def limits(self) -> dict[str, float]:
@@ -76,6 +84,8 @@ def update_golden(
         raise ConfigError(["--update-golden needs --reason: why the golden changes"])
     if plan.baseline.path is not None:
         raise ConfigError(["--update-golden trains anew: name no finished run and no golden"])
+    if plan.pin_routing:
+        raise ConfigError(["--update-golden compares nothing: leave --pin-routing out"])
     runner = Runner(plan, launcher, progress)
     runner.check()
     run = runner.baseline()
@@ -194,29 +204,54 @@ class Runner:
             self.progress("the baseline is a finished run: only bits are compared")
         if self.plan.limits:
             lines += self._cost_problems(self.plan.steps or min(steps, default=0))
+        if self.plan.pin_routing and not lines:
+            lines = self._routing_problems()
         if lines:
             raise ConfigError(lines)
 
     def compare(self) -> Comparison:
-        """Returns the verdict; control runs are trained only if the bits differ."""
+        """Returns the verdict; control runs are trained only if the bits differ. With pinned routes
+        it is theirs, and equal bits with free routes need no more runs."""
+        if self.plan.pin_routing:
+            size_mb = record_bytes(self._job(self.plan.baseline)) / 1e6
+            self.progress(f"both runs record their routes: {size_mb:,.3g} MB a step")
         pairs = self._pairs()
-        pair = pairs[0]
+        baseline, candidate = pairs[0]
+        costs = self._costs(pairs)
+        free, _ = self._judge(baseline, candidate)
+        if not self.plan.pin_routing:
+            return replace(free, costs=costs)
+        if free.verdict is Verdict.IDENTICAL:
+            return replace(free, free=free, costs=costs)
+        assert baseline.folder is not None
+        routes = ("debug.routing_replay", str(baseline.folder / ROUTES))
+        candidate = self._run(self.plan.candidate, "pinned/candidate", routes)
+        found, controls = self._judge(baseline, candidate, routes)
+        flips = [each for run in (candidate, *controls) if (each := read_flips(run)) is not None]
+        return replace(found, free=free, flips=flips, costs=costs)
+
+    def _judge(
+        self, baseline: RunRecord, candidate: RunRecord, *routes: tuple[str, str]
+    ) -> tuple[Comparison, list[RunRecord]]:
+        """Returns the verdict and its control runs, which follow `routes` if there are any."""
+        pair, controls = (baseline, candidate), list[RunRecord]()
         caveats = [] if self.golden is None else self.golden.caveats()
         found = compare_runs(self.plan.title, *pair, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
-            for controls in self.control_runs():
+            for controls in self.control_runs(*routes):
                 found = compare_runs(self.plan.title, *pair, controls=controls, caveats=caveats)
                 if found.band_check is not None and found.band_check.clear:
                     break
-        return replace(found, costs=self._costs(pairs))
+        return found, controls
 
     def baseline(self, folder: str = "") -> RunRecord:
         if self.golden is not None:
             return self.golden.run
-        return self._run(self.plan.baseline, f"{folder}baseline")
+        return self._run(self.plan.baseline, f"{folder}baseline", *self._recorded)
 
     def candidate(self, folder: str = "") -> RunRecord:
-        return self._run(self.plan.candidate, f"{folder}candidate")
+        # Recorded too, for routers run alike in both, compiled or not.
+        return self._run(self.plan.candidate, f"{folder}candidate", *self._recorded)
 
     def _pairs(self) -> list[tuple[RunRecord, RunRecord]]:
         """The runs of the curves; where time is judged, more pairs of both in turn."""
@@ -228,7 +263,7 @@ class Runner:
         return ["", *(f"timed/{number}/" for number in range(2, again + 1))]
 
     def _is_timed(self, name: str) -> bool:
-        return cost.TIME in self.plan.limits and not name.startswith("control/")
+        return cost.TIME in self.plan.limits and not name.startswith(("control/", "pinned/"))
 
     def _costs(self, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> list[cost.CostCheck]:
         if not (limits := self.plan.limits):
@@ -256,14 +291,30 @@ class Runner:
             lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
         return lines
 
-    def control_runs(self) -> Iterator[list[RunRecord]]:
+    @property
+    def _recorded(self) -> Words:
+        """Keys of runs that record their routes."""
+        if not self.plan.pin_routing:
+            return ()
+        return ("debug.routing_record", ROUTES), ("debug.routing_record_gb", "1e6")
+
+    def _routing_problems(self) -> list[str]:
+        pair, out = (self.plan.baseline, self.plan.candidate), self.launcher.folder
+        if any(spec.path is not None for spec in pair):
+            return ["--pin-routing trains both runs: name no finished run and no golden"]
+        out.mkdir(parents=True, exist_ok=True)
+        baseline, candidate = map(self._job, pair)
+        steps = self.plan.steps or baseline.training.steps
+        return routing_problems(baseline, candidate, steps, out)
+
+    def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
         """Yields the plan's control runs so far at each early look, and at last all of them; those
         of a golden at once."""
         spec = self.plan.baseline
         if self.golden is not None:
             yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
         elif spec.path is None and self.plan.num_control_runs:
-            runs = self._control_runs()
+            runs = self._control_runs(*routes)
             number = len(runs)
             self.progress(
                 f"the bits differ: up to {number} control runs measure how much rounding may do"
@@ -283,18 +334,29 @@ class Runner:
             num_gpus=launch.count_gpus(os.environ),
         )
 
-    def _control_runs(self) -> list[tuple[RunSpec, str, Words]]:
-        named = enumerate(self.variations(), 1)
-        return [(spec, f"control/{number:02d}", words) for number, (spec, words) in named]
+    def _control_runs(self, *routes: tuple[str, str]) -> list[tuple[RunSpec, str, Words]]:
+        at, named = "pinned/" if routes else "", enumerate(self.variations(), 1)
+        return [
+            (spec, f"{at}control/{number:02d}", (*words, *routes))
+            for number, (spec, words) in named
+        ]
 
     def _trainings(self) -> Iterator[Training]:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
         plan, start = self.plan, self._initial_weights(write=False)
-        runs: list[tuple[RunSpec, str, Words]]
         pair = (plan.baseline, "baseline"), (plan.candidate, "candidate")
-        runs = [(spec, f"{at}{name}", ()) for at in self._folders() for spec, name in pair]
+        runs: list[tuple[RunSpec, str, Words]]
+        runs = [
+            (spec, f"{at}{name}", self._recorded) for at in self._folders() for spec, name in pair
+        ]
         if plan.baseline.path is None:
             runs += self._control_runs()
+        if plan.pin_routing:
+            words = *self._words(plan.baseline), *start, *self._recorded
+            timed = self._is_timed("baseline")
+            place = self.launcher.place(plan.baseline, "baseline", *words, fresh=timed)
+            routes = ("debug.routing_replay", str(place.folder / ROUTES))
+            runs += [(plan.candidate, "pinned/candidate", (routes,)), *self._control_runs(routes)]
         for spec, name, more in runs:
             if spec.path is None:
                 yield self._training(spec, name, *self._words(spec), *start, *more)
@@ -305,7 +367,7 @@ class Runner:
         flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
         tokens = tokens_per_step(job)[1] * steps
         place = self.launcher.place(spec, name, *words, fresh=self._is_timed(name))
-        return Training(place, name.startswith("control/"), spec.world_size, steps, flops * tokens)
+        return Training(place, "control/" in name, spec.world_size, steps, flops * tokens)
 
     def _run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
         if spec.path is not None:

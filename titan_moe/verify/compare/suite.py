@@ -57,6 +57,8 @@ class Entry(Section):
     """Largest growth of the time per step that passes: 0.05 is 5 %. Trains both runs 3 times."""
     max_memory_growth: float | None = Field(None, gt=0, lt=1)
     """Largest growth of the memory that passes, as a share."""
+    pin_routing: bool = False
+    """Compare a second time, all runs with the baseline's routes; that verdict counts."""
 
 
 class Suite(Section):
@@ -132,6 +134,7 @@ def entry_plan(entry: Entry) -> Plan:
         seed=entry.seed,
         max_slowdown=entry.max_slowdown,
         max_memory_growth=entry.max_memory_growth,
+        pin_routing=entry.pin_routing,
     )
 
 

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference
 from titan_moe.verify.compare.noise.band import Band
+from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import Array, RunRecord, relative_difference
 from titan_moe.verify.report.data import Load, equal_steps
 from titan_moe.verify.report.render import PALETTE
@@ -226,6 +227,19 @@ def _draw_load(axes: "Axes", *, load: Load, end: float) -> None:
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
     bar.set_label("rows over the layer's mean")
     bar.outline.set_visible(False)  # type: ignore[operator]
+
+
+# --- flips ----------------------------------------------------------------------------------------
+
+
+def draw_flips(axes: "Axes", *, flips: Sequence[Flips]) -> None:
+    """Draws each run's share of flipped tokens over steps; the candidate's, the first, on top."""
+    _frame(axes, "flipped tokens of all layers", "% of tokens")
+    for i, each in reversed(list(enumerate(flips))):
+        shares_S = 100 * each.flipped_SL.mean(1) / each.total_S
+        label = {0: "candidate", 1: "control runs"}.get(i, "")
+        color, width = (SOFT, 0.4) if i else (SERIES[1], 1.2)
+        _draw_line(axes, label, each.steps, shares_S, color, width=width)
 
 
 # --- parts of a chart -----------------------------------------------------------------------------

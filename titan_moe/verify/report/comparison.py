@@ -5,9 +5,17 @@ from functools import partial
 from pathlib import Path
 
 from titan_moe.verify.compare.comparison import Comparison, Verdict
-from titan_moe.verify.report.charts import Panel, charts, draw_difference, load_panels, run_panel
+from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
+from titan_moe.verify.report.charts import (
+    Panel,
+    charts,
+    draw_difference,
+    draw_flips,
+    load_panels,
+    run_panel,
+)
 from titan_moe.verify.report.data import deviations, equal_steps, load_difference, load_of
-from titan_moe.verify.report.render import render
+from titan_moe.verify.report.render import Table, render
 from titan_moe.verify.report.sections import (
     all_notes,
     configuration,
@@ -44,6 +52,7 @@ def comparison_page(comparison: Comparison) -> str:
     comparison = labelled(comparison)
     pair = comparison.baseline, comparison.candidate
     verdict = comparison.words
+    free, flips = comparison.free, comparison.flips
     first, second = comparison.baseline.curve.scalars, comparison.candidate.curve.scalars
     others = [key for key in first if key not in _MAIN and not key.startswith("moe/")]
     more = {key: _pair_panel(comparison, key) for key in others if key in second}
@@ -58,6 +67,11 @@ def comparison_page(comparison: Comparison) -> str:
         verdict=verdict[0].upper() + verdict[1:],
         detail=detail(comparison),
         runs=f"Runs: {runs}.",
+        free=free,
+        free_color=_COLORS[free.verdict] if free else "",
+        free_detail=detail(free) if free else "",
+        flips=Table(FLIP_HEADS, flip_rows(flips)) if flips else None,
+        flip_charts=charts({"flips": partial(draw_flips, flips=flips)} if flips else {}),
         caveats=comparison.caveats,
         missing=all_notes(pair),
         charts=charts(_curve_panels(comparison)),

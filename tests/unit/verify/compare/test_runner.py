@@ -46,14 +46,21 @@ if "checkpoint.create_seed_checkpoint" in keys:
     sys.exit()
 seed = int(keys.get("debug.permute_rows", "0")) + int(os.environ["NGPU"]) - 1
 factor = float(keys.get("optimizer.lr", "3e-3")) / 3e-3
+pinned = "debug.routing_replay" in keys
+flips = 1000 if keys.get("model.name") == "mixtral" else 0
 lines = []
 for step in range(1, int(keys["training.steps"]) + 1):
-    noise = 1 + 1e-6 * ((seed * 7919 + step * 104729) % 17 - 8)
+    own, pins = (((s * 7919 + step * 104729) % 17 - 8) for s in (seed, 0 if pinned else seed))
+    noise = 1 + 1e-6 * (own + flips * pins)
     loss = 5 / step * noise * factor
     seconds = 1.3 if keys.get("activation_checkpoint.mode") == "full" else 1.0
     seconds *= 9 if step == 8 else 1
     costs = {"tokens": 8 * step, "tokens_per_second": 8 / seconds, "memory/peak_gib": seconds}
     lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step, **costs})
+if pinned:
+    flips = {"step": 1, "queries": 256, "tokens": {"layers.1": seed}}
+    flips["margins"] = {"layers.1": [0.01, 0.25]}
+    folder.joinpath("routing_flips.jsonl").write_text(json.dumps(flips) + "\\n")
 folder.joinpath("metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
 if "metrics.log_initial_weights" in keys:
     weights = {"a": "00", "b": keys.get("debug.seed", "0")}
@@ -98,6 +105,9 @@ def plan(candidate: str = "", baseline: str = "", **changes) -> Plan:
     return replace(Plan("test", *specs, num_control_runs=8), **changes)
 
 
+PIN = {"pin_routing": True}
+
+
 def silent(_: str) -> None:
     pass
 
@@ -131,6 +141,31 @@ def test_a_clear_failure_needs_few_control_runs(launcher):
     found = compare(plan("--optimizer.lr 6e-3", num_control_runs=8), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT and found.band is not None
     assert len(calls(launcher)) == 3 + 6, "seed, baseline, candidate, six control runs"
+
+
+def test_pinned_routes_show_what_flips_hide(launcher):
+    mixtral = "--model.name mixtral"
+    asked = plan(f"layout=tp=2 {mixtral} --optimizer.lr 3.003e-3", mixtral, pin_routing=True)
+    assert num_counted(asked, launcher) == 3, "the candidate twice; the seed is no training"
+    found = compare(asked, launcher, silent)
+    assert found.verdict is Verdict.DIFFERENT and found.as_json()["exit_code"] == 1
+    assert found.free is not None and found.free.verdict is Verdict.INSIDE
+    runs = {True: [], False: []}
+    for run in calls(launcher):
+        runs["debug.routing_replay" in run].append(run)
+    assert len(runs[False]) == 1 + 2 + 8 and len(runs[True]) == 1 + 6
+    assert num_counted(asked, launcher) == 0, "all are found"
+    recorded = {run["folder"]: run.get("debug.routing_record") for run in runs[False]}
+    routes = {name: str(launcher.folder / name / "routes") for name in ("baseline", "candidate")}
+    assert {name: path for name, path in recorded.items() if path} == routes
+    assert {run["debug.routing_replay"] for run in runs[True]} == {routes["baseline"]}
+    assert [run.get("debug.permute_rows", "0") for run in runs[True]] == list("0123456")
+    assert found.flips[0].summary() == (1, 1 / 256, 0.01, 0.25) and len(found.flips) == 7
+    line = "flips: 1, 0.39 % of all layers' tokens (control runs: 0.39 to 2.7 %), mean margin 0.01"
+    assert any(line in each for each in found.lines())
+    equal = compare(plan(baseline="revision=main", pin_routing=True), launcher, silent)
+    assert equal.verdict is Verdict.IDENTICAL and equal.free is not None
+    assert len(calls(launcher)) == 18 + 3, "equal bits are not trained again"
 
 
 @pytest.mark.parametrize("blended", [False, True])
@@ -228,6 +263,9 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
         ("--optimizer.lr 1", {"max_slowdown": 0.1}, "6 steps, need 10: set --steps"),
         ("--optimizer.lr 1", {"max_memory_growth": 5}, "between 0 and 1: 0.05 is 5 %"),
         ("/", {"max_slowdown": 0.1}, "a finished run is of another hour"),
+        ("--debug.moe_force_load_balance true", PIN, "--pin-routing: .*pins routes already"),
+        ("--model.name qwen3", PIN, r"--pin-routing: layers is .* in the candidate: choose two"),
+        ("layout=tp=2", PIN | {"steps": 10**9}, "the routes of two runs take .* GB, .* GB free"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(launcher, candidate: str, changes: dict, said: str):
@@ -274,6 +312,8 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     told: list[str] = []
     found = compare(finished, launcher, told.append)
     assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
+    with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
+        compare(replace(finished, pin_routing=True), launcher, silent)
     assert len(calls(launcher)) == before
 
 

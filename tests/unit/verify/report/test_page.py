@@ -10,6 +10,7 @@ import pytest
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
+from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.verdict import compare_runs
 from titan_moe.verify.report.comparison import comparison_page
@@ -92,6 +93,23 @@ def test_comparison_page_has_a_row_for_each_cost_that_has_a_limit():
         "within the limit",
     ]
     assert "costs" not in Page(comparison_page(against(run("base")))).tables
+
+
+def test_page_of_pinned_routes_shows_both_verdicts_and_the_flips():
+    ones = np.ones((30, 2))
+    flips = [
+        Flips(range(1, 31), ["layers.1", "layers.2"], np.full(30, 100.0), n * ones, ones / 8, ones)
+        for n in (2.0, 1.0, 4.0)
+    ]
+    free = against(run("other", noise=1e-6))
+    found = against(scaled(run("other", noise=1e-6), "grad_norm", 1.01), free=free, flips=flips)
+    page = Page(comparison_page(found))
+    top = page.text[""]
+    assert top.index("Different with pinned") < top.index("Inside the noise band with free routes")
+    _, total, _, last = page.tables["flips"]
+    assert total == ["all", "120", "2", "1 to 4", "0.12", "1"] and last[:2] == ["layers.2", "60"]
+    assert "flipped tokens of all layers" in page.text["flips"]
+    assert_alone(page)
 
 
 def test_quantity_outside_the_band_is_first():
