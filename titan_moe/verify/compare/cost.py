@@ -58,11 +58,6 @@ class CostCheck:
         return _EXCEEDED[self.quantity] if self.growth > self.limit else None
 
     @property
-    def words(self) -> str:
-        """The verdict in words."""
-        return "within the limit" if self.verdict is None else self.verdict.value
-
-    @property
     def medians(self) -> list[str]:
         """Returns the medians of baseline and candidate with their unit."""
         unit = "s" if self.quantity == TIME else "GiB"
@@ -71,10 +66,11 @@ class CostCheck:
     def line(self) -> str:
         """Returns the check for a reader."""
         ours, theirs = self.medians
+        verdict = "within the limit" if self.verdict is None else self.verdict.value
         one, other = (f"{100 * spread:.1f} %" for spread in self.spreads.values())
         return (
             f"{self.quantity}: {theirs} against {ours}, {100 * self.growth:+.1f} % (limit "
-            f"{100 * self.limit:.3g} %): {self.words}; the baseline's {len(self.baseline)} runs "
+            f"{100 * self.limit:.3g} %): {verdict}; the baseline's {len(self.baseline)} runs "
             f"differ by {one}, the candidate's {len(self.candidate)} by {other}"
         )
 

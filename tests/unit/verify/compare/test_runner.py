@@ -353,29 +353,22 @@ def test_memory_alone_takes_one_pair_and_other_curves_stay_different(launcher):
     assert found.outcome is Verdict.DIFFERENT and "too large" in " ".join(found.lines()[1:])
 
 
-def test_a_gpu_s_golden_holds_costs_and_another_golden_none(launcher, tmp_path, monkeypatch):
+def test_a_gpu_s_golden_holds_costs_for_candidates_on_the_same_gpu(launcher, monkeypatch):
+    facts = {"device": "NVIDIA H100", "capability": describe_device(CPU)["capability"]}
+    script = launcher.folder.parent / "code" / "run_train.sh"
+    named = '"device": "NVIDIA H100", "layout": {}'
+    script.write_text(script.read_text().replace('"device": "cpu"', named))
+    monkeypatch.setattr(goldens, "describe_device", lambda _: facts)
+    path = update_golden(plan(steps=12), launcher, launcher.folder / "g", "a first one", silent)
     no_config = RunSpec(overrides=(("training.steps", "12"),))
-    against = replace(plan(SLOW, **LIMITS), candidate=parse_run_spec(SLOW, no_config))
-    script, gpu = launcher.folder.parent / "code" / "run_train.sh", "NVIDIA H100"
-    for name, device in (("cpu", "cpu"), ("gpu", gpu)):
-        script.write_text(script.read_text().replace('"device": "cpu"', f'"device": "{device}"'))
-        facts = {"device": device, "capability": describe_device(CPU)["capability"]}
-        monkeypatch.setattr(goldens, "describe_device", lambda _, facts=facts: facts)
-        if name == "gpu":
-            script.write_text(script.read_text().replace('{"tokens_', '{"layout": {}, "tokens_'))
-        fresh = Stubbed(tmp_path / name)
-        path = update_golden(plan(steps=12), fresh, tmp_path / name / "g", "first", silent)
-        golden = replace(against, baseline=parse_run_spec(str(path), no_config), steps=None)
-        if name == "cpu":
-            with pytest.raises(ConfigError, match="holds no cost"):
-                compare(golden, fresh, silent)
-    before = len(calls(launcher))
-    found = compare(golden, fresh, silent)
-    assert found.outcome is Verdict.TOO_SLOW and num_counted(golden, fresh) == 3
+    runs = parse_run_spec(str(path), no_config), parse_run_spec(SLOW, no_config)
+    against, before = Plan("g", *runs, 8, max_slowdown=0.1), len(calls(launcher))
+    found = compare(against, launcher, silent)
+    assert found.outcome is Verdict.TOO_SLOW and num_counted(against, launcher) == 3
     assert len(calls(launcher)) == before + 3
     monkeypatch.setattr(goldens, "describe_device", lambda _: {**facts, "device": "NVIDIA H200"})
     with pytest.raises(ConfigError, match=r"this machine is torch-.*H200"):
-        compare(golden, fresh, silent)
+        compare(against, launcher, silent)
 
 
 def test_suite_s_comparisons_share_runs(launcher):
@@ -397,6 +390,8 @@ def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Pat
     assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
     assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
     wrong = replace(against, candidate=parse_run_spec("--optimizer.lr 3.1e-3", no_config))
+    with pytest.raises(ConfigError, match="holds no cost"):
+        compare(replace(wrong, max_slowdown=0.1), launcher, silent)
     assert compare(wrong, launcher, silent).verdict is Verdict.DIFFERENT
     with pytest.raises(ConfigError, match="has its own configuration"):
         compare(replace(against, candidate=COMMON), launcher, silent)
