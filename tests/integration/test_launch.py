@@ -91,7 +91,7 @@ def test_slurm_requeues_a_run_that_stopped_saved(
 
 def test_slurm_passes_a_signal_on_to_every_node(tmp_path: Path) -> None:
     programs = {
-        "srun": "trap 'kill $!; exit 143' TERM; kill $PPID; sleep 99 & wait",
+        "srun": "trap 'exit 143' TERM; kill $PPID; sleep 5 & wait; exit 7",
         "run_train.sh": "",
     }
     ended = _slurm(tmp_path, programs)

@@ -67,7 +67,7 @@ def test_machine_that_comes_anew_fails_the_run_that_it_left() -> None:
     store.add("started", 7)
     with _second_node(store):
         pass
-    assert store.get("7/exit/1") == b"1"
+    assert store.check(["7/exit/1"]) and store.get("7/exit/1") == b"1"
 
 
 def test_all_machines_end_with_the_exit_code_of_the_first() -> None:
