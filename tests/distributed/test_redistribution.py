@@ -1,6 +1,7 @@
 """Plans carried out on gloo ranks, against slices of the whole tensor and against torch."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import titan_moe
+from tests.support.live_bytes import LiveBytes
 from tests.support.planting import Bug, plant, right_source
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.dtensor import local_part, sharding_of
 from titan_moe.distributed.parallel_dims import Axes, coordinates, group_of
-from titan_moe.distributed.redistribution import MeshGroups, execute, plan
+from titan_moe.distributed.redistribution import MeshGroups, Plan, execute, plan
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.sharding_moves import LOCAL_OPS
 from titan_moe.runtime.ranks import RankError, run_on_ranks
@@ -25,7 +27,7 @@ GRID = {"x": 2, "y": 2}
 Pairs = list[tuple[str, str]]
 
 
-def mesh_of(axes: dict[str, int]) -> MeshGroups:
+def mesh_of(axes: Axes) -> MeshGroups:
     return MeshGroups(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
 
 
@@ -59,36 +61,56 @@ def is_whole(whole: Tensor, parts: Sequence[Tensor], sharding: Sharding, axes: A
     return True
 
 
+def planned(
+    source: str, target: str, axes: Axes, shape: tuple[int, ...], *, frugal: bool = False
+) -> Plan:
+    """The plan of least unit cost, or that of fewest bytes among those that hold least."""
+    make = partial(plan, source, target, axes=axes, shape=shape, dtype=torch.float64)
+    if not frugal:
+        return make()
+    try:
+        return make(max_bytes=0)
+    except ValueError as error:
+        least = int(str(error).rpartition(" ")[2].replace(",", ""))
+        return make(cost="bytes", max_bytes=least)
+
+
 def move_all(
-    axes: dict[str, int], shape: tuple[int, ...], pairs: Pairs, bug: Bug | None = None
-) -> list[tuple[Tensor, int]]:
-    """Every pair's plan carried out: this rank's part afterwards, and the number of collectives."""
+    axes: Axes, shape: tuple[int, ...], pairs: Pairs, bug: Bug | None, frugal: bool
+) -> list[tuple[Tensor, int, float, int]]:
+    """Every pair's plan carried out: this rank's part afterwards, the number of collectives, the
+    bytes sent and the most bytes held."""
     if bug is not None:
         plant(bug)
     mesh, whole, results = mesh_of(axes), whole_of(shape), []
     for source, target in pairs:
-        steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype)
+        steps = planned(source, target, axes, shape, frugal=frugal)
+        part = part_of(whole, steps.source, mesh.rank, axes)
         for step in steps.steps:
             mesh.group(step.axes)  # Made outside the count.
-        counter = CommCounter()
+        counter, live = CommCounter(), LiveBytes()
         counter.groups = {"": ""}  # Without any, a counter counts nothing.
-        with counter:
-            moved = execute(steps, part_of(whole, steps.source, mesh.rank, axes), mesh)
-        results.append((moved, sum(volume.calls for volume in counter.volumes().values())))
+        with counter, live:
+            moved = execute(steps, part, mesh)
+        calls, sent = map(sum, zip((0, 0.0), *counter.volumes().values(), strict=True))
+        results.append((moved, int(calls), sent, live.peak))
     return results
 
 
 def check(
-    axes: dict[str, int], shape: tuple[int, ...], pairs: Pairs, bug: Bug | None = None
+    axes: Axes, shape: tuple[int, ...], pairs: Pairs, bug: Bug | None = None, frugal: bool = False
 ) -> None:
     whole, world = whole_of(shape), torch.Size(list(axes.values())).numel()
-    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs, bug)
+    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs, bug, frugal)
     for (source, target), results in zip(pairs, zip(*of_ranks, strict=True), strict=True):
-        parts, calls = zip(*results, strict=True)
+        parts, calls, sent, held = zip(*results, strict=True)
         place = f"{source} -> {target} of {shape}"
         assert is_whole(whole, parts, Sharding.parse(target), axes), place
-        steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype).steps
-        assert set(calls) == {sum(step.op not in LOCAL_OPS for step in steps)}, place
+        found = planned(source, target, axes, shape, frugal=frugal)
+        assert set(calls) == {sum(step.op not in LOCAL_OPS for step in found.steps)}, place
+        assert max(held) == found.peak_bytes, place
+        # Parts of one size are received as they are sent.
+        assert shape[0] % 4 or max(sent) == sum(step.bytes for step in found.steps), place
 
 
 def all_pairs(axes: dict[str, int], num_dims: int) -> Pairs:
@@ -96,9 +118,9 @@ def all_pairs(axes: dict[str, int], num_dims: int) -> Pairs:
     return [(one, other) for one in texts for other in texts]
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (5, 3)])
-def test_every_pair_on_two_by_two_ranks(shape: tuple[int, int]) -> None:
-    check(GRID, shape, all_pairs(GRID, 2))
+@pytest.mark.parametrize(("shape", "frugal"), [((4, 8), False), ((5, 3), False), ((5, 3), True)])
+def test_every_pair_on_two_by_two_ranks(shape: tuple[int, int], frugal: bool) -> None:
+    check(GRID, shape, all_pairs(GRID, 2), frugal=frugal)
 
 
 @pytest.mark.full
@@ -192,7 +214,7 @@ def test_dtensors_have_the_values_and_gradients_of_torch() -> None:
 def test_a_gradient_that_is_left_as_it_comes_is_caught() -> None:
     bug = Bug(
         "titan_moe.distributed.redistribution:_RedistributeFunction.backward",
-        "return redistribute(grad, ctx.source), None",
+        "return redistribute(grad, back), None",
         "return grad, None",
     )
     right_source(bug)
@@ -235,7 +257,12 @@ def of_other_meshes() -> list[str]:
         with pytest.raises((TypeError, ValueError)) as error:
             titan_moe.redistribute(refused, target)
         says.append(str(error.value))
-    return says
+    half: Any = distribute_tensor(whole, unnamed, [Shard(0), Replicate()]).requires_grad_()
+    steps = titan_moe.plan_redistribution(half, "S(0)[0,1]", cost="bytes", max_bytes=200)
+    moved = titan_moe.redistribute(half, steps)
+    with pytest.raises(ValueError) as error:
+        moved.backward(moved.detach())
+    return [*says, str(error.value)]
 
 
 def test_other_meshes_and_refusals() -> None:
@@ -246,6 +273,9 @@ def test_other_meshes_and_refusals() -> None:
         "ranks that do not ascend",
         "the plan begins with S(1)[0] of [8, 4]",
         "2 does not divide 5",
+        # 64 bytes become 128, with a buffer of 128 on the way.
+        "max_bytes is 200, and every plan from S(0)[0,1] to S(0)[0] of [8, 4] holds more on a "
+        "rank: allow at least 320",
     ]
     for refusals in run_on_ranks(of_other_meshes, 4):
         for said, expected in zip(refusals, says, strict=True):

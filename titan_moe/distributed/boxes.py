@@ -66,13 +66,14 @@ def exchange_boxes(
     if all(box == wanted for box in after) and len(set(numbers)) == 1 and not add:
         pieces: Sequence[Tensor] = gather_parts(local.reshape(-1), group).unbind()
     else:
-        parts = torch.cat([local[inside(box, mine)].reshape(-1) for box in sent])
         given = [prod(sizes(box)) for box in sent]
+        parts = _joined(local, [inside(box, mine) for box in sent], given)
         if add and len({*given, *numbers}) == 1 and not is_gloo(group, local.device):
             ours = _functional.reduce_scatter_tensor(parts, "sum", len(before), group.group_name)
             return _functional.wait_tensor(ours).view(sizes(wanted))
         buffer = local.new_empty(sum(numbers))
         dist.all_to_all_single(buffer, parts, numbers, given, group=group)
+        del parts
         pieces = buffer.split(numbers)
     if add:
         return buffer.view(len(before), *sizes(wanted)).sum(0)
@@ -81,3 +82,12 @@ def exchange_boxes(
         if piece.numel():
             whole[inside(box, wanted)] = piece.view(sizes(box))
     return whole
+
+
+def _joined(local: Tensor, boxes: Sequence[Box], numbers: list[int]) -> Tensor:
+    """Returns the elements of boxes in one buffer, and holds no other copy of them on the way."""
+    buffer = local.new_empty(sum(numbers))
+    for piece, box in zip(buffer.split(numbers), boxes, strict=True):
+        if piece.numel():
+            piece.view(sizes(box)).copy_(local[box])
+    return buffer

@@ -2,16 +2,17 @@
 mesh. It takes up to half a second for four axes."""
 
 import heapq
-from math import prod
+from functools import lru_cache
+from math import inf, prod
+from typing import Literal
+
+import numpy as np
 
 from titan_moe.distributed.sharding import Sharding
-from titan_moe.distributed.sharding_moves import (
-    COSTS,
-    LOCAL_OPS,
-    Move,
-    State,
-    moves_from,
-)
+from titan_moe.distributed.sharding_moves import COSTS, LOCAL_OPS, Move, State, moves_from
+
+Cost = Literal["unit", "bytes"]
+_Label = tuple[int, int, int]
 
 
 class Search:
@@ -20,35 +21,75 @@ class Search:
         axes: dict[str, int],
         shape: tuple[int, ...],
         itemsize: int,
+        source: State,
         joint: bool,
     ) -> None:
         self._axes, self._shape, self._itemsize = axes, shape, itemsize
-        self._joint = joint
+        self._source, self._joint, self._mesh = source, joint, tuple(axes.items())
         self._held: dict[tuple[tuple[str, ...], ...], int] = {}
 
-    def run(self, source: State, target: State) -> tuple[list[tuple[State, Move]], int]:
-        """The moves from source to target, each with the state before it, and their cost."""
-        best = {source: (0, 0, 0)}
+    def run(
+        self, target: State, cost: Literal["unit", "bytes", "peak"], max_bytes: float
+    ) -> list[tuple[State, Move]] | None:
+        """Returns the moves from source to target, each with the state before it.
+
+        They have the least cost among those that hold at most `max_bytes`; None if there are none.
+        """
+        best: dict[State, _Label] = {self._source: (0, 0, 0)}
         came_from: dict[State, tuple[State, Move]] = {}
-        queue = [((0, 0, 0), source)]
+        queue = [((0, 0, 0), self._source)]
         done = set()
-        state = source
-        while state != target:
+        while queue:
             _, state = heapq.heappop(queue)
+            if state == target:
+                return _path(came_from, self._source, target)
             if state in done:
                 continue
             done.add(state)
-            cost, num_moves, received = best[state]
             for move in moves_from(state, tuple(self._axes), joint=self._joint):
-                if move.after in done:
+                if move.after in done or (max_bytes < inf and self.peak(state, move) > max_bytes):
                     continue
-                num_bytes = self.received(state, move)
-                label = (cost + COSTS[move.op], num_moves + 1, received + num_bytes)
+                label = self._label(best[state], state, move, cost)
                 if move.after not in best or label < best[move.after]:
                     best[move.after] = label
                     came_from[move.after] = (state, move)
                     heapq.heappush(queue, (label, move.after))
-        return _path(came_from, source, target), best[target][0]
+        return None
+
+    def _label(self, label: _Label, before: State, move: Move, cost: str) -> _Label:
+        """Returns a path's cost, then what decides between paths of equal cost."""
+        first, second, third = label
+        if cost == "peak":
+            return max(first, self.peak(before, move)), 0, 0
+        unit, received = COSTS[move.op], self.received(before, move)
+        moves = len(move.axes) if move.op in LOCAL_OPS else 1
+        if cost == "unit":
+            return first + unit, second + moves, third + received
+        return first + received, second + unit, third + moves
+
+    def received(self, before: State, move: Move) -> int:
+        """Bytes of the rank that receives most."""
+        num_ranks = prod(self._axes[axis] for axis in move.axes)
+        if move.op in LOCAL_OPS:
+            return 0
+        if move.op == "all_reduce":
+            return 2 * self._held_bytes(before) * (num_ranks - 1) // num_ranks
+        if move.op == "reduce_scatter":
+            return self._held_bytes(move.after) * (num_ranks - 1)
+        return self._new_bytes(before, move.after)
+
+    def peak(self, before: State, move: Move) -> int:
+        """Bytes that `execute` holds at most on the rank that holds most, with the source, which
+        its caller keeps. That is the first rank, whose parts are the largest."""
+        held, after = self._held_bytes(before), self._held_bytes(move.after)
+        num_ranks = prod(self._axes[axis] for axis in move.axes)
+        source = 0 if before == self._source else self._held_bytes(self._source)
+        if move.op in LOCAL_OPS or move.op == "all_reduce":
+            return source + held + after
+        # The buffer that is sent is freed before the part after the move is made.
+        sent = held * num_ranks if move.op == "all_gather" else held
+        received = after * num_ranks if move.op == "reduce_scatter" else after
+        return source + held + received + max(sent, after)
 
     def _held_bytes(self, state: State) -> int:
         if state.cuts not in self._held:
@@ -56,33 +97,40 @@ class Search:
             self._held[state.cuts] = prod(part) * self._itemsize
         return self._held[state.cuts]
 
-    def received(self, before: State, move: Move) -> int:
-        """Bytes, as if every part were as large as the largest."""
-        held, num_ranks = self._held_bytes(before), prod(self._axes[axis] for axis in move.axes)
-        if move.op in LOCAL_OPS:
-            return 0
-        if move.op == "permute":
-            return held
-        if move.op == "all_to_all":
-            return held * (num_ranks - 1) // num_ranks
-        if move.op == "all_reduce":
-            return 2 * held * (num_ranks - 1) // num_ranks
-        if move.op == "reduce_scatter":
-            return self._held_bytes(move.after) * (num_ranks - 1)
-        return self._held_bytes(move.after) - held
+    def _new_bytes(self, before: State, after: State) -> int:
+        """Most bytes that a rank holds after a move and not before, counted on every rank."""
+        wanted, kept = np.array(1), np.array(1)
+        for size, *cuts in zip(self._shape, before.cuts, after.cuts, strict=True):
+            (old_start, old_stop), (start, stop) = (_bounds(size, cut, self._mesh) for cut in cuts)
+            both = np.minimum(stop, old_stop) - np.maximum(start, old_start)
+            wanted, kept = wanted * (stop - start), kept * np.maximum(both, 0)
+        return int(np.max(wanted - kept)) * self._itemsize
+
+
+@lru_cache(maxsize=4096)
+def _bounds(
+    size: int, cut: tuple[str, ...], mesh: tuple[tuple[str, int], ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where the ranks' parts of a dim begin and end: `Sharding.box` for all ranks.
+
+    Both have a dim for each axis of the mesh, of length 1 if the axis does not cut.
+    """
+    start, stop = (np.full([1] * len(mesh), edge) for edge in (0, size))
+    places = np.indices([num_ranks for _, num_ranks in mesh], sparse=True)
+    for axis in cut:
+        number = [name for name, _ in mesh].index(axis)
+        each = -(-(stop - start) // mesh[number][1])
+        start = np.minimum(start + places[number] * each, stop)
+        stop = np.minimum(start + each, stop)
+    return start, stop
 
 
 def _path(
     came_from: dict[State, tuple[State, Move]], source: State, target: State
 ) -> list[tuple[State, Move]]:
-    """Returns the moves from source to target; neighbouring local moves of one op become one."""
     path: list[tuple[State, Move]] = []
     state = target
     while state != source:
-        before, move = came_from[state]
-        if path and move.op in LOCAL_OPS and path[-1][1].op == move.op:
-            after = path.pop()[1]
-            move = Move(move.op, move.axes + after.axes, after.after)
-        path.append((before, move))
-        state = before
+        path.append(came_from[state])
+        state = came_from[state][0]
     return path[::-1]

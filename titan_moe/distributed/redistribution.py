@@ -3,14 +3,15 @@
     moved = redistribute(dtensor, "S(0)[ep,edp]")
 
 `sharding_moves.py` has the moves and their costs, `plan_search.py` the search. All ranks find the
-same plan: ties go to the one with fewer moves, then fewer bytes, then to the first by the order of
-the axes and dims.
+same plan: of plans of one unit cost that with fewer moves, then fewer bytes; of plans of as many
+bytes that of less unit cost, then fewer moves; then the first by the order of the axes and dims.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,9 @@ from torch.distributed.tensor.placement_types import Placement
 from titan_moe.distributed.boxes import Box, exchange_boxes, inside
 from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.parallel_dims import Axes, group_of
-from titan_moe.distributed.plan_search import Search
+from titan_moe.distributed.plan_search import Cost, Search
 from titan_moe.distributed.sharding import Sharding
-from titan_moe.distributed.sharding_moves import State
+from titan_moe.distributed.sharding_moves import COSTS, State
 
 
 class Step(NamedTuple):
@@ -37,8 +38,12 @@ class Step(NamedTuple):
     before: Sharding
     after: Sharding
     bytes: int
-    """Received by a rank whose parts are as large as the largest; of an all-reduce over n ranks
-    2 (n - 1) / n of what it sums, as a ring of ranks sends it (Patarasuk and Yuan 2009)."""
+    """Received by the rank that receives most; of an all-reduce over n ranks 2 (n - 1) / n of what
+    it sums, as a ring of ranks sends it (Patarasuk and Yuan 2009)."""
+    peak_bytes: int
+    """Held at most while the move runs, by the rank that holds most: the plan's source, the parts
+    before and after the move, and buffers, but the backend's own. A reduce-scatter of equal parts
+    takes one buffer less, except on gloo; a part that is not contiguous a copy more."""
 
     def __str__(self) -> str:
         return f"{self.op} over {','.join(self.axes)}: {self.before} -> {self.after}"
@@ -51,9 +56,20 @@ class Plan:
     source: Sharding
     target: Sharding
     steps: tuple[Step, ...]
-    cost: int
+    cost_kind: Cost
+    max_bytes: int | None
     axes: Mapping[str, int] = field(compare=False)
     shape: tuple[int, ...] = field(compare=False)
+
+    @property
+    def cost(self) -> int:
+        """The sum over the steps of unit costs, or of bytes."""
+        return sum(COSTS[s.op] if self.cost_kind == "unit" else s.bytes for s in self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of the steps; 0 if there is nothing to do."""
+        return max((step.peak_bytes for step in self.steps), default=0)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps)) or "nothing to do"
@@ -67,6 +83,8 @@ def plan(
     shape: Sequence[int],
     dtype: torch.dtype,
     joint: bool = True,
+    cost: Cost = "unit",
+    max_bytes: int | None = None,
 ) -> Plan:
     """The plan of least cost. What was asked before is not searched again.
 
@@ -74,17 +92,18 @@ def plan(
         axes: the mesh's axes, outermost first, and their sizes.
         shape: of the whole tensor.
         joint: whether one collective may run over several axes.
+        cost: what is least: the sum of `COSTS`, or that of the steps' bytes.
+        max_bytes: bounds every step's `peak_bytes`.
 
-    Raises ValueError where a sharding does not fit the shape or the mesh.
+    Raises ValueError where a sharding does not fit the shape or the mesh, and if every plan holds
+    more than `max_bytes`.
     """
+    if cost not in get_args(Cost):
+        raise ValueError(f"cost is {cost!r}: write 'unit' or 'bytes'")
     return _plan(
-        _sharding(source),
-        _sharding(target),
-        tuple(axes.items()),
-        tuple(shape),
-        dtype.itemsize,
-        joint,
-    )
+        _sharding(source), _sharding(target), tuple(axes.items()), tuple(shape), dtype.itemsize,
+        joint, cost, max_bytes,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +114,8 @@ def _plan(
     shape: tuple[int, ...],
     itemsize: int,
     joint: bool,
+    cost: Cost,
+    max_bytes: int | None,
 ) -> Plan:
     mesh = dict(axes)
     for each in (source, target):
@@ -102,19 +123,19 @@ def _plan(
     # An axis of one rank changes nothing.
     real = {axis: size for axis, size in axes if size > 1}
     first, last = (State.of(_over(each, real), len(shape)) for each in (source, target))
-    search = Search(real, shape, itemsize, joint)
-    path, cost = search.run(first, last)
-    steps = [
-        Step(
-            move.op,
-            move.axes,
-            state.sharding(),
-            move.after.sharding(),
-            search.received(state, move),
+    search = Search(real, shape, itemsize, first, joint)
+    path = search.run(last, cost, inf if max_bytes is None else max_bytes)
+    if path is None:
+        least = max(search.peak(*each) for each in search.run(last, "peak", inf) or ())
+        raise ValueError(
+            f"max_bytes is {max_bytes:,}, and every plan from {source} to {target} of "
+            f"{list(shape)} holds more on a rank: allow at least {least:,}"
         )
-        for state, move in path
-    ]
-    return Plan(source, target, tuple(steps), cost, mesh, shape)
+    steps = []
+    for state, move in path:
+        numbers = search.received(state, move), search.peak(state, move)
+        steps.append(Step(*move[:2], state.sharding(), move.after.sharding(), *numbers))
+    return Plan(source, target, tuple(steps), cost, max_bytes, mesh, shape)
 
 
 def _over(sharding: Sharding, axes: Axes) -> Sharding:
@@ -210,8 +231,11 @@ class _Run(NamedTuple):
 # --- DTensors ------------------------------------------------------------------------------------
 
 
-def plan_redistribution(tensor: DTensor, target: Sharding | str) -> Plan:
+def plan_redistribution(
+    tensor: DTensor, target: Sharding | str, *, cost: Cost = "unit", max_bytes: int | None = None
+) -> Plan:
     """The plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
+    `cost` and `max_bytes` are those of `plan`.
 
     A collective runs over several axes at once, unless the world was initialised with a
     `device_id`: NCCL then splits the groups of joined axes off with the help of all ranks.
@@ -226,7 +250,17 @@ def plan_redistribution(tensor: DTensor, target: Sharding | str) -> Plan:
     if not bool((mesh.mesh.flatten().diff() > 0).all()):
         raise ValueError(f"{mesh} has ranks that do not ascend: torch's groups put them in order")
     joint = dist.group.WORLD.bound_device_id is None  # type: ignore[union-attr]
-    steps = plan(source, target, axes=axes, shape=tensor.shape, dtype=tensor.dtype, joint=joint)
+    shape, dtype = tensor.shape, tensor.dtype
+    steps = plan(
+        source,
+        target,
+        axes=axes,
+        shape=shape,
+        dtype=dtype,
+        joint=joint,
+        cost=cost,
+        max_bytes=max_bytes,
+    )
     _placements(steps.target, tensor)
     return steps
 
@@ -240,7 +274,8 @@ def redistribute(tensor: DTensor, target: Sharding | str | Plan) -> DTensor:
     left in the mesh. A plan of `plan_redistribution` is carried out as it is.
 
     Differentiable, more than once. The gradient lies as `tensor` does, except that it has copies
-    where `tensor` is a partial sum. Collective over the mesh.
+    where `tensor` is a partial sum; its plan has the cost and the bound of this one. Collective
+    over the mesh.
 
     Raises:
         ValueError: as `plan_redistribution` does, or a plan was made for another tensor.
@@ -258,7 +293,7 @@ def redistribute(tensor: DTensor, target: Sharding | str | Plan) -> DTensor:
 class _RedistributeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, steps: Plan) -> DTensor:
-        ctx.source = Sharding(steps.source.cuts)
+        ctx.source, ctx.steps = Sharding(steps.source.cuts), steps
         if ctx.needs_input_grad[0]:
             _placements(ctx.source, tensor)
         placements = _placements(steps.target, tensor)
@@ -272,7 +307,9 @@ class _RedistributeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        return redistribute(grad, ctx.source), None
+        cost, max_bytes = ctx.steps.cost_kind, ctx.steps.max_bytes
+        back = plan_redistribution(grad, ctx.source, cost=cost, max_bytes=max_bytes)
+        return redistribute(grad, back), None
 
 
 def _placements(sharding: Sharding, tensor: DTensor) -> tuple[Placement, ...]:

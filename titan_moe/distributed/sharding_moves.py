@@ -2,8 +2,8 @@
 
 | op | before → after | over |
 |---|---|---|
-| slice | copies → parts | an axis, which then cuts a dim last |
-| to_partial | copies → a sum with one term | an axis: all its ranks but the first hold zeros |
+| slice | copies → parts | any axes, which then cut dims last |
+| to_partial | copies → a sum with one term | any axes: all their ranks but the first hold zeros |
 | all_gather | parts → copies | the last axes of any dims |
 | all_to_all | parts of one dim → of another | a dim's last axes, which then cut the other last |
 | reduce_scatter | sums → parts | axes of the sum, which then cut a dim last |
@@ -58,7 +58,7 @@ def moves_from(state: State, axes: tuple[str, ...], *, joint: bool) -> Iterator[
     """
     for make in _MAKERS:
         for move in make(state, axes):
-            if joint or len(move.axes) == 1:
+            if joint or len(move.axes) == 1 or move.op in LOCAL_OPS:
                 yield move
 
 
@@ -71,18 +71,22 @@ def _free(state: State, axes: tuple[str, ...]) -> list[str]:
     return [axis for axis in axes if axis not in used]
 
 
-def _slices(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
-    # One axis at a time: local moves are free, and joined in the end.
-    for axis in _free(state, axes):
-        for dim, cut in enumerate(state.cuts):
-            after = State(_with_cut(state.cuts, dim, (*cut, axis)), state.partial)
+def _slices(state: State, axes: tuple[str, ...], first: int = 0) -> Iterator[Move]:
+    # Dims in ascending order, so that no two slices have one result.
+    for dim in range(first, len(state.cuts)):
+        for axis in _free(state, axes):
+            after = State(_with_cut(state.cuts, dim, (*state.cuts[dim], axis)), state.partial)
             yield Move("slice", (axis,), after)
+            for more in _slices(after, axes, dim):
+                yield Move("slice", (axis, *more.axes), more.after)
 
 
 def _to_partials(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
-    for axis in _free(state, axes):
-        after = State(state.cuts, tuple(sorted((*state.partial, axis))))
-        yield Move("to_partial", (axis,), after)
+    free = _free(state, axes)
+    for number in range(1, len(free) + 1):
+        for chosen in combinations(free, number):
+            after = State(state.cuts, tuple(sorted((*state.partial, *chosen))))
+            yield Move("to_partial", chosen, after)
 
 
 def _all_gathers(state: State, axes: tuple[str, ...]) -> Iterator[Move]:

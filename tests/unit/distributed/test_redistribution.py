@@ -2,16 +2,21 @@
 
 import random
 from functools import cache
+from itertools import permutations
+from math import prod
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.shardings import all_shardings
+from titan_moe.distributed.boxes import overlap, sizes
 from titan_moe.distributed.redistribution import Plan, plan
 from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.sharding_moves import COSTS, LOCAL_OPS
 
 AXES = {"x": 2, "y": 2, "z": 2}
+STATES = list(all_shardings("xyz", 2))
 
 
 def planned(source: str | Sharding, target: str | Sharding, **options: object) -> Plan:
@@ -39,35 +44,29 @@ def test_known_costs(source: str, target: str, one_axis: int, all_moves: int) ->
     assert planned(source, target).cost == all_moves
 
 
-def _edge(before: Sharding, after: Sharding, joint: bool) -> float:
-    """Returns the cost of the cheapest single move between two shardings; inf if there is none.
+def _move(before: Sharding, after: Sharding) -> tuple[str, int]:
+    """Returns the op of the one move between two shardings and its number of axes; "" if none.
 
-    Computed independently of production, from the axes that come and go in each dim.
+    Found independently of production, from the axes that come and go in each dim.
     """
     cuts = [(b, a) for b, a in zip(_dims(before), _dims(after), strict=True) if b != a]
-    dropped = before.partial - after.partial
-    if after.partial - before.partial:
-        free = len(after.partial - before.partial) == 1 and not cuts and not dropped
-        taken = after.partial & {axis for cut in before.cuts for axis in cut}
-        return 0 if free and not taken else np.inf
+    dropped, added = before.partial - after.partial, after.partial - before.partial
     shorter = [b[len(a) :] for b, a in cuts if b[: len(a)] == a]
     longer = [a[len(b) :] for b, a in cuts if a[: len(b)] == b]
-    cost = np.inf
+    if added:
+        return ("", 0) if cuts or dropped else ("to_partial", len(added))
     if not cuts:
-        moved, cost = len(dropped), 4
-    elif len(shorter) == len(cuts) and not dropped:
-        moved, cost = sum(map(len, shorter)), 2
-    elif len(longer) == len(cuts) == 1 and not dropped:
-        return 0 if len(longer[0]) == 1 else np.inf
-    elif len(longer) == len(cuts) == 1 and set(longer[0]) == dropped:
-        moved, cost = len(dropped), 2
-    elif len(shorter) == len(longer) == 1 and shorter == longer and not dropped:
-        moved, cost = len(shorter[0]), 1
-    elif all(sorted(b) == sorted(a) for b, a in cuts) and not dropped:
-        moved, cost = 2, 1 if joint else np.inf
-    else:
-        return np.inf
-    return cost if joint or moved == 1 else np.inf
+        return "all_reduce", len(dropped)
+    if dropped:
+        scatters = len(longer) == len(cuts) == 1 and set(longer[0]) == dropped
+        return ("reduce_scatter", len(dropped)) if scatters else ("", 0)
+    if len(shorter) == len(cuts):
+        return "all_gather", sum(map(len, shorter))
+    if len(longer) == len(cuts):
+        return "slice", sum(map(len, longer))
+    if len(shorter) == len(longer) == 1 and shorter == longer:
+        return "all_to_all", len(shorter[0])
+    return ("permute", 2) if all(sorted(b) == sorted(a) for b, a in cuts) else ("", 0)
 
 
 def _dims(sharding: Sharding) -> list[tuple[str, ...]]:
@@ -75,33 +74,82 @@ def _dims(sharding: Sharding) -> list[tuple[str, ...]]:
 
 
 @cache
-def _least_costs(joint: bool) -> tuple[list[Sharding], np.ndarray]:
-    """Returns the 92 shardings and the least costs between them, by Floyd and Warshall."""
-    states = list(all_shardings("xyz", 2))
-    costs = np.array([[0 if a == b else _edge(a, b, joint) for b in states] for a in states])
-    for middle in range(len(states)):
-        costs = np.minimum(costs, costs[:, middle, None] + costs[None, middle])
-    return states, costs
+def _weights(shape: tuple[int, int], joint: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the most elements held under each of the 92 shardings, and unit cost, elements
+    received and peak (without the source) of the moves between them, counted rank by rank:
+    [3, 92, 92], inf where there is no move."""
+    boxes = [[each.box(rank, shape, AXES) for rank in range(8)] for each in STATES]
+    weights = np.full((3, 92, 92), np.inf)
+    for one, other in permutations(range(92), 2):
+        op, moved = _move(STATES[one], STATES[other])
+        if not op or (moved > 1 and not joint and op not in LOCAL_OPS):
+            continue
+        n, numbers = 2**moved, []
+        for before, after in zip(boxes[one], boxes[other], strict=True):
+            old, new, both = (prod(sizes(box)) for box in (before, after, overlap(before, after)))
+            received = {"all_reduce": 2 * old * (n - 1) // n, "reduce_scatter": new * (n - 1)}
+            sent, arrived = {
+                "all_gather": (old * n, new), "reduce_scatter": (old, new * n),
+                "all_to_all": (old, new), "permute": (old, new),
+            }.get(op, (0, 0))  # fmt: skip
+            numbers.append((received.get(op, new - both), old + max(sent + arrived, arrived + new)))
+        weights[:, one, other] = [COSTS[op], *np.max(numbers, 0)]
+    return np.array([max(prod(sizes(box)) for box in ranks) for ranks in boxes]), weights
 
 
-def _compare(pairs: list[tuple[int, int]], joint: bool) -> None:
-    states, costs = _least_costs(joint)
-    assert len(states) == 92
-    for one, other in pairs:
-        found = planned(states[one], states[other], joint=joint)
-        assert found.cost == costs[one, other], f"{found.source} -> {found.target}\n{found}"
+def _least(source: int, edges: np.ndarray, join: np.ufunc) -> np.ndarray:
+    """Returns the least of all paths of up to 12 moves from a sharding to each other one."""
+    best = np.where(np.arange(92) == source, 0, np.inf)
+    for _ in range(12):
+        best = np.minimum(best, join(best[:, None], edges).min(0))
+    return best
 
 
 @pytest.mark.parametrize("joint", [True, False])
-def test_no_way_is_cheaper(joint: bool) -> None:
-    pairs = [(one, other) for one in range(92) for other in range(92)]
-    _compare(random.Random(3).sample(pairs, 200), joint)
+@pytest.mark.parametrize(
+    ("cost", "shape"), [("unit", (16, 16)), ("bytes", (16, 16)), ("bytes", (5, 3))]
+)
+def test_no_way_is_cheaper_or_holds_less(joint: bool, cost: str, shape: tuple[int, int]) -> None:
+    (held, weights), chance = _weights(shape, joint), random.Random(3)
+    for source in chance.sample(range(92), 8):
+        peaks = weights[2] + np.where(np.arange(92) == source, 0, held[source])[:, None]
+        fewest = _least(source, peaks, np.maximum)
+        for target in chance.sample(sorted({*range(92)} - {source}), 8):
+            options = {"shape": shape, "dtype": torch.int8, "joint": joint, "cost": cost}
+            ends = STATES[source], STATES[target]
+            least, usual = int(fewest[target]), planned(*ends, **options).peak_bytes
+            for bound in (None, least, chance.randint(least, usual)):
+                allowed = np.where(
+                    peaks <= (bound or np.inf), weights[int(cost == "bytes")], np.inf
+                )
+                found = planned(*ends, **options, max_bytes=bound)
+                assert found.cost == _least(source, allowed, np.add)[target], f"{ends}\n{found}"
+                assert bound is None or found.peak_bytes <= bound
+            with pytest.raises(ValueError, match=f"^max_bytes is .* allow at least {least:,}$"):
+                planned(*ends, **options, max_bytes=least - 1)
 
 
-def test_bytes_are_those_of_the_largest_part() -> None:
+def test_bytes_are_those_of_the_rank_that_receives_most() -> None:
     (gather,) = planned("S(0)[x,y]", "S(0)[x]", shape=(16, 4)).steps
     assert (gather.op, gather.axes, gather.bytes) == ("all_gather", ("y",), 4 * 4 * 4)
     (exchange,) = planned("S(0)[x,y]", "S(1)[x,y]", shape=(16, 4)).steps
     assert (exchange.op, exchange.bytes) == ("all_to_all", 3 * 4 * 4)
     (permute,) = planned("S(0)[x,y,z]", "S(0)[z,y,x]", shape=(16, 4)).steps
     assert (permute.op, permute.bytes) == ("permute", 2 * 4 * 4)
+    # Of 5 rows the last rank holds 1.
+    assert planned("S(0)[x,y]", "R", shape=(5, 1), cost="bytes").cost == 4 * 4
+    # Of 9 rows and columns over 8 ranks each, four parts have 2, one has 1 and three are empty.
+    axes = {"x": 8, "y": 8, "z": 2}
+    ends = "S(0)[x,z]S(1)[y]", "S(0)[x]S(1)[y,z]"
+    (exchange,) = planned(*ends, axes=axes, shape=(9, 9)).steps
+    assert (exchange.op, exchange.bytes) == ("all_to_all", 4)
+
+
+def test_bytes_choose_another_plan_than_unit_costs() -> None:
+    ends = "S(0)[x,y,z]", "S(1)[x,y]"
+    usual, fewest = planned(*ends), planned(*ends, cost="bytes")
+    assert [step.op for step in usual.steps] == ["all_gather", "slice"]
+    assert [step.op for step in fewest.steps] == ["all_to_all", "all_gather"]
+    assert fewest.cost == sum(step.bytes for step in fewest.steps) == 32 * 4 * (7 / 8 + 1)
+    with pytest.raises(ValueError, match=r"^cost is 'byte': write 'unit' or 'bytes'$"):
+        planned(*ends, cost="byte")
