@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from titan_moe.cli.command import add_ranks, not_negative, positive
 
 if TYPE_CHECKING:
-    from titan_moe.verify.compare.runner import Plan
+    from titan_moe.verify.compare.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
 def read_plan(options: argparse.Namespace) -> "Plan":
     """Returns what to compare; raises ConfigError."""
     from titan_moe.config.named import find_config
+    from titan_moe.verify.compare.plan import plan_of
     from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides
-    from titan_moe.verify.compare.runner import plan_of
 
     config = None if options.config is None else Path(find_config(options.config))
     return plan_of(

@@ -11,9 +11,10 @@ from pathlib import Path
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, Words
-from titan_moe.verify.compare.runner import Plan, Progress, Runner
+from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
 from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture

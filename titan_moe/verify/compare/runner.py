@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
@@ -27,42 +26,13 @@ from titan_moe.verify.compare.pinned_routes import (
     record_bytes,
     routing_problems,
 )
+from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import RunRecord, read_run
-from titan_moe.verify.compare.run_spec import RunSpec, Words, parse_run_spec
+from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.verdict import compare_runs
 
 Progress = Callable[[str], None]
 """Prints a line of progress."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Two runs to compare, and how closely."""
-
-    title: str
-    baseline: RunSpec
-    candidate: RunSpec
-    num_control_runs: int
-    """Variations of the baseline; 0: only bits are compared."""
-    steps: int | None = None
-    """Left out: as the configuration says."""
-    control_layouts: Sequence[str] = ()
-    """Layouts of control runs; empty: the neighbours of the baseline's layout."""
-    seed: bool = True
-    """Start all runs from one seed checkpoint; False: from weights that each draws itself, and
-    refuse runs whose checksums differ."""
-    max_slowdown: float | None = None
-    """Largest growth of the time per step, as a share; None: time is not judged."""
-    max_memory_growth: float | None = None
-    """Largest growth of the memory, as a share; None: memory is not judged."""
-    pin_routing: bool = False
-    """Compare twice: with free routes, and with those of the baseline in all runs."""
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """Limits of costs by quantity."""
-        both = {cost.TIME: self.max_slowdown, cost.MEMORY: self.max_memory_growth}
-        return {quantity: limit for quantity, limit in both.items() if limit is not None}
 
 
 def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
@@ -95,26 +65,6 @@ def update_golden(
         alike = [each for each in (run, *controls) if each.facts["layout"] == run.facts["layout"]]
         run = replace(run, facts={**run.facts, "costs": cost.measure(alike[: cost.PAIRS])})
     return save_golden(folder, run, [each.curve for each in controls], reason=reason)
-
-
-def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Plan:
-    """Makes the plan of two runs as a user writes them. Raises ConfigError.
-
-    Args:
-        common: what a run leaves out.
-        options: the other fields of the plan.
-    """
-    ranks = _default_ranks()
-    first, second = (
-        parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)
-    )
-    return Plan(title, first, second, **options)
-
-
-def _default_ranks() -> int:
-    """The ranks that run_train.sh chooses: NGPU, the GPUs of this machine, else 2."""
-    named = os.environ.get("NGPU", "")
-    return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
 
 
 def _too_few_gpus(ranks: int, job: JobConfig) -> list[str]:

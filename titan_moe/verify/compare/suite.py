@@ -15,9 +15,10 @@ from titan_moe.config.parse import tomllib
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.plan import Plan, plan_of
 from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
-from titan_moe.verify.compare.runner import Plan, Progress, Runner, plan_of
+from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.report.charts import Panel, charts, run_panel
 from titan_moe.verify.report.comparison import write_comparison
 from titan_moe.verify.report.render import render

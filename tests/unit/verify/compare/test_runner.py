@@ -20,8 +20,9 @@ from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher, TrainingError
+from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
-from titan_moe.verify.compare.runner import Plan, Runner, compare, update_golden
+from titan_moe.verify.compare.runner import Runner, compare, update_golden
 
 CPU = torch.device("cpu")
 COMPARE = DEBUG_CONFIGS / "compare.toml"

@@ -1,0 +1,60 @@
+"""What is to be compared, and how closely."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_moe.runtime import launch
+from titan_moe.verify.compare import cost
+from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Two runs to compare, and how closely."""
+
+    title: str
+    baseline: RunSpec
+    candidate: RunSpec
+    num_control_runs: int
+    """Variations of the baseline; 0: only bits are compared."""
+    steps: int | None = None
+    """Left out: as the configuration says."""
+    control_layouts: Sequence[str] = ()
+    """Layouts of control runs; empty: the neighbours of the baseline's layout."""
+    seed: bool = True
+    """Start all runs from one seed checkpoint; False: from weights that each draws itself, and
+    refuse runs whose checksums differ."""
+    max_slowdown: float | None = None
+    """Largest growth of the time per step, as a share; None: time is not judged."""
+    max_memory_growth: float | None = None
+    """Largest growth of the memory, as a share; None: memory is not judged."""
+    pin_routing: bool = False
+    """Compare twice: with free routes, and with those of the baseline in all runs."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Limits of costs by quantity."""
+        both = {cost.TIME: self.max_slowdown, cost.MEMORY: self.max_memory_growth}
+        return {quantity: limit for quantity, limit in both.items() if limit is not None}
+
+
+def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Plan:
+    """Makes the plan of two runs as a user writes them. Raises ConfigError.
+
+    Args:
+        common: what a run leaves out.
+        options: the other fields of the plan.
+    """
+    ranks = _default_ranks()
+    first, second = (
+        parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)
+    )
+    return Plan(title, first, second, **options)
+
+
+def _default_ranks() -> int:
+    """The ranks that run_train.sh chooses: NGPU, the GPUs of this machine, else 2."""
+    named = os.environ.get("NGPU", "")
+    return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
