@@ -86,7 +86,7 @@ class Flips:
         number, total = flipped_SL.sum(), self.total_S.sum() * flipped_SL.shape[1]
         mean = (mean_SL * flipped_SL).sum() / max(number, 1)
         largest = self.largest_SL[:, layers].max()
-        return FlipSummary(int(number), number / total, float(mean), float(largest))
+        return FlipSummary(int(number), float(number / total), float(mean), float(largest))
 
 
 def read_flips(run: RunRecord) -> Flips | None:
