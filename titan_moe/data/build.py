@@ -53,7 +53,12 @@ def check_data(training: Training, validation: Validation, tokenizer_path: str) 
 
 def data_notes(training: Training, validation: Validation) -> list[str]:
     """One line about each source beside whose files lie others, which are not read."""
-    return [line for source in all_sources(validation, training) for line in left_out(source)]
+    lines = []
+    for source in all_sources(validation, training):
+        is_copy = source.is_stream and source.path is not None
+        files = HubStream(source).local if is_copy else ()
+        lines += left_out(source, {path.resolve() for path in files})
+    return lines
 
 
 def sample_data(

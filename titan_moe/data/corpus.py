@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -52,11 +52,11 @@ class Source:
     @property
     def place(self) -> tuple[str, str]:
         """Equal for two names of one source."""
-        return self.dataset, os.path.realpath(os.path.expanduser(self.dataset_path or ""))
+        return self.dataset, os.path.realpath(self.dataset_path or "")
 
     @property
     def path(self) -> Path | None:
-        return None if self.dataset_path is None else Path(self.dataset_path).expanduser()
+        return None if self.dataset_path is None else Path(self.dataset_path)
 
     def required_path(self, what: str) -> Path:
         """`path`; ConfigError if there is none, which says `what` it names."""
@@ -114,14 +114,20 @@ def find_files(source: Source) -> list[Path]:
     return files
 
 
-def left_out(source: Source) -> list[str]:
-    """One line about the files beside those of a source, in its folder, that are not read."""
+def left_out(source: Source, streamed: Collection[Path] = ()) -> list[str]:
+    """One line about the files beside those of a source, in its folder, that are not read.
+
+    streamed: the files of a local copy that a stream reads, without links.
+    """
     if source.path is None or not (source.is_stream or source.dataset in FORMATS):
         return []
-    ends = ("",) if source.is_stream else endings(source.dataset)
-    if not (others := _listed(source.path, ends)[1]):
+    data, others = _listed(source.path, ("",) if source.is_stream else endings(source.dataset))
+    others += [path for path in data if source.is_stream and path.resolve() not in streamed]
+    if not others:
         return []
-    names = [path.name for path in others[:3]] + ["..."] * (len(others) > 3)
+    # Names may hold bytes that no terminal shows.
+    names = [os.fsencode(path.name).decode(errors="replace") for path in others[:3]]
+    names += ["..."] * (len(others) > 3)
     line = f"{source.path_name}: {len(others)} files there are not read as data: {', '.join(names)}"
     return [line]
 
@@ -151,8 +157,10 @@ def _listed(path: Path, ends: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
         return [path], []
     is_folder = path.is_dir()
     found = path.rglob("*") if is_folder else named_paths(path)
-    files = sorted(each for each in found if each.is_file())
+    # A link to a folder is listed, and not followed: it may lead into a circle.
+    files = sorted(each for each in found if each.is_file() or each.is_symlink())
     data = [f for f in files if is_data(f.relative_to(path) if is_folder else PurePath(f.name))]
+    data = [each for each in data if each.is_file()]
     named = [each for each in data if each.name.endswith(ends)]
     if named or is_folder:  # A glob may name files that end otherwise.
         data = named

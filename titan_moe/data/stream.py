@@ -72,11 +72,14 @@ class HubStream:
             self._builder, self._split, form, sizes = _texts_of(builder, split, self.column)
             self._rows = self._builder.as_streaming_dataset(split=self._split)
             self.num_files: int = self._rows.num_shards
-            self.sizes = list(sizes.values()) if len(sizes) == self.num_files else []
+            divided = len(sizes) == self.num_files
+            self.sizes = list(sizes.values()) if divided else []
             """Bytes by file; empty where `datasets` divides the data otherwise."""
-            self._local = {Path(file): size for file, size in sizes.items() if file[0] == "/"}
+            self._files = list(sizes) if divided else []
+            self.local = {Path(file): size for file, size in sizes.items() if file[0] == "/"}
+            """Bytes by file of a local copy."""
             self._beginning = self._rows.state_dict()
-            for path in self._local:
+            for path in self.local:
                 check_column(str(path), form, self.column)
             first = [document.content for document in islice(self.read(), FIRST)]
             if first and not any(first):
@@ -84,17 +87,16 @@ class HubStream:
         except ColumnError as error:
             raise ConfigError([f"{source.key}text_column={self.column!r}: {error}"]) from None
         except Exception as error:  # Network, permission, format: each raises its own.
-            raise ConfigError(
-                [
-                    f"{source.path_name if place else source.name} cannot be opened: "
-                    f"{first_cause(error)}; name a whole local copy with {source.key}dataset_path, "
-                    f"or use {', '.join(LOCAL_DATASETS)}"
-                ]
-            ) from None
+            line = f"{source.path_name if place else source.name} cannot be opened: "
+            line += first_cause(error)
+            if place is None:
+                line += f"; name a whole local copy with {source.key}dataset_path, or use "
+                line += ", ".join(LOCAL_DATASETS)
+            raise ConfigError([line]) from None
 
     def checksum(self) -> str:
         """Sampled checksum of a local copy; empty for remote data."""
-        return sampled_checksum(list(self._local)) if self._local else ""
+        return sampled_checksum(list(self.local)) if self.local else ""
 
     def rows(self) -> Any:
         """The whole data as a `datasets.Dataset`, downloaded to its cache."""
@@ -106,21 +108,35 @@ class HubStream:
         one = copy.copy(self)
         one._rows = self._rows.shard(num_shards=count, index=index)
         one._beginning = one._rows.state_dict()
+        one._files = list(np.array_split(self._files, count)[index])
         return one
 
     def read(self, mark: Any = None) -> Iterator[Document]:
         """Start at the beginning, or at the place where `mark` was taken. Raises
-        ColumnError if a file lacks the column, and RunError if a local file has another size than
-        when the run began."""
+        ColumnError if a file lacks the column, ValueError if one is damaged, and RunError if a
+        local file has another size than when the run began."""
         # The beginning is loaded too: a state, once loaded, is the start of every later iteration.
         self._rows.load_state_dict(mark or self._beginning)
-        for row in self._rows:
-            text = pick(row, self.column)
-            yield Document(self._source.dataset, text if isinstance(text, str) else None)
+        try:
+            for row in self._rows:
+                text = pick(row, self.column)
+                yield Document(self._source.dataset, text if isinstance(text, str) else None)
+        except Exception as error:
+            file, number, cause = *self._place(), first_cause(error)
+            if isinstance(error, ColumnError) or file in cause:
+                raise
+            raise ValueError(f"{file}: after document {number:,}: {cause}") from None
         # JSON lines that were cut between two of them just end. A removed file was read to its end.
-        for path, size in self._local.items():
+        for path, size in self.local.items():
             if path.exists() and path.stat().st_size != size:
                 raise RunError(f"{path} has changed since the run began: put the old file back")
+
+    def _place(self) -> tuple[str, int]:
+        """The file that is being read, empty if not known, and the documents read of it."""
+        state = self._rows.state_dict()
+        while "examples_iterable" in state:
+            state = state["examples_iterable"]
+        return "".join(self._files[state["shard_idx"] :][:1]), state["shard_example_idx"]
 
     def mark(self) -> Any:
         """JSON-able position of the latest `read`, after the last document that it yielded."""
@@ -154,17 +170,13 @@ def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, dic
     sizes = {file: size for file in files if (size := xgetsize(file))}
     if not sizes:
         raise ValueError(f"it has no files of the split {split!r}")
-    form = config["sample_by"] if builder.name == "text" else builder.name
-    if form in ENDINGS and not config.get("field"):
+    separator = {",": "csv", "\t": "tsv"}.get(config.get("sep", ""))
+    form = {"text": config.get("sample_by"), "csv": separator}.get(builder.name, builder.name)
+    if form in ENDINGS and not config.get("field") and not config.get("names"):
         from titan_moe.data.texts_builder import Texts
 
         texts = Texts(files=list(sizes), form=form, column=column, hash=builder.hash)
         return texts, "train", form, sizes
-    if builder.name == "csv":
-        import datasets
-
-        features = datasets.Features({column: datasets.Value("string")})
-        config |= {"usecols": [column], "features": features}
     return builder, split, "", sizes
 
 

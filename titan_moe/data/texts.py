@@ -1,4 +1,4 @@
-"""Reads the texts of files: one column of JSON or Parquet, or the pieces of plain text.
+"""Reads the texts of files: one column of JSON, Parquet or CSV, or the pieces of plain text.
 
 No other column is looked at: files of one set may differ in them, and a value may change its type
 from one record to the next. A record without a text keeps its place as None: a null, another type
@@ -8,11 +8,13 @@ than text, bytes that are not UTF-8, half of a surrogate pair.
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
 import lzma
 import re
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
@@ -23,8 +25,11 @@ ENDINGS = {
     "parquet": (".parquet",),
     "line": (".txt",),
     "paragraph": (".txt",),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
 }
 """The names of files by format: each may be followed by one of COMPRESSED."""
+_SEPARATORS = {"csv": ",", "tsv": "\t"}
 COMPRESSED = ("", ".gz", ".zst", ".bz2", ".xz", ".zip")
 
 _STRINGS = ("string", "large_string", "string_view", "null")  # Arrow's types of texts.
@@ -47,6 +52,8 @@ def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
 
     if form == "parquet":
         texts = _parquet_texts(file, column)
+    elif form in _SEPARATORS:
+        texts = _texts_of_rows(file, form, column)
     else:
         texts = _texts_of_lines(_lines(file, "\n" if form == "json" else None), form, column)
     valid = (text if isinstance(text, str) and _is_utf8(text) else None for text in texts)
@@ -65,14 +72,17 @@ def pick(record: Any, column: str) -> Any:
 
 
 def check_column(file: str, form: str, column: str) -> None:
-    """Raise ColumnError if a Parquet file lacks the column of texts, ValueError if it is damaged.
-    Reads its schema alone."""
-    if form == "parquet":
-        try:
-            reader = _open_parquet(file)
-        except Exception as error:
-            raise ValueError(f"{file}: {error}") from None
-        _column_path(reader, file, column)
+    """Raise ColumnError if a Parquet or CSV file lacks the column, ValueError if its schema
+    or first row is damaged. No more of it is read."""
+    try:
+        if form == "parquet":
+            _column_path(_open_parquet(file), file, column)
+        elif form in _SEPARATORS:
+            next(_texts_of_rows(file, form, column), None)
+    except ColumnError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def why_without_texts(file: str, form: str, column: str) -> str:
@@ -86,7 +96,7 @@ def why_without_texts(file: str, form: str, column: str) -> str:
                 found.setdefault(name, _kind(value))
     if found:
         return _column_problem(file, column, found)
-    return f"none of the documents looked at, from {file!r} on, holds a text"
+    return f"none of the documents looked at, from {file!r} on, holds a text in UTF-8"
 
 
 def _column_problem(file: str, column: str, found: dict[str, str]) -> str:
@@ -105,21 +115,30 @@ def _kind(value: Any) -> str:
 
 
 def _open(file: str) -> Any:
-    """Open a local or remote file. What compressed it is told by its first bytes."""
+    """Open a local or remote file. What compressed it is told by its first bytes. Raises ValueError
+    for a pointer of Git LFS, which a text file would give as its text."""
     if file.startswith("/"):
         raw: Any = io.open(file, "rb")  # noqa: SIM115, UP020
     else:
         from datasets.utils.file_utils import xopen  # With its credentials and retries.
 
         raw = xopen(file, "rb")
-    start = raw.read(8)
+    start = raw.read(32)
     raw.seek(0)
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError("is a pointer of Git LFS in place of the file: fetch it (git lfs pull)")
     return next((unpack(raw) for magic, unpack in _PACKED if re.match(magic, start)), raw)
 
 
 def _lines(file: str, newline: str | None) -> Iterable[str]:
-    """Bytes that are not UTF-8 become surrogates, which no text of UTF-8 has."""
-    return io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline=newline)
+    """Open a text of UTF-8, UTF-16 or UTF-32, told apart by the first bytes. Others become
+    surrogates, which no text of UTF-8 has."""
+    raw = io.BufferedReader(_open(file))
+    start = raw.peek()
+    encoding = json.detect_encoding(start)
+    if encoding == "utf-8" and b"\0" in start:
+        raise ValueError("holds NUL, as no text in UTF-8 does: convert it (iconv -t utf-8)")
+    return io.TextIOWrapper(raw, encoding, errors="surrogateescape", newline=newline)
 
 
 def _open_parquet(file: str) -> Any:
@@ -162,6 +181,24 @@ def _texts_of_lines(lines: Iterable[str], form: str, column: str) -> Iterator[An
         for blank, paragraph in groupby(lines, key="\n".__eq__):
             if not blank:
                 yield "".join(paragraph).removesuffix("\n")
+
+
+def _texts_of_rows(file: str, form: str, column: str) -> Iterator[str | None]:
+    """Pandas would read "NA" and "null" as no text, and take the first value of rows that are
+    longer than their names for a name."""
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.DictReader(_lines(file, ""), delimiter=_SEPARATORS[form], strict=True)
+    if rows.fieldnames and column not in rows.fieldnames:
+        raise ColumnError(_column_problem(file, column, dict.fromkeys(rows.fieldnames, "")))
+    line = rows.line_num + 1
+    try:
+        for row in rows:
+            if None in row:
+                raise csv.Error(f"more values than the {len(row) - 1} columns have")
+            yield row[column]
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {line}: {error}") from None
 
 
 # Integers of over 4,300 digits are an error to int.

@@ -46,10 +46,13 @@ class Texts(datasets.ArrowBasedBuilder):
 
         column = self.config.column
         for number, file in enumerate(files):
+            rows = 0
             try:
                 for batch in read_batches(file, self.config.form, column):
                     yield (number, 0), pa.table({column: batch})
+                    rows += len(batch)
             except ColumnError:
                 raise
             except Exception as error:  # Each format and compression raises its own.
-                raise ValueError(f"{file}: {error}") from None
+                place = f"after document {rows:,}: " if rows else ""
+                raise ValueError(f"{file}: {place}{error}") from None

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import lzma
+import os
+import tarfile
 import zipfile
 
 import pyarrow as pa
@@ -94,11 +96,29 @@ def test_hidden_files_copies_and_descriptions_are_not_data(tmp_path, reader):
     assert texts(reader, tmp_path) == ["a", "c"]
     dataset = "json" if reader == "local" else "c4"
     (note,) = data_notes(Training(dataset=dataset, dataset_path=str(tmp_path)), Validation())
-    count = len(OTHERS) - (reader == "stream")  # There are streams of other formats.
-    assert f"{count} files there are not read as data: " in note and note.count(",") == 3
+    assert f"{len(OTHERS)} files there are not read as data: " in note and note.count(",") == 3
     if reader == "local":
         assert texts(reader, tmp_path / "**" / "*") == ["a", "c"]
         assert texts(reader, tmp_path / "a.jsonl~", column="features.text") == ["int64"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_files_of_other_formats_and_linked_folders_are_named(tmp_path, reader):
+    """`datasets` streams the format that most files have."""
+    folder = tmp_path / "a"
+    write(folder, {f"{n}.jsonl": json_lines({"text": n}) for n in "12"} | {"3.csv": b"text\nc\n"})
+    write(folder, {"4.parquet": parquet(text=["p"])})
+    (folder / "5").symlink_to(tmp_path)
+    assert texts(reader, folder) == ["1", "2"]
+    dataset = "json" if reader == "local" else "c4"
+    (note,) = data_notes(Training(dataset=dataset, dataset_path=str(folder)), Validation())
+    assert all(name in note for name in ("3 files", "3.csv", "4.parquet", " 5"))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_name_need_not_be_utf8(tmp_path, reader):
+    write(tmp_path, {os.fsdecode(b"caf\xe9.jsonl"): json_lines(A)})
+    assert texts(reader, tmp_path) == ["a"]
 
 
 def zipped(content):
@@ -203,6 +223,47 @@ def test_a_column_without_texts_is_refused_by_its_file(tmp_path, reader):
 def test_a_stream_of_tables_reads_one_column(tmp_path):
     write(tmp_path, {"a.csv": b'text,x\n1,1\n"a\nb",2\n', "b.csv": b"x,text,y\ns,2020-01-01,1\n"})
     assert texts("stream", tmp_path) == ["1", "a\nb", "2020-01-01"]
+    write(tmp_path, {"c.csv": codecs.BOM_UTF8 + b"text\nNA\nnull\n", "d.csv": b"text\ncaf\xe9\n"})
+    assert texts("stream", tmp_path)[3:] == ["NA", "null", None]
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        ({"b.csv": b'text,x\na,1\n"b,2\nc,3\n'}, "b.csv: line 3: unexpected end of data"),
+        ({"b.csv": b"text,x\n\na, b,1\n"}, "b.csv: line 2: more values than the 2 columns"),
+        ({"b.csv": b"body,x\na,1\n"}, "b.csv' has no column 'text', but body, x: set text_column"),
+        (
+            {"b.tsv": b"body\tx\n", "c.tsv": b"text\nc\n"},
+            "b.tsv' has no column 'text', but body, x",
+        ),
+    ],
+)
+def test_a_broken_table_is_named_by_file_and_line(tmp_path, files, line):
+    write(tmp_path, ({} if "c.tsv" in files else {"a.csv": b"text,x\na,1\n"}) | files)
+    with pytest.raises(ConfigError) as error:
+        texts("stream", tmp_path)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_broken_archive_and_parquet_are_named_by_file_and_document(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    for name in ("1.tar", "2.tar"):
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for member in "ab":
+                tar.add(tmp_path / member, f"{member}.text")
+    (tmp_path / "2.tar").write_bytes((tmp_path / "2.tar").read_bytes()[:1600])
+    with pytest.raises(ConfigError, match=r"2.tar: after document 0: unexpected end of data"):
+        texts("stream", tmp_path)
+    file, how = io.BytesIO(), {"compression": "none", "use_dictionary": False}
+    table = pa.table({"text": [f"{number}" for number in range(3000)]})
+    pyarrow.parquet.write_table(table, file, row_group_size=1000, **how)
+    content, last = file.getvalue(), pyarrow.parquet.ParquetFile(file).metadata.row_group(2)
+    start = last.column(0).data_page_offset
+    write(tmp_path / "c", {"a.parquet": content[:start] + bytes(16) + content[start + 16 :]})
+    with pytest.raises(ConfigError, match=r"a.parquet: after document 2,000: Couldn't deserialize"):
+        texts("local", tmp_path / "c", "parquet")
 
 
 # --- Encodings ------------------------------------------------------------------------------------
@@ -238,6 +299,29 @@ def test_a_byte_order_mark_is_skipped(tmp_path, reader):
     assert texts(reader, tmp_path / "a") == ["a", "b"] * 2
     write(tmp_path / "b", {f"{number}.txt": mark + b"a" for number in "12"})
     assert texts(reader, tmp_path / "b", "text") == ["a", "a"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_other_encodings_of_unicode_are_read(tmp_path, reader, encoding):
+    write(tmp_path / "a", {"a.jsonl": '{"text": "caf\xe9"}\n'.encode(encoding)})
+    assert texts(reader, tmp_path / "a") == ["caf\xe9"]
+    write(tmp_path / "b", {"a.txt.gz": gzip.compress("caf\xe9".encode(encoding))})
+    assert texts(reader, tmp_path / "b", "text") == ["caf\xe9"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("\u4e2d\u6587\n".encode("utf-16-le"), "holds NUL, as no text in UTF-8 does: convert it"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "a pointer of Git LFS"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, reader, content, line):
+    write(tmp_path, {"a.txt": content})
+    with pytest.raises(ConfigError, match=f"a.txt: .*{line}"):
+        texts(reader, tmp_path, "text")
 
 
 @pytest.mark.parametrize("reader", READERS)
