@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def load_model(
     device = device or pick_device(Launch(), count_gpus(os.environ))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     loaded = load_alone(Path(path).expanduser(), dtype=dtype, device=device)
-    names = [tokenizer] if tokenizer else loaded.tokenizers
+    names = [expanduser(tokenizer)] if tokenizer else loaded.tokenizers
     return loaded.model, first_tokenizer(names, loaded.training)
 
 

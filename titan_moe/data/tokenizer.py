@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_moe.config.errors import ConfigError
+from titan_moe.config.errors import ConfigError, as_written
 from titan_moe.config.job_config import Training
 from titan_moe.data import tiktoken_files
 from titan_moe.data.order import digest
@@ -19,6 +18,7 @@ from titan_moe.models.hf_settings import text_of
 if TYPE_CHECKING:
     import tokenizers
 
+_CONFIG, _TOKENS = "tokenizer_config.json", ("bos_token", "eos_token", "pad_token")
 _BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config", "config")
 _PATTERNS = ("tokenizer.json", "*.model", "*tekken*.json", "*.tiktoken", "*.model.v*")
 # An instruct tokenizer's EOS may end a turn of a chat. Its base model's texts end with another
@@ -180,28 +180,51 @@ class _Names:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """KeyError, TypeError, ValueError or AttributeError if the files are not understood."""
+        """ValueError with file and key if a value is of another kind than transformers writes."""
         self.config, mapped, added, generation, model = (
             _read_json(folder / f"{name}.json") if folder is not None else {} for name in _BESIDE
         )
-        decoder = self.config.get("added_tokens_decoder")
-        table = mapped | self.config if decoder is not None else self.config | mapped
-        self.bos, self.eos, self.pad = (
-            _content(table.get(name) or "") for name in ("bos_token", "eos_token", "pad_token")
+        own, others = (
+            {key: _content(f"{file}: {key}", table[key] or "") for key in _TOKENS if key in table}
+            for file, table in ((_CONFIG, self.config), ("special_tokens_map.json", mapped))
         )
-        self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
-        self.adds_bos: bool | None = self.config.get("add_bos_token")
+        decoder = self.config.get("added_tokens_decoder")
+        table = own | others if decoder is None else others | own
+        self.bos, self.eos, self.pad = (table.get(name, "") for name in _TOKENS)
+        where = f"{_CONFIG}: added_tokens_decoder"
+        tokens = _checked(where, {} if decoder is None else decoder, dict, "an object")
+        named = [_content(where, token) for token in tokens.values()]
+        self.added = list(added) if decoder is None else named
+        adds: bool | None = self.config.get("add_bos_token")
+        where = f"{_CONFIG}: add_bos_token"
+        self.adds_bos = _checked(where, adds, bool | None, "true or false")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
         stops: Any = next((end for end in ends if end is not None), [])
-        self.stops: list[int] = stops if isinstance(stops, list) else [stops]
+        self.stops: list[int] = [
+            _checked("generation_config.json or config.json: eos_token_id", stop, int, "an id")
+            for stop in (stops if isinstance(stops, list) else [stops])
+        ]
 
 
-def _content(token: str | dict[str, str]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _content(where: str, token: Any) -> str:
+    token = token.get("content") if isinstance(token, dict) else token
+    return _checked(where, token, str, "a text, or an object whose content is one")
+
+
+def _checked(where: str, value: Any, kind: Any, says: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} is {as_written(value)}, and must be {says}")
+    return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(_read(path).decode("utf-8-sig")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read(path).decode("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from None
+    return _checked(path.name, value, dict, "an object")
 
 
 def _read(path: Path) -> bytes:
@@ -244,8 +267,8 @@ def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
     files = _files(path)
     try:
         names = _Names(files[0].parent)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        names = _Names()
+    except ValueError as error:
+        raise _error(path, f": {error}: download the file again") from None
     for file in files:
         content = _read(file)
         try:
@@ -268,14 +291,14 @@ def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
             return Tokenizer(path, encoding, digest(content), names, training)
     raise _error(
         path,
-        f": {files[0].name} is neither JSON nor lines of base64 and ranks nor a sentencepiece "
+        f": {files[0].name} is no JSON object, no lines of base64 and ranks and no sentencepiece "
         "model: download it again (with Git: git lfs pull)",
     )
 
 
 def _files(path: str) -> list[Path]:
     """The file, or files of a folder, that may be a tokenizer."""
-    place = Path(expanduser(path))
+    place = Path(path)
     if place.is_file():
         return [place]
     files = [file for pattern in _PATTERNS for file in sorted(place.glob(pattern))]

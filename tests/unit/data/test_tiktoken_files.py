@@ -164,7 +164,7 @@ TOO_MANY = RANKS | {b"x%06d" % n: COUNT + n for n in range(130_000)}
         (lines_of({t: rank + 1 for t, rank in RANKS.items()}), "do not count from 0"),
         (lines_of({b"a": 0, b"b": 1}), "254 of the 256 bytes have no rank"),
         (lines_of(TOO_MANY), r"130,\d+ ranks are not Llama 3's.*split pattern is not known"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is neither JSON nor .*git lfs pull"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is no JSON object, .*git lfs pull"),
         (b'{"config": {}, "vocab": [{"token_bytes": "YQ=="}]}', "names no special_tokens"),
     ],
 )

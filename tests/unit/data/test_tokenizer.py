@@ -103,9 +103,38 @@ _EOS = {"eos_token": "<s>"}
             "tokenizer.json lacks '<x>'.*save the tokenizer with transformers",
         ),
         ({"tokenizer_config.json": _EOS, "added_tokens.json": {"<x>": 300}}, "lacks '<x>'"),
+        # Values of other kinds than transformers writes.
+        (
+            {"added_tokens.json": [1]},
+            r": added_tokens.json is \[1\], and must be an object: download",
+        ),
+        ({"special_tokens_map.json": None}, "special_tokens_map.json is null, and must be an obj"),
+        (
+            {"config.json": "x"},
+            'config.json is "x", and must be an object: download the file again',
+        ),
+        ({"tokenizer_config.json": {"eos_token": 3}}, "tokenizer_config.json: eos_token is 3, and"),
+        (
+            {"special_tokens_map.json": {"bos_token": {"content": []}}},
+            r"json: bos_token is \[\], and",
+        ),
+        (
+            {"tokenizer_config.json": {"added_tokens_decoder": [1]}},
+            r"added_tokens_decoder is \[1\]",
+        ),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"1": None}}}, "decoder is null, and"),
+        (
+            {"tokenizer_config.json": _EOS | {"add_bos_token": "no"}},
+            'add_bos_token is "no", and mu',
+        ),
+        (
+            {"generation_config.json": {"eos_token_id": ["1"]}},
+            'eos_token_id is "1", and must be an id',
+        ),
+        ({"tokenizer.json": []}, "tokenizer.json is no JSON object"),
     ],
 )
-def test_special_tokens_that_tokenizer_json_lacks_are_refused(tmp_path, config, line):
+def test_special_tokens_that_are_lacking_or_not_understood_are_refused(tmp_path, config, line):
     with pytest.raises(ConfigError, match=line) as error:
         load_tokenizer(write_folder(tmp_path / "tok", config))
     assert len(error.value.lines) == 1
