@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from filecmp import cmpfiles
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]
         model, initial = job_record.get("model", {}), _initial(job_record)
         named = [model.get("hf_assets_path"), initial, model.get("tokenizer_path")]
         folders.append(checkpoint / HF)
-        for path in (Path(name).expanduser() for name in named if name):
+        for path in map(Path, filter(None, named)):
             place = path.parent if path.is_file() else path
             folders += [place / HF, place]
-        checkpoint = Path(initial or checkpoint).expanduser()
+        checkpoint = Path(initial or checkpoint)
         job_record = _read(checkpoint / MANIFEST).get("job") or {}
     # A checkpoint's own JSON files are none of these.
     others = [folder for folder in folders if not (folder / MANIFEST).exists()]
@@ -81,17 +82,22 @@ def write_assets(
     ends: Ends,
     dtype: torch.dtype,
     target: Path,
+    tokenizer: str | None = None,
 ) -> None:
     """Give an export its config.json and the files of the first of `folders` that has any.
 
     All keys of the origin's config.json are kept that do not follow from the dimensions. The tokens
-    that begin and end a text are the origin's, else the tokenizer's.
+    that begin and end a text are the origin's, else the tokenizer's. A model that was trained with
+    another tokenizer than the one there gets that one's files and tokens.
 
     Args:
         origin: as `origin_of` finds it.
         ends: the tokenizer's, where it is known.
+        tokenizer: the run's model.tokenizer_path, where it is known.
     """
     files = next(filter(None, map(_files, folders)), [])
+    if (others := _other_files(tokenizer, files)) is not None:
+        files = others
     if not files:
         logger.warning("no tokenizer files are at hand: add them beside %s", CONFIG)
     for path in files:
@@ -100,7 +106,7 @@ def write_assets(
     text, typed = text_of(original), {"torch_dtype": str(dtype).removeprefix("torch.")}
     generation = {} if origin is None else _read(origin / "generation_config.json")
     settings = kept_keys(model.settings(), text, _OUTDATED) | typed
-    settings |= _ends_of_texts((text, original, generation), ends)
+    settings |= _ends_of_texts((text, original, generation) if others is None else (), ends)
     if model.wrapper is not None:
         own = {key: text[key] for key in _KINDS if key in text}
         inside = {key: value for key, value in settings.items() if key not in _KINDS} | own
@@ -163,6 +169,18 @@ def _files(folder: Path) -> list[Path]:
     if _named_code([*found, folder / CONFIG]):
         found |= set(folder.glob("*.py"))
     return sorted(found - left_out)
+
+
+def _other_files(tokenizer: str | None, files: Sequence[Path]) -> list[Path] | None:
+    """Files of a model.tokenizer_path, unless they are unknown, or the same as those of their names
+    among `files`."""
+    path = Path(tokenizer or "")
+    own = _files(path.parent if path.is_file() else path) if tokenizer else []
+    if not own or not files:
+        return own or ([] if tokenizer == "bytes" else None)
+    names = [path.name for path in own]
+    same, different, _ = cmpfiles(own[0].parent, files[0].parent, names, shallow=False)
+    return None if same and not different else own
 
 
 def _named_code(paths: Iterable[Path]) -> set[str]:

@@ -126,6 +126,7 @@ def export_checkpoint(
         dtype=dtype,
         folders=asset_folders(checkpoint, manifest.job),
         ends=lambda: next(filter(None, (ends_of(name, training) for name in names)), {}),
+        tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
         verify=source.verify,
     )
     return speed_line(f"exported {target}", num_bytes, started)
@@ -140,6 +141,7 @@ def export(
     dtype: torch.dtype,
     folders: Sequence[Path] = (),
     ends: Ends = dict,
+    tokenizer: str | None = None,
     verify: Callable[..., None] = lambda doing: None,
 ) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
@@ -149,6 +151,7 @@ def export(
         dtype: of the floating-point tensors, but for those that published code keeps in float32.
         folders: where to look for the tokenizer's files, the likeliest first.
         ends: the tokenizer's, asked where no folder names a token that ends a text.
+        tokenizer: the run's model.tokenizer_path, whose files come along.
         verify: raises RunError if what has been read cannot be trusted; collective.
 
     Raises RunError when the target exists, when a tensor has no place in that form, or when it
@@ -182,8 +185,8 @@ def export(
         on_every_rank(write, doing=doing)
         verify(doing=doing)
         on_rank_zero(lambda: _write_index(files, aside), doing=doing)
-        assets = (model, origin, folders, ends, dtype)
-        on_rank_zero(lambda: write_assets(*assets, aside), doing=doing)
+        assets = (model, origin, folders, ends, dtype, aside, tokenizer)
+        on_rank_zero(lambda: write_assets(*assets), doing=doing)
     return total
 
 

@@ -109,6 +109,26 @@ def test_an_export_of_a_run_from_scratch_ends_texts_as_its_documents_end(eos, ke
     assert [found[key] for key in ENDS] == [ids.bos_id, ids.eos_id, text_end]
 
 
+@pytest.mark.parametrize("kind", ["same", "other", "file", "bytes"])
+def test_an_export_carries_the_tokenizer_that_the_model_was_trained_with(kind, tmp_path):
+    model = small_model("qwen3")
+    settings = model.settings() | {"eos_token_id": [1, 4]}
+    words = {"tokenizer": {"a": 1}, "special_tokens_map": {"eos_token": "<eos>"}}
+    _write(tmp_path / "in", config=settings, generation_config={"eos_token_id": [1, 4]}, **words)
+    trained = words if kind == "same" else words | {"tokenizer": {"b": 1}}
+    _write(tmp_path / "words", **trained)
+    path = {"file": str(tmp_path / "words/tokenizer.json"), "bytes": "bytes"}
+    tokenizer = path.get(kind, str(tmp_path / "words"))
+    folders, target = [tmp_path / "in", tmp_path / "words"], tmp_path / "out"
+    target.mkdir()
+    ends, origin = (lambda: {"eos_token_id": 7}), tmp_path / "in"
+    assets.write_assets(model, origin, folders, ends, torch.float32, target, tokenizer)
+    found = {path.stem: json.loads(path.read_text()) for path in target.iterdir()}
+    assert found.pop("config")["eos_token_id"] == ([1, 4] if kind == "same" else 7)
+    assert found == {"same": found, "bytes": {}}.get(kind, trained)
+    assert kind != "same" or (found["tokenizer"] == {"a": 1} and "generation_config" in found)
+
+
 def test_the_bytes_name_their_ends_of_texts_and_no_tokenizer_has_none(tmp_path):
     assert token_ends("bytes", Training()) == {"bos_token_id": 256, "eos_token_id": 257}
     assert token_ends(str(tmp_path), Training()) == {}
