@@ -10,7 +10,6 @@ import torch
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.tiers import tiered
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.folder import step_folder
 from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.manifest import gather_specs
@@ -19,6 +18,7 @@ from titan_moe.config.job_config import Checkpoint, JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES
+from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.ranks import run_on_ranks
 
 LAYOUTS = {

@@ -15,9 +15,9 @@ from tests.support.commands import TITAN_MOE
 from tests.support.jobs import TINY, Job
 from tests.support.paths import REPO
 from titan_moe.checkpoint.digests import damaged_files, read_digests
-from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.manifest import MANIFEST
 from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.runtime.files import saved_steps, step_folder
 
 _LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1 rank": (1, {}),

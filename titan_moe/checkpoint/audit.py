@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import DIGESTS, damaged_files, files, read_digests
-from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.manifest import MANIFEST, compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import METADATA, StoredTensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import saved_steps, step_folder
 
 
 class Audit(NamedTuple):

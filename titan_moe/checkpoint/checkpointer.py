@@ -66,6 +66,7 @@ from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import control_group, lowest, on_rank_zero
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.process import set_timeout
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Checkpointer:
         model_only = self._config.create_seed_checkpoint or (
             last and self._config.last_save_model_only
         )
-        target = folders.step_folder(self._folder, step)
+        target = step_folder(self._folder, step)
         tensors = self._tensors(with_optimizer=not model_only)
         keep = self._config.keep_latest_k
         aside, contents = self._begin(step, target, tensors, None if model_only else state)
@@ -255,7 +256,7 @@ class Checkpointer:
     def export(self, step: int) -> None:
         """Write the model in the checkpoint of `step` as a Hugging Face folder beside it;
         collective. Raises RunError when it cannot be written; nothing is left then."""
-        source = folders.step_folder(self._folder, step)
+        source = step_folder(self._folder, step)
         target = folders.hf_folder(self._folder, step)
         dtype = getattr(torch, self._config.export_dtype)
         self._say("%s", export_checkpoint(source, target, dtype, self._ends_of))

@@ -4,11 +4,12 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_moe.checkpoint.folder import bring_back, saved_steps, step_folder
+from titan_moe.checkpoint.folder import bring_back
 from titan_moe.checkpoint.manifest import Manifest, read_manifest
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import saved_steps, step_folder
 
 logger = logging.getLogger(__name__)
 

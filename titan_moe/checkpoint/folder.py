@@ -19,29 +19,22 @@ import torch.distributed as dist
 from titan_moe.checkpoint.digests import digests_of, files, read_checked, write_listing
 from titan_moe.distributed.agreement import from_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import LOCK, fsync, set_aside, take_folder
+from titan_moe.runtime.files import (
+    LOCK,
+    fsync,
+    saved_steps,
+    set_aside,
+    step_folder,
+    take_folder,
+)
 
-_STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced")
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Path of the checkpoint of a step."""
-    return folder / f"step-{step}"
 
 
 def hf_folder(folder: Path, step: int) -> Path:
     """Path of the Hugging Face export of a step's model."""
     return folder / f"step-{step}-hf"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending."""
-    if not folder.is_dir():
-        return []
-    matches = [_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def begin(target: Path) -> Path:

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import TextIO
 from titan_moe.runtime.errors import RunError
 
 LOCK = ".lock"
+_STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 22  # Bytes of a file that are read at a time.
 _locked: list[TextIO] = []
 """The lock files of this process, open until it ends."""
@@ -124,3 +126,16 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text so that a reader finds the old content or the new one."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Path of the checkpoint of a step."""
+    return folder / f"step-{step}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending."""
+    if not folder.is_dir():
+        return []
+    matches = [_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)

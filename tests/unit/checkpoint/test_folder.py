@@ -8,6 +8,7 @@ import pytest
 
 from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.digests import write_listing
+from titan_moe.runtime.errors import RunError
 
 
 def _save(folder, step, text="x"):
@@ -97,6 +98,16 @@ def test_an_older_one_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_
         _save(folder, 2)
         assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"], call
     assert found == [{"old"}] * 3 + [{"new"}] * (len(found) - 3) and len(found) >= 7
+
+
+def test_a_second_writer_of_a_new_folder_is_refused_and_does_no_harm(world_of_one, tmp_path):
+    target = tmp_path / "new"
+    with folders.new_folder(target, 0, doing="cannot export") as aside:
+        (aside / "a").write_text("a")
+        second = folders.new_folder(target, 0, doing="cannot export")
+        with pytest.raises(RunError, match=r"new.writing is in use by process .*choose another"):
+            second.__enter__()
+    assert (target / "a").read_text() == "a"
 
 
 def test_one_that_was_replaced_does_not_come_back_for_one_that_is_set_aside(tmp_path):

@@ -10,6 +10,7 @@ from titan_moe.config.errors import Mistake, as_written
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Checkpoint, JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.config.stages import job_of_step
+from titan_moe.runtime.files import saved_steps, step_folder
 
 _MODEL = ("model.name", "model.flavor")
 _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.seed")
@@ -114,11 +115,10 @@ def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] |
 
     None where there is none, or where it cannot be read: loading it says why.
     """
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    steps = [int(name) for name in names if name.isdecimal()]
-    if not steps:
+    if not (steps := saved_steps(folder)):
         return None
-    checkpoint = folder / f"step-{config.load_step if config.load_step in steps else max(steps)}"
+    asked = config.load_step
+    checkpoint = step_folder(folder, asked if asked in steps else steps[-1])
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_bytes())
         return (checkpoint, manifest) if manifest["job"]["training"] else None
