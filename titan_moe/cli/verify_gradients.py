@@ -134,6 +134,10 @@ def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
     from titan_moe.verify.layouts.layouts import OPTIONS, legal_layouts, parse, with_options
 
     fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
+    backend = gate.job.parallelism.expert_parallel_comm_backend
+    if backend not in ("auto", *OPTIONS["dispatch"]):
+        OPTIONS["dispatch"] += (backend,)
+        fixed = {"dispatch": backend} | fixed
     if options.layouts:
         return [with_options(parse(text), **fixed) for text in options.layouts]
     layouts = [layout for size in options.ranks for layout in legal_layouts(size)]

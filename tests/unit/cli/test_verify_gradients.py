@@ -9,6 +9,7 @@ import pytest
 from titan_moe.cli import verify_gradients as command
 from titan_moe.cli.main import main
 from titan_moe.config.job_config import JobConfig
+from titan_moe.runtime.files import lock_folder
 from titan_moe.verify.gradients import gate
 from titan_moe.verify.gradients.compare import TensorDifference
 from titan_moe.verify.gradients.fixture import NUM_STEPS, make_rows
@@ -60,6 +61,14 @@ def test_an_own_configuration_gets_what_the_proof_needs(ranks: list[Task], tmp_p
     (task,) = ranks
     assert task.job.training.max_norm == 0.5 and task.job.moe.z_loss_weight == 1e-3
     assert json.loads((tmp_path / "results.json").read_text())["own_keys"]
+
+
+def test_a_second_command_on_one_folder_is_refused(ranks: list[Task], tmp_path: Path, capsys):
+    with lock_folder(tmp_path, "--out"):
+        assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2") == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path} is in use by process " in line and "choose another --out" in line
+    assert not ranks and verify(tmp_path, *OWN, "--layouts", "dp_shard=2") == 0
 
 
 def test_a_model_that_proves_nothing_is_no_failed_layout(

@@ -6,7 +6,6 @@ taken as it is, so that an interrupted comparison goes on where it was. On sever
 of EVERY_NODE, which scripts/every_node.py sets, starts run_train.sh on each.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import tomllib
 from titan_moe.data.corpus import named_paths
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.files import lock_folder, write_whole
 from titan_moe.runtime.launch import default_ranks
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key
@@ -168,16 +167,9 @@ class Launcher:
 def workplace(folder: Path) -> Iterator[None]:
     """Lock an output folder; afterwards no worktree is left in it.
 
-    Raises ConfigError if another command has locked it.
+    Raises RunError if another command has locked it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                [f"{folder}: another command writes there: choose another --out"]
-            ) from None
+    with lock_folder(folder, "--out"):
         try:
             yield
         finally:

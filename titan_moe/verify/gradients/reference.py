@@ -17,7 +17,7 @@ from titan_moe.config.job_config import Optimizer, Training
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.router import Router, Scores
+from titan_moe.moe.router import SCORES, Router, Scores
 
 IGNORED = -100
 
@@ -339,7 +339,7 @@ def _affinities(logits_TE: Tensor, config: MoEConfig) -> Tensor:
         return logits_TE.softmax(-1)
     if config.score == "sigmoid":
         return logits_TE.sigmoid()
-    raise NotImplementedError(f"the reference has no router score {config.score!r}")
+    return SCORES[config.score](logits_TE).scores_TE  # From outside: no second form is known.
 
 
 def chosen_experts(logits_TE: Tensor, router: Router) -> Tensor:

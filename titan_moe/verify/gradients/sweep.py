@@ -34,7 +34,9 @@ def sweep(gate: Gate, tasks: Sequence[tuple[Layout, str]], folder: Path) -> Iter
     passed ones that `folder` knows from the same code are not repeated."""
     fingerprint = code_fingerprint(gate.job, gate.device)
     path = folder / RESULTS_FILE
-    known = {(r.layout, r.dtype): r for r in _load(path, fingerprint) if r.passed}
+    # The fingerprint does not cover modules from outside.
+    loaded = [] if gate.job.job.imports else _load(path, fingerprint)
+    known = {(r.layout, r.dtype): r for r in loaded if r.passed}
     with path.open("a", encoding="utf-8") as file:
         for layout, dtype in tasks:
             result = known.get((str(layout), dtype))

@@ -17,7 +17,7 @@ AXES = (*DENSE_AXES, "ep", "etp")
 
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 """Rank r holds stages r and 2 pp - 1 - r; with the others it holds r, r + pp, r + 2 pp, ..."""
-OPTIONS: Mapping[str, tuple[str, ...]] = {
+OPTIONS: dict[str, tuple[str, ...]] = {
     "schedule": (
         "1F1B",
         "Interleaved1F1B",
@@ -34,7 +34,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "accumulation": ("reduce_each", "keep_gathered"),
 }
 """Options of a layout besides its degrees; `recompute=2` is every second layer,
-`dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
+`dispatch=nodes` the deduplicating one with two ranks of an ep group on a node. `verify gradients`
+adds a dispatcher that a module of job.imports registers."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 SEQ_LEN = 48
 """Tokens of the gate's rows: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
