@@ -19,14 +19,7 @@ import torch.distributed as dist
 from titan_moe.checkpoint.digests import digests_of, files, read_checked, write_listing
 from titan_moe.distributed.agreement import from_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import (
-    LOCK,
-    fsync,
-    saved_steps,
-    set_aside,
-    step_folder,
-    take_folder,
-)
+from titan_moe.runtime.files import LOCK, fsync, saved_steps, set_aside, step_folder, take_folder
 
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced")

@@ -12,8 +12,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 def as_path(text: str) -> str:
     """Returns a path whose ~ is the home folder. Raises ValueError where no file can have it."""
     size, longest = len(fsencode(text)), max(len(fsencode(name)) for name in text.split("/"))
-    is_utf8 = text.encode(errors="replace") == fsencode(text)
-    if "\0" in text or size > 4095 or longest > 255 or not is_utf8:
+    if "\0" in text or not len(text.encode(errors="ignore")) == size <= 4095 or longest > 255:
         raise ValueError("must be a path: UTF-8, no NUL, names of at most 255 bytes, 4095 in all")
     if (path := expanduser(text)).startswith("~"):
         raise ValueError("there is no such user: write the path out, or ./~ for a name")

@@ -55,8 +55,7 @@ def data_notes(training: Training, validation: Validation) -> list[str]:
     """One line about each source beside whose files lie others, which are not read."""
     lines = []
     for source in all_sources(validation, training):
-        is_copy = source.is_stream and source.path is not None
-        files = HubStream(source).local if is_copy else ()
+        files = HubStream(source).local if source.is_stream and source.path else ()
         lines += left_out(source, {path.resolve() for path in files})
     return lines
 

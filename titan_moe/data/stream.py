@@ -72,10 +72,9 @@ class HubStream:
             self._builder, self._split, form, sizes = _texts_of(builder, split, self.column)
             self._rows = self._builder.as_streaming_dataset(split=self._split)
             self.num_files: int = self._rows.num_shards
-            divided = len(sizes) == self.num_files
-            self.sizes = list(sizes.values()) if divided else []
+            self.sizes = list(sizes.values()) if len(sizes) == self.num_files else []
             """Bytes by file; empty where `datasets` divides the data otherwise."""
-            self._files = list(sizes) if divided else []
+            self._files = list(sizes) if self.sizes else []
             self.local = {Path(file): size for file, size in sizes.items() if file[0] == "/"}
             """Bytes by file of a local copy."""
             self._beginning = self._rows.state_dict()
@@ -87,12 +86,10 @@ class HubStream:
         except ColumnError as error:
             raise ConfigError([f"{source.key}text_column={self.column!r}: {error}"]) from None
         except Exception as error:  # Network, permission, format: each raises its own.
-            line = f"{source.path_name if place else source.name} cannot be opened: "
-            line += first_cause(error)
-            if place is None:
-                line += f"; name a whole local copy with {source.key}dataset_path, or use "
-                line += ", ".join(LOCAL_DATASETS)
-            raise ConfigError([line]) from None
+            remedy = f"; name a whole local copy with {source.key}dataset_path, or use "
+            remedy = "" if place else remedy + ", ".join(LOCAL_DATASETS)
+            name = source.path_name if place else source.name
+            raise ConfigError([f"{name} cannot be opened: {first_cause(error)}{remedy}"]) from None
 
     def checksum(self) -> str:
         """Sampled checksum of a local copy; empty for remote data."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
-from titan_moe.config.errors import ConfigError, as_written
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data import tiktoken_files
 from titan_moe.data.order import digest
@@ -18,7 +19,6 @@ from titan_moe.models.hf_settings import text_of
 if TYPE_CHECKING:
     import tokenizers
 
-_CONFIG, _TOKENS = "tokenizer_config.json", ("bos_token", "eos_token", "pad_token")
 _BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config", "config")
 _PATTERNS = ("tokenizer.json", "*.model", "*tekken*.json", "*.tiktoken", "*.model.v*")
 # An instruct tokenizer's EOS may end a turn of a chat. Its base model's texts end with another
@@ -172,6 +172,22 @@ class Tokenizer:
         return np.concatenate([self._before, ids.astype(np.int64), self._after])
 
 
+class _Token(BaseModel):
+    content: str
+
+
+class _File(BaseModel):
+    """The kinds of the values that are read of the files beside a tokenizer."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+    add_bos_token: bool | None = None
+    added_tokens_decoder: dict[int, _Token] | None = None
+    eos_token_id: int | list[int] | None = None
+    text_config: _File | None = None
+
+
 class _Names:
     """The special tokens that the files beside a tokenizer name, by transformers' rules.
 
@@ -184,47 +200,31 @@ class _Names:
         self.config, mapped, added, generation, model = (
             _read_json(folder / f"{name}.json") if folder is not None else {} for name in _BESIDE
         )
-        own, others = (
-            {key: _content(f"{file}: {key}", table[key] or "") for key in _TOKENS if key in table}
-            for file, table in ((_CONFIG, self.config), ("special_tokens_map.json", mapped))
-        )
         decoder = self.config.get("added_tokens_decoder")
-        table = own | others if decoder is None else others | own
-        self.bos, self.eos, self.pad = (table.get(name, "") for name in _TOKENS)
-        where = f"{_CONFIG}: added_tokens_decoder"
-        tokens = _checked(where, {} if decoder is None else decoder, dict, "an object")
-        named = [_content(where, token) for token in tokens.values()]
-        self.added = list(added) if decoder is None else named
-        adds: bool | None = self.config.get("add_bos_token")
-        where = f"{_CONFIG}: add_bos_token"
-        self.adds_bos = _checked(where, adds, bool | None, "true or false")
+        table = mapped | self.config if decoder is not None else self.config | mapped
+        self.bos, self.eos, self.pad = (
+            _content(table.get(name) or "") for name in ("bos_token", "eos_token", "pad_token")
+        )
+        self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
+        self.adds_bos: bool | None = self.config.get("add_bos_token")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
         stops: Any = next((end for end in ends if end is not None), [])
-        self.stops: list[int] = [
-            _checked("generation_config.json or config.json: eos_token_id", stop, int, "an id")
-            for stop in (stops if isinstance(stops, list) else [stops])
-        ]
+        self.stops: list[int] = stops if isinstance(stops, list) else [stops]
 
 
-def _content(where: str, token: Any) -> str:
-    token = token.get("content") if isinstance(token, dict) else token
-    return _checked(where, token, str, "a text, or an object whose content is one")
-
-
-def _checked(where: str, value: Any, kind: Any, says: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{where} is {as_written(value)}, and must be {says}")
-    return value
+def _content(token: str | dict[str, str]) -> str:
+    return token if isinstance(token, str) else token["content"]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+    content = _read(path).removeprefix(b"\xef\xbb\xbf") if path.is_file() else b"{}"
     try:
-        value = json.loads(_read(path).decode("utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path.name} is no JSON: {error}") from None
-    return _checked(path.name, value, dict, "an object")
+        _File.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"][:1]))
+        raise ValueError(f"{path.name}: {key}: {first['msg']}".replace(": : ", ": ")) from None
+    return json.loads(content)
 
 
 def _read(path: Path) -> bytes:

@@ -117,8 +117,7 @@ def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] |
     """
     if not (steps := saved_steps(folder)):
         return None
-    asked = config.load_step
-    checkpoint = step_folder(folder, asked if asked in steps else steps[-1])
+    checkpoint = step_folder(folder, config.load_step if config.load_step in steps else steps[-1])
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_bytes())
         return (checkpoint, manifest) if manifest["job"]["training"] else None

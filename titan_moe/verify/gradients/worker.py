@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.plugins import import_modules
 from titan_moe.data.batch import Batch
@@ -71,8 +70,7 @@ def verify_on_rank(task: Task) -> RankReport:
     """Train two steps and compare this rank's shares with the reference's; collective."""
     # Eight ranks' worth of torch's deprecations would hide the progress bar.
     warnings.simplefilter("ignore", FutureWarning)
-    if problems := import_modules(task.job.job.imports):
-        raise ConfigError(problems)
+    import_modules(task.job.job.imports)  # The process that read the configuration could.
     state = LocalState(task)
     if state.problems:
         return RankReport(
