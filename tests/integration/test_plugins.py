@@ -63,6 +63,42 @@ def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None
     assert "squares:1" in state["data"]["identity"]["fingerprint"]
 
 
+_WRONG = """
+class Wrong(Mine):
+    def combine_wait(self, home, plan):
+        return 2 * super().combine_wait(home, plan)
+
+
+DISPATCHERS["wrong"] = lambda config, meshes, options: Wrong(
+    meshes.group("ep"), meshes.group("etp"), config
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dispatcher", "code"), [("mine", 0), ("wrong", 1)])
+def test_gate_proves_a_dispatcher_and_a_score_from_outside(
+    package: Path, dispatcher: str, code: int
+) -> None:
+    with (package / "my_package/extras.py").open("a") as file:
+        file.write(_WRONG)
+    keys = {"job.imports": "my_package.extras", "moe.score": "softplus"}
+    keys |= {"parallelism.expert_parallel_comm_backend": dispatcher}
+    words = [f"--{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "titan_moe", "verify", "gradients", "--out", package / "out"]
+    config = ["--config", REPO / "configs/debug/gate_qwen3.toml", "--layouts", "dp_shard=2,ep=2"]
+    done = subprocess.run(
+        [*command, *config, *words],
+        env=environment(PYTHONPATH=f"{package}:{REPO}"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == code, done.stderr
+    (result,) = json.loads((package / "out/results.json").read_text())["results"]
+    assert f"dispatch={dispatcher}" in result["layout"]
+
+
 @pytest.mark.slow
 def test_process_that_reads_data_beside_a_gpu_knows_them_too(
     package: Path, monkeypatch: pytest.MonkeyPatch

@@ -179,12 +179,8 @@ def rope_from_hf(
         latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
             YaRN as transformers has it: cosines and sines alone are scaled.
     """
-    parameters = settings.get("rope_parameters")
-    if parameters is None:
-        parameters = {
-            "rope_theta": settings.get("rope_theta"),
-            **(settings.get("rope_scaling") or {}),
-        }
+    # transformers too takes rope_scaling where both are there.
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     theta = float(given(parameters, "rope_theta", given(settings, "rope_theta", 10_000.0)))
     kind = given(parameters, "rope_type", given(parameters, "type", "default"))
     if kind == "default":

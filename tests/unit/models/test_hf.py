@@ -56,6 +56,34 @@ def test_flavor_survives_config_json_also_of_transformers(family, flavor, tmp_pa
     assert differences(config, model_of(tmp_path).config) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "keys"),
+    [
+        ("mixtral", "Mixtral", "rope_parameters"),
+        ("llama4_text", "Llama4", "rope_parameters"),
+        ("minimax_m2", "MiniMaxM2", "rope_parameters rotary_dim"),
+        ("gpt_oss", "GptOss", "sliding_window"),
+        ("deepseek_v3", "DeepseekV3", "n_group topk_group norm_topk_prob routed_scaling_factor"),
+        ("deepseek_v32", "DeepseekV32", "n_group topk_group norm_topk_prob rope_parameters"),
+    ],
+)
+def test_keys_that_no_shape_shows_are_by_default_those_of_transformers(kind, name, keys, tmp_path):
+    whole = transformers.AutoConfig.for_model(kind).to_dict()
+    whole["architectures"] = [f"{name}ForCausalLM"]
+    expected = model_of(write(tmp_path, whole)).config
+    for key in keys.split():
+        found = model_of(write(tmp_path, {k: v for k, v in whole.items() if k != key})).config
+        assert differences(expected, found) == [], key
+
+
+def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    both = {"rope_theta": 7.0, "rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 9.0}}
+    write(tmp_path, settings_of("qwen3", "gate") | both)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert model_of(tmp_path).config.rope.theta == theirs["rope_theta"] == 7.0
+
+
 @pytest.mark.parametrize(("family", "flavor"), EVERY)
 def test_record_of_dimensions_gives_them_back(family, flavor):
     config = model_config(family, flavor)

@@ -184,6 +184,8 @@ class HFFolder:
         around = tuple(slice(part.start, part.stop) for part in box)
         quantized = self._quantized.get(name)
         values = quantized.read(around, self._read) if quantized else self._read(name, around)
+        if not values.is_floating_point():
+            raise RunError(f"{self.path}: {name} holds {values.dtype}: name unquantised weights")
         return values[tuple(slice(None, None, part.step) for part in box)]
 
     def _read(self, name: str, box: Box) -> Tensor:

@@ -29,6 +29,7 @@ _DEFAULTS = hf.DEFAULTS | {
 }
 _V2 = {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0}
 _V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+_V3 |= {"n_group": 8, "topk_group": 4}
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:

@@ -53,7 +53,8 @@ def _rope(settings: hf.Settings) -> RopeConfig:
 
 
 def _local(settings: hf.Settings) -> LocalAttention | None:
-    window, num_layers = settings.get("sliding_window"), hf.needed(settings, "num_hidden_layers")
+    window = settings.get("sliding_window", 128)
+    num_layers = hf.needed(settings, "num_hidden_layers")
     alternating = ["sliding_attention", "full_attention"] * num_layers
     kinds = hf.given(settings, "layer_types", alternating[:num_layers])
     sees_all = [kind == "full_attention" for kind in kinds]

@@ -34,7 +34,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields |= {
         "attention.qk_norm": "unweighted" if hf.given(settings, "use_qk_norm", True) else "none",
         "attention.temperature": _temperature(settings),
-        "rope": hf.rope_from_hf(settings, "neighbours"),
+        "rope": hf.rope_from_hf({"rope_theta": 5e5, **settings}, "neighbours"),
         "local": _local(settings),
         "moe_every": _moe_every(settings),
         "moe.num_shared_experts": 1,

@@ -21,7 +21,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     window = settings.get("sliding_window")
     fields = hf.read_fields(settings, hf.BLOCK_SPARSE_KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
-        "rope": hf.rope_from_hf(settings),
+        "rope": hf.rope_from_hf({"rope_theta": 1e6, **settings}),
         "local": None if window is None else LocalAttention("window", window, global_every=0),
         "moe.normalize_top_k": True,
     }

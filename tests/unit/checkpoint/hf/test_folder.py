@@ -113,6 +113,7 @@ _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
         ({"w_packed": _NUMBERS}, _INT4 % _WEIGHTS, "w_packed wants w_scale and no w"),
         ({"w_packed": _NUMBERS, "w_scale": torch.ones(3, 3)}, _INT4 % _WEIGHTS, "do not belong"),
         ({"w": torch.ones(3)}, _INT4 % _WEIGHTS.replace("true", "false"), "only 'fp8', 'mxfp4' or"),
+        ({"w": torch.ones(3).char()}, "{}", "w holds torch.int8: name unquantised weights"),
         (
             {"e": torch.ones(1), "e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)},
             "{}",
@@ -122,4 +123,4 @@ _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
 )
 def test_unknown_or_incomplete_quantisation_is_refused(tensors, settings, line, tmp_path):
     with pytest.raises((RunError, ConfigError), match=line):
-        _folder(tmp_path, tensors, settings)
+        _folder(tmp_path, tensors, settings).read("w", whole((3,)))
