@@ -109,10 +109,10 @@ class Comparison:
         found += self.reasons()
         largest = [f"{q} {share:.2g} at step {step}" for q, (step, share) in self.largest().items()]
         found.append(f"largest relative difference: {', '.join(largest)}")
-        for _, number, share, others, mean, largest in flip_rows(self.flips)[:1]:
+        for _, number, share, others, mean, most in flip_rows(self.flips)[:1]:
             found.append(
                 f"flips: {number}, {share} % of all layers' tokens (control runs: {others} %), "
-                f"mean margin {mean}, largest {largest}"
+                f"mean margin {mean}, largest {most}"
             )
         if self.free is not None:
             words = [f"with free routes: {self.free.verdict.value}", *self.free.reasons()]

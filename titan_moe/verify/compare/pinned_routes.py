@@ -22,8 +22,14 @@ ROUTES = "routes"
 """The folder of a run's routing record, in the run's own."""
 
 
-def routing_problems(baseline: JobConfig, candidate: JobConfig, steps: int, out: Path) -> list[str]:
-    """Returns a line for everything that keeps the candidate from following the baseline."""
+def routing_problems(
+    baseline: JobConfig, candidate: JobConfig, steps: int, num_records: int, out: Path
+) -> list[str]:
+    """Returns a line for everything that keeps the candidate from following the baseline.
+
+    Args:
+        num_records: runs of so many steps that record their routes below `out`.
+    """
     pair = baseline, candidate
     if any(job.debug.moe_force_load_balance for job in pair):
         return ["--pin-routing: debug.moe_force_load_balance=true pins routes already: choose one"]
@@ -36,11 +42,11 @@ def routing_problems(baseline: JobConfig, candidate: JobConfig, steps: int, out:
         for name, ours, theirs in zip(Dims._fields, *dims, strict=True)
         if ours != theirs
     ]
-    needed, free = 2 * steps * record_bytes(baseline), shutil.disk_usage(out).free
+    needed, free = num_records * steps * record_bytes(baseline), shutil.disk_usage(out).free
     if needed > free:
         lines.append(
-            f"--pin-routing: the routes of two runs take {needed / 1e9:,.3g} GB, {out} has "
-            f"{free / 1e9:,.3g} GB free: train fewer --steps, or choose another --out"
+            f"--pin-routing: the routes of {num_records} runs take {needed / 1e9:,.3g} GB, {out} "
+            f"has {free / 1e9:,.3g} GB free: train fewer --steps, or choose another --out"
         )
     return lines
 

@@ -255,7 +255,7 @@ class Runner:
         out.mkdir(parents=True, exist_ok=True)
         baseline, candidate = map(self._job, pair)
         steps = self.plan.steps or baseline.training.steps
-        return routing_problems(baseline, candidate, steps, out)
+        return routing_problems(baseline, candidate, steps, 2 * len(self._folders()), out)
 
     def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
         """Yields the plan's control runs so far at each early look, and at last all of them; those

@@ -266,7 +266,7 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
         ("/", {"max_slowdown": 0.1}, "a finished run is of another hour"),
         ("--debug.moe_force_load_balance true", PIN, "--pin-routing: .*pins routes already"),
         ("--model.name qwen3", PIN, r"--pin-routing: layers is .* in the candidate: choose two"),
-        ("layout=tp=2", PIN | {"steps": 10**9}, "the routes of two runs take .* GB, .* GB free"),
+        ("layout=tp=2", PIN | {"steps": 10**9}, "the routes of 2 runs take .* GB, .* GB free"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(launcher, candidate: str, changes: dict, said: str):
