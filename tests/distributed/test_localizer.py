@@ -35,7 +35,7 @@ MORE_HARMLESS = [
     "cp=2,cp_method=allgather,cp_balancer=none",
     "cp=2,etp=2,cp_method=ulysses",
     "pp=2,schedule=ZBVZeroBubble",
-    "pp=2,schedule=DualPipeV",
+    "pp=2,dp_shard=2,ep=2,schedule=DualPipeV",
     "pp=2,tp=2,schedule=InterleavedZeroBubble,reshard=always",
     "tp=2,cp=2,ep=2,etp=2,recompute=op",
 ]
