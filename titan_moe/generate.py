@@ -58,10 +58,8 @@ def prompt_ids(
         raise ConfigError(["--prompt is empty: give the model a word to continue"])
     if max(ids) >= vocab_size:
         raise ConfigError(
-            [
-                f"the tokenizer's ids reach {max(ids)}, the model's vocab_size={vocab_size}:"
-                " name the right one with --tokenizer"
-            ]
+            f"the tokenizer's ids reach {max(ids)}, the model's vocab_size={vocab_size}:"
+            " name the right one with --tokenizer"
         )
     return ids
 

@@ -38,7 +38,7 @@ def init(options: argparse.Namespace) -> Answer:
         flavors = dict.fromkeys(path.stem.rpartition("_")[0] for path in of_family)
         asked = " ".join(filter(None, [options.family, options.flavor]))
         raise ConfigError(
-            [f"no configuration of {asked}: choose from {', '.join(flavors or families)}"]
+            f"no configuration of {asked}: choose from {', '.join(flavors or families)}"
         )
     nearest = min(map(_gpus, named), key=lambda gpus: abs(math.log(gpus / options.ranks)))
     found = [path for path in named if _gpus(path) == nearest]

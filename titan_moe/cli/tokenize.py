@@ -57,7 +57,7 @@ def _tokenize(options: argparse.Namespace) -> Answer:
     corpus = open_source(source, load_tokenizer(path, job.training), seed=0)
     if not isinstance(corpus, FileCorpus | HubStream):
         raise ConfigError(
-            [f"{source.name} is not to be tokenized: choose json, parquet, text or a hub dataset"]
+            f"{source.name} is not to be tokenized: choose json, parquet, text or a hub dataset"
         )
     written = write_tokens(
         corpus, path, options.out, workers=options.workers, training=job.training

@@ -84,17 +84,13 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
     if nodes.number > 1 and not re.fullmatch(r".+:\d{1,5}", options.endpoint):
         raise ConfigError(
-            [
-                f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
-                f"an address of the node with number 0, not {options.endpoint!r}"
-            ]
+            f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
+            f"an address of the node with number 0, not {options.endpoint!r}"
         )
     if not 0 <= nodes.this < nodes.number:
         raise ConfigError(
-            [
-                f"--node-rank {nodes.this} (NODE_RANK of run_train.sh) must be one of 0 to "
-                f"{nodes.number - 1}, for --nodes {nodes.number}"
-            ]
+            f"--node-rank {nodes.this} (NODE_RANK of run_train.sh) must be one of 0 to "
+            f"{nodes.number - 1}, for --nodes {nodes.number}"
         )
     ranks = options.ranks or nodes.number * default_ranks(os.environ)
     if sys.stdout.isatty():
@@ -103,10 +99,8 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     saves = job.checkpoint.keeps_state
     if nodes.max_restarts and not saves:
         raise ConfigError(
-            [
-                f"--max-restarts {nodes.max_restarts} (MAX_RESTARTS of run_train.sh) goes on from "
-                "checkpoints: set checkpoint.enable=true and checkpoint.load_only=false"
-            ]
+            f"--max-restarts {nodes.max_restarts} (MAX_RESTARTS of run_train.sh) goes on from "
+            "checkpoints: set checkpoint.enable=true and checkpoint.load_only=false"
         )
     return start_ranks(
         ["train", *arguments],

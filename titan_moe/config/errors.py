@@ -33,8 +33,11 @@ class Mistake:
 
 
 class ConfigError(Exception):
-    """Everything wrong with a configuration, a line each: key, value, remedy. Exit code 2."""
+    """Everything wrong with a configuration, a line each: key, value, remedy. Exit code 2.
 
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
+    A single line may be given as it is.
+    """
+
+    def __init__(self, lines: list[str] | str) -> None:
+        self.lines = [lines] if isinstance(lines, str) else lines
+        super().__init__("\n".join(self.lines))

@@ -174,10 +174,8 @@ def build_validation(
         order = _open_order(source, tokenizer, split, seed=seed)
         if order.size == 0:
             raise ConfigError(
-                [
-                    f"{order.name} has too few documents to hold one "
-                    "out: name a validation.dataset, or set validation.enable=false"
-                ]
+                f"{order.name} has too few documents to hold one "
+                "out: name a validation.dataset, or set validation.enable=false"
             )
         parts.append(BlendSource(order, source.weight))
     return ValidationLoader(
@@ -196,7 +194,7 @@ def _sample(order: DocumentOrder, use: str, tokenizer: Tokenizer) -> str:
     try:
         lengths = [len(encode_document(order.document(n), tokenizer).ids) for n in range(count)]
     except OutOfDocumentsError:
-        raise ConfigError([f"{order.name} holds no document"]) from None
+        raise ConfigError(f"{order.name} holds no document") from None
     except RunError as error:
         raise ConfigError([str(error)]) from None
     if isinstance(order, StreamOrder):
@@ -247,9 +245,7 @@ def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -
     if order.size is None or order.size >= (1 if repeat else global_batch_size):
         return
     raise ConfigError(
-        [
-            f"{order.name} has {order.size:,} documents to train on, fewer "
-            f"than the {global_batch_size:,} sequences of training.global_batch_size: add "
-            "documents, choose a smaller global_batch_size, or set training.repeat_dataset=true"
-        ]
+        f"{order.name} has {order.size:,} documents to train on, fewer "
+        f"than the {global_batch_size:,} sequences of training.global_batch_size: add "
+        "documents, choose a smaller global_batch_size, or set training.repeat_dataset=true"
     )

@@ -33,10 +33,8 @@ class StdlibCorpus:
             digest.update(content)
         if not self._documents:
             raise ConfigError(
-                [
-                    f"training.dataset='stdlib': {folder} holds no .py file (a stripped Python?): "
-                    "use 'synthetic', or 'text' with dataset_path"
-                ]
+                f"training.dataset='stdlib': {folder} holds no .py file (a stripped Python?): "
+                "use 'synthetic', or 'text' with dataset_path"
             )
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         self.fingerprint = f"stdlib:{version}:{digest.hexdigest()}"

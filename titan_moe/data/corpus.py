@@ -61,7 +61,7 @@ class Source:
     def required_path(self, what: str) -> Path:
         """`path`; ConfigError if there is none, which says `what` it names."""
         if self.path is None:
-            raise ConfigError([f"{self.name} needs {self.key}dataset_path: {what}"])
+            raise ConfigError(f"{self.name} needs {self.key}dataset_path: {what}")
         return self.path
 
     @property
@@ -110,7 +110,7 @@ def find_files(source: Source) -> list[Path]:
     if files and not (files := [file for file in files if file.stat().st_size]):
         problem = "is empty"
     if not files:
-        raise ConfigError([f"{source.path_name} {problem}"])
+        raise ConfigError(f"{source.path_name} {problem}")
     return files
 
 
@@ -193,7 +193,7 @@ class FileCorpus:
             problem = why_without_texts(
                 str(self._files[0].absolute()), FORMATS[dataset], self.column
             )
-            raise ConfigError([f"{source.key}text_column={self.column!r}: {problem}"])
+            raise ConfigError(f"{source.key}text_column={self.column!r}: {problem}")
 
     def rows(self) -> Any:
         """The `datasets.Dataset`; for `titan-moe tokenize`."""

@@ -55,10 +55,10 @@ class MegatronCorpus:
             try:
                 self._pairs.append(_open_pair(index))
             except (OSError, ValueError) as error:
-                raise ConfigError([f"{source.path_name}: {index}: {error}"]) from None
+                raise ConfigError(f"{source.path_name}: {index}: {error}") from None
         self._ends = list(accumulate(pair.num_documents for pair in self._pairs))
         if len(self) == 0:
-            raise ConfigError([f"{source.path_name} holds no document"])
+            raise ConfigError(f"{source.path_name} holds no document")
         self._open = lru_cache(_MOST_OPEN)(_open)
         listing = repr([(pair.idx.name, *map(str, pair[2:])) for pair in self._pairs])
         self.fingerprint = f"megatron:{digest(listing)}"
@@ -111,7 +111,7 @@ def _find_indexes(source: Source) -> list[Path]:
     names = (name for ending in (".idx", ".bin") for name in path.rglob(f"[!.]*{ending}"))
     if found := sorted({name.with_suffix(".idx") for name in names}):
         return found
-    raise ConfigError([f"{source.path_name} holds no pair of NAME.bin and NAME.idx"])
+    raise ConfigError(f"{source.path_name} holds no pair of NAME.bin and NAME.idx")
 
 
 def _open_pair(index: Path) -> _Pair:

@@ -21,14 +21,13 @@ def check_source(source: Source, tokenizer: Tokenizer | None) -> None:
     another tokenizer (None: do not compare)."""
     if source.dataset in DATASETS_WITHOUT_PATH:
         if source.dataset_path is not None:
-            line = f"{source.path_name} has no use with {source.name}: leave it out"
-            raise ConfigError([line])
+            raise ConfigError(f"{source.path_name} has no use with {source.name}: leave it out")
     elif source.dataset in ("tokens", "megatron"):
         CORPORA[source.dataset](source, tokenizer, 0)
     elif source.dataset in FORMATS:
         find_files(source)
     elif source.path is not None and not source.path.exists():
-        raise ConfigError([f"{source.path_name} does not exist: name a copy, or leave it out"])
+        raise ConfigError(f"{source.path_name} does not exist: name a copy, or leave it out")
 
 
 def open_source(source: Source, tokenizer: Tokenizer, seed: int) -> Corpus | HubStream:

@@ -84,12 +84,12 @@ class HubStream:
             if first and not any(first):
                 raise ColumnError(why_without_texts(next(iter(sizes)), form, self.column))
         except ColumnError as error:
-            raise ConfigError([f"{source.key}text_column={self.column!r}: {error}"]) from None
+            raise ConfigError(f"{source.key}text_column={self.column!r}: {error}") from None
         except Exception as error:  # Network, permission, format: each raises its own.
             remedy = f"; name a whole local copy with {source.key}dataset_path, or use "
             remedy = "" if place else remedy + ", ".join(LOCAL_DATASETS)
             name = source.path_name if place else source.name
-            raise ConfigError([f"{name} cannot be opened: {first_cause(error)}{remedy}"]) from None
+            raise ConfigError(f"{name} cannot be opened: {first_cause(error)}{remedy}") from None
 
     def checksum(self) -> str:
         """Sampled checksum of a local copy; empty for remote data."""
@@ -119,21 +119,18 @@ class HubStream:
                 text = pick(row, self.column)
                 yield Document(self._source.dataset, text if isinstance(text, str) else None)
         except Exception as error:
-            file, number, cause = *self._place(), first_cause(error)
-            if isinstance(error, ColumnError) or file in cause:
+            state, cause = self._rows.state_dict(), first_cause(error)
+            while "examples_iterable" in state:
+                state = state["examples_iterable"]
+            file = "".join(self._files[state["shard_idx"] :][:1])
+            if isinstance(error, ColumnError) or file in cause:  # Or not known.
                 raise
-            raise ValueError(f"{file}: after document {number:,}: {cause}") from None
+            read = state["shard_example_idx"]
+            raise ValueError(f"{file}: after document {read:,}: {cause}") from None
         # JSON lines that were cut between two of them just end. A removed file was read to its end.
         for path, size in self.local.items():
             if path.exists() and path.stat().st_size != size:
                 raise RunError(f"{path} has changed since the run began: put the old file back")
-
-    def _place(self) -> tuple[str, int]:
-        """The file that is being read, empty if not known, and the documents read of it."""
-        state = self._rows.state_dict()
-        while "examples_iterable" in state:
-            state = state["examples_iterable"]
-        return "".join(self._files[state["shard_idx"] :][:1]), state["shard_example_idx"]
 
     def mark(self) -> Any:
         """JSON-able position of the latest `read`, after the last document that it yielded."""

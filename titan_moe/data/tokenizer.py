@@ -232,7 +232,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            [f"model.tokenizer_path: {str(path)!r} cannot be read: {error.strerror}"]
+            f"model.tokenizer_path: {str(path)!r} cannot be read: {error.strerror}"
         ) from None
 
 

@@ -82,10 +82,8 @@ class TokenCorpus:
             found = path.stat().st_size if path.is_file() else 0
             if found != size:
                 raise ConfigError(
-                    [
-                        f"{key}={str(folder)!r}: {name} has {found:,} bytes, not the {size:,} of "
-                        "the manifest: copy the folder again, or make it anew"
-                    ]
+                    f"{key}={str(folder)!r}: {name} has {found:,} bytes, not the {size:,} of "
+                    "the manifest: copy the folder again, or make it anew"
                 )
         self._files = {name: (folder / name).open("rb", buffering=0) for name in sizes}
         made = asdict(self._manifest)
@@ -133,8 +131,7 @@ def _check_tokenizer(made: Manifest, tokenizer: Tokenizer, *, name: str) -> None
         this = f"this run has {tokenizer.path!r}"
         if path == tokenizer.path:
             this, again = "whose files have changed since", "tokenize the data again"
-        line = f"{name} was made with model.tokenizer_path={path!r}, {this}: {again}"
-        raise ConfigError([line])
+        raise ConfigError(f"{name} was made with model.tokenizer_path={path!r}, {this}: {again}")
     parsed = made.parse_special_tokens
     if parsed != tokenizer.parse_special_tokens:
         line = f"{name} was made with training.parse_special_tokens={str(parsed).lower()}: {again}"
@@ -149,10 +146,8 @@ def _read_manifest(folder: Path, *, key: str) -> Manifest:
     except ValidationError:
         problem = f"{_MANIFEST} is not one that titan-moe tokenize writes"
     raise ConfigError(
-        [
-            f"{key}={str(folder)!r}: {problem}; make it with titan-moe tokenize --out {folder} "
-            "--model.tokenizer_path TOKENIZER --training.dataset DATASET"
-        ]
+        f"{key}={str(folder)!r}: {problem}; make it with titan-moe tokenize --out {folder} "
+        "--model.tokenizer_path TOKENIZER --training.dataset DATASET"
     )
 
 

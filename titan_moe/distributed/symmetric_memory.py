@@ -52,10 +52,8 @@ def check_available(device: torch.device) -> None:
 
     if not symm_mem.is_nvshmem_available():
         raise ConfigError(
-            [
-                f"{_KEY}: NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13: "
-                "choose deduplicated or standard"
-            ]
+            f"{_KEY}: NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13: "
+            "choose deduplicated or standard"
         )
 
 

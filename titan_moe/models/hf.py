@@ -102,7 +102,7 @@ class HFModel:
             lines = [line.removeprefix(f"{CONFIG}: ") for line in error.lines]
         if lines:
             raise ConfigError(
-                [f"the Hugging Face form of {self.family} has no place for {'; '.join(lines)}"]
+                f"the Hugging Face form of {self.family} has no place for {'; '.join(lines)}"
             )
         return settings
 
@@ -120,14 +120,12 @@ def _flavor_of_job(section: Model) -> ModelConfig:
         return model_config(section.name, section.flavor)
     flavors(section.name)  # Refuses a name that is no family.
     if section.hf_assets_path is None:
-        raise ConfigError(["model.flavor='hf' needs model.hf_assets_path, a Hugging Face folder"])
+        raise ConfigError("model.flavor='hf' needs model.hf_assets_path, a Hugging Face folder")
     found = model_of(Path(section.hf_assets_path))
     if found.family != section.name:
         raise ConfigError(
-            [
-                f"model.name={section.name!r}: model.hf_assets_path={section.hf_assets_path} holds "
-                f"a model of the family {found.family!r}: set that"
-            ]
+            f"model.name={section.name!r}: model.hf_assets_path={section.hf_assets_path} holds "
+            f"a model of the family {found.family!r}: set that"
         )
     return found.config
 
@@ -165,21 +163,21 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises ConfigError in one line."""
     path = folder / CONFIG
     if not folder.is_dir():
-        raise ConfigError([f"{folder} does not exist, or is no folder"])
+        raise ConfigError(f"{folder} does not exist, or is no folder")
     try:
         settings = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError([f"{folder} has no {CONFIG}: name a Hugging Face folder"]) from None
+        raise ConfigError(f"{folder} has no {CONFIG}: name a Hugging Face folder") from None
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{path} cannot be read: {error}"]) from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError([f"{path} holds no JSON object"])
+        raise ConfigError(f"{path} holds no JSON object")
     text = settings.get("text_config")
     for table in (settings, text if isinstance(text, dict) else {}):
         for key, kind in _KINDS.items():
             if not isinstance(table.get(key), kind | None):
                 says = "a string" if kind is str else "a JSON object"
-                raise ConfigError([f"{path}: {key}={table[key]!r} must be {says}"])
+                raise ConfigError(f"{path}: {key}={table[key]!r} must be {says}")
     return settings
 
 
@@ -194,18 +192,16 @@ def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | N
     method = quantized.get("quant_method")
     if quantized and method not in _METHODS and not _is_packed_int4(quantized):
         raise ConfigError(
-            [
-                f"{path}: quantization_config.quant_method={method!r} cannot be de-quantised here, "
-                f"only {', '.join(map(repr, _METHODS))} or symmetric 4-bit integers in the format "
-                "pack-quantized: name unquantised weights"
-            ]
+            f"{path}: quantization_config.quant_method={method!r} cannot be de-quantised here, "
+            f"only {', '.join(map(repr, _METHODS))} or symmetric 4-bit integers in the format "
+            "pack-quantized: name unquantised weights"
         )
     block = quantized.get("weight_block_size")
     if block is None:
         return None
     sizes = block if isinstance(block, list) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ConfigError([f"{path}: weight_block_size={block!r} must be two sizes"])
+        raise ConfigError(f"{path}: weight_block_size={block!r} must be two sizes")
     return int(block[0]), int(block[1])
 
 
@@ -244,7 +240,7 @@ def model_of(folder: Path) -> HFModel:
         lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
         raise ConfigError(lines) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-        raise ConfigError([f"{folder / CONFIG} makes no sense: {error}"]) from None
+        raise ConfigError(f"{folder / CONFIG} makes no sense: {error}") from None
 
 
 def _mtp_layers(folder: Path, model: HFModel) -> int:
@@ -282,7 +278,7 @@ def family_of(settings: dict[str, Any], path: Path) -> str:
     wanted = table.get("model_type")
     if wanted not in known:
         only = ", ".join(sorted(known | WRAPPERS))
-        raise ConfigError([f"{path}: model_type={wanted!r} is not supported: only {only}"])
+        raise ConfigError(f"{path}: model_type={wanted!r} is not supported: only {only}")
     return known[wanted]
 
 

@@ -80,7 +80,7 @@ DEFAULTS = {
 def needed(settings: Settings, key: str) -> Any:
     """A value without which there is no model. Raises ConfigError where it is missing or null."""
     if settings.get(key) is None:
-        raise ConfigError([f"config.json: {key} is missing"])
+        raise ConfigError(f"config.json: {key} is missing")
     return settings[key]
 
 
@@ -133,10 +133,8 @@ def partial_rotary_factor(settings: Settings, head_dim: int, default: float) -> 
         factor = given(settings, "partial_rotary_factor", default)
     if (rotated := int(head_dim * factor)) % 2:
         raise ConfigError(
-            [
-                f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
-                "channels: only an even number is supported"
-            ]
+            f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
+            "channels: only an even number is supported"
         )
     return factor
 
@@ -162,11 +160,9 @@ def attention_of(config: ModelConfig, kind: type[A], family: str) -> A:
     if isinstance(config.attention, kind):
         return config.attention
     raise ConfigError(
-        [
-            f"the Hugging Face form of {family} has no place for attention of a "
-            f"{type(config.attention).__name__}, only of a {kind.__name__}: add it to "
-            f"titan_moe/models/{family}/hf.py"
-        ]
+        f"the Hugging Face form of {family} has no place for attention of a "
+        f"{type(config.attention).__name__}, only of a {kind.__name__}: add it to "
+        f"titan_moe/models/{family}/hf.py"
     )
 
 
@@ -199,7 +195,7 @@ def rope_from_hf(
         scaling = _yarn(parameters, int(original), latent=latent)
     else:
         raise ConfigError(
-            [f"config.json: rope_type={kind!r} is not supported: only 'yarn' or 'llama3'"]
+            f"config.json: rope_type={kind!r} is not supported: only 'yarn' or 'llama3'"
         )
     return RopeConfig(theta, pairing, scaling)
 
@@ -257,7 +253,7 @@ def period(key: str, layers: Sequence[bool]) -> int:
     every = layers.index(True) + 1 if True in layers else 0
     if list(layers) == [bool(every) and (layer + 1) % every == 0 for layer in range(len(layers))]:
         return every
-    raise ConfigError([f"config.json: {key} must repeat with a fixed step: {list(layers)}"])
+    raise ConfigError(f"config.json: {key} must repeat with a fixed step: {list(layers)}")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def dense_layers(settings: hf.Settings, default: int) -> int:
     dense = kinds.count("dense")
     if kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
         return dense
-    raise ConfigError([f"config.json: mlp_layer_types: only dense layers first, not {kinds}"])
+    raise ConfigError(f"config.json: mlp_layer_types: only dense layers first, not {kinds}")
 
 
 def mla_block(attention: MLAConfig) -> hf.HFKeys:

@@ -103,10 +103,8 @@ def read_trace(path: Path) -> RankProfile:
     regions = Counter(e["tid"] for e in annotations if e["name"].startswith(PREFIX))
     if not regions:
         raise ConfigError(
-            [
-                f"{path}: names none of titan_moe's regions: profile a run of it, with "
-                f"--profiling.enable_profiling"
-            ]
+            f"{path}: names none of titan_moe's regions: profile a run of it, with "
+            f"--profiling.enable_profiling"
         )
     main = regions.most_common(1)[0][0]
     steps = [_span(e) for e in annotations if e["name"].startswith("ProfilerStep#")]

@@ -70,8 +70,7 @@ def take_folder(folder: Path, key: str) -> TextIO:
         folder.mkdir(parents=True)
     except FileExistsError:
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / LOCK).is_file()):
-            line = f"{folder} is in the way: move it, or choose another {key}"
-            raise RunError(line) from None
+            raise RunError(f"{folder} is in the way: move it, or choose another {key}") from None
     return lock_folder(folder, key)
 
 

@@ -46,9 +46,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 def _rope(settings: hf.Settings) -> RopeConfig:
     # Without the key, transformers takes the published models' YaRN.
     if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
-        raise ConfigError(
-            ["config.json: rope_scaling is missing; none is {'rope_type': 'default'}"]
-        )
+        raise ConfigError("config.json: rope_scaling is missing; none is {'rope_type': 'default'}")
     return hf.rope_from_hf(settings)
 
 

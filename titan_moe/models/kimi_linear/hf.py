@@ -88,7 +88,7 @@ def _recurrent_layers(settings: hf.Settings, num_layers: int) -> GatedDeltaConfi
         kinds = [_KINDS[number in numbers] for number in range(1, num_layers + 1)]
     elif len(kinds) != num_layers or set(kinds) - set(_KINDS):
         raise ConfigError(
-            [f"config.json: layer_types: only {' or '.join(_KINDS)}, {num_layers} times: {kinds}"]
+            f"config.json: layer_types: only {' or '.join(_KINDS)}, {num_layers} times: {kinds}"
         )
     table = table or {name: hf.needed(settings, key) for name, key in _STATES.items()}
     dim, heads, size = (hf.needed(table, name) for name in _STATES)
@@ -130,7 +130,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def _mixers(config: ModelConfig) -> tuple[MLAConfig, GatedDeltaConfig]:
     attention = hf.attention_of(config, MLAConfig, _FAMILY)
     if config.recurrent is None or config.moe is None:
-        raise ConfigError([f"the Hugging Face form of {_FAMILY} has recurrent layers and experts"])
+        raise ConfigError(f"the Hugging Face form of {_FAMILY} has recurrent layers and experts")
     return attention, config.recurrent
 
 

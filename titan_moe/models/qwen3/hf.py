@@ -48,7 +48,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 def _dense_layers(settings: hf.Settings) -> int:
     dense = sorted(hf.given(settings, "mlp_only_layers", []))
     if dense != list(range(len(dense))):
-        raise ConfigError([f"config.json: mlp_only_layers={dense} must be the first layers"])
+        raise ConfigError(f"config.json: mlp_only_layers={dense} must be the first layers")
     return len(dense)
 
 

@@ -76,7 +76,7 @@ def _attention_every(settings: hf.Settings) -> int:
     if kinds is None:
         return every
     if unknown := set(kinds) - set(_KINDS):
-        raise ConfigError([f"config.json: layer_types: only {' or '.join(_KINDS)}, not {unknown}"])
+        raise ConfigError(f"config.json: layer_types: only {' or '.join(_KINDS)}, not {unknown}")
     return hf.period("layer_types", [kind == "full_attention" for kind in kinds])
 
 
@@ -84,10 +84,8 @@ def _shared_experts(settings: hf.Settings) -> int:
     width, expert = hf.needed(settings, "shared_expert_intermediate_size"), "moe_intermediate_size"
     if width % settings[expert]:
         raise ConfigError(
-            [
-                f"config.json: shared_expert_intermediate_size={width} must be a multiple of "
-                f"{expert}={settings[expert]}"
-            ]
+            f"config.json: shared_expert_intermediate_size={width} must be a multiple of "
+            f"{expert}={settings[expert]}"
         )
     return width // settings[expert]
 
@@ -115,7 +113,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def _mixers(config: ModelConfig) -> tuple[GQAConfig, GatedDeltaConfig]:
     attention = hf.attention_of(config, GQAConfig, _FAMILY)
     if config.recurrent is None or config.moe is None:
-        raise ConfigError([f"the Hugging Face form of {_FAMILY} has recurrent layers and experts"])
+        raise ConfigError(f"the Hugging Face form of {_FAMILY} has recurrent layers and experts")
     return attention, config.recurrent
 
 

@@ -81,10 +81,8 @@ def find_golden(path: Path) -> Golden:
         if not here.is_file():
             known = ", ".join(sorted(each.stem for each in path.glob("torch-*.json")))
             raise ConfigError(
-                [
-                    f"{path} has no golden for {here.stem}, only {known}: make one with "
-                    f"--update-golden {path} --reason ..., or name a file to compare all the same"
-                ]
+                f"{path} has no golden for {here.stem}, only {known}: make one with "
+                f"--update-golden {path} --reason ..., or name a file to compare all the same"
             )
         path = here
     return _read(path)
@@ -101,7 +99,7 @@ def save_golden(folder: Path, run: RunRecord, controls: Sequence[Curve], *, reas
     here = tuple(describe_device(this_device()).values())
     if ran != here:
         raise ConfigError(
-            [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
+            f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"
         )
     Band([run.curve, *controls], quantities_of(run.curve))  # Raises for runs that make no band.
     path = folder / f"{golden_key()}.json"

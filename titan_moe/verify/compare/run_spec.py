@@ -71,7 +71,7 @@ class RunSpec:
         if job.parallelism.shard_degree(self.world_size) is None:
             name = self.text or "a run"
             raise ConfigError(
-                [f"{name}: the degrees of [parallelism] do not fit {self.world_size} ranks"]
+                f"{name}: the degrees of [parallelism] do not fit {self.world_size} ranks"
             )
         return resolve(job, self.world_size)
 
@@ -123,10 +123,8 @@ def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> Run
         key, _, value = word.partition("=")
         if key not in _KEYS or not value:
             raise ConfigError(
-                [
-                    f"{text!r}: {word!r} means nothing: write a finished run's folder alone, or "
-                    f"{', '.join(f'{key}=...' for key in _KEYS)}, and then --table.key value"
-                ]
+                f"{text!r}: {word!r} means nothing: write a finished run's folder alone, or "
+                f"{', '.join(f'{key}=...' for key in _KEYS)}, and then --table.key value"
             )
         values[key] = value
     spec = replace(

@@ -107,7 +107,7 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
         a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
         if a_SE.shape != b_SE.shape:
             raise ConfigError(
-                [f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"]
+                f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"
             )
         moved_S = moved_share(a_SE, b_SE)
         look(order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
@@ -129,7 +129,7 @@ def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
         a, b = ours.loads[layer][0].sum(), theirs.loads[layer][0].sum()
         if a != b:
             raise ConfigError(
-                [f"{layer}: {ours.name} sent {a:,.0f} rows to experts, {theirs.name} {b:,.0f}"]
+                f"{layer}: {ours.name} sent {a:,.0f} rows to experts, {theirs.name} {b:,.0f}"
             )
 
 
@@ -137,10 +137,8 @@ def common_steps(ours: Curve, theirs: Curve) -> list[int]:
     common = sorted(set(ours.steps) & set(theirs.steps))
     if not common:
         raise ConfigError(
-            [
-                f"{ours.name} and {theirs.name} have no logged step in common: "
-                "run both with metrics.log_freq=1"
-            ]
+            f"{ours.name} and {theirs.name} have no logged step in common: "
+            "run both with metrics.log_freq=1"
         )
     _refuse_not_finite(ours, common)
     return common
@@ -154,7 +152,7 @@ def _refuse_not_finite(baseline: Curve, steps: Sequence[int]) -> None:
         if len(broken):
             step = steps[int(broken[0])]
             raise ConfigError(
-                [f"{curve.name}: {key} of step {step} is not finite: compare fewer --steps"]
+                f"{curve.name}: {key} of step {step} is not finite: compare fewer --steps"
             )
 
 

@@ -144,10 +144,8 @@ def parse(text: str) -> Layout:
     block = layout.dp_shard * layout.cp * layout.tp
     if block % (layout.ep * layout.etp):
         raise ConfigError(
-            [
-                f"{text!r}: ep {layout.ep} x etp {layout.etp} must divide dp_shard "
-                f"{layout.dp_shard} x cp {layout.cp} x tp {layout.tp} = {block}"
-            ]
+            f"{text!r}: ep {layout.ep} x etp {layout.etp} must divide dp_shard "
+            f"{layout.dp_shard} x cp {layout.cp} x tp {layout.tp} = {block}"
         )
     return layout
 

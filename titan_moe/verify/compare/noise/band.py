@@ -87,7 +87,7 @@ class Band:
     def __init__(self, curves: Sequence[Curve], quantities: Sequence[str]) -> None:
         if len(curves) <= FEWEST_CONTROLS:
             raise ConfigError(
-                [f"{len(curves) - 1} control runs: a band needs {FEWEST_CONTROLS} or more"]
+                f"{len(curves) - 1} control runs: a band needs {FEWEST_CONTROLS} or more"
             )
         self.steps = list(curves[0].steps)
         self.curves = list(curves)
@@ -96,9 +96,7 @@ class Band:
         self.quantities = tuple(q for q in quantities_of(curves[0]) if q in known)
         """"loss", "grad_norm", "load of LAYER", in this order."""
         if not self.quantities:
-            raise ConfigError(
-                ["the control runs have no quantity in common that could be compared"]
-            )
+            raise ConfigError("the control runs have no quantity in common that could be compared")
         self._parts = {
             kind: self._part(kind) for kind in dict.fromkeys(map(_kind, self.quantities))
         }
