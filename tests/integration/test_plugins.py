@@ -38,20 +38,23 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None:
-    keys = WORDS | {"parallelism.expert_parallel_degree": 2, "training.steps": 3}
-    keys |= {"training.seq_len": 64, "metrics.log_freq": 1, "lr_scheduler.warmup_steps": 0}
-    keys |= {"job.dump_folder": package / "run", "checkpoint.enable": "true"}
+def _run(package: Path, *command: object, **keys: object) -> subprocess.CompletedProcess[str]:
     words = [f"--{key}={value}" for key, value in keys.items()]
-    command = [sys.executable, "-m", "titan_moe", "train", "--config", "qwen3/debugmodel_moe"]
-    done = subprocess.run(
-        [*command, "--ranks", "2", *words],
+    return subprocess.run(
+        [sys.executable, "-m", "titan_moe", *command, *words],
         env=environment(PYTHONPATH=f"{package}:{REPO}"),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+@pytest.mark.slow
+def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None:
+    keys = WORDS | {"parallelism.expert_parallel_degree": 2, "training.steps": 3}
+    keys |= {"training.seq_len": 64, "metrics.log_freq": 1, "lr_scheduler.warmup_steps": 0}
+    keys |= {"job.dump_folder": package / "run", "checkpoint.enable": "true"}
+    done = _run(package, "train", "--config", "qwen3/debugmodel_moe", "--ranks", "2", **keys)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     lines = read_json_lines(package / "run/metrics.jsonl")
@@ -82,18 +85,10 @@ def test_gate_proves_a_dispatcher_and_a_score_from_outside(
 ) -> None:
     with (package / "my_package/extras.py").open("a") as file:
         file.write(_WRONG)
-    keys = {"job.imports": "my_package.extras", "moe.score": "softplus"}
-    keys |= {"parallelism.expert_parallel_comm_backend": dispatcher}
-    words = [f"--{key}={value}" for key, value in keys.items()]
-    command = [sys.executable, "-m", "titan_moe", "verify", "gradients", "--out", package / "out"]
-    config = ["--config", REPO / "configs/debug/gate_qwen3.toml", "--layouts", "dp_shard=2,ep=2"]
-    done = subprocess.run(
-        [*command, *config, *words],
-        env=environment(PYTHONPATH=f"{package}:{REPO}"),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    keys = {name: WORDS[name] for name in ("job.imports", "moe.score")}
+    keys |= {"parallelism.expert_parallel_comm_backend": dispatcher, "out": str(package / "out")}
+    words = ("--config", REPO / "configs/debug/gate_qwen3.toml", "--layouts", "dp_shard=2,ep=2")
+    done = _run(package, "verify", "gradients", *words, **keys)
     assert done.returncode == code, done.stderr
     (result,) = json.loads((package / "out/results.json").read_text())["results"]
     assert f"dispatch={dispatcher}" in result["layout"]

@@ -228,37 +228,31 @@ def test_a_stream_of_tables_reads_one_column(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "line"),
+    ("name", "content", "line"),
     [
-        ({"b.csv": b'text,x\na,1\n"b,2\nc,3\n'}, "b.csv: line 3: unexpected end of data"),
-        ({"b.csv": b"text,x\n\na, b,1\n"}, "b.csv: line 2: more values than the 2 columns"),
-        ({"b.csv": b"body,x\na,1\n"}, "b.csv' has no column 'text', but body, x: set text_column"),
-        (
-            {"b.tsv": b"body\tx\n", "c.tsv": b"text\nc\n"},
-            "b.tsv' has no column 'text', but body, x",
-        ),
+        ("b.csv", b'text,x\na,1\n"b,2\nc,3\n', "b.csv: line 3: unexpected end of data"),
+        ("b.csv", b"text,x\na, b,1\n", "b.csv: line 2: more values than the 2 columns"),
+        ("b.csv", b"body,x\na,1\n", "b.csv' has no column 'text', but body, x: set text_column"),
+        ("b.tsv", b"body\tx\n", "b.tsv' has no column 'text', but body, x"),
     ],
 )
-def test_a_broken_table_is_named_by_file_and_line(tmp_path, files, line):
-    write(tmp_path, ({} if "c.tsv" in files else {"a.csv": b"text,x\na,1\n"}) | files)
-    with pytest.raises(ConfigError) as error:
+def test_a_broken_table_is_named_by_file_and_line(tmp_path, name, content, line):
+    write(tmp_path, {f"a{name[1:]}": b"text\na\n", name: content})
+    with pytest.raises(ConfigError, match=line):
         texts("stream", tmp_path)
-    assert line in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_broken_archive_and_parquet_are_named_by_file_and_document(tmp_path):
-    for name in "ab":
+    for name in "12":
         (tmp_path / name).write_text(name)
-    for name in ("1.tar", "2.tar"):
-        with tarfile.open(tmp_path / name, "w") as tar:
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
             for member in "ab":
-                tar.add(tmp_path / member, f"{member}.text")
+                tar.add(tmp_path / name, f"{member}.text")
     (tmp_path / "2.tar").write_bytes((tmp_path / "2.tar").read_bytes()[:1600])
     with pytest.raises(ConfigError, match=r"2.tar: after document 0: unexpected end of data"):
         texts("stream", tmp_path)
-    file, how = io.BytesIO(), {"compression": "none", "use_dictionary": False}
-    table = pa.table({"text": [f"{number}" for number in range(3000)]})
-    pyarrow.parquet.write_table(table, file, row_group_size=1000, **how)
+    table, file = pa.table({"text": [str(number) for number in range(3000)]}), io.BytesIO()
+    pyarrow.parquet.write_table(table, file, row_group_size=1000, use_dictionary=False)
     content, last = file.getvalue(), pyarrow.parquet.ParquetFile(file).metadata.row_group(2)
     start = last.column(0).data_page_offset
     write(tmp_path / "c", {"a.parquet": content[:start] + bytes(16) + content[start + 16 :]})
