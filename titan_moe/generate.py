@@ -41,7 +41,7 @@ def first_tokenizer(names: list[str], training: Training | None = None) -> Token
             return load_tokenizer(name, training)
         except ConfigError as error:
             first = first or error
-    raise first or ConfigError(["the checkpoint names no tokenizer: name one with --tokenizer"])
+    raise first or ConfigError("the checkpoint names no tokenizer: name one with --tokenizer")
 
 
 def prompt_ids(
@@ -55,7 +55,7 @@ def prompt_ids(
     if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id, *ids]
     if not ids:
-        raise ConfigError(["--prompt is empty: give the model a word to continue"])
+        raise ConfigError("--prompt is empty: give the model a word to continue")
     if max(ids) >= vocab_size:
         raise ConfigError(
             f"the tokenizer's ids reach {max(ids)}, the model's vocab_size={vocab_size}:"

@@ -121,7 +121,7 @@ def check_all(
     from titan_moe.metrics.sinks import missing_packages
 
     if world_size % num_nodes:
-        raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
+        raise ConfigError(f"--ranks {world_size} must be a multiple of --nodes {num_nodes}")
     job, model, lines = _read(argv, world_size, environment)
     problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
@@ -203,10 +203,10 @@ def _log_ranks(environment: Mapping[str, str], world_size: int) -> set[int]:
     try:
         ranks = {int(rank) for rank in text.split(",")}
     except ValueError:
-        raise ConfigError([f"LOG_RANK={text} must be rank numbers, such as 0 or 0,1"]) from None
+        raise ConfigError(f"LOG_RANK={text} must be rank numbers, such as 0 or 0,1") from None
     if not ranks & set(range(world_size)):
         line = f"LOG_RANK={text}: none of the ranks 0 to {world_size - 1} would print: choose 0"
-        raise ConfigError([line])
+        raise ConfigError(line)
     return ranks
 
 

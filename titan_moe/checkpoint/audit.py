@@ -44,7 +44,7 @@ def _read(folder: Path) -> tuple[str, list[str]]:
     is_checkpoint = (folder / MANIFEST).exists() or (folder / METADATA).exists()
     if not is_checkpoint and not is_hf_folder(folder):
         line = "is no checkpoint or Hugging Face folder: name a step-N folder, or the folder of"
-        raise ConfigError([f"{folder} {line} several"])
+        raise ConfigError(f"{folder} {line} several")
     digests = read_digests(folder)
     problems = [] if digests is None else damaged_files(folder, digests)
     names = files(folder)

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong argument as any other mistake: one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{self.prog}: {message}"])
+        raise ConfigError(f"{self.prog}: {message}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Command:
             parser.add_argument("--json", action="store_true", help="print the result as JSON")
         options, rest = parser.parse_known_args(argv)
         if rest and not self.overrides:
-            raise ConfigError([f"{parser.prog}: unknown argument {rest[0]!r}: see --help"])
+            raise ConfigError(f"{parser.prog}: unknown argument {rest[0]!r}: see --help")
         options.overrides = rest
         return options
 
@@ -217,7 +217,7 @@ def out_file(options: argparse.Namespace) -> Iterator[Callable[[str], None]]:
             options.out.open("x").close()
     except FileExistsError as error:
         remedy = "name another file" + ", or add --force" * options.out.is_file()
-        raise ConfigError([f"--out {error.filename}: is there already: {remedy}"]) from None
+        raise ConfigError(f"--out {error.filename}: is there already: {remedy}") from None
     try:
         yield lambda text: write_whole(options.out, text)
     except BaseException:
@@ -231,7 +231,7 @@ def path_of(text: str) -> Path:
     try:
         return Path(as_path(text))
     except ValueError as error:
-        raise ConfigError([f"{text[:120]}: {error}"]) from None
+        raise ConfigError(f"{text[:120]}: {error}") from None
 
 
 def positive(text: str) -> int:
@@ -257,7 +257,7 @@ def _whole(text: str, least: int, most: int, what: str) -> int:
 def make_folder(path: Path) -> Path:
     """Makes a folder for results; raises ConfigError where a file lies."""
     if path.exists() and not path.is_dir():
-        raise ConfigError([f"--out {path}: is a file; name a folder"])
+        raise ConfigError(f"--out {path}: is a file; name a folder")
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -45,7 +45,7 @@ def init(options: argparse.Namespace) -> Answer:
     if len(found) > 1:
         there = ", ".join(path.stem.rpartition("_")[0] for path in found)
         line = f"several configurations of {options.family} for --ranks {nearest}"
-        raise ConfigError([f"{line}: choose a --flavor of {there}"])
+        raise ConfigError(f"{line}: choose a --flavor of {there}")
     _, _, rest = found[0].read_text(encoding="utf-8").partition("\n")
     text = f"#:schema {(CONFIGS / 'schema.json').resolve().as_uri()}\n"
     if nearest != options.ranks:

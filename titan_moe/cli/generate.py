@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     if not 0 <= options.temperature < math.inf:
-        raise ConfigError([f"--temperature {options.temperature} must be 0 or more"])
+        raise ConfigError(f"--temperature {options.temperature} must be 0 or more")
     import torch
 
     from titan_moe.generate import continue_text, load_model

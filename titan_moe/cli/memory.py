@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> Answer:
         found = {step: memory(plan) for step, plan in plans.items()}
     except ValueError as error:
         line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
-        raise ConfigError([line]) from error
+        raise ConfigError(line) from error
     most = max(found.values(), key=lambda estimate: estimate.needed)
     shared, fits = choose_accumulation(plans[1], gpu), most.needed <= gpu
     (_, first), *later = found.items()

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     if (options.out is None) == (options.verify is None):
-        raise ConfigError(["name --out FOLDER to write, or --verify FOLDER to check"])
+        raise ConfigError("name --out FOLDER to write, or --verify FOLDER to check")
     if options.verify is not None:
         return _verify(options.verify)
     try:
@@ -51,7 +51,7 @@ def _tokenize(options: argparse.Namespace) -> Answer:
 
     job = job_of(options)
     if job.training.blend:
-        raise ConfigError(["training.blend: tokenize one dataset at a time, training.dataset"])
+        raise ConfigError("training.blend: tokenize one dataset at a time, training.dataset")
     (source,) = training_sources(job.training)
     path = job.model.tokenizer_path
     corpus = open_source(source, load_tokenizer(path, job.training), seed=0)

@@ -120,7 +120,7 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
     from titan_moe.verify.layouts.layouts import parse, with_tables
 
     if not (gpus := count_gpus(os.environ)):
-        raise ConfigError(["--device cuda: no GPU is here"])
+        raise ConfigError("--device cuda: no GPU is here")
     refuse_unusable(gpus)
     sizes = [parse(text).world_size for text in options.layouts or []] or options.ranks
     if max(sizes) <= gpus:

@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     if find_spec("transformers") is None:
-        raise ConfigError(["parity is agreement with transformers: pip install -e '.[dev]'"])
+        raise ConfigError("parity is agreement with transformers: pip install -e '.[dev]'")
     from titan_moe.verify.parity.table import compare_all, exceeds_a_bound, markdown, records
 
     found = compare_all(options.only, options.seeds)
     if not found:
-        raise ConfigError([f"--only {options.only}: no case has that in its name"])
+        raise ConfigError(f"--only {options.only}: no case has that in its name")
     return Answer(records(found), [markdown(found, options.seeds)], int(exceeds_a_bound(found)))
 
 

@@ -153,7 +153,7 @@ def help_of_keys(table: str | None) -> str:
     chosen = [name for name in groups if table in (None, name) or name.startswith(f"{table}.")]
     if not chosen:
         names = ", ".join(filter(None, groups))
-        raise ConfigError([f"--help {table}: no such table: choose from {names}"])
+        raise ConfigError(f"--help {table}: no such table: choose from {names}")
     return "\n\n".join("\n".join([f"{name} options:", *groups[name]]) for name in chosen)
 
 
@@ -179,7 +179,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         problem = "is not UTF-8 text"
     except (ValueError, RecursionError) as error:  # A number may have too many digits.
         problem = f"is not valid TOML: {error}"
-    raise ConfigError([f"{_CONFIG_FILE} = {path}: {problem}"])
+    raise ConfigError(f"{_CONFIG_FILE} = {path}: {problem}")
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -196,7 +196,7 @@ def _sample(order: DocumentOrder, use: str, tokenizer: Tokenizer) -> str:
     except OutOfDocumentsError:
         raise ConfigError(f"{order.name} holds no document") from None
     except RunError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     if isinstance(order, StreamOrder):
         return f"{order.name}, for {use}: {order.description}"
     tokens = sum(lengths) * order.size // count

@@ -233,7 +233,7 @@ def _load(source: Source, files: Sequence[Path], column: str) -> Any:
     except Exception as error:  # Each format raises its own.
         cause = with_remedy(first_cause(error), Path(datasets.config.HF_DATASETS_CACHE))
         line = f"{source.path_name} cannot be read as {source.dataset}: {cause}"
-        raise ConfigError([line]) from None
+        raise ConfigError(line) from None
     return table
 
 

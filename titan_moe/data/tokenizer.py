@@ -237,7 +237,7 @@ def _read(path: Path) -> bytes:
 
 
 def _error(path: str, problem: str) -> ConfigError:
-    return ConfigError([f"model.tokenizer_path={path!r} {problem}".replace(" : ", ": ")])
+    return ConfigError(f"model.tokenizer_path={path!r} {problem}".replace(" : ", ": "))
 
 
 def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:

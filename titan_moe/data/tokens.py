@@ -135,7 +135,7 @@ def _check_tokenizer(made: Manifest, tokenizer: Tokenizer, *, name: str) -> None
     parsed = made.parse_special_tokens
     if parsed != tokenizer.parse_special_tokens:
         line = f"{name} was made with training.parse_special_tokens={str(parsed).lower()}: {again}"
-        raise ConfigError([line])
+        raise ConfigError(line)
 
 
 def _read_manifest(folder: Path, *, key: str) -> Manifest:

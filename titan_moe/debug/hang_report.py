@@ -249,12 +249,12 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
     """Returns the report in a file, or the newest one in or below a folder. Raises ConfigError."""
     found = [path] if path.is_file() else sorted(path.rglob("hang-*.json"), key=lambda p: p.name)
     if not found:
-        raise ConfigError([f"{path}: no report of a hang (hang-*.json) is there or below"])
+        raise ConfigError(f"{path}: no report of a hang (hang-*.json) is there or below")
     try:
         hang = json.loads(found[-1].read_bytes())
         analyse(hang["records"], hang["world_size"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-        raise ConfigError([f"{found[-1]}: no report of a hang: {reason(error)}"]) from None
+        raise ConfigError(f"{found[-1]}: no report of a hang: {reason(error)}") from None
     return found[-1], hang
 
 

@@ -150,7 +150,7 @@ class Record:
             header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
             self.dims = Dims(**header)
         except (OSError, ValueError, TypeError, AttributeError):
-            raise ConfigError([f"{folder}: there is no routing record ({_HEADER})"]) from None
+            raise ConfigError(f"{folder}: there is no routing record ({_HEADER})") from None
         found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
         for path in folder.iterdir():
             if match := _PART.fullmatch(path.name):

@@ -42,7 +42,7 @@ def family_module(family: str) -> Any:
 def flavors(name: str) -> dict[str, ModelConfig]:
     """All flavors of a family. Raises ConfigError for a name that is no family."""
     if name not in FAMILIES:
-        raise ConfigError([_unknown("model.name", name, FAMILIES)])
+        raise ConfigError(_unknown("model.name", name, FAMILIES))
     files = sorted((Path(__file__).parent / name / "flavors").glob("*.json"))
     return {file.stem: _read(name, file) for file in files}
 
@@ -51,7 +51,7 @@ def model_config(name: str, flavor: str) -> ModelConfig:
     """The dimensions of a flavor. Raises ConfigError, naming the nearest right one."""
     known = flavors(name)
     if flavor not in known:
-        raise ConfigError([_unknown("model.flavor", flavor, tuple(known))])
+        raise ConfigError(_unknown("model.flavor", flavor, tuple(known)))
     return known[flavor]
 
 

@@ -91,7 +91,7 @@ def read_profiles(path: Path) -> list[RankProfile]:
     if not files:
         steps = sorted(each.name for each in path.glob("step-*"))
         hint = f": name one of its steps, such as {path / steps[-1]}" if steps else ""
-        raise ConfigError([f"{path}: holds no rank-R.json.gz{hint}"])
+        raise ConfigError(f"{path}: holds no rank-R.json.gz{hint}")
     return sorted((read_trace(file) for file in files), key=lambda profile: profile.rank)
 
 
@@ -127,12 +127,12 @@ def _load(path: Path) -> dict[str, Any]:
         with opened(path, "rt", encoding="utf-8") as file:
             trace = json.loads(file.read())
     except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file"]) from None
+        raise ConfigError(f"{path}: no such file") from None
     except (OSError, EOFError, ValueError) as error:
-        raise ConfigError([f"{path}: cannot be read as a trace: {error}"]) from None
+        raise ConfigError(f"{path}: cannot be read as a trace: {error}") from None
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
-        raise ConfigError([f"{path}: is no trace of torch.profiler"])
+        raise ConfigError(f"{path}: is no trace of torch.profiler")
     return trace
 
 

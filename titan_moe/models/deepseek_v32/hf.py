@@ -51,7 +51,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, index_topk_freq=(1,), index_topk_pattern=())
     for key, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
         if other := set(hf.given(settings, key, [])) - {kind}:
-            raise ConfigError([f"config.json: {key}: only {kind} is supported, not {other.pop()}"])
+            raise ConfigError(f"config.json: {key}: only {kind} is supported, not {other.pop()}")
     defaults = _DEFAULTS | (_GLM_DEFAULTS if glm else {})
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
     fields = hf.read_fields(settings, _KEYS, defaults | mtp)
@@ -94,5 +94,5 @@ def keys(config: ModelConfig) -> hf.HFKeys:
 def _sparse(config: ModelConfig) -> tuple[MLAConfig, IndexerConfig]:
     attention = hf.attention_of(config, MLAConfig, _FAMILY)
     if attention.indexer is None or config.moe is None:
-        raise ConfigError([f"the Hugging Face form of {_FAMILY} has an indexer and experts"])
+        raise ConfigError(f"the Hugging Face form of {_FAMILY} has an indexer and experts")
     return attention, attention.indexer

@@ -83,7 +83,7 @@ class Bisection(Runner):
         for spec in (self.plan.baseline, self.plan.candidate):
             if spec.path is not None:
                 remedy = f"config={spec.path / 'config.toml'} ranks=N"
-                raise ConfigError([f"{spec.path} is a finished run: train it again, as {remedy}"])
+                raise ConfigError(f"{spec.path} is a finished run: train it again, as {remedy}")
         super().check()
 
     def steps(self) -> list[int]:

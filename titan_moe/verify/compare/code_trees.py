@@ -44,18 +44,18 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
     this working tree as it stands. Raises ConfigError for a revision that git does not know."""
     if not revision:
         if not (REPO / "run_train.sh").is_file():
-            raise ConfigError([f"{REPO} is no checkout: trainings are started by its run_train.sh"])
+            raise ConfigError(f"{REPO} is no checkout: trainings are started by its run_train.sh")
         return CodeTree(REPO, _hash(REPO), f"working tree ({_head()})")
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
-        raise ConfigError([f"revision={revision}: git knows no such commit in {REPO}"])
+        raise ConfigError(f"revision={revision}: git knows no such commit in {REPO}")
     folder = (worktrees / commit[:_SHORT]).resolve()  # Runs have it as their working folder.
     if not folder.exists():
         worktrees.mkdir(parents=True, exist_ok=True)
         _git("worktree", "prune")
         _git("worktree", "add", "--force", "--detach", str(folder), commit)
     if _git("status", "--porcelain", at=folder) or _git("rev-parse", "HEAD", at=folder) != commit:
-        raise ConfigError([f"{folder}: files were changed there: remove the folder, and run again"])
+        raise ConfigError(f"{folder}: files were changed there: remove the folder, and run again")
     return CodeTree(folder, _hash(folder), f"{revision} ({commit[:7]})")
 
 
@@ -87,8 +87,8 @@ def _git(*words: str, at: Path | None = None, ok: tuple[int, ...] = (0,)) -> str
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise ConfigError([f"git cannot be started: {error.strerror}"]) from None
+        raise ConfigError(f"git cannot be started: {error.strerror}") from None
     if done.returncode not in ok:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ConfigError([f"git {' '.join(words)}: {reason}"])
+        raise ConfigError(f"git {' '.join(words)}: {reason}")
     return done.stdout.strip()

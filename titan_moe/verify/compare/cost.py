@@ -93,5 +93,5 @@ def measure(runs: Sequence[RunRecord]) -> dict[str, list[float]]:
             found[TIME].append(median(seconds))
             found[MEMORY].append(median(b["memory/peak_gib"] for _, b in pairs))
         except KeyError as error:
-            raise ConfigError([f"{run.name}: its metrics.jsonl has no {error}"]) from None
+            raise ConfigError(f"{run.name}: its metrics.jsonl has no {error}") from None
     return found

@@ -94,7 +94,7 @@ def save_golden(folder: Path, run: RunRecord, controls: Sequence[Curve], *, reas
     Raises ConfigError without what a golden must hold.
     """
     if run.curve.data is None or not run.config:
-        raise ConfigError([f"{run.name}: a golden wants a run that recorded its data and config"])
+        raise ConfigError(f"{run.name}: a golden wants a run that recorded its data and config")
     ran = run.facts.get("device"), run.facts.get("capability")
     here = tuple(describe_device(this_device()).values())
     if ran != here:
@@ -133,7 +133,7 @@ def _read(path: Path) -> Golden:
     try:
         found = json.loads(path.read_bytes())
         if found["format"] != _FORMAT:
-            raise ConfigError([f"{path}: format {found['format']}, this code reads {_FORMAT}"])
+            raise ConfigError(f"{path}: format {found['format']}, this code reads {_FORMAT}")
         steps, data = found["steps"], found["data"]
         curve = _curve(found["curve"], path.parent.name, steps, data)
         controls = [
@@ -143,7 +143,7 @@ def _read(path: Path) -> Golden:
         run = RunRecord(f"golden {path.parent.name}", curve, found["facts"], found["config"])
         return Golden(path, run, controls, found["history"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError([f"{path}: no golden file: {type(error).__name__}: {error}"]) from None
+        raise ConfigError(f"{path}: no golden file: {type(error).__name__}: {error}") from None
 
 
 def _as_json(curve: Curve) -> dict[str, Any]:

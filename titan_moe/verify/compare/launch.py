@@ -207,7 +207,7 @@ def _clear(folder: Path) -> None:
     if folder.exists():
         if not (folder / _NOTE).is_file() and any(folder.iterdir()):
             raise ConfigError(
-                [f"{folder} holds files that are of no comparison: choose another --out"]
+                f"{folder} holds files that are of no comparison: choose another --out"
             )
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

@@ -79,13 +79,13 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     folder = path.parent if path.name == "metrics.jsonl" else path
     name = name or folder.resolve().name
     if not (folder / "metrics.jsonl").is_file():
-        raise ConfigError([f"{path}: there is no metrics.jsonl"])
+        raise ConfigError(f"{path}: there is no metrics.jsonl")
     try:
         curve = _read_curve(folder, name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError([f"{folder}: its metrics are damaged: {reason(error)}"]) from None
+        raise ConfigError(f"{folder}: its metrics are damaged: {reason(error)}") from None
     if not len(curve.steps):
-        raise ConfigError([f"{path}: no step is logged"])
+        raise ConfigError(f"{path}: no step is logged")
     names = "run.json", "config.toml", EVENTS, INITIAL_WEIGHTS
     facts, config, decided, weights = (folder / name for name in names)
     return RunRecord(
@@ -106,7 +106,7 @@ def read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("it holds no table")
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"{path} is damaged: {reason(error)}"]) from None
+        raise ConfigError(f"{path} is damaged: {reason(error)}") from None
     return found
 
 

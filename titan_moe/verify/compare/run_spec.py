@@ -147,7 +147,7 @@ def split_words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError([f"{text!r}: {error}"]) from None
+        raise ConfigError(f"{text!r}: {error}") from None
 
 
 def parse_overrides(words: Sequence[str]) -> Words:
@@ -161,14 +161,14 @@ def parse_overrides(words: Sequence[str]) -> Words:
         elif pairs and pairs[-1][1] is None:
             pairs[-1] = (pairs[-1][0], word)
         else:
-            raise ConfigError([f"{word!r}: overrides are --table.key value"])
+            raise ConfigError(f"{word!r}: overrides are --table.key value")
     return tuple((key, _absolute(key, "true" if v is None else v)) for key, v in pairs)
 
 
 def existing(path: Path, what: str) -> Path:
     """The path, made absolute; ConfigError if it is not there."""
     if not path.exists():
-        raise ConfigError([f"{what}{path}: there is no such file"])
+        raise ConfigError(f"{what}{path}: there is no such file")
     return path.resolve()
 
 
@@ -179,10 +179,10 @@ def _absolute(key: str, value: str) -> str:
 
 def _finished(text: str, path: Path, overrides: list[str]) -> RunSpec:
     if overrides:
-        raise ConfigError([f"{text!r}: a finished run takes no overrides: leave {overrides} out"])
+        raise ConfigError(f"{text!r}: a finished run takes no overrides: leave {overrides} out")
     if not path.exists():
         keys = ", ".join(f"{key}=..." for key in _KEYS)
-        raise ConfigError([f"{text!r}: no such run; a run to be made is written as {keys}"])
+        raise ConfigError(f"{text!r}: no such run; a run to be made is written as {keys}")
     return RunSpec(text, path=path)
 
 
@@ -197,12 +197,12 @@ def _laid_out(spec: RunSpec, text: str, *, ranks: int | None) -> RunSpec:
         text += f",dp_shard={max(1, ranks // others if ranks else experts // inner)}"
     layout = parse(text)
     if ranks and layout.world_size != ranks:
-        raise ConfigError([f"ranks={ranks}: layout={text} is of {layout.world_size} ranks"])
+        raise ConfigError(f"ranks={ranks}: layout={text} is of {layout.world_size} ranks")
     named = frozenset(key for key, _, _ in words)
     return replace(spec, layout=layout, ranks=layout.world_size, named=named)
 
 
 def _positive(key: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError([f"{key}={value} must be a positive number"])
+        raise ConfigError(f"{key}={value} must be a positive number")
     return int(value)

@@ -51,11 +51,11 @@ def update_golden(
 ) -> Path:
     """Trains the baseline and its control runs, and writes them as a golden."""
     if not reason.strip():
-        raise ConfigError(["--update-golden needs --reason: why the golden changes"])
+        raise ConfigError("--update-golden needs --reason: why the golden changes")
     if plan.baseline.path is not None:
-        raise ConfigError(["--update-golden trains anew: name no finished run and no golden"])
+        raise ConfigError("--update-golden trains anew: name no finished run and no golden")
     if plan.pin_routing:
-        raise ConfigError(["--update-golden compares nothing: leave --pin-routing out"])
+        raise ConfigError("--update-golden compares nothing: leave --pin-routing out")
     runner = Runner(plan, launcher, progress)
     runner.check()
     run = runner.baseline()
@@ -90,7 +90,7 @@ class Runner:
             if plan.candidate.path is None:
                 plan = self._with_config_of(self.golden, plan)
         if plan.candidate.path is not None and is_golden(plan.candidate.path):
-            raise ConfigError(["a golden is a baseline: name it with --baseline"])
+            raise ConfigError("a golden is a baseline: name it with --baseline")
         self.plan = plan
 
     def prepare(self, forecast: Forecast) -> None:
@@ -381,6 +381,6 @@ class Runner:
         candidate = plan.candidate
         if candidate.config is not None:
             raise ConfigError(
-                [f"{golden.path} has its own configuration: leave {candidate.config} out"]
+                f"{golden.path} has its own configuration: leave {candidate.config} out"
             )
         return replace(plan, candidate=replace(candidate, config=config))

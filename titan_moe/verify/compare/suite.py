@@ -102,7 +102,7 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
             found["comparison"] = [found["defaults"] | each for each in found["comparison"]]
         suite = Suite.model_validate(found)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{path} is not valid TOML: {error}"]) from None
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(
             [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
@@ -118,7 +118,7 @@ def entry_plan(entry: Entry) -> Plan:
     """Makes an entry's plan; raises ConfigError."""
     limit = {"too slow": "max_slowdown", "too large": "max_memory_growth"}.get(entry.expect)
     if limit is not None and getattr(entry, limit) is None:
-        raise ConfigError([f'{entry.name}: expect = "{entry.expect}" needs {limit}'])
+        raise ConfigError(f'{entry.name}: expect = "{entry.expect}" needs {limit}')
     common = RunSpec(
         config=None if entry.config is None else existing(entry.config, "config = "),
         ranks=entry.ranks,

@@ -77,7 +77,7 @@ def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:
     """The curve at some of its steps. Raises ConfigError if it lacks one."""
     places = {step: place for place, step in enumerate(curve.steps)}
     if missing := [step for step in steps if step not in places]:
-        raise ConfigError([f"{curve.name}: step {missing[0]} is not logged there"])
+        raise ConfigError(f"{curve.name}: step {missing[0]} is not logged there")
     own = [places[step] for step in steps]
     return replace(
         curve,
@@ -119,7 +119,7 @@ def compared(ours: Curve, theirs: Curve) -> list[str]:
     ConfigError without a common loss."""
     both = [key for key in _COMPARED if key in ours.scalars and key in theirs.scalars]
     if "loss" not in both:
-        raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
+        raise ConfigError(f"{ours.name} and {theirs.name} have no loss in common")
     return both
 
 
@@ -160,28 +160,22 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
     a, b = (_tokens_per_step(run) for run in (baseline, candidate))
     if "" not in (a, b) and a != b:
         raise ConfigError(
-            [
-                f"tokens per step: {baseline.name} has {a}, {candidate.name} {b}: set "
-                "training.global_batch_size and training.seq_len alike"
-            ]
+            f"tokens per step: {baseline.name} has {a}, {candidate.name} {b}: set "
+            "training.global_batch_size and training.seq_len alike"
         )
     mine, others = baseline.weights, candidate.weights
     if mine and others and mine != others:
         name = min(name for name, _ in mine.items() ^ others.items())
         raise ConfigError(
-            [
-                f"initial weights: {name} has checksum {mine.get(name)} in {baseline.name}, "
-                f"{others.get(name)} in {candidate.name}: leave out seed = false or --no-seed"
-            ]
+            f"initial weights: {name} has checksum {mine.get(name)} in {baseline.name}, "
+            f"{others.get(name)} in {candidate.name}: leave out seed = false or --no-seed"
         )
     ours, theirs = _data(baseline.curve), _data(candidate.curve)
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
     if other:
         raise ConfigError(
-            [
-                f"data: {baseline.name} and {candidate.name} trained on different tokens at step "
-                f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
-            ]
+            f"data: {baseline.name} and {candidate.name} trained on different tokens at step "
+            f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
         )
 
 

@@ -82,9 +82,9 @@ class Gate:
         name, flavor = self.job.model.name, self.job.model.flavor
         config = model_of_job(self.job.model)
         if config.moe is None:
-            raise ConfigError([f"model.flavor={flavor} of {name} has no experts: choose another"])
+            raise ConfigError(f"model.flavor={flavor} of {name} has no experts: choose another")
         if (optimizer := self.job.optimizer.name) not in ("AdamW", "Muon"):
-            raise ConfigError([f"optimizer.name={optimizer}: the gate knows AdamW and Muon"])
+            raise ConfigError(f"optimizer.name={optimizer}: the gate knows AdamW and Muon")
         return config
 
     def refusal(self, layout: Layout) -> str:

@@ -131,15 +131,15 @@ def parse(text: str) -> Layout:
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
         if key not in known:
-            raise ConfigError([f"{text!r}: {key!r} is unknown: choose {', '.join(sorted(known))}"])
+            raise ConfigError(f"{text!r}: {key!r} is unknown: choose {', '.join(sorted(known))}")
         if key in OPTIONS:
             if value not in OPTIONS[key]:
-                raise ConfigError([f"{text!r}: {key}={value}: choose {', '.join(OPTIONS[key])}"])
+                raise ConfigError(f"{text!r}: {key}={value}: choose {', '.join(OPTIONS[key])}")
             values[key] = value
         elif value.isdecimal() and int(value) > 0:
             values[key] = int(value)
         else:
-            raise ConfigError([f"{text!r}: {key}={value} must be a positive number"])
+            raise ConfigError(f"{text!r}: {key}={value} must be a positive number")
     layout = Layout(**values)
     block = layout.dp_shard * layout.cp * layout.tp
     if block % (layout.ep * layout.etp):

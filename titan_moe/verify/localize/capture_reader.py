@@ -53,12 +53,12 @@ def read_capture(folder: Path) -> Capture:
     """Read a run's capture folder. Raises ConfigError where ranks' files are missing."""
     paths = sorted(folder.glob("rank-*.pt"))
     if not paths:
-        raise ConfigError([f"{folder}: no capture is there: train with debug.capture_step=STEP"])
+        raise ConfigError(f"{folder}: no capture is there: train with debug.capture_step=STEP")
     files = [torch.load(path, weights_only=True) for path in paths]
     facts = files[0]["facts"]
     if len(files) != facts["world_size"] or len({f["facts"]["step"] for f in files}) > 1:
         said = f"{len(files)} files of {facts['world_size']} ranks' capture of one step"
-        raise ConfigError([f"{folder}: {said}: capture again into an empty folder"])
+        raise ConfigError(f"{folder}: {said}: capture again into an empty folder")
     rows = dict.fromkeys(row for each in files for row in each["facts"]["rows"])
     held: dict[Place, list[dict[str, Any]]] = defaultdict(list)
     for each in files:

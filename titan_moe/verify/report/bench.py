@@ -33,10 +33,10 @@ def card(run: RunRecord) -> dict[str, Any]:
     """
     facts, config = run.facts, run.config
     if not (facts and config and run.folder):
-        raise ConfigError([f"{run.name}: a card needs run.json and config.toml beside the metrics"])
+        raise ConfigError(f"{run.name}: a card needs run.json and config.toml beside the metrics")
     lines = [x for x in read_json_lines(run.folder / "metrics.jsonl") if "tokens_per_second" in x]
     if not (lines := lines[len(lines) // 2 :]):
-        raise ConfigError([f"{run.name}: no step has logged its speed: set metrics.log_freq = 1"])
+        raise ConfigError(f"{run.name}: no step has logged its speed: set metrics.log_freq = 1")
 
     def median(key: str) -> float | None:
         return statistics.median(line[key] for line in lines) if key in lines[0] else None

@@ -208,7 +208,7 @@ class Band:
         values = [self._compared(curve, kind) for curve in self.curves]
         for curve, values_QES in zip(self.curves, values, strict=True):
             if not np.isfinite(values_QES).all():
-                raise ConfigError([f"{curve.name}: {kind} is not finite"])
+                raise ConfigError(f"{curve.name}: {kind} is not finite")
         if kind != "load":
             return Scalar(np.stack(values), RESOLUTION)
         num_rows = max(float(np.max(counts[0].sum())) for counts in self.curves[0].loads.values())
@@ -222,7 +222,7 @@ class Band:
         counts = [curve.loads[layer.removeprefix(LOAD_OF)] for layer in self._names(kind)]
         num_experts = self.curves[0].loads[self._names(kind)[0].removeprefix(LOAD_OF)].shape[1]
         if any(counts_SE.shape[1] != num_experts for counts_SE in counts):
-            raise ConfigError([f"{curve.name}: its layers have not all {num_experts} experts"])
+            raise ConfigError(f"{curve.name}: its layers have not all {num_experts} experts")
         return np.stack([shares(counts_SE).T for counts_SE in counts])
 
     def _find(self, quantity: str) -> tuple[int, Quantities]:
