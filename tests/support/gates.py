@@ -29,6 +29,11 @@ KINDS: Mapping[str, Tables] = {
     "through the host": {"comm": {"share_gpus": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
     "warm-up": {"training": {"indexer_stage": "dense", "max_norm": 0.01}},
+    "shared keys": {"model": {"flavor": "gate_shared"}},
+    "warm-up of shared keys": {
+        "model": {"flavor": "gate_shared"},
+        "training": {"indexer_stage": "dense", "max_norm": 0.01},
+    },
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
     "inductor": {"compile": {"enable": True, "backend": "inductor"}},
     "compiled halves": {

@@ -1,6 +1,7 @@
 """Decoding takes the likeliest token of the whole text, whatever is kept of it."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import FAMILIES, model_config
 
 
-def _model(family: str, **changes: int) -> Decoder:
-    config = replace(model_config(family, "gate"), **changes)
+def _model(family: str, flavor: str = "gate", **changes: int) -> Decoder:
+    config = replace(model_config(family, flavor), **changes)
     model = Decoder(config).double()
     fill_initial_weights(model, 0, lambda name: initial_std(name, config))
     return model.eval()
@@ -82,10 +83,14 @@ def test_a_decoder_takes_tokens_alone() -> None:
         assert torch.equal(model(tokens_BS), said)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "flavor"), [*product(FAMILIES, ["gate"]), ("deepseek_v32", "gate_shared")]
+)
 @torch.no_grad()
-def test_logits_of_a_text_read_in_pieces_are_those_of_the_whole_text(family: str) -> None:
-    model = _model(family)
+def test_logits_of_a_text_read_in_pieces_are_those_of_the_whole_text(
+    family: str, flavor: str
+) -> None:
+    model = _model(family, flavor)
     for name, parameter in model.named_parameters():  # Gates and sinks that start at zero too.
         parameter.add_(torch.randn(parameter.shape).double() * 0.02 * ("A_log" not in name))
     tokens_BS = torch.randint(model.config.vocab_size, (2, 40))

@@ -17,7 +17,7 @@ from titan_moe.models.config import (
     PositionTemperature,
     RopeConfig,
 )
-from titan_moe.models.indexer import Indexer
+from titan_moe.models.indexer import Indexer, SharedSelection
 from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops import flex_attention, varlen_attention
@@ -144,7 +144,7 @@ class MLA(Attention):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     Keys and values from a low-rank latent; all heads share the rotated part of the key. With an
-    indexer, `core` also takes its `Index` (ops/sparse_attention.py).
+    indexer, `core` also takes its `Index` or `SharedKeys` (ops/sparse_attention.py).
     """
 
     def __init__(
@@ -167,10 +167,12 @@ class MLA(Attention):
         kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
         self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)
-        self.indexer: Indexer | None = None
+        self.indexer: Indexer | SharedSelection | None = None
         if config.indexer is not None:
             assert config.q_rank is not None, "an indexer reads the query's latent"
             self.indexer = Indexer(dim, config.q_rank, config.indexer)
+            if config.indexer.shares:
+                self.indexer = SharedSelection(config.indexer)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None

@@ -15,7 +15,7 @@ from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.ops.attention import first_seen, is_seen, sdpa
 from titan_moe.ops.gated_delta import DeltaRule, Recurrence, short_convolution
 from titan_moe.ops.local_attention import LocalAttention
-from titan_moe.ops.sparse_attention import Index, SparseAttention
+from titan_moe.ops.sparse_attention import Index, Keys, SparseAttention
 
 
 class KeptKeys:
@@ -29,7 +29,7 @@ class KeptKeys:
         return local
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
         k_BHTC, v_BHTC = self._joined("k", k_BHSC), self._joined("v", v_BHSC)
         keys_T = torch.arange(k_BHTC.shape[2], device=k_BHTC.device)
@@ -37,7 +37,8 @@ class KeptKeys:
         seen_1ST = is_seen(queries_S, keys_T, first_seen(queries_S, mask)[None])
         if index is None:
             return sdpa(q_BHSC, k_BHTC, v_BHTC, seen_1ST[:, None], scale, sinks_H)
-        index = index._replace(k_BSC=self._joined("index", index.k_BSC[:, None])[:, 0])
+        if isinstance(index, Index):
+            index = index._replace(k_BSC=self._joined("index", index.k_BSC[:, None])[:, 0])
         return self._sparse(q_BHSC, k_BHTC, v_BHTC, seen_1ST, scale, None, index)
 
     def _joined(self, name: str, new_BHSC: Tensor) -> Tensor:

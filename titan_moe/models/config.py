@@ -1,7 +1,7 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, ClassVar, Literal
 
@@ -109,6 +109,10 @@ class IndexerConfig:
     """Channels that rotate together, the first rope_dim of a head; not always attention's own."""
     warm_up: bool = False
     """Attend to all keys: the indexer alone is trained, on the whole attention."""
+    shared_in: tuple[int, ...] = ()
+    """Layers without an indexer (arXiv 2603.12201): they see the keys that were selected last."""
+    shares: bool = False
+    """Of one of these layers, as `ModelConfig.mixer` tells it."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +228,11 @@ class ModelConfig:
     def mixer(self, layer: int) -> TokenMixer:
         """The attention or recurrence of a layer; one beyond the last, which multi-token prediction
         has, attends."""
-        recurrent = self.recurrent
+        recurrent, attention = self.recurrent, self.attention
         if recurrent is None or layer >= self.num_layers:
-            return self.attention
+            if isinstance(attention, MLAConfig) and (own := attention.indexer) is not None:
+                return replace(attention, indexer=replace(own, shares=layer in own.shared_in))
+            return attention
         every, last = recurrent.attention_every, layer == self.num_layers - 1
         attends = (every and (layer + 1) % every == 0) or (recurrent.attends_last and last)
         return self.attention if attends else recurrent

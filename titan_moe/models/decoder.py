@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titan_moe.models.attention import Attention, build_attention, plain_core
 from titan_moe.models.config import GatedDeltaConfig, ModelConfig
 from titan_moe.models.gated_delta_net import GatedDeltaNet
+from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation
@@ -187,6 +188,10 @@ class Decoder(nn.Module):
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
             self.mtp = MultiTokenPrediction(config, make_block)
+        selection = Selection()
+        for module in self.modules():
+            if isinstance(module, Indexer | SharedSelection):
+                module.selection = selection
 
     def forward(
         self,

@@ -11,7 +11,14 @@ from titan_moe.models.output import LayerNorm
 from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.balance import attach_loss
 from titan_moe.moe.layer import DecisionMemo
-from titan_moe.ops.sparse_attention import Index, select_keys
+from titan_moe.ops.sparse_attention import Index, SharedKeys, select_keys
+
+
+class Selection:
+    """The keys that an indexer of a decoder selected last, packed; one object for all its layers.
+    A recomputation, which selects none, leaves them as they are."""
+
+    keys_BSW: Tensor | None = None
 
 
 class Indexer(nn.Module):
@@ -35,7 +42,7 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(config.head_dim, eps=1e-6)
         self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
         self.select_fn: Callable[[Tensor], Tensor] = partial(select_keys, top_k=config.top_k)
-        self.memo = DecisionMemo()
+        self.memo, self.selection = DecisionMemo(), Selection()
         self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
         self.init_buffers()
 
@@ -64,7 +71,28 @@ class Indexer(nn.Module):
             k_BSHC[:, :, 0],
             weights_BSH,
             None if config.warm_up else config.top_k,
-            partial(self.memo.decide, self.select_fn),
+            partial(self.memo.decide, self._select),
             partial(attach_loss, total=self.loss_sum) if self.training else None,
             counted_BS,
         )
+
+    def _select(self, scores_BST: Tensor) -> Tensor:
+        keys_BSW = self.selection.keys_BSW = self.select_fn(scores_BST)
+        return keys_BSW
+
+
+class SharedSelection(nn.Module):
+    """Stands for the indexer of a layer that has none: its attention sees the keys that were
+    selected last, for the same tokens. It has no loss."""
+
+    def __init__(self, config: IndexerConfig) -> None:
+        super().__init__()
+        self.selects = not config.warm_up
+        self.memo, self.selection = DecisionMemo(), Selection()
+
+    def forward(self, x_BSD: Tensor, *_: object) -> SharedKeys:
+        return SharedKeys(partial(self.memo.decide, self._last, x_BSD) if self.selects else None)
+
+    def _last(self, _: Tensor) -> Tensor:
+        assert self.selection.keys_BSW is not None, "no indexer has selected keys"
+        return self.selection.keys_BSW

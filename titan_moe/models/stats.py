@@ -104,6 +104,9 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
 
 def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int) -> AttentionStats:
     """Adds an indexer. Its tensors are kept beside their gradients, which its loss makes early."""
+    top_k = None if indexer.warm_up else indexer.top_k
+    if indexer.shares:
+        return own._replace(top_k=top_k, query_sums=0)
     queries, key, heads = indexer.num_heads * indexer.head_dim, indexer.head_dim, indexer.num_heads
     matrices = q_rank * queries + dim * (key + heads)
     kept = 2 * queries + 4 * key + 3 * heads
@@ -113,7 +116,7 @@ def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int)
         saved=own.saved + kept,
         results=own.results + kept,
         index_channels=queries,
-        top_k=None if indexer.warm_up else indexer.top_k,
+        top_k=top_k,
         query_sums=0,
     )
 

@@ -46,8 +46,18 @@ class Index(NamedTuple):
     """False for queries that the loss leaves out; None: all count."""
 
 
+class SharedKeys(NamedTuple):
+    """Takes the place of an `Index` in a layer that sees the keys of another one."""
+
+    decide: Callable[[], Tensor] | None
+    """Returns what `select_keys` returned in that layer. None: attention sees all keys."""
+
+
+Keys = Index | SharedKeys
+
+
 class SparseAttention:
-    """An AttentionCore of whole rows, whose calls take an `Index` too.
+    """An AttentionCore of whole rows, whose calls take an `Index` or `SharedKeys` too.
 
     Args:
         mask_documents: whether documents packed into a row are kept apart.
@@ -67,10 +77,15 @@ class SparseAttention:
         return x_BHSC
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
         assert sinks_H is None and index is not None
         k_BHTC, v_BHTC = self.whole_rows(k_BHSC), self.whole_rows(v_BHSC)
+        if isinstance(index, SharedKeys):
+            chosen_BST = mask
+            if index.decide is not None:
+                chosen_BST = unpack_keys(index.decide(), k_BHTC.shape[2]) & mask
+            return sdpa(q_BHSC, k_BHTC, v_BHTC, chosen_BST[:, None], scale)
         index_k_BTC = self.whole_rows(index.k_BSC[:, None])[:, 0]
         own = index.q_BSHC, index_k_BTC, index.weights_BSH
         with torch.no_grad():

@@ -16,6 +16,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
 from titan_moe.models import registry
 from titan_moe.models.config import YarnScaling
+from titan_moe.models.deepseek_v32 import hf as deepseek_v32
 from titan_moe.models.hf import (
     HFModel,
     as_record,
@@ -139,8 +140,11 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (GLM5, {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not supp"),
         (SPARSE, {"index_topk": None}, "index_topk is missing"),
         (SPARSE, {"q_lora_rank": None}, "q_lora_rank is missing"),
-        (GLM5, {"indexer_types": ["full", "shared"]}, "only full is supported, not shared"),
-        (GLM5, {"index_topk_freq": 4}, "index_topk_freq=4 is not supported: only 1"),
+        (GLM5, {"indexer_types": ["full", "shared"]}, "must be full or shared for each of 78"),
+        (GLM5, {"indexer_types": ["shared", *["full"] * 77]}, "and full for the first"),
+        (GLM5, {"indexer_types": ["full"] * 77 + ["none"]}, "must be full or shared"),
+        (GLM5, {"index_topk_freq": 4, "index_skip_topk_offset": 0}, "and full for the first"),
+        (SPARSE, {"index_topk_freq": 4}, "index_topk_freq=4 is not supported: only 1"),
         (GLM5, {"index_topk_pattern": "FSSF"}, "index_topk_pattern='FSSF' is not supported"),
         (GLM5, {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers first"),
         (KIMI, {"linear_attn_config": {**_STATES}}, "full_attn_layers is missing"),
@@ -264,3 +268,13 @@ def test_a_quantisation_that_is_not_known_is_refused_before_ranks_start(inside, 
     job += ["--checkpoint.initial_load_path", str(tmp_path), "--model.flavor", "gate"]
     line = refusal(check_all, [*job, "--training.dataset", "synthetic"], 1, 1, {})
     assert said in line and "quant_method='gptq' cannot be de-quantised" in line
+
+
+@pytest.mark.parametrize("skips", [{}, {"index_skip_topk_offset": 3}])
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_layers_of_glm_that_share_keys_are_those_of_transformers(every, skips, tmp_path):
+    changes = {"num_hidden_layers": 12, "index_topk_freq": every, **skips}
+    kinds = transformers.AutoConfig.for_model("glm_moe_dsa", **changes).indexer_types
+    config = model_of(write(tmp_path, settings_of(*GLM5) | changes)).config
+    assert config.indexer.shared_in == tuple(n for n, kind in enumerate(kinds) if kind == "shared")
+    assert deepseek_v32.to_hf(config).get("indexer_types", kinds) == kinds

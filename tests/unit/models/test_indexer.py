@@ -14,7 +14,7 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder, freeze, initial_std
 from titan_moe.models.registry import model_config
-from titan_moe.models.stats import part_weights
+from titan_moe.models.stats import part_sizes, part_weights
 from titan_moe.verify.gradients.reference import without_balance_losses
 
 GATE = replace(model_config("deepseek_v32", "gate"), num_layers=3, num_mtp_layers=0)
@@ -112,3 +112,29 @@ def test_sparse_attention_gathers_keys_over_cp(method: str) -> None:
     job = JobConfig.model_validate({"model": model, "parallelism": degrees})
     (line,) = check(job, model_config("deepseek_v32", "gate"), 2)
     assert line.startswith(f"parallelism.context_parallel_rotate_method={method}: an indexer of")
+
+
+def test_stages_begin_with_layers_that_select_keys() -> None:
+    """Layers 1, 3, 4, 6 and 7 share keys."""
+    layers = [f"layers.{layer}" for layer in range(8)]
+    model = {"name": "deepseek_v32", "flavor": "gate_shared"}
+    found = []
+    for cut in (None, 5, 4):
+        degrees: dict[str, object] = {"pipeline_parallel_degree": 2}
+        if cut is not None:
+            parts = [["tok_embeddings", *layers[:cut]], [*layers[cut:], "norm", "output"]]
+            degrees["module_fqns_per_model_part"] = parts
+        job = JobConfig.model_validate({"model": model, "parallelism": degrees})
+        found.append(check(job, model_config("deepseek_v32", "gate_shared"), 2))
+    (line,), right, wrong = found
+    assert "list stages in module_fqns_per_model_part" in line
+    assert (right, wrong) == ([], [line])
+
+
+def test_layers_that_share_keys_have_no_indexer() -> None:
+    config = model_config("deepseek_v32", "gate_shared")
+    sizes = {name: part.dense for name, part in part_sizes(config).items()}
+    for number, layer in Decoder(config).layers.items():
+        parameters = [p.numel() for n, p in layer.named_parameters() if ".experts." not in n]
+        assert any("indexer" in n for n, _ in layer.named_parameters()) == (number in "025")
+        assert sum(parameters) == sizes[f"layers.{number}"]

@@ -141,6 +141,21 @@ def _sparse(run: Run) -> Iterator[str]:
     )
 
 
+def _shared_keys(run: Run) -> Iterator[str]:
+    """Yields a line unless each stage of a pipeline begins with a layer that selects keys."""
+    degrees, indexer = run.job.parallelism, run.model.indexer
+    if indexer is None or not indexer.shared_in or degrees.pipeline_parallel_degree == 1:
+        return
+    parts = degrees.module_fqns_per_model_part
+    firsts = [next((n for n in part if n.startswith("layers.")), "") for part in parts or []]
+    if parts is None or {f"layers.{layer}" for layer in indexer.shared_in} & {*firsts}:
+        yield (
+            f"parallelism.pipeline_parallel_degree={degrees.pipeline_parallel_degree}: layers of "
+            f"{run.flavor} see the keys that one before them selects: list stages in "
+            "module_fqns_per_model_part, each of which begins with a layer that has an indexer"
+        )
+
+
 def _pipeline(run: Run) -> Iterator[str | Mistake]:
     degrees, rows = run.job.parallelism, run.job.training.local_batch_size
     yield from pipeline.problems(degrees, num_layers=run.model.num_layers, local_batch_size=rows)
@@ -177,6 +192,7 @@ RULES: list[Rule] = [
     _ranks,
     _tensor,
     _symmetric_memory,
+    _shared_keys,
     _sequence_slices,
     _recurrent_segments,
     _ulysses,

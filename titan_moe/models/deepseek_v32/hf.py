@@ -2,7 +2,8 @@
 an indexer selects, from the config.json files of deepseek-ai/DeepSeek-V3.2-Exp and zai-org/GLM-5.
 
 The two differ in how positions rotate the indexer's channels: halves of a head in DeepSeek-V3.2,
-neighbours in GLM-5. Attention itself rotates neighbours in both.
+neighbours in GLM-5. Attention itself rotates neighbours in both. GLM-5.2 has layers without an
+indexer, which see the keys that the layer before sees.
 """
 
 from typing import Any
@@ -17,6 +18,8 @@ _GLM = "glm_moe_dsa"
 MODEL_TYPES = (_FAMILY, _GLM)
 IGNORED: tuple[str, ...] = ()
 COPIES = hf.MTP_COPIES
+
+_FULL, _SHARED = "full", "shared"
 
 _KEYS = {**MLA_KEYS, **hf.ROUTER_KEYS}
 _INDEXER_KEYS = {
@@ -48,10 +51,12 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     hf.only(settings, rope_interleave=(True,), indexer_rope_interleave=(glm,))
     hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
-    hf.only(settings, index_topk_freq=(1,), index_topk_pattern=())
-    for key, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
-        if other := set(hf.given(settings, key, [])) - {kind}:
-            raise ConfigError(f"config.json: {key}: only {kind} is supported, not {other.pop()}")
+    hf.only(settings, index_topk_pattern=())
+    if not glm:
+        hf.only(settings, index_topk_freq=(1,), indexer_types=())
+    if other := set(hf.given(settings, "layer_types", [])) - {"indexed_attention"}:
+        only = "only indexed_attention is supported"
+        raise ConfigError([f"config.json: layer_types: {only}, not {other.pop()}"])
     defaults = _DEFAULTS | (_GLM_DEFAULTS if glm else {})
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
     fields = hf.read_fields(settings, _KEYS, defaults | mtp)
@@ -61,6 +66,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         "attention.indexer": IndexerConfig(
             **{path.rpartition(".")[2]: value for path, value in indexer.items()},
             pairing="neighbours" if glm else "halves",
+            shared_in=_shared(settings, fields["num_layers"]) if glm else (),
         ),
         "rope": hf.rope_from_hf(settings, "neighbours", latent=True),
         "moe.score": "sigmoid",
@@ -69,10 +75,23 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     return hf.make_config(fields, MLAConfig)
 
 
+def _shared(settings: hf.Settings, num_layers: int) -> tuple[int, ...]:
+    """The layers without an indexer: as listed, or all but every so many after the first ones."""
+    every = max(hf.given(settings, "index_topk_freq", 1), 1)
+    skipped = hf.given(settings, "index_skip_topk_offset", 2) - 1
+    after = (max(layer - skipped, 0) for layer in range(num_layers))
+    kinds = hf.given(settings, "indexer_types", [_SHARED if n % every else _FULL for n in after])
+    if len(kinds) != num_layers or kinds[0] != _FULL or {*kinds} - {_FULL, _SHARED}:
+        known = f"full or shared for each of {num_layers} layers, and full for the first"
+        raise ConfigError([f"config.json: indexer_types must be {known}"])
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _SHARED)
+
+
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, indexer = _sparse(config)
     glm = indexer.pairing == "neighbours"
+    kinds = [_SHARED if n in indexer.shared_in else _FULL for n in range(config.num_layers)]
     return {
         "architectures": ["GlmMoeDsaForCausalLM" if glm else "DeepseekV32ForCausalLM"],
         "model_type": _GLM if glm else _FAMILY,
@@ -81,6 +100,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "indexer_rope_interleave": glm,
         **hf.write_fields(config, _KEYS),
         **hf.write_fields(config, _INDEXER_KEYS),
+        **({"indexer_types": kinds} if indexer.shared_in else {}),
         **hf.rope_to_hf(config.rope),
     }
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.ops.attention import explicit_mask
-from titan_moe.ops.sparse_attention import Index
+from titan_moe.ops.sparse_attention import Keys, SharedKeys
 
 
 class SelectedPairs:
@@ -17,18 +17,24 @@ class SelectedPairs:
     def __init__(self, *, mask_documents: bool) -> None:
         self._mask_documents = mask_documents
         self.losses: list[Tensor] = []
+        self._chosen = torch.empty(0, dtype=torch.bool)
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
         return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Index | None = None
+        self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
         assert index is not None
+        if isinstance(index, SharedKeys):
+            attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(self._chosen, -torch.inf)
+            self.losses.append(q_BHSC.new_zeros(len(q_BHSC), q_BHSC.shape[2]))
+            return attention_BHST.softmax(-1) @ v_BHSC
         products_BHST = torch.einsum("bshc,btc->bhst", index.q_BSHC, index.k_BSC)
         scores_BST = torch.einsum("bsh,bhst->bst", index.weights_BSH, products_BHST.relu())
         chosen_BST = selected(scores_BST, mask[:, 0].expand_as(scores_BST), index.top_k)
-        attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(chosen_BST[:, None], -torch.inf)
+        self._chosen = chosen_BST[:, None]
+        attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(self._chosen, -torch.inf)
         attention_BHST = attention_BHST.softmax(-1)
         summed_BST = attention_BHST.detach().sum(1)
         target_BST = summed_BST / summed_BST.sum(-1, keepdim=True)
