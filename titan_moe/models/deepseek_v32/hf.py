@@ -56,7 +56,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         hf.only(settings, index_topk_freq=(1,), indexer_types=())
     if other := set(hf.given(settings, "layer_types", [])) - {"indexed_attention"}:
         only = "only indexed_attention is supported"
-        raise ConfigError([f"config.json: layer_types: {only}, not {other.pop()}"])
+        raise ConfigError(f"config.json: layer_types: {only}, not {other.pop()}")
     defaults = _DEFAULTS | (_GLM_DEFAULTS if glm else {})
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
     fields = hf.read_fields(settings, _KEYS, defaults | mtp)
@@ -83,7 +83,7 @@ def _shared(settings: hf.Settings, num_layers: int) -> tuple[int, ...]:
     kinds = hf.given(settings, "indexer_types", [_SHARED if n % every else _FULL for n in after])
     if len(kinds) != num_layers or kinds[0] != _FULL or {*kinds} - {_FULL, _SHARED}:
         known = f"full or shared for each of {num_layers} layers, and full for the first"
-        raise ConfigError([f"config.json: indexer_types must be {known}"])
+        raise ConfigError(f"config.json: indexer_types must be {known}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _SHARED)
 
 
