@@ -118,7 +118,7 @@ _TRAINING = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(FAMILIES),
     st.integers(1, 8),

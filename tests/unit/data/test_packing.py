@@ -24,7 +24,7 @@ def as_lists(row):
     return row.tokens_S.tolist(), row.labels_S.tolist(), row.documents_S.tolist(), row.samples
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 12), max_size=12), seq_len=st.integers(1, 9), mask=st.booleans()
 )

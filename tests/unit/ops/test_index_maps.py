@@ -5,7 +5,7 @@ import torch
 
 from tests.support.interpret import count_interpreted
 from tests.support.permute_cases import check_choices
-from titan_moe.ops.move_rows import combine_rows, gather_rows
+from titan_moe.ops.move_rows import combine_rows, copy_rows, gathered_rows
 from titan_moe.ops.permute_indices import copy_to_ranks
 
 
@@ -28,7 +28,8 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
     assert copies.source_R.tolist() == expected + unused
 
     def sent_of(x_MD: torch.Tensor) -> torch.Tensor:
-        return gather_rows(x_MD, copies, lambda: len(expected))
+        copied = copy_rows(x_MD.detach(), copies.source_R)
+        return gathered_rows(x_MD, copied[: len(expected)], copies)
 
     x_MD = torch.randn(num_rows, 4, dtype=torch.float64, requires_grad=True)
     y_RD = torch.randn(len(expected), 4, dtype=torch.float64, requires_grad=True)

@@ -15,7 +15,7 @@ def test_reference_equals_the_slow_loop(row_alignment):
         check(counts, unused, row_alignment)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 6).flatmap(
         lambda experts: st.lists(
