@@ -49,7 +49,8 @@ def lead(store: Store, words: Sequence[str], nodes: int) -> int:
         while process is None or process.poll() is None:
             _watch(store, beats, MEET_S if process is None else LOST_S)
             if _signals and process is None:
-                return 128 + _signals[0]
+                code = 128 + _signals[0]
+                return code
             if process is None and all(beat for beat, _ in beats.values()):
                 process = _begin(words, {EVERY_NODE: shlex.join(["env", *start])})
             if _signals and process is not None:

@@ -10,8 +10,9 @@ Started again, a suite that was interrupted goes on: what has been trained under
 configuration is not trained anew. The output folder gets summary.html and a folder for each
 comparison.
 
-Exit codes: 0 everything as expected; 1 something is not; 2 the suite cannot be read; 70 an error in
-titan_moe; 130 interrupted: the same command goes on.
+Exit codes: 0 everything as expected; 1 something is not; 2 the suite cannot be read; 4 another
+command writes to --out, or code was changed meanwhile; 70 an error in titan_moe; 130 interrupted:
+the same command goes on.
 """
 
 import argparse

@@ -143,7 +143,9 @@ class RoutingTrace:
             by_layer = {
                 "flips": map(int, slots),
                 "tokens": map(int, tokens[: self._num_moe]),
-                "margins": [*zip(means, largest_L.tolist(), strict=True)][: self._num_moe],
+                "margins": [[*pair] for pair in zip(means, largest_L.tolist(), strict=True)][
+                    : self._num_moe
+                ],
             }
             found = {k: dict(zip(self._names, v, strict=False)) for k, v in by_layer.items()}
             self._flips.write(step, {**self._totals, **found})

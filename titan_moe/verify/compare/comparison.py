@@ -88,7 +88,11 @@ class Comparison:
 
     @property
     def outcome(self) -> Verdict:
-        """The verdict on the curves; where they pass and a cost does not, the one on that."""
+        """The verdict on the curves, or on a cost that exceeds its limit where the curves pass. Of
+        curves with pinned routes: different too where they are with free ones, as a router that
+        chooses wrongly makes them."""
+        if self.free is not None and self.free.verdict is Verdict.DIFFERENT:
+            return Verdict.DIFFERENT
         failed = [cost.verdict for cost in self.costs if cost.verdict is not None]
         if not failed or self.verdict not in (Verdict.IDENTICAL, Verdict.INSIDE):
             return self.verdict
@@ -98,7 +102,10 @@ class Comparison:
     def words(self) -> str:
         """The outcome in words, with the verdict on the curves."""
         curves = f"{self.verdict.value}{'' if self.free is None else ' with pinned routes'}"
-        return curves if self.outcome is self.verdict else f"{curves}, but {self.outcome.value}"
+        free = " with free ones" if self.outcome is Verdict.DIFFERENT else ""
+        return (
+            curves if self.outcome is self.verdict else f"{curves}, but {self.outcome.value}{free}"
+        )
 
     def lines(self) -> list[str]:
         """Returns lines for a reader, the verdict first."""
@@ -145,7 +152,7 @@ class Comparison:
             "verdict": self.outcome.name.lower(),
             "curves": self.verdict.name.lower(),
             "exit_code": self.outcome.exit_code,
-            "costs": [asdict(cost) | {"growth": cost.growth} for cost in self.costs],
+            "costs": [cost.as_json() for cost in self.costs],
             "baseline": {"name": self.baseline.name, **self.baseline.facts},
             "candidate": {"name": self.candidate.name, **self.candidate.facts},
             "steps": list(self.baseline.curve.steps),

@@ -7,9 +7,10 @@ nothing. How far the runs of one training lie apart is the resolution of the mea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import read_json_lines
@@ -62,6 +63,10 @@ class CostCheck:
         """Returns the medians of baseline and candidate with their unit."""
         unit = "s" if self.quantity == TIME else "GiB"
         return [f"{median(runs):.4g} {unit}" for runs in (self.baseline, self.candidate)]
+
+    def as_json(self) -> dict[str, Any]:
+        verdict = None if self.verdict is None else self.verdict.name.lower()
+        return asdict(self) | {"growth": self.growth, "verdict": verdict}
 
     def line(self) -> str:
         """Returns the check for a reader."""

@@ -163,6 +163,12 @@ class Launcher:
             )
 
 
+def num_nodes() -> int:
+    """Machines that a training may use: those of scripts/every_node.py, or of the allocation."""
+    variable = "NNODES" if EVERY_NODE in os.environ else "SLURM_JOB_NUM_NODES"
+    return int(os.environ.get(variable, "1"))
+
+
 @contextmanager
 def workplace(folder: Path) -> Iterator[None]:
     """Lock an output folder; afterwards no worktree is left in it.
@@ -221,7 +227,9 @@ def _note(place: Place, *, seconds: float | None) -> None:
 def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:
     """Hashes everything that determines a run."""
     config = "" if spec.config is None else spec.config.read_text(encoding="utf-8-sig")
-    machine = golden_key(), platform.node(), version("torch")
+    # A CPU's name does not say how it rounds; a GPU's does, and a cluster gives another node.
+    key = golden_key()
+    machine = key, platform.node() if "-cpu-" in key else "", version("torch")
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
     follows: list[Any] = [

@@ -42,11 +42,11 @@ def routing_problems(
         for name, ours, theirs in zip(Dims._fields, *dims, strict=True)
         if ours != theirs
     ]
-    needed, free = num_records * steps * record_bytes(baseline), shutil.disk_usage(out).free
-    if needed > free:
+    needed, available = num_records * steps * record_bytes(baseline), shutil.disk_usage(out).free
+    if needed > available:
         lines.append(
             f"--pin-routing: the routes of {num_records} runs take {needed / 1e9:,.3g} GB, {out} "
-            f"has {free / 1e9:,.3g} GB free: train fewer --steps, or choose another --out"
+            f"has {available / 1e9:,.3g} GB free: train fewer --steps, or choose another --out"
         )
     return lines
 

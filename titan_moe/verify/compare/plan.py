@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_moe.runtime import launch
 from titan_moe.verify.compare import cost
+from titan_moe.verify.compare.launch import num_nodes
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
 
@@ -55,6 +56,7 @@ def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **option
 
 
 def _default_ranks() -> int:
-    """The ranks that run_train.sh chooses: NGPU, the GPUs of this machine, else 2."""
+    """Returns the ranks that run_train.sh chooses: on each machine NGPU, its GPUs, else 2."""
     named = os.environ.get("NGPU", "")
-    return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
+    here = int(named) if named.isdecimal() else launch.default_ranks(os.environ)
+    return num_nodes() * here

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
@@ -18,7 +19,7 @@ from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
-from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.launch import Launcher, num_nodes
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
 from titan_moe.verify.compare.pinned_routes import (
     ROUTES,
@@ -54,8 +55,8 @@ def update_golden(
         raise ConfigError("--update-golden needs --reason: why the golden changes")
     if plan.baseline.path is not None:
         raise ConfigError("--update-golden trains anew: name no finished run and no golden")
-    if plan.pin_routing:
-        raise ConfigError("--update-golden compares nothing: leave --pin-routing out")
+    if plan.pin_routing or plan.limits:
+        raise ConfigError("--update-golden compares nothing: leave --pin-routing and limits out")
     runner = Runner(plan, launcher, progress)
     runner.check()
     run = runner.baseline()
@@ -69,7 +70,7 @@ def update_golden(
 
 def _too_few_gpus(ranks: int, job: JobConfig) -> list[str]:
     """Returns a line where an allocation, or this machine, has GPUs but fewer than ranks."""
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    nodes = num_nodes()
     gpus = nodes * launch.count_gpus(os.environ)
     if not 0 < gpus < ranks or job.comm.share_gpus:
         return []
@@ -152,7 +153,7 @@ class Runner:
                 lines.append(f"--steps {self.plan.steps}: the golden has {own}")
         elif self.plan.baseline.path is not None and self.plan.num_control_runs:
             self.progress("the baseline is a finished run: only bits are compared")
-        if self.plan.limits:
+        if self.plan.limits and (self.plan.steps or steps):
             lines += self._cost_problems(self.plan.steps or min(steps, default=0))
         if self.plan.pin_routing and not lines:
             lines = self._routing_problems()
@@ -161,7 +162,7 @@ class Runner:
 
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ. With pinned routes
-        it is theirs, and equal bits with free routes need no more runs."""
+        returns the pinned one; equal bits with free routes need no pinned runs."""
         if self.plan.pin_routing:
             size_mb = record_bytes(self._job(self.plan.baseline)) / 1e6
             self.progress(f"both runs record their routes: {size_mb:,.3g} MB a step")
@@ -177,8 +178,10 @@ class Runner:
         routes = ("debug.routing_replay", str(baseline.folder / ROUTES))
         candidate = self._run(self.plan.candidate, "pinned/candidate", routes)
         found, controls = self._judge(baseline, candidate, routes)
-        flips = [each for run in (candidate, *controls) if (each := read_flips(run)) is not None]
-        return replace(found, free=free, flips=flips, costs=costs)
+        flips = [read_flips(run) for run in (candidate, *controls)]
+        # Of all or none: the first are the candidate's.
+        known = [each for each in flips if each is not None and None not in flips]
+        return replace(found, free=free, flips=known, costs=costs)
 
     def _judge(
         self, baseline: RunRecord, candidate: RunRecord, *routes: tuple[str, str]
@@ -204,7 +207,7 @@ class Runner:
         return self._run(self.plan.candidate, f"{folder}candidate", *self._recorded)
 
     def _pairs(self) -> list[tuple[RunRecord, RunRecord]]:
-        """The runs of the curves; where time is judged, more pairs of both in turn."""
+        """Returns one pair of runs, or `cost.PAIRS` trained in turn where time is judged."""
         return [(self.baseline(folder), self.candidate(folder)) for folder in self._folders()]
 
     def _folders(self) -> list[str]:
@@ -212,8 +215,10 @@ class Runner:
         again = cost.PAIRS if cost.TIME in self.plan.limits else 1
         return ["", *(f"timed/{number}/" for number in range(2, again + 1))]
 
-    def _is_timed(self, name: str) -> bool:
-        return cost.TIME in self.plan.limits and not name.startswith(("control/", "pinned/"))
+    def _is_fresh(self, name: str) -> bool:
+        """Returns whether a run is trained now in any case: a timed one, and one that follows the
+        routes of a timed one."""
+        return cost.TIME in self.plan.limits and not name.startswith("control/")
 
     def _costs(self, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> list[cost.CostCheck]:
         if not (limits := self.plan.limits):
@@ -232,7 +237,8 @@ class Runner:
             ours = golden.run.facts["world_size"]
             if "costs" not in golden.run.facts:
                 lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
-            lines += golden.caveats()
+            other = "name this machine's golden, or make it with --update-golden"
+            lines += [f"{what}: {caveat}: {other}" for caveat in golden.caveats()]
         if ours != theirs:
             lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
         if steps < cost.FEWEST_STEPS:
@@ -255,7 +261,9 @@ class Runner:
         out.mkdir(parents=True, exist_ok=True)
         baseline, candidate = map(self._job, pair)
         steps = self.plan.steps or baseline.training.steps
-        return routing_problems(baseline, candidate, steps, 2 * len(self._folders()), out)
+        recording = islice(self._trainings(), 2 * len(self._folders()))
+        todo = sum(each.place.seconds is None for each in recording)
+        return routing_problems(baseline, candidate, steps, todo, out)
 
     def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
         """Yields the plan's control runs so far at each early look, and at last all of them; those
@@ -303,8 +311,8 @@ class Runner:
             runs += self._control_runs()
         if plan.pin_routing:
             words = *self._words(plan.baseline), *start, *self._recorded
-            timed = self._is_timed("baseline")
-            place = self.launcher.place(plan.baseline, "baseline", *words, fresh=timed)
+            fresh = self._is_fresh("baseline")
+            place = self.launcher.place(plan.baseline, "baseline", *words, fresh=fresh)
             routes = ("debug.routing_replay", str(place.folder / ROUTES))
             runs += [(plan.candidate, "pinned/candidate", (routes,)), *self._control_runs(routes)]
         for spec, name, more in runs:
@@ -316,7 +324,7 @@ class Runner:
         steps = self.plan.steps or job.training.steps
         flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
         tokens = tokens_per_step(job)[1] * steps
-        place = self.launcher.place(spec, name, *words, fresh=self._is_timed(name))
+        place = self.launcher.place(spec, name, *words, fresh=self._is_fresh(name))
         return Training(place, "control/" in name, spec.world_size, steps, flops * tokens)
 
     def _run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
@@ -327,7 +335,7 @@ class Runner:
         says = f"{name}: {spec.text or 'working tree'}{order}"
         with self.forecast.training(self._training(spec, name, *words)) as number:
             self.progress(number + says)
-            return self.launcher.run(spec, name, *words, fresh=self._is_timed(name))
+            return self.launcher.run(spec, name, *words, fresh=self._is_fresh(name))
 
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""

@@ -168,7 +168,8 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
         name = min(name for name, _ in mine.items() ^ others.items())
         raise ConfigError(
             f"initial weights: {name} has checksum {mine.get(name)} in {baseline.name}, "
-            f"{others.get(name)} in {candidate.name}: leave out seed = false or --no-seed"
+            f"{others.get(name)} in {candidate.name}: start both from one seed checkpoint (without "
+            "seed = false or --no-seed), or with one debug.seed"
         )
     ours, theirs = _data(baseline.curve), _data(candidate.curve)
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
@@ -208,6 +209,9 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
     if ours.data is None or theirs.data is None:
         unknown = " and ".join(run.name for run in (ours, theirs) if run.data is None)
         lines.append(f"whether both saw the same data is unknown: {unknown} did not record it")
+    if bool(baseline.weights) != bool(candidate.weights):
+        lacking_one = theirs.name if baseline.weights else ours.name
+        lines.append(f"initial weights are not compared: {lacking_one} recorded no checksums")
     for key in _ENVIRONMENT:
         a, b = (run.facts.get(key, "unknown") for run in (baseline, candidate))
         if a != b:

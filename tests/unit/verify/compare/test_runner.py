@@ -20,7 +20,7 @@ from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher, TrainingError
-from titan_moe.verify.compare.plan import Plan
+from titan_moe.verify.compare.plan import Plan, plan_of
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 from titan_moe.verify.compare.runner import Runner, compare, update_golden
 
@@ -49,6 +49,7 @@ seed = int(keys.get("debug.permute_rows", "0")) + int(os.environ["NGPU"]) - 1
 factor = float(keys.get("optimizer.lr", "3e-3")) / 3e-3
 pinned = "debug.routing_replay" in keys
 flips = 1000 if keys.get("model.name") == "mixtral" else 0
+factor *= 1.5 if "moe.z_loss_weight" in keys and not pinned else 1
 lines = []
 for step in range(1, int(keys["training.steps"]) + 1):
     own, pins = (((s * 7919 + step * 104729) % 17 - 8) for s in (seed, 0 if pinned else seed))
@@ -142,6 +143,14 @@ def test_a_clear_failure_needs_few_control_runs(launcher):
     found = compare(plan("--optimizer.lr 6e-3", num_control_runs=8), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT and found.band is not None
     assert len(calls(launcher)) == 3 + 6, "seed, baseline, candidate, six control runs"
+
+
+def test_pinned_routes_do_not_pass_what_differs_with_free_ones(launcher):
+    wrong = "layout=tp=2 --model.name mixtral --moe.z_loss_weight 1"
+    found = compare(plan(wrong, "--model.name mixtral", **PIN), launcher, silent)
+    assert found.free is not None and found.free.verdict is Verdict.DIFFERENT
+    assert found.verdict is Verdict.INSIDE and found.as_json()["exit_code"] == 1
+    assert found.outcome is Verdict.DIFFERENT and "but different with free ones" in found.words
 
 
 def test_pinned_routes_show_what_flips_hide(launcher):
@@ -275,9 +284,16 @@ def test_mistakes_are_told_before_anything_runs(launcher, candidate: str, change
     assert not calls(launcher)
 
 
-def test_more_ranks_than_gpus_are_told_before_anything_runs(launcher, monkeypatch):
+@pytest.mark.parametrize(
+    "nodes", [{"SLURM_JOB_NUM_NODES": "2"}, {launching_module.EVERY_NODE: "env all", "NNODES": "2"}]
+)
+def test_more_ranks_than_gpus_are_told_before_anything_runs(launcher, nodes: dict, monkeypatch):
     monkeypatch.setattr(device_count, "count_gpus", lambda _: 4)
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NGPU", raising=False)
+    default = plan_of("x", COMMON, "", "ranks=1", num_control_runs=0).baseline
+    assert default.world_size == 8, "all of both nodes"
     with pytest.raises(ConfigError, match=r"ranks=16: 8 GPUs on 2 node\(s\): choose a smaller"):
         compare(plan("ranks=16", num_control_runs=0), launcher, silent)
     assert not calls(launcher)

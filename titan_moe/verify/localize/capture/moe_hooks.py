@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_moe.distributed.collectives import recomputing
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.verify.localize.capture.records import EXPERTS, Sketches
 from titan_moe.verify.localize.capture.sketch import sketch_rows
-from titan_moe.verify.localize.capture.watcher import Lay, Watcher, recomputing
+from titan_moe.verify.localize.capture.watcher import Lay, Watcher
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titan_moe.distributed.collectives import recomputing
 from titan_moe.verify.localize.capture.records import TOKENS, Place, Records, Sketches, token_keys
 from titan_moe.verify.localize.capture.sketch import sketch_rows
 
@@ -149,8 +150,3 @@ class Watcher:
             sketches = lay(x.detach(), gradient=gradient)
             if sketches is not None:
                 self._records.add(place, self.order(place), sketches)
-
-
-def recomputing() -> bool:
-    """Tells whether a backward runs, so that a forward in it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
