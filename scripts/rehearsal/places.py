@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """A function of titan_moe; if none is running, of FSDP or a node of the backward."""
 
     where: str
-    """"moe/layer.py:route"; "torch/distributed/fsdp/..."; or "backward of NODE"."""
+    """"moe/layer.py:choose"; "torch/distributed/fsdp/..."; or "backward of NODE"."""
     line: int = 0
 
     def __str__(self) -> str:

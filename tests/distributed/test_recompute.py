@@ -29,6 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
     "every second": {"mode": "selective", "selective_ac_option": "2"},
     "op": {"mode": "selective", "selective_ac_option": "op"},
     "full": {"mode": "full"},
+    "full, in halves": {"mode": "full"},
     "full, rows kept": {"mode": "full", "keep_exchanged_rows": True},
     "full, attention kept": {"mode": "full", "keep_attention": True},
 }
@@ -49,7 +50,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
 
     activation_checkpoint._Keep.__enter__ = noted
     config = replace(model_config(family, "gate"), num_layers=LAYERS, num_mtp_layers=0)
-    degrees = {"expert_parallel_degree": ep}
+    degrees = {"expert_parallel_degree": ep, "expert_parallel_overlap": "halves" in mode}
     job = make_job(family, parallelism=degrees, activation_checkpoint=MODES[mode])
     cpu, world_size = torch.device("cpu"), dist.get_world_size()
     sharded = build_sharded_model(job, config, device=cpu, world_size=world_size)
@@ -72,6 +73,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
         "forward": Counter(forward),
         "backward": Counter(backward),
         "kept exchanges": num_exchanged,
+        "open exchanges": torch._C._distributed_c10d._get_work_registry_size(),
     }
 
 
@@ -114,7 +116,7 @@ def products(calls: Counter) -> int:
 )
 def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep: int):
     reference, *_ = run_on_ranks(train_once, 2, family, "none", ep)
-    for mode in ("full", "every second", "op", "full, rows kept"):
+    for mode in ("full", "full, in halves", "every second", "op", "full, rows kept"):
         result, *_ = run_on_ranks(train_once, 2, family, mode, ep)
         assert distance(result, reference) <= 1e-12, mode
         for counts, expected in zip(result["counts"], reference["counts"], strict=True):
@@ -163,6 +165,14 @@ def test_rows_are_exchanged_again_on_their_way_to_the_experts_alone(mode: str, a
     assert result["forward"][ALL_TO_ALL] == 4 * moe_layers
     assert result["backward"][ALL_TO_ALL] == 3 * moe_layers + again * recomputed
     assert result["kept exchanges"] == kept * recomputed
+
+
+def test_recomputed_halves_send_no_outputs_home_again():
+    """Recomputation exchanges rows and weights of both halves; six more exchanges are of
+    gradients."""
+    result, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "full, in halves", 2)
+    assert result["backward"][ALL_TO_ALL] == (4 + 6) * len(result["counts"])
+    assert result["open exchanges"] == 0
 
 
 def test_planted_bugs_are_seen():

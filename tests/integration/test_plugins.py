@@ -68,8 +68,8 @@ def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None
 
 _WRONG = """
 class Wrong(Mine):
-    def combine_wait(self, home, plan):
-        return 2 * super().combine_wait(home, plan)
+    def add_up(self, home, draft):
+        return 2 * super().add_up(home, draft)
 
 
 DISPATCHERS["wrong"] = lambda config, meshes, options: Wrong(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.moe.experts import ExpertOutputs
 from titan_moe.moe.layer import take_dropped
 from titan_moe.train_step import local_batch
 
@@ -84,10 +85,12 @@ def _watch_outputs(sharded: ShardedModel, found: list[_Found]) -> list[Any]:
     def watch(name: str, part: nn.Module) -> object:
         start = sharded.names.index(next(part.named_parameters())[0])
 
-        def hook(module: nn.Module, args: object, output: object) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
             order = (start, next(calls))
+            if isinstance(module, ExpertOutputs):  # Rows past the last expert's have no meaning.
+                output = output[: args[0].offsets_E[-1]]
             if isinstance(output, Tensor) and not output.isfinite().all():
-                found.append(_Found(_OUTPUT, order, name))
+                found.append(_Found(_OUTPUT, order, name.removesuffix(".compute")))
 
         return hook
 

@@ -38,12 +38,14 @@ class RowExchange(Protocol):
         """Returns the received rows, in the order of their source ranks."""
 
 
-class AllToAll(NamedTuple):
-    """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it."""
+class AllToAll:
+    """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it.
 
-    sent: list[int]
-    received: list[int]
-    group: ProcessGroup
+    No tuple: FSDP looks for tensors in all tuples that a unit is given, number by number.
+    """
+
+    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
 
     @staticmethod
     def of_table(group: ProcessGroup) -> "AllToAll":
@@ -52,7 +54,7 @@ class AllToAll(NamedTuple):
         return AllToAll(ones, ones, group)
 
     def reverse(self) -> "AllToAll":
-        return self._replace(sent=self.received, received=self.sent)
+        return AllToAll(self.received, self.sent, self.group)
 
     def start(self, x_RD: Tensor) -> Tensor:
         if len(self.sent) == 1:
@@ -85,10 +87,10 @@ class InFlight:
         return received
 
 
-def start_counts(counts: Tensor, exchange: RowExchange) -> InFlight:
+def start_numbers(numbers: Tensor, exchange: RowExchange) -> InFlight:
     """Start an exchange of whole numbers, which have no gradient. The device waits for the result;
     the host does not."""
-    return InFlight(exchange.start(counts), exchange)
+    return InFlight(exchange.start(numbers), exchange)
 
 
 def exchange_rows(x_RD: Tensor, exchange: RowExchange) -> Tensor:
@@ -125,6 +127,13 @@ def wait_for_rows(rows: RowsInFlight) -> Tensor:
     if rows.handle.turns is not None:
         rows.handle.turns.pass_on(FORWARD)
     return _WaitRows.apply(rows.carrier, rows.handle.take(), rows.handle.exchange)
+
+
+def recomputing() -> bool:
+    """Returns whether a backward runs, so that a forward in it is a recomputation."""
+    if torch.compiler.is_compiling():  # A graph recomputes by itself.
+        return False
+    return torch._C._current_graph_task_id() != -1
 
 
 def last_of_a_layer() -> AbstractContextManager:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.distributed.collectives import recomputing
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.ops.gated import gated_rows, gated_rows_backward
@@ -107,16 +108,20 @@ class Experts(nn.Module):
         One call for all parts, for which FSDP gathers the weights once.
         """
         weights = ExpertWeights(self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
-        home = []
+        home, late = [], []
         for sent, plan, order in parts:
             with region("dispatch"):
                 rows = dispatcher.receive(sent, plan, order)
             with region("experts"):
                 y_RD = self.compute(rows, weights)
-            del rows  # Only a backward holds them from here on.
-            with region("combine"):
-                home.append(dispatcher.send_home(y_RD, plan, order))
-        return home
+            del rows  # From here on a backward alone holds rows that have been received.
+            if recomputing():  # It ends in the last part, unless something after the layer is kept.
+                late.append((y_RD, plan, order))
+            else:
+                with region("combine"):
+                    home.append(dispatcher.send_home(y_RD, plan, order))
+            del y_RD
+        return [*home, *(dispatcher.send_home(*each) for each in late)]
 
 
 def activated_projection(

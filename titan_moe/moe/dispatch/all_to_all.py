@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.collectives import AllToAll, start_counts, to_host
+from titan_moe.distributed.collectives import AllToAll, start_numbers, to_host
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.permute_indices import reached_ranks, sort_by_expert
 
@@ -26,7 +26,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
 
     def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Draft:
         sent_PE = counts_E.view(-1, self.num_local)
-        counts = start_counts(sent_PE, AllToAll.of_table(self.ep_group))
+        counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         return Draft(tokens, slots, sent_PE, counts)
 

@@ -4,10 +4,12 @@ A dispatch is a row of plain calls, which `MoE.forward` and `Experts.forward` ma
 
     start_counts -> gather -> sizes -> send -> order -> receive -> (experts) -> send_home -> add_up
 
-`start_counts`, `sizes` and `order` decide, without gradients, where rows go; each returns finished
-data, which recomputation replays instead of deciding anew. The others move rows along these
-decisions and are differentiable. What is computed between `send` and `receive`, and between
-`send_home` and `add_up`, overlaps with the exchange of rows, and so does its backward.
+`start_counts`, `sizes` and `order` decide, without gradients, where rows go. Each returns a record
+with named fields, which recomputation replays instead of deciding anew; an exchange of numbers that
+a record holds under way is waited for by the next of the three, in the forward alone. The others
+move rows along these decisions and are differentiable. What is computed between `send` and
+`receive`, and between `send_home` and `add_up`, overlaps with the exchange of rows, and so does its
+backward.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +33,7 @@ class ExpertRows(NamedTuple):
 
 class Dispatcher(Protocol):
     """Moves tokens to experts and back. One between ranks derives from `ExchangeDispatcher`, writes
-    `start_counts` and `sizes`, and is named in `expert_parallel.DISPATCHERS`."""
+    `start_counts`, `sizes` and `traffic`, and is named in `expert_parallel.DISPATCHERS`."""
 
     waits_for_host: bool = True
     """True if the host must know sizes that routing decides, which no compiled graph can."""

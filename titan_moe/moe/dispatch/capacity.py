@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, start_counts
+from titan_moe.distributed.collectives import AllToAll, start_numbers
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.move_rows import RowMap
@@ -73,7 +73,7 @@ class CapacityDispatcher(ExchangeDispatcher):
             counts_E = count_experts(experts_TK, num_experts)
             sent_PE, dropped = counts_E[:-1].view_as(sent_PE), counts_E[-1]
             rows_P = torch.cat([sent_PE.sum(1), counts_E[-1:]])
-        counts = start_counts(sent_PE, AllToAll.of_table(self.ep_group))
+        counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = self._buffers(sort_by_expert(experts_TK, num_experts), rows_P, capacity)
         return CapacityDraft(tokens, slots, sent_PE, counts, dropped)
 
@@ -115,9 +115,10 @@ class CapacityDispatcher(ExchangeDispatcher):
         place_N = torch.arange(num_rows, device=rows_P.device) + (
             first_P - starts(rows_P)
         ).repeat_interleave(rows_P, output_size=num_rows)
-        empty = place_N.new_full((2, size + num_rows), -1)  # Dropped rows come after the buffers.
+        place_N = place_N.clamp_max(size)  # Of dropped rows: past the end, which is cut off.
+        empty = place_N.new_full((2, size + 1), -1)
         place_TK = place_N[rows_TK]
-        place_TK = place_TK.masked_fill(place_TK >= size, -1)
+        place_TK = place_TK.masked_fill(place_TK == size, -1)
         return SortedRows(
             tokens=RowMap(empty[0].scatter_(0, place_N, token_N)[:size], place_TK),
             slots=RowMap(empty[1].scatter_(0, place_N, slot_N)[:size], place_TK.view(-1, 1)),

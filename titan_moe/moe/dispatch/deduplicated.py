@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, InFlight, start_counts, to_host
+from titan_moe.distributed.collectives import AllToAll, InFlight, start_numbers, to_host
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Hop, Order, Plan
 from titan_moe.ops.move_rows import RowMap
@@ -170,7 +170,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             sent = sent._replace(nodes_PX=self.nodes.counts_to_send(reached_TP))
             size = self.nodes.within.size()
             *copies, _, copies_P = copies_to_ranks(experts_TK, num_local * size, degree // size)
-        counts = start_counts(sent.table(), AllToAll.of_table(self.ep_group))
+        counts = start_numbers(sent.table(), AllToAll.of_table(self.ep_group))
         _, slots = sort_by_expert(experts_TK, len(counts_E))
         slot_N = slots_TK.flatten()[slots.source_R]
         return DeduplicatedDraft(
@@ -196,7 +196,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             rows_gathered=sizes.copies_gathered,
             weights_gathered=sizes.choices_gathered,
             counts_PE=counts_QPE.flatten(0, 1),
-            slots=start_counts(draft.slot_N, weights),
+            slots=start_numbers(draft.slot_N, weights),
             copies_QP=copies_QP,
             onward=onward,
             second_hop=second_hop,
@@ -234,7 +234,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         )
         token_M = draft.rows.source_R[:num_copies]
         reached_MG = self.nodes.by_node(draft.reached_TP)[token_M, node_M].byte()
-        return start_counts(reached_MG, first)
+        return start_numbers(reached_MG, first)
 
     def order(self, plan: Plan) -> Order:
         """Returns the map from the gathered rows to padded expert-major order."""
@@ -250,7 +250,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         num_choices, top_k = sum(gathered), self.top_k
         if (slices := len(gathered)) > 1:
             to_all = AllToAll([len(slot_N)] * slices, gathered, self.etp_group)
-            slot_N = start_counts(slot_N.repeat(slices), to_all).wait()
+            slot_N = start_numbers(slot_N.repeat(slices), to_all).wait()
         permuted = permute_indices(plan.counts_PE, num_choices, self.row_alignment)
         start_N = self._row_starts(plan.copies_QP).repeat_interleave(
             plan.counts_PE.sum(1), output_size=num_choices

@@ -4,8 +4,8 @@
 
 and back, where each step is the transpose: gathers become sums, the all-gather a reduce-scatter.
 Each rank of an ep group holds some of the experts, each rank of an etp group a slice of the same
-experts. A dispatcher's `start_counts` and `sizes` say which rows it sends to whom; everything else
-is here.
+experts. A dispatcher's `start_counts` and `sizes` say which rows it sends to whom, and `traffic`
+how many; everything else is here.
 
 The order in which a layer issues its work, and autograd the backward of it. The forward reads
 downwards, the backward upwards:

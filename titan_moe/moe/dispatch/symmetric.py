@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, start_counts
+from titan_moe.distributed.collectives import AllToAll, start_numbers
 from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import MoEConfig, rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -45,7 +45,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Draft:
         ranks = self.ep_group.size()
         table_PE = counts_E.expand(ranks, -1).contiguous()
-        all_counts = start_counts(table_PE, AllToAll.of_table(self.ep_group))
+        all_counts = start_numbers(table_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         return Draft(tokens, slots, counts_E.view(ranks, -1), all_counts)
 
