@@ -16,7 +16,7 @@ from titan_moe.data.reader import StepReader
 from titan_moe.debug import hang as hangs
 from titan_moe.debug.hang_report import analyse, read_report
 from titan_moe.models.hf import model_of_job
-from titan_moe.moe.experts import Experts
+from titan_moe.moe.experts import ExpertOutputs
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.trainer import train
@@ -76,15 +76,15 @@ def _sleep(*args: object, **options: object) -> None:
 
 
 def _in_a_layer() -> None:
-    forward = Experts.forward
+    forward = ExpertOutputs.forward
 
-    def patched(self, rows):
+    def patched(self, *args):
         place = POSITION.last()
         if (place.step, place.layer) == (HANGS_IN_STEP, "layer 2"):
             _sleep()
-        return forward(self, rows)
+        return forward(self, *args)
 
-    Experts.forward = patched  # type: ignore[method-assign]
+    ExpertOutputs.forward = patched  # type: ignore[method-assign]
 
 
 def _write_slowly() -> None:
@@ -155,4 +155,4 @@ def test_hang_report_names_groups_and_layers(tmp_path: Path) -> None:
     assert "ranks 2-3 wait in layer 3 (all_gather, all ranks, 2 of 4 there); rank 1 " in others
     assert others.endswith("; rank 0 waits elsewhere")
     assert "rank 0 waits in layer 2's combine (all_to_all, ep group 0-1, 1 of 2" in first
-    assert "; rank 1 is in layer 2's experts (titan_moe/moe/layer.py:" in first
+    assert "; rank 1 is in layer 2's experts (titan_moe/moe/experts.py:" in first

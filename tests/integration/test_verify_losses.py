@@ -95,7 +95,7 @@ def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
     process = start(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("candidate:"):
+        if "candidate: ranks=1" in line:
             break
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stdout.read()
