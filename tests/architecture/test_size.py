@@ -39,7 +39,7 @@ ON_A_GPU = {"titan_moe": 500, "tests": 680, "scripts": 400}
 # What real files and real users break came later; 1,200 and 1,300 lines were meant. GLM-5.2 is in.
 REAL_FILES = {"titan_moe": 2_130, "tests": 2_470, "scripts": 60}
 # Regression jobs that a cluster can afford came later; 450 and 350 lines were meant.
-REGRESSION_JOBS = {"titan_moe": 700, "tests": 970, "scripts": 70}
+REGRESSION_JOBS = {"titan_moe": 700, "tests": 985, "scripts": 70}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
