@@ -69,8 +69,8 @@ class AllToAll:
 class InFlight:
     """The handle of an exchange under way, of counts or of rows.
 
-    `wait` gives what was received, once. The handle forgets it then, so that nobody who still holds
-    the handle holds the rows.
+    `wait` returns the received tensor, once, and drops it: a caller that keeps the handle keeps no
+    memory of rows.
     """
 
     def __init__(self, received: Tensor, exchange: RowExchange, turns: Turns | None = None) -> None:

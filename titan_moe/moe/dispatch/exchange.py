@@ -56,7 +56,7 @@ class Draft:
     """A dispatch before the counts of other ranks are here."""
 
     rows: RowMap
-    """Tokens to the rows that leave; sources may have room for more than there are."""
+    """Maps tokens to the rows that leave; `source_R` may be longer than the number of rows."""
     weights: RowMap
     """(token, k) slots to the routing weights that leave."""
     sent_PE: Tensor

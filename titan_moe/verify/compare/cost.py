@@ -72,12 +72,16 @@ class CostCheck:
         """Returns the check for a reader."""
         ours, theirs = self.medians
         verdict = "within the limit" if self.verdict is None else self.verdict.value
-        one, other = (f"{100 * spread:.1f} %" for spread in self.spreads.values())
-        return (
+        spreads = [
+            f"the {role}'s {len(runs)} runs differ by {100 * self.spreads[role]:.1f} %"
+            for role, runs in (("baseline", self.baseline), ("candidate", self.candidate))
+            if len(runs) > 1
+        ]
+        found = (
             f"{self.quantity}: {theirs} against {ours}, {100 * self.growth:+.1f} % (limit "
-            f"{100 * self.limit:.3g} %): {verdict}; the baseline's {len(self.baseline)} runs "
-            f"differ by {one}, the candidate's {len(self.candidate)} by {other}"
+            f"{100 * self.limit:.3g} %): {verdict}"
         )
+        return "; ".join([found, *spreads])
 
 
 def measure(runs: Sequence[RunRecord]) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""What is to be compared, and how closely."""
+"""The plan of a comparison: two runs, their control runs, and limits."""
 
 import os
 from collections.abc import Sequence
