@@ -149,6 +149,6 @@ def test_word_that_nobody_registered_is_refused_and_a_registered_one_is_kept(
     from titan_moe.optim.schedules import DECAYS
 
     argv = ["--lr_scheduler.decay_type", "early"]
-    assert "must be 'linear', 'sqrt' or 'cosine'" in refusal(load_job, argv)
-    monkeypatch.setitem(DECAYS, "early", lambda progress: 1.0)
+    assert "must be 'linear', 'sqrt', 'cosine' or 'inverse_sqrt'" in refusal(load_job, argv)
+    monkeypatch.setitem(DECAYS, "early", lambda at: 1.0)
     assert load_job(argv).model_dump(mode="json")["lr_scheduler"]["decay_type"] == "early"

@@ -247,11 +247,12 @@ class LRScheduler(Section):
     decay_ratio: float | None = Field(None, ge=0, le=1)
     """Share of the schedule that decays; left out: everything after the warm-up."""
     decay_type: Annotated[
-        Literal["linear", "sqrt", "cosine"],
+        Literal["linear", "sqrt", "cosine", "inverse_sqrt"],
         registered("titan_moe.optim.schedules:DECAYS"),
         AS_IT_IS,
     ] = "linear"
-    """Shape of the decay."""
+    """Shape of the decay. inverse_sqrt falls with 1 / sqrt(step) from the end of the warm-up, or of
+    the stable stretch before the decay; it comes near min_lr_factor, but has no last step."""
     min_lr_factor: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end, as a factor of the peak. The last step is taken with it: at 0 that
     step changes no weight."""

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,12 +12,24 @@ from titan_moe.config.job_config import LRScheduler
 
 logger = logging.getLogger(__name__)
 
-DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1 - progress,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+
+class Decay(NamedTuple):
+    """Position of a step in the decay."""
+
+    step: int
+    begin: int
+    """The last step at the peak: the end of the warm-up, or of the stable stretch after it."""
+    progress: float
+    """0 at step `begin`, 1 at the last step of the schedule and after it."""
+
+
+DECAYS: dict[str, Callable[[Decay], float]] = {
+    "linear": lambda at: 1 - at.progress,
+    "sqrt": lambda at: 1 - math.sqrt(at.progress),
+    "cosine": lambda at: (1 + math.cos(math.pi * at.progress)) / 2,
+    "inverse_sqrt": lambda at: math.sqrt(at.begin / at.step),
 }
-"""From the progress of the decay, 0 to 1, to what remains of the way down."""
+"""From a step's position in the decay to what remains of the way down."""
 
 
 def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
@@ -32,7 +44,8 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     - then from 1 down to `min_lr_factor`, which the last step takes exactly, and later ones keep.
 
     A decay of 0 steps never leaves 1; a run shorter than its warm-up takes the first steps of it.
-    The decays: linear, 1 - sqrt(progress) as in arXiv 2405.18392, and half a cosine.
+    The decays: linear, 1 - sqrt(progress) as in arXiv 2405.18392, and half a cosine. inverse_sqrt,
+    of arXiv 1706.03762, has no end: the factor comes near `min_lr_factor` as 1 / sqrt(step) falls.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
@@ -40,10 +53,11 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     decay_steps = max(0, total_steps - config.warmup_steps)
     if config.decay_ratio is not None:
         decay_steps = min(decay_steps, round(total_steps * config.decay_ratio))
-    steps_decayed = step - (total_steps - decay_steps)
-    if decay_steps == 0 or steps_decayed <= 0:
+    begin = total_steps - decay_steps
+    if decay_steps == 0 or step <= begin:
         return 1.0
-    remaining = DECAYS[config.decay_type](min(1.0, steps_decayed / decay_steps))
+    at = Decay(step, begin, progress=min(1.0, (step - begin) / decay_steps))
+    remaining = DECAYS[config.decay_type](at)
     return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 

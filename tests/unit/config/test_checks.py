@@ -72,6 +72,7 @@ RULES = [
     ("--training.dtype bfloat16 --training.mixed_precision_param float32", 1, "cannot restore par"),
     ("--optimizer.state_dtype bfloat16 --optimizer.beta2 0.999", 1, "changes a moment by less tha"),
     ("--training.dtype bfloat16 --optimizer.beta2 0.999", 1, "less than training.dtype=bfloat16"),
+    ("--lr_scheduler.decay_type inverse_sqrt --lr_scheduler.warmup_steps 0", 1, "choose 1 or mor"),
     ("--profiling.enable_profiling --profiling.profile_freq 3", 1, "profiler_active: choose 4 or"),
     ("--compile.enable --debug.capture_step 3", 1, "looks into layers that compile.enable=true"),
     ("--checkpoint.create_seed_checkpoint", 1, "=true is not read without checkpoint.enable=true:"),

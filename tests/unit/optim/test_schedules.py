@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from transformers import get_inverse_sqrt_schedule
 
 from titan_moe.config.job_config import JobConfig, LRScheduler
 from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
@@ -35,6 +36,21 @@ def test_decay_shapes_down_to_the_least_factor(decay_type, expected):
     assert factors([20, 21, 99], **keys) == [0.2, 0.2, 0.2]
 
 
+@pytest.mark.parametrize(
+    ("decay_ratio", "begin"), [(None, 10), (0.75, 100)], ids=["from the warm-up", "later"]
+)
+def test_inverse_sqrt_is_that_of_transformers(decay_ratio: float | None, begin: int) -> None:
+    """A schedule that stays at the peak up to step 100 takes that as the time scale."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    theirs = get_inverse_sqrt_schedule(optimizer, num_warmup_steps=begin).lr_lambdas[0]
+    keys = {"warmup_steps": 10, "decay_type": "inverse_sqrt", "decay_ratio": decay_ratio}
+    steps = [1, 9, 10] if decay_ratio is None else []
+    steps += [begin, begin + 1, 123, 399, 400, 500, 100_000]
+    expected = [theirs(step) for step in steps]
+    assert factors(steps, training_steps=400, **keys) == pytest.approx(expected, rel=1e-15)
+
+
 def test_set_lr_scales_each_group_by_its_own_peak():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = zip(weights, (0.5, 4.0), strict=True)
@@ -44,6 +60,7 @@ def test_set_lr_scales_each_group_by_its_own_peak():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]
 
 
+_INVERSE = {"decay_type": "inverse_sqrt"}
 KEYS = {"lr_scheduler": {"warmup_steps": 10, "min_lr_factor": 0.05}, "optimizer": {"lr": 4e-3}}
 
 
@@ -70,6 +87,7 @@ def record(training_steps=300, lr=4e-3, **schedule):
             'warmup_steps=10 lr_.*type="linear" keeps',
         ),
         (record(decay_ratio=0.5), 5, "lr_scheduler.decay_ratio=null keeps"),
+        (record(**_INVERSE), 5, 'step 11 .* lr_scheduler.decay_type="linear" keeps'),
     ],
 )
 def test_resume_at_another_learning_rate_names_both_and_what_keeps_the_first(
@@ -89,6 +107,7 @@ def test_resume_at_another_learning_rate_names_both_and_what_keeps_the_first(
         (record(), record(total_steps=300), 20),
         (record(decay_ratio=0.1), record(280, decay_ratio=0.1, total_steps=300), 20),
         ({}, record(600), 300),
+        (record(**_INVERSE), record(600, **_INVERSE), 300),
     ],
 )
 def test_resume_at_the_same_learning_rates_says_nothing(before, now, step, caplog) -> None:

@@ -20,6 +20,15 @@ def _optimizer(run: Run) -> Iterator[str]:
             )
 
 
+def _schedule(run: Run) -> Iterator[str]:
+    schedule = run.job.lr_scheduler
+    if schedule.decay_type == "inverse_sqrt" and not schedule.warmup_steps:
+        yield (
+            "lr_scheduler.warmup_steps=0: inverse_sqrt falls with the square root of "
+            "warmup_steps / step: choose 1 or more"
+        )
+
+
 def _precision(run: Run) -> Iterator[str]:
     job, training, float8 = run.job, run.job.training, run.job.quantize.linear.float8
     if (training.dtype, training.mixed_precision_param) == ("bfloat16", "float32"):
@@ -133,6 +142,7 @@ def _has_other_files(folder: Path) -> bool:
 
 RULES: list[Rule] = [
     _optimizer,
+    _schedule,
     _precision,
     _profiling,
     _capture,
