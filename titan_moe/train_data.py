@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from titan_moe.config.checks.data import check_vocabulary
@@ -17,7 +16,6 @@ from titan_moe.data.reader import (
     Reader,
     ReaderProcess,
     continue_state,
-    documents_without_text,
     merge_states,
 )
 from titan_moe.data.sequences import Identity
@@ -39,14 +37,12 @@ class TrainData:
         self.tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
         if lines := check_vocabulary(job, config, self.tokenizer.vocab_size):
             raise ConfigError(lines)
-        self._warned = False
         for line in data_notes(job.training, job.validation) if process.is_main else []:
             logger.info(line)
 
     def open(self, job: JobConfig, dims: ParallelDims) -> None:
         """Open the loaders at the beginning of the data, for the stage and the layout of `job`."""
         rank = self._process.rank
-        self._counts = not any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp"))
         place = {
             "seed": job.debug.seed,
             "rank": dims.coordinate(rank, "batch"),
@@ -90,26 +86,6 @@ class TrainData:
         self.open(job, dims)
         state = continue_state(merge_states(states), before, self.loader.identity)
         self.loader.load_state_dict(state)
-
-    def count_without_text(self, step: int) -> int:
-        """Documents without a text that all ranks have read up to a step; collective.
-
-        Warns at the first of them. Such a document is read as an empty one.
-        """
-        # One of the ranks that read the same sequences counts.
-        number = documents_without_text(self.loader.state_dict()) if self._counts else 0
-        total = torch.tensor(number, device=self._process.device)
-        dist.all_reduce(total)
-        count = int(total)
-        if count and not self._warned and self._process.is_main:
-            self._warned = True
-            logger.warning(
-                "%d documents have no text by step %d and are read as empty ones: "
-                "data/documents_without_text counts them on",
-                count,
-                step,
-            )
-        return count
 
     def close(self) -> None:
         """End the loader."""

@@ -5,7 +5,7 @@ by the global number of target tokens of the step ends it. No other divisor exis
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class StepResult:
     metrics: dict[str, float] | None = None
     """Metrics for the log, by their names there; None if the step is not logged. See
     `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences, in any
-    order: the step's data."""
+    order: the step's data. Besides, the `counts` of all ranks that are not 0."""
     stop: bool = False
     """A rank asks to stop after this step."""
     spike: bool = False
@@ -121,6 +121,9 @@ class TrainStep:
         self._tp_group = sharded.meshes.group("tp")
         self._pp_group = sharded.meshes.group("pp")
         self._ranks_per_stage = dims.world_size // dims.pp
+        # Ranks that read the same sequences: the first of them counts.
+        rank = sharded.meshes.rank
+        self._counts_sequences = not any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp"))
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
         self._stop = stop
@@ -131,10 +134,15 @@ class TrainStep:
         batches: list[Batch],
         *,
         logged: bool = True,
+        counts: Mapping[str, int] | None = None,
         parameter_norms: bool = False,
         observer: Observer | None = None,
     ) -> StepResult:
         """Train on one step's microbatches.
+
+        Args:
+            counts: whole numbers about the sequences that this rank reads, by the names in the log
+                of their sums over all sequences; the same names on all ranks.
 
         Besides the layers' exchanges and the gradients' sums, a step is one all-reduce and one wait
         for the device. Metrics for the log join that all-reduce if the step is `logged`, and every
@@ -149,7 +157,7 @@ class TrainStep:
             moe.counts_traffic = logged or in_graph
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
-            result = self._total(loss_sum, batches, logged, parameter_norms)
+            result = self._total(loss_sum, batches, logged, counts or {}, parameter_norms)
         overflows = result.rows_dropped > 0 and self._sharded.stops_on_overflow
         if not result.accepted or overflows:
             return result
@@ -190,7 +198,12 @@ class TrainStep:
 
     @torch.no_grad()
     def _total(
-        self, loss_sum: Tensor, batches: list[Batch], logged: bool, parameter_norms: bool
+        self,
+        loss_sum: Tensor,
+        batches: list[Batch],
+        logged: bool,
+        counts: Mapping[str, int],
+        parameter_norms: bool,
     ) -> StepResult:
         """Sum over all ranks, in one all-reduce, the numbers of the update and of the log."""
         squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
@@ -209,11 +222,13 @@ class TrainStep:
             )
             terms["rows_dropped"] = take_dropped(self._moe_layers.values(), self._device)
         if logged:
-            terms |= self._metrics.terms()
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
-            terms["data"] = self._number(
-                sum(local_fingerprints(batch, self._sharded) for batch in batches)
-            )
+            data = sum(sum(fingerprints(batch)) for batch in batches)
+            terms |= self._metrics.terms()
+            terms |= {
+                name: self._number(number * self._counts_sequences)
+                for name, number in {"data": data, **counts}.items()
+            }
         terms["stop"] = self._number(self._stop())
         if parameter_norms:
             terms["parameters"] = self._parameter_norms.squares(
@@ -222,9 +237,11 @@ class TrainStep:
         sums = sum_over_world(terms)
         self._metrics.reset()
         # Host sync, once per step: whether to update at all is decided on these numbers.
-        return self._result(sums, read(sums))
+        return self._result(sums, read(sums), counts)
 
-    def _result(self, sums: dict[str, Tensor], numbers: dict[str, float]) -> StepResult:
+    def _result(
+        self, sums: dict[str, Tensor], numbers: dict[str, float], counts: Iterable[str]
+    ) -> StepResult:
         norm = math.sqrt(numbers["squares"])
         num_targets = int(numbers["num_targets"])
         divisor = max(num_targets, 1)
@@ -243,6 +260,7 @@ class TrainStep:
         if "data" not in sums:
             return result
         values = self._metrics.values(numbers, num_targets=num_targets)
+        values |= {name: int(numbers[name]) for name in counts if numbers[name]}
         return replace(result, metrics={**values, "data": int(numbers["data"])})
 
     def _number(self, number: int) -> Tensor:
@@ -333,11 +351,3 @@ def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
         return 0
     positions_S = sharded.positions(batch.labels_BS.shape[1])
     return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())
-
-
-def local_fingerprints(batch: Batch, sharded: ShardedModel) -> int:
-    """Returns the sum of the sequences' fingerprints; 0 if another rank adds the same ones."""
-    dims, rank = sharded.meshes.dims, sharded.meshes.rank
-    if any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp")):
-        return 0
-    return sum(fingerprints(batch))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from titan_moe.bad_steps import BadSteps
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksums import ReplicaCheck, checksums
@@ -20,18 +22,18 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.stages import changes, job_of_step, same_layout, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.reader import merge_states
+from titan_moe.data.reader import documents_without_text, merge_states
 from titan_moe.data.tokenizer import loss_unit, token_ends
 from titan_moe.debug.bad_step_causes import bad_step_causes
 from titan_moe.debug.hang import mark_layers
 from titan_moe.debug.routing_trace import RoutingTrace
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
-from titan_moe.distributed.parallelize import build_sharded_model
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.transfer import move
 from titan_moe.metrics.closing import closing_lines, outcome
 from titan_moe.metrics.jsonl import INITIAL_WEIGHTS
-from titan_moe.metrics.run_log import RunLog, describe_layout, describe_run
+from titan_moe.metrics.run_log import WITHOUT_TEXT, RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.optim.optimizers import build_optimizer
@@ -67,48 +69,45 @@ class Trainer:
     """Everything of one run on one rank."""
 
     def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
-        """Build model, optimizer and checkpointer. Collective. Raises ConfigError or RunError."""
+        """Build model, optimizer, data and log, and load the checkpoint to go on from. Collective.
+        Raises ConfigError or RunError."""
         seed_everything(job.debug)
         self.process = process
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
-        self._say(f"{job.job.description}: {self.folder}")
-        if job.job.print_config:
-            self._say(f"configuration:\n{as_toml(job)}")
         self.run_job = job
         """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
+        self.data = TrainData(self.run_job, model_config, process)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
         self._build_model(job)
         self._prepare_updates()
+        self.data.open(job, self.meshes.dims)
         self.progress = Progress()
+        self._resume()
+        resume_step = self.progress.step
+        warn_of_changed_rate(self.checkpointer.loaded_job, job.model_dump(), resume_step)
+        self.routing = RoutingTrace(job, self.sharded, process, resume_step=resume_step)
+        self.log = RunLog(self.run_job, self.sharded, process, resume_step=resume_step)
         self.losses: tuple[float, float | None] = (math.nan, None)
         """The last step's loss, and the loss of the validation after it."""
 
     def _build_model(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
         """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
         self.job = job
-        self.sharded = sharded = build_sharded_model(
-            job,
-            self._config,
-            device=self.process.device,
-            world_size=self.process.world_size,
-            ranks_per_node=self.process.local_world_size,
-            draw_weights=groups is None,
-            groups=groups,
-        )
-        self.meshes = sharded.meshes
-        mark_layers(sharded.parts)
+        self.sharded = _sharded_model(job, self._config, self.process, groups)
+        self.meshes = self.sharded.meshes
+        mark_layers(self.sharded.parts)
         self._ran = False
-        if self.process.is_main:
-            describe_layout(job, sharded, self.process.device)
 
     def _prepare_updates(self) -> None:
         """Build optimizer, train step, replica check and checkpointer for the model."""
-        job, sharded, group = self.job, self.sharded, self.meshes.group
-        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
+        job, sharded = self.job, self.sharded
+        self.optimizer = build_optimizer(
+            job.optimizer, sharded.named_parameters(), self.meshes.group
+        )
         self.train_step = TrainStep(
             sharded,
             self.optimizer,
@@ -119,50 +118,27 @@ class Trainer:
         )
         freq = job.metrics.replica_check_freq
         self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
-        self.checkpointer = Checkpointer(
-            job.checkpoint,
-            self.folder,
-            modules=sharded.parts,
-            optimizer=self.optimizer,
-            job_record=self.run_job.model_dump(mode="json"),
-            merge_data=merge_states,
-            model=HFModel(job.model.name, sharded.config),
-            ends_of=token_ends,
-        )
-
-    def create_seed_checkpoint(self) -> None:
-        """Write the initial weights as step-0, from which any layout can start."""
-        self.checkpointer.save(0, {})
-        self._say(f"the initial weights are {self.checkpointer.folder / 'step-0'}")
+        self.checkpointer = _checkpointer(self.run_job, job, sharded, self.optimizer)
 
     def train(self) -> bool:
-        """Train to the last step, or until asked to stop; resumes where the run's own checkpoint
-        ended. Returns whether it was stopped, saved."""
-        self.data = TrainData(self.run_job, self.sharded.config, self.process)
-        self.data.open(self.job, self.meshes.dims)
-        self._resume()
-        warn_of_changed_rate(
-            self.checkpointer.loaded_job, self.job.model_dump(), self.progress.step
-        )
-        steps = self.job.training.steps
-        if self.progress.step >= steps:
-            self.checkpointer.check_export(self.progress.step, finished=True)
-            at = f"{self.checkpointer.folder} is at step {self.progress.step}"
+        """Train to the last step, or until asked to stop. Returns whether it was stopped, saved."""
+        steps, resume_step = self.job.training.steps, self.progress.step
+        if resume_step >= steps:
+            self.checkpointer.check_export(resume_step, finished=True)
+            at = f"{self.checkpointer.folder} is at step {resume_step}"
             remedy = "raise training.steps to go on, or choose another job.dump_folder"
             self._say(f"{at} of training.steps={steps} already: {remedy}")
+            self._close(draws=False)
             return False
         self.checkpointer.check_export(steps)
-        resume_step = self.progress.step
-        self.routing = RoutingTrace(self.job, self.sharded, self.process, resume_step=resume_step)
         if self.process.is_main:
             describe_run(self.run_job, self.process, self.data.loader.identity)
         if self.job.metrics.log_initial_weights and not resume_step:
             found = checksums(model_tensors(self.sharded.parts))
             if self.process.is_main:
                 write_whole(self.folder / INITIAL_WEIGHTS, json.dumps(found, indent=1))
-        self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         garbage = GarbageCollector(self.job.training.gc_freq)
-        stages = dict(stage_jobs(self.run_job))
+        stages = dict(stage_jobs(self.run_job)[1:])
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile_step:
             while self.progress.step < steps:
                 step = self.progress.step + 1
@@ -182,21 +158,21 @@ class Trainer:
             if self.checkpointer.finish() != self.progress.step:
                 self.checkpointer.save(self.progress.step, self._state())
             self.stop_request.answer()
-        self.data.close()
-        self.log.close(*loss_unit(self.data.tokenizer), draws=not stopped)
+        self._close(draws=not stopped)
         self._say_goodbye()
         return stopped
+
+    def _close(self, *, draws: bool) -> None:
+        self.data.close()
+        self.log.close(*loss_unit(self.data.tokenizer), draws=draws)
 
     def _end_first_step(self) -> None:
         """Shorten the timeouts: the first step of a layout compiles, and may take long."""
         if self.job.compile.enable:
             graphs, breaks, seconds = compiled_so_far()
             self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
-        self._set_timeouts(self.job.comm.train_timeout_seconds)
+        set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
         self._ran = True
-
-    def _set_timeouts(self, seconds: int) -> None:
-        set_timeouts(seconds, self.meshes.all_groups())
 
     def _resume(self) -> None:
         """Load the configuration's checkpoint."""
@@ -221,8 +197,13 @@ class Trainer:
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         with phases("step"), self.routing.step(step, batches):
             norms = self.log.wants_norms(step)
+            without_text = documents_without_text(self.data.loader.state_dict())
             result = self.train_step(
-                batches, logged=logged, parameter_norms=norms, observer=capture
+                batches,
+                logged=logged,
+                counts={WITHOUT_TEXT: without_text},
+                parameter_norms=norms,
+                observer=capture,
             )
         if capture is not None:
             capture.write(self.folder)
@@ -253,7 +234,6 @@ class Trainer:
             tokens=self.progress.tokens,
             step_tokens=step_tokens,
             validation_loss=validation_loss,
-            documents_without_text=self.data.count_without_text(step) if logged else 0,
         )
         with phases("checkpoint"):
             self.replicas(step)
@@ -310,8 +290,9 @@ class Trainer:
         }
 
     def reshard(self, job: JobConfig) -> None:
-        """Change to the layout of `job` between two steps of `train`. Collective. Sequence length
-        and batch may change too: `data.reader.continue_state` then moves the data position.
+        """Change to the layout of `job`, before, between or after the steps of `train`. Collective.
+        Sequence length and batch may change too: `data.reader.continue_state` then moves the data
+        position.
 
         Nothing goes through the disk. The later steps have the bits of a run that was saved,
         stopped and resumed in that layout. Parameters move first and are freed, then the
@@ -324,7 +305,7 @@ class Trainer:
         if problems := check_reshard(self.job, job, self._config, world_size):
             raise ConfigError(problems)
         job = resolve(job, world_size)
-        self._set_timeouts(job.comm.init_timeout_seconds)
+        set_timeouts(job.comm.init_timeout_seconds, self.meshes.all_groups())
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
@@ -373,8 +354,48 @@ class Trainer:
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
     """Run a resolved job on this rank: write its seed checkpoint, or train it. Returns whether it
     stopped before its last step, saved."""
-    trainer = Trainer(job, model_config, process)
-    if job.checkpoint.create_seed_checkpoint:
-        trainer.create_seed_checkpoint()
-        return False
-    return trainer.train()
+    if process.is_main:
+        logger.info("%s: %s", job.job.description, job.job.dump_folder)
+        if job.job.print_config:
+            logger.info("configuration:\n%s", as_toml(job))
+    if not job.checkpoint.create_seed_checkpoint:
+        return Trainer(job, model_config, process).train()
+    sharded = _sharded_model(job, model_config, process)
+    checkpointer = _checkpointer(job, job, sharded, None)
+    checkpointer.save(0, {})
+    if process.is_main:
+        logger.info("the initial weights are %s", checkpointer.folder / "step-0")
+    return False
+
+
+def _sharded_model(
+    job: JobConfig, config: ModelConfig, process: Process, groups: ProcessGroups | None = None
+) -> ShardedModel:
+    """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
+    sharded = build_sharded_model(
+        job,
+        config,
+        device=process.device,
+        world_size=process.world_size,
+        ranks_per_node=process.local_world_size,
+        draw_weights=groups is None,
+        groups=groups,
+    )
+    if process.is_main:
+        describe_layout(job, sharded, process.device)
+    return sharded
+
+
+def _checkpointer(
+    run_job: JobConfig, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer | None
+) -> Checkpointer:
+    return Checkpointer(
+        job.checkpoint,
+        Path(job.job.dump_folder),
+        modules=sharded.parts,
+        optimizer=optimizer,
+        job_record=run_job.model_dump(mode="json"),
+        merge_data=merge_states,
+        model=HFModel(job.model.name, sharded.config),
+        ends_of=token_ends,
+    )

@@ -46,7 +46,7 @@ def train_watched(folder: Path, plant: str) -> None:
         folder,
         steps=2 * HANGS_IN_STEP,
         comm={"train_timeout_seconds": LIMIT_S},
-        metrics={"log_freq": 100},  # A logged step has an all-reduce more.
+        metrics={"log_freq": 100},  # A logged step sums more numbers.
         parallelism={"expert_parallel_degree": 2},
         checkpoint=checkpoint,
     )

@@ -11,6 +11,8 @@ from tests.support.gates import OTHERS, SAMPLE, fitting
 from tests.support.resharding import LEG, Run, go_on, make_job, problems, run, unlike
 from tests.support.tiers import tiered
 from tests.support.trainings import process_here
+from titan_moe.checkpoint.checksums import checksums
+from titan_moe.checkpoint.tensors import model_tensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
@@ -174,6 +176,32 @@ def test_a_shifted_strided_shard_is_noticed(tmp_path: Path, undisturbed: Undistu
         assert f"{kind} output.weight is not what was saved" in lines
     assert not any("norm.weight is not" in line for line in lines), "it has no strided shards"
     assert not any("checksums" in line for line in lines), "production's check cannot see it"
+
+
+def reshard_around_training(before: JobConfig, config: ModelConfig, after: JobConfig) -> list[dict]:
+    """Changes to a layout before the first step, and back after the last one; returns the checksums
+    of all parameters before and after the latter."""
+    trainer = Trainer(before, config, process_here())
+    trainer.reshard(after)
+    trainer.train()
+    sums = [checksums(model_tensors(trainer.sharded.parts))]
+    trainer.reshard(before)
+    return [*sums, checksums(model_tensors(trainer.sharded.parts))]
+
+
+def test_run_changes_its_layout_before_its_first_step_and_after_its_last(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    before, after = parse("dp_shard=2"), parse("tp=2")
+    there = undisturbed(_QWEN, after, 2)
+    jobs = [make_job(_QWEN, layout, tmp_path, steps=2 * LEG) for layout in (before, after)]
+    config = at_depth(model_config(_QWEN, "gate"), 2)
+    for trained, moved in run_on_ranks(reshard_around_training, 2, jobs[0], config, jobs[1]):
+        assert trained == moved
+    ours = Run(tmp_path, [])
+    for step in range(1, 2 * LEG + 1):
+        keys = ("loss", "grad_norm", "data")
+        assert ours.logged(step, *keys) == there.logged(step, *keys)
 
 
 def refuse(before: JobConfig, config: ModelConfig, jobs: list[JobConfig]) -> list[list[str]]:

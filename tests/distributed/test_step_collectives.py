@@ -1,9 +1,18 @@
 """A step sends one all-reduce besides tokens and gradients."""
 
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
 import torch.distributed as dist
 
+from tests.support import trainings
+from tests.support.documents import write_jsonl
 from tests.support.tiny import batch_of, make_job, tiny_step
 from titan_moe.config.job_config import JobConfig
+from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import run_on_ranks
 
 STEPS = {
@@ -13,22 +22,27 @@ STEPS = {
 }
 
 
-def collectives_by_step(job: JobConfig) -> dict[str, list[str]]:
-    """The collectives over the world, by kind of step, and the result's figures."""
-    _, step = tiny_step(job)
-    batches = [batch_of(0, slice(2))] * 2
-    names: list[str] = []
+def count_collectives(note: Callable[[str], object]) -> None:
+    """Calls `note` with the name of each collective over the world, from now on."""
 
     def counted(function):
         def call(*args, **kwargs):
             if kwargs.get("group") in (None, dist.group.WORLD):
-                names.append(function.__name__)
+                note(function.__name__)
             return function(*args, **kwargs)
 
         return call
 
     for name in ("all_reduce", "broadcast", "all_gather_object", "all_gather", "barrier"):
         setattr(dist, name, counted(getattr(dist, name)))
+
+
+def collectives_by_step(job: JobConfig) -> dict[str, list[str]]:
+    """The collectives over the world, by kind of step, and the result's figures."""
+    _, step = tiny_step(job)
+    batches = [batch_of(0, slice(2))] * 2
+    names: list[str] = []
+    count_collectives(names.append)
     found = {}
     for kind, asked in STEPS.items():
         names.clear()
@@ -62,3 +76,50 @@ def test_whether_a_step_is_logged_changes_nothing():
     """The layers' sums start again from zero after each step, logged or not."""
     job = make_job("deepseek_v3")
     assert run_on_ranks(figures, 1, job, True) == run_on_ranks(figures, 1, job, False)
+
+
+def collectives_of_training(job: JobConfig) -> dict[int, list[str]]:
+    """Trains; returns the collectives over the world in each step from the second on, in which the
+    communicators and timeouts of the first are made."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    count_collectives(lambda name: found[POSITION.last().step].append(name))
+    trainings.train_here(job)
+    return {step: found[step] for step in range(2, job.training.steps)}
+
+
+def test_a_logged_step_of_a_training_has_no_more_collectives(tmp_path: Path):
+    job = trainings.make_job(
+        tmp_path, steps=5, metrics={"log_freq": 2}, checkpoint={"enable": False}
+    )
+    for steps in run_on_ranks(collectives_of_training, 2, job):
+        assert steps[2] == steps[3] == steps[4] == ["all_reduce"]
+    logged = [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")]
+    assert logged == [1, 2, 4, 5]
+
+
+def train_and_listen(job: JobConfig) -> list[str]:
+    """Trains; returns the warnings of this rank."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("titan_moe").addHandler(handler)
+    trainings.train_here(job)
+    return lines
+
+
+def test_documents_without_a_text_are_counted_once_in_every_layout(tmp_path: Path):
+    """Ranks that read the same sequences do not count them twice; the log warns once."""
+    words = [None, "a b c d", "e f", "g h i"] * 40
+    training = {"dataset": "json", "dataset_path": write_jsonl(tmp_path / "a.jsonl", words)}
+    training |= {"repeat_dataset": True, "global_batch_size": 4, "seq_len": 16}
+    counts = []
+    for degree in (1, 2):
+        folder = tmp_path / f"tp-{degree}"
+        parallelism = {"tensor_parallel_degree": degree}
+        how = {"training": training, "parallelism": parallelism, "checkpoint": {"enable": False}}
+        said = run_on_ranks(train_and_listen, 2, trainings.make_job(folder, steps=3, **how))
+        lines = read_json_lines(folder / "metrics.jsonl")
+        counts.append([line.get("data/documents_without_text") for line in lines])
+        (line,) = (line for line in said[0] if "have no text by step 1" in line)
+        assert line.startswith(f"{counts[-1][0]} documents") and not said[1]
+    assert counts[0] == counts[1] and counts[0][0] < counts[0][-1]

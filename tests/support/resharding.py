@@ -164,16 +164,12 @@ def train_watched(
     if plant is not None:
         plant()
     trainer, watched = Trainer(job, config, process_here()), Watched()
-    resume, make_step = trainer._resume, trainer._step
+    make_step = trainer._step
     if after is None:
         _watch_saves(trainer, watched, layout)
-
-    def resume_and_save_again() -> None:
-        save = trainer.checkpointer.save
-        resume()
-        if trainer.progress.step > 0:
-            save(trainer.progress.step, trainer._state())
-            watched.loaded = watched.saved[trainer.progress.step]
+    if trainer.progress.step > 0:
+        trainer.checkpointer.save(trainer.progress.step, trainer._state())
+        watched.loaded = watched.saved[trainer.progress.step]
 
     def reshard_and_step(step: int) -> bool:
         if step == 1:  # Training draws no random numbers, and so would not show their states.
@@ -187,7 +183,7 @@ def train_watched(
             _watch_saves(trainer, watched, after[1])
         return make_step(step)
 
-    trainer._resume, trainer._step = resume_and_save_again, reshard_and_step
+    trainer._step = reshard_and_step
     trainer.train()
     return watched
 

@@ -40,6 +40,9 @@ from titan_moe.train_step import StepResult
 
 logger = logging.getLogger(__name__)
 
+WITHOUT_TEXT = "data/documents_without_text"
+"""The number of documents without a text that the run has read so far, as empty ones."""
+
 
 class Phases:
     """Adds up wall seconds per named phase between two logged steps:
@@ -103,7 +106,7 @@ class RunLog:
     def __init__(
         self, job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
     ) -> None:
-        self.phases = Phases()
+        self.phases, self._warned = Phases(), False
         self._job, self._process = job, process
         self._last_steps = {job.training.steps, *(stage.from_step - 1 for stage in job.stages)}
         self._folder = Path(job.job.dump_folder)
@@ -165,14 +168,12 @@ class RunLog:
         tokens: int,
         step_tokens: int,
         validation_loss: float | None,
-        documents_without_text: int = 0,
     ) -> None:
         """Take a finished step; log it if it is one to log or has a validation loss.
 
         Args:
             rates: learning rate of each parameter group.
             tokens: tokens of the whole run so far; step_tokens: those of this step.
-            documents_without_text: of the whole run so far; logged if there are any.
         """
         self._tokens_since += step_tokens
         if not self.wants(step) and validation_loss is None:
@@ -192,8 +193,13 @@ class RunLog:
             **phases,
             **memory_metrics(self._process.device),
         }
-        if documents_without_text:
-            values["data/documents_without_text"] = documents_without_text
+        if (count := values.get(WITHOUT_TEXT)) and self._process.is_main and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d documents have no text by step %d and are read as empty ones: %s counts them "
+                "on",
+                *(count, step, WITHOUT_TEXT),
+            )
         if result.rows_dropped and result.counts_LE is not None:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:
