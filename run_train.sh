@@ -39,6 +39,7 @@ case " $* " in
 esac
 
 use_nodes
+use_allocators
 
 trap '' INT # Until Python ends by it.
 exec "$PYTHON" -m titan_moe train --max-restarts "${MAX_RESTARTS:-0}" \

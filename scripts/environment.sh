@@ -23,6 +23,37 @@ use_environment() {
     PYTHON="$venv/bin/python"
 }
 
+# use_allocators chooses the allocators of ranks, unless the environment does. On a GPU segments grow,
+# as titan-moe train has it too. On the CPU glibc keeps freed memory for the next step, and joins it: by
+# default it hands large tensors back to the kernel, which clears every page again (half of the time of
+# an elementwise pass), and keeps odd gaps between tensors in which no other tensor fits.
+use_allocators() {
+    if [[ -z ${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
+        export PYTORCH_ALLOC_CONF=expandable_segments:True
+    fi
+    if [[ -n ${GLIBC_TUNABLES:-}$(compgen -e MALLOC_) ]] || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+        return
+    fi
+    local malloc=glibc.malloc
+    # No mapping for any size, no end of the heap handed back; no lists of small chunks that are not
+    # joined with their neighbours.
+    GLIBC_TUNABLES=$malloc.mmap_max=0:$malloc.trim_threshold=4611686018427387904
+    export GLIBC_TUNABLES+=:$malloc.tcache_count=0:$malloc.mxfast=0
+}
+
+# use_interface HOST exports GLOO_SOCKET_IFNAME, the interface through which this machine reaches HOST.
+# By default gloo takes the address of the machine's own name; where that is loopback, no other node
+# reaches it. HOST may be a name of loopback on the machine that it names: then the interface of the
+# default route is taken, by an address that stands for any other machine (RFC 5737).
+use_interface() {
+    local address
+    address=$(getent ahosts "$1" | awk '{ print $1; exit }') || return 0
+    if [[ $address == 127.* && $1 != 127.* && $1 != localhost ]]; then address=192.0.2.1; fi
+    address=$(ip -o route get "$address" | sed -n 's/.* src \([^ ]*\).*/\1/p') || return 0
+    GLOO_SOCKET_IFNAME=$(ip -o address show to "$address" | awk '{ print $2; exit }') || return 0
+    if [[ -n $GLOO_SOCKET_IFNAME ]]; then export GLOO_SOCKET_IFNAME; fi
+}
+
 # use_nodes exports NNODES, NODE_RANK and RDZV_ENDPOINT. Where they are not set, they come from the
 # variables that Kubernetes' operators set for torchrun (PET_*), or from MASTER_ADDR and MASTER_PORT.
 use_nodes() {
@@ -37,6 +68,7 @@ use_nodes() {
             exit 2
         fi
     done
+    if ((NNODES > 1)) && [[ -z ${GLOO_SOCKET_IFNAME:-} ]]; then use_interface "${RDZV_ENDPOINT%:*}" 2>/dev/null; fi
 }
 
 has_dependencies() {

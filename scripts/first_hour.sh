@@ -20,5 +20,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 use_nodes
+use_allocators
 cd "$repo"
 exec "$PYTHON" -m scripts.first_hour "$@"

@@ -160,7 +160,7 @@ def _run(
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.
     gc.disable()
-    from titan_moe.debug.hang import watch_for_hangs
+    from titan_moe.debug.hang import HangWatch
     from titan_moe.distributed.agreement import on_rank_zero
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train
@@ -169,7 +169,7 @@ def _run(
     reports, save_limit = folder / job.comm.save_traces_folder, job.checkpoint.save_timeout_seconds
     with (
         process_group(launch, job.comm, environment, deterministic=deterministic) as process,
-        watch_for_hangs(process, job.comm, save_limit, reports, records),
+        HangWatch(process, job.comm, save_limit, reports, records),
     ):
         problems = on_rank_zero(lambda: _take_folders(job, model), doing=f"cannot lock {folder}")
         if problems:

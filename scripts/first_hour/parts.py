@@ -15,7 +15,6 @@ from scripts.first_hour.session import REPO, Machine, PartError, Session, Unseen
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import parallel_dims
-from titan_moe.runtime.torchrun import allocators
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.report.bench import card
 
@@ -219,7 +218,7 @@ def benchmark_kernels(session: Session, words: Sequence[str]) -> Seen:
     """Runs a script of scripts/bench. Its goals are for GPUs; one that is missed fails nothing."""
     toy = () if session.machine.on_gpus else _TOY
     command = (sys.executable, "-m", *words, *toy, "--json", session.figures)
-    session.run(*command, env=allocators(os.environ))
+    session.run(*command)
     figures = json.loads(session.figures.read_text(encoding="utf-8"))
     goals = figures["goals"]
     if not session.machine.on_gpus:

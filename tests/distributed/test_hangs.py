@@ -54,7 +54,7 @@ def train_watched(folder: Path, plant: str) -> None:
         PLANTS[plant]()
     process = process_here()
     reports, save_limit = folder / "comm_traces", job.checkpoint.save_timeout_seconds
-    with hangs.watch_for_hangs(process, job.comm, save_limit, reports, None):
+    with hangs.HangWatch(process, job.comm, save_limit, reports, None):
         train(job, model_of_job(job.model), process)
 
 

@@ -18,12 +18,10 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
@@ -48,34 +46,15 @@ _LONGEST_SILENCE_S = 30 * 60
 _STORE_LIMIT = timedelta(seconds=30)
 
 
-@contextmanager
-def watch_for_hangs(
-    process: Process, comm: Comm, save_limit: int, folder: Path, failures: Path | None
-) -> Iterator[None]:
-    """Watch while the block runs; the process ends with exit code 1 after a report.
-
-    `save_limit`: checkpoint.save_timeout_seconds. `folder`: of the reports. `failures`: where a
-    rank's failure is recorded for the launcher; None prints it. One rank alone waits for no other,
-    and is not watched.
-    """
-    if process.world_size == 1:
-        yield
-        return
-    watch = HangWatch(process, comm, save_limit, folder, failures)
-    watch.start()
-    try:
-        yield
-    except Exception as error:
-        if _is_of_a_collective(error):
-            traceback.print_exc()
-            watch.report(error)
-        raise
-    finally:
-        watch.stop()
-
-
 class HangWatch:
-    """The thread of one rank."""
+    """Watches while its block runs; the process ends with exit code 1 after a report. One rank
+    alone waits for no other, and is not watched.
+
+    Args:
+        save_limit: checkpoint.save_timeout_seconds.
+        folder: of the reports.
+        failures: where a rank's failure is recorded for the launcher; None prints it.
+    """
 
     def __init__(
         self, process: Process, comm: Comm, save_limit: int, folder: Path, failures: Path | None
@@ -85,37 +64,39 @@ class HangWatch:
         # A save that is awaited in the background says itself that it has taken too long.
         self._longest_silence = max(_LONGEST_SILENCE_S, save_limit + BACKEND_GRACE_S)
         self._limit = min(comm.init_timeout_seconds, comm.train_timeout_seconds, save_limit)
-        self._period = min(max(self._limit / 20, 0.1), 5.0)
-        self._store = _default_store()
-        self._store.set_timeout(_STORE_LIMIT)
         self._error: BaseException | None = None
         self._wake = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def __enter__(self) -> None:
+        if self._world_size > 1:
+            # Another connection to the ranks' store: the main thread may be waiting on its own.
+            self._store = _get_default_store().clone()  # type: ignore[attr-defined]
+            self._store.set_timeout(_STORE_LIMIT)
+            self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, which uses the store, before the process group ends."""
-        self._ended = True
-        self._wake.set()
-        self._thread.join(2 * _ANSWER_S)
-
-    def report(self, error: BaseException) -> None:
-        """Report what a collective raised; returns only if the report fails."""
-        self._error = error
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Report what a collective raised, or end the thread, which uses the store, before the
+        process group ends."""
+        if self._world_size == 1:
+            return
+        # Gloo raises RuntimeErrors that name its files.
+        by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        if by_gloo or isinstance(error, dist.DistError):
+            traceback.print_exception(error)
+            self._error = error
+        else:
+            self._ended = True
         self._wake.set()
         self._thread.join(3 * _ANSWER_S)
 
     def _run(self) -> None:
         try:
-            while self._error is None:
-                self._wake.wait(self._period)
+            while not (self._error or self._waits_too_long() or self._store.check([_ASKED])):
+                self._wake.wait(min(max(self._limit / 20, 0.1), 5.0))
                 if self._ended:
                     return
-                if self._error is not None or self._waits_too_long() or self._is_asked():
-                    break
             lines, is_writer = self._gather()
         except (dist.DistError, RuntimeError, OSError):
             if not self._ended:
@@ -127,9 +108,6 @@ class HangWatch:
         sys.stderr.flush()
         # The main thread is inside a call that nothing ends.
         os._exit(1)
-
-    def _is_asked(self) -> bool:
-        return self._store.check([_ASKED])
 
     def _waits_too_long(self) -> bool:
         now = time.time_ns()
@@ -143,29 +121,23 @@ class HangWatch:
     def _gather(self) -> tuple[list[str], bool]:
         """Returns the report's lines, and whether this rank wrote them."""
         self._store.set(_ASKED, str(self._rank))
+        keys = [f"hang/rank-{rank}" for rank in range(self._world_size)]
         own = make_record(self._rank, self._error)
-        self._store.set(self._key(self._rank), json.dumps(own))
-        keys = [self._key(rank) for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], json.dumps(own))
         _wait_until(lambda: self._store.check(keys), _ANSWER_S)
         present = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         if present[0] != self._rank and _wait_until(lambda: self._store.check([_LINES]), _ANSWER_S):
             return json.loads(self._store.get(_LINES)), False
         records = [json.loads(self._store.get(keys[rank])) for rank in present]
-        lines = self._write(records)
-        self._store.set(_LINES, json.dumps(lines))
-        return lines, True
-
-    def _write(self, records: list[dict[str, Any]]) -> list[str]:
         first, *more = analyse(records, self._world_size)
         lines = [f"{first} (docs/troubleshooting.md#hang-or-timeout)", *more]
         try:
             path = write_report(self._folder, self._world_size, records)
+            lines.append(f"every rank's calls and stacks: titan-moe report hang {path}")
         except OSError as error:
-            return [*lines, f"cannot write a report into {self._folder}: {error.strerror}"]
-        return [*lines, f"every rank's calls and stacks: titan-moe report hang {path}"]
-
-    def _key(self, rank: int) -> str:
-        return f"hang/rank-{rank}"
+            lines.append(f"cannot write a report into {self._folder}: {error.strerror}")
+        self._store.set(_LINES, json.dumps(lines))
+        return lines, True
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -175,23 +147,10 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return met
 
 
-def _is_of_a_collective(error: Exception) -> bool:
-    """Gloo raises RuntimeErrors that name its files."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    )
-
-
 _CALLS_KEPT = 16
 """Latest calls of a process group in a record, besides those that have not ended."""
 _FRAMES_KEPT = 40
-_PACKAGE = Path(__file__).parents[1]
-
-
-def _default_store() -> dist.Store:
-    """Returns the ranks' store on another connection: the main thread may be waiting on its own."""
-    store = _get_default_store()
-    return store.clone()  # type: ignore[attr-defined]
+_ABOVE = f"{Path(__file__).parents[2]}/"
 
 
 def seconds_waited(now_ns: int) -> list[tuple[float, float]]:
@@ -206,7 +165,9 @@ def seconds_waited(now_ns: int) -> list[tuple[float, float]]:
 def make_record(rank: int, error: BaseException | None = None) -> dict[str, Any]:
     """Returns the state of this process, now. `error`: raised by a collective, if one was."""
     now, moves = time.time_ns(), POSITION.moves()
-    last = moves[-1]
+    last, stacks = moves[-1], _stacks()
+    main = stacks.pop(threading.main_thread().ident, [])
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         "rank": rank,
         "host": socket.gethostname(),
@@ -217,35 +178,34 @@ def make_record(rank: int, error: BaseException | None = None) -> dict[str, Any]
         "seconds_there": round((now - last.time_ns) / 1e9, 1),
         "error": "" if error is None else next(iter(str(error).splitlines()), ""),
         "groups": _groups(now, moves),
-        "stack": _main_stack()
-        if error is None
-        else _frames(traceback.extract_tb(error.__traceback__)),
-        "threads": _other_stacks(),
+        "stack": main if error is None else _frames(traceback.extract_tb(error.__traceback__)),
+        "threads": {
+            f"{names.get(ident, 'a thread of torch')} ({ident})": stack
+            for ident, stack in stacks.items()
+            if ident != threading.get_ident()
+        },
     }
 
 
 def _groups(now: int, moves: list[Move]) -> list[dict[str, Any]]:
-    """Returns each process group of this rank with more than one member, and its last calls."""
+    """Returns the last calls of each process group of several ranks. Each library counts its own
+    calls: two of one group are compared as two groups."""
     entries = defaultdict(list)
-    for entry in _recorded():
+    for entry in sorted(_recorded(), key=lambda entry: entry["record_id"]):
         if not entry["is_p2p"]:
             library = entry["profiling_name"].partition(":")[0]
             entries[entry["process_group"][0], library].append(entry)
+    by_name = {name: group for group, name in _world.pg_names.items()}
     groups = []
-    for group, name in _world.pg_names.items():
-        ranks = dist.get_process_group_ranks(group)
-        if len(ranks) < 2:
+    for (name, library), calls in entries.items():
+        group = by_name.get(name)
+        if group is None or len(ranks := dist.get_process_group_ranks(group)) < 2:
             continue
         axes = "world" if group is dist.group.WORLD else group.group_desc
-        # A library counts its own calls: two of one group are compared as two groups.
-        libraries = [library for of, library in entries if of == name] or [""]
-        for library in libraries:
-            calls = sorted(entries[name, library], key=lambda entry: entry["record_id"])
-            kept = [call for call in calls[:-_CALLS_KEPT] if not _has_ended(call)]
-            kept += calls[-_CALLS_KEPT:]
-            calls = [_call(each, now, moves) for each in kept]
-            key = f"{name} {library}".rstrip()
-            groups.append({"name": key, "axes": axes, "ranks": ranks, "calls": calls})
+        kept = [call for call in calls[:-_CALLS_KEPT] if not _has_ended(call)]
+        kept += calls[-_CALLS_KEPT:]
+        calls = [_call(each, now, moves) for each in kept]
+        groups.append({"name": f"{name} {library}", "axes": axes, "ranks": ranks, "calls": calls})
     return groups
 
 
@@ -277,37 +237,18 @@ def _has_ended(entry: dict[str, Any]) -> bool:
     return entry["retired"] or entry["state"] == "completed"
 
 
-def _main_stack() -> list[str]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return _stack(frame)
-
-
-def _other_stacks() -> dict[str, list[str]]:
-    """Returns the stacks of all threads but this one and the main one."""
-    own = {threading.main_thread().ident, threading.get_ident()}
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        f"{names.get(ident, 'a thread of torch')} ({ident})": _stack(frame)
-        for ident, frame in sys._current_frames().items()
-        if ident not in own
-    }
-
-
-def _stack(frame: FrameType | None) -> list[str]:
-    return [] if frame is None else _frames(traceback.extract_stack(frame))
+def _stacks() -> dict[int | None, list[str]]:
+    """Returns the stacks of all threads, by the thread's identity."""
+    frames = sys._current_frames().items()
+    return {ident: _frames(traceback.extract_stack(frame)) for ident, frame in frames}
 
 
 def _frames(frames: traceback.StackSummary) -> list[str]:
     """Returns lines such as "titan_moe/data/loader.py:52 in next_step", the innermost last."""
     return [
-        f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+        f"{frame.filename.removeprefix(_ABOVE)}:{frame.lineno} in {frame.name}"
         for frame in frames[-_FRAMES_KEPT:]
     ]
-
-
-def _short(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(_PACKAGE.parent)) if path.is_relative_to(_PACKAGE) else file
 
 
 def mark_layers(parts: Iterable[nn.Module]) -> None:

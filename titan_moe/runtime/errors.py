@@ -1,15 +1,18 @@
-"""The error of a run that a user can mend, remedies for errors of the system, and the record that a
-failing rank leaves for its launcher."""
+"""The error of a run that a user can mend, remedies for errors of the system, the record that a
+failing rank leaves for its launcher, and what the launcher says of it."""
 
 import errno
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from titan_moe.runtime.stopping import all_attempts
 
 CRASHED = 70
 """The exit code of an error in titan_moe itself, which prints a traceback."""
@@ -31,6 +34,22 @@ _REMEDIES = {
         (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV),
         f"bring the file system back {_AGAIN}",
     ),
+}
+
+# torchrun's page about ranks that failed, and its errors about nodes that could not meet.
+_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
+_MEETING = {
+    "(?i)EADDRINUSE|address already in use": (
+        "the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"
+    ),
+    r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError": (
+        "the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {log} "
+        "(docs/troubleshooting.md#the-nodes-could-not-meet)"
+    ),
+}
+_GUESSES: dict[int, str] = {
+    signal.SIGKILL: " (often: out of memory)",
+    signal.SIGBUS: " (often: a file was cut short while it was read)",
 }
 
 
@@ -105,3 +124,40 @@ def print_errors(lines: Sequence[str]) -> None:
     """Print one `error: ` line for each of `lines` on standard error."""
     for line in lines:
         print(f"error: {' '.join(with_remedy(line).split())}", file=sys.stderr, flush=True)
+
+
+def explain(records: Path, log: Path, endpoint: str) -> tuple[list[str], int]:
+    """Returns the lines to print and the exit code of a run that torchrun reports as failed.
+
+    A rank that could leave no record (SIGKILL, a segmentation fault) stands on torchrun's page.
+
+    Args:
+        records: holds a folder for each attempt of torchrun's; the last one counts.
+        log: torchrun's standard error.
+        endpoint: where the nodes were to meet.
+    """
+    attempts = all_attempts(records)[-1:]
+    files = [path for attempt in attempts for path in attempt.glob("rank-*.json")]
+    failures = [Failure(**json.loads(path.read_text())) for path in files]
+    failures.sort(key=lambda failure: (not failure.expected, failure.time))
+    if failures and failures[0].expected:
+        return failures[0].lines, failures[0].exit_code
+    text = log.read_text(encoding="utf-8", errors="replace")
+    ends = [(int(rank), int(code)) for rank, code in _RANK.findall(text)]
+    # torchrun ends the other ranks with SIGTERM; any other end came first.
+    ends = [end for end in ends if end[1] != -signal.SIGTERM] or ends
+    for rank, code in ends:
+        if code < 0:
+            how = f"{signal.Signals(-code).name}{_GUESSES.get(-code, '')}"
+            line = f"rank {rank} was killed by {how}; torchrun's output is in {log}"
+            return [f"{line} (docs/troubleshooting.md#a-rank-was-killed)"], 128 - code
+    if failures:
+        lines = [f"{line} (traceback in {log})" for line in failures[0].lines]
+        return lines, failures[0].exit_code
+    for rank, code in ends:
+        return [f"rank {rank} ended with exit code {code}; its output is in {log}"], code
+    for pattern, line in _MEETING.items():
+        if re.search(pattern, text):
+            return [line.format(endpoint=endpoint, log=log)], 1
+    last = text.strip().rpartition("\n")[2]
+    return [f"torchrun ended without naming a rank ({last}); its output is in {log}"], 1

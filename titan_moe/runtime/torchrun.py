@@ -6,13 +6,10 @@ file that ranks see, and all torchruns end well. @record keeps whole seconds, wh
 first failure from those that follow, so ranks leave records of their own (`errors.report`).
 """
 
-import json
 import os
-import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,19 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.errors import Failure, RunError, print_errors
-from titan_moe.runtime.launch import (
-    count_gpus,
-    cpu_threads,
-    end_with_parent,
-)
-from titan_moe.runtime.stopping import (
-    FOLDER,
-    STOPPED,
-    all_attempts,
-    has_stopped,
-    request_stop,
-)
+from titan_moe.runtime.errors import RunError, explain, print_errors
+from titan_moe.runtime.launch import count_gpus, cpu_threads, end_with_parent
+from titan_moe.runtime.stopping import FOLDER, STOPPED, has_stopped, request_stop
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGHUP: 143, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 STOPPED_FILE = "TITAN_MOE_STOPPED"
@@ -44,28 +31,15 @@ STOPPED_FILE = "TITAN_MOE_STOPPED"
 cluster's command that starts the nodes may end with another code than theirs."""
 # A signal may come twice: to all processes of a job, and from the command that started them.
 _SAME_SIGNAL_S = 1.0
-# No mapping for any size, no end of the heap handed back; no lists of small chunks that are not
-# joined with their neighbours.
-_KEEP_AND_JOIN = ":".join(
-    f"glibc.malloc.{name}"
-    for name in ("mmap_max=0", f"trim_threshold={2**62}", "tcache_count=0", "mxfast=0")
-)
+# Exchanges whose sizes change at every step fragment segments that do not grow, and a run then ends
+# out of memory beside free memory.
+_GROWING = "expandable_segments:True"
 # One machine's connections. torchrun's second store, for its ranks, listens on all interfaces too,
 # and is not wanted: `process._store` is a file.
 _LOOPBACK = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
-}
-# torchrun's page about ranks that failed, and its errors about nodes that could not meet.
-_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
-_PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_UNREACHABLE = re.compile(r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError")
-_ELSEWHERE = "192.0.2.1"
-"""An address that stands for any other machine (RFC 5737)."""
-_GUESSES: dict[int, str] = {
-    signal.SIGKILL: " (often: out of memory)",
-    signal.SIGBUS: " (often: a file was cut short while it was read)",
 }
 
 
@@ -112,14 +86,21 @@ def start_ranks(
     with tempfile.TemporaryDirectory() as name:
         records = Path(name)
         command = [*_torchrun(ranks, nodes, records, environment), "-m", "titan_moe", *words]
-        log = _new_log(folder, nodes.this, command)
+        began = time.strftime("%Y%m%d-%H%M%S")
+        log = folder / "launch" / f"{began}-node{nodes.this}-{os.getpid()}.log"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(f"{shlex.join(command)}\n")
+        except OSError as error:
+            line = f"cannot write to job.dump_folder={folder}: {error.strerror}"
+            raise RunError(line) from None
         print(f"starting {ranks} rank(s) with torchrun, log {log}", flush=True)
         variables = {
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),  # torchrun would set 1.
             # Each rank's compiler would start as many workers as the machine has cores, at most 32.
             "TORCHINDUCTOR_COMPILE_THREADS": str(cpu_threads(ranks)),
-            **allocators(environment),
-            **(_LOOPBACK if nodes.number == 1 else _interface_towards(nodes.endpoint)),
+            "PYTORCH_ALLOC_CONF": environment.get("PYTORCH_CUDA_ALLOC_CONF", _GROWING),
+            **(_LOOPBACK if nodes.number == 1 else {}),
             "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
             # torchrun reads a missing option from PET_*, which Kubernetes' operators set for a pod.
             **{name: environment[name] for name in environment if not name.startswith("PET_")},
@@ -251,103 +232,3 @@ def can_bind(ranks: int, environment: Mapping[str, str]) -> bool:
     if numactl is None or ranks > count_gpus(environment) or len(cpus) != os.cpu_count():
         return False
     return not subprocess.call([numactl, f"-C{min(cpus)}", "true"], stderr=subprocess.DEVNULL)
-
-
-def allocators(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables for a rank's allocators, unless the environment sets its own.
-
-    On a GPU segments grow: exchanges whose sizes change at every step fragment fixed ones, and a
-    run then ends out of memory beside free memory. On the CPU glibc keeps freed memory for the next
-    step, and joins it: by default it hands large tensors back to the kernel, which clears every
-    page again (half of the time of an elementwise pass), and keeps odd gaps between tensors in
-    which no other tensor fits.
-    """
-    variables = {}
-    if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    chosen = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environment)
-    if not (chosen or count_gpus(environment)):
-        variables["GLIBC_TUNABLES"] = _KEEP_AND_JOIN
-    return variables
-
-
-def _interface_towards(endpoint: str) -> dict[str, str]:
-    """Returns gloo's variable for the interface through which this machine reaches the endpoint.
-
-    By default gloo takes the address of the machine's own name. Where that is loopback, no other
-    node reaches it. The endpoint's name may be loopback on the machine that hosts it: then the
-    interface of the default route is taken.
-    """
-    import psutil
-
-    host, _, port = endpoint.rpartition(":")
-    try:
-        address = _source_address(host, int(port))
-        if address.startswith("127.") and not host.startswith(("127.", "localhost")):
-            address = _source_address(_ELSEWHERE, 1)
-    except (OSError, ValueError):  # torchrun says why the nodes cannot meet.
-        return {}
-    names = [
-        name
-        for name, found in psutil.net_if_addrs().items()
-        if address in (each.address for each in found)
-    ]
-    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
-
-
-def _source_address(host: str, port: int) -> str:
-    """Returns the address from which packets to a host would be sent. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
-
-
-def _new_log(folder: Path, node: int, command: list[str]) -> Path:
-    log = folder / "launch" / time.strftime(f"%Y%m%d-%H%M%S-node{node}-{os.getpid()}.log")
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(f"{shlex.join(command)}\n")
-    except OSError as error:
-        line = f"cannot write to job.dump_folder={folder}: {error.strerror}"
-        raise RunError(line) from None
-    return log
-
-
-def explain(records: Path, log: Path, endpoint: str) -> tuple[list[str], int]:
-    """Returns the lines to print and the exit code of a run that torchrun reports as failed.
-
-    A rank that could leave no record (SIGKILL, a segmentation fault) stands on torchrun's page.
-
-    Args:
-        records: holds a folder for each attempt of torchrun's; the last one counts.
-        log: torchrun's standard error.
-        endpoint: where the nodes were to meet.
-    """
-    files = (path for attempt in all_attempts(records)[-1:] for path in attempt.glob("rank-*.json"))
-    failures = [Failure(**json.loads(path.read_text())) for path in files]
-    failures.sort(key=lambda failure: failure.time)
-    first = next((failure for failure in failures if failure.expected), None)
-    if first is not None:
-        return first.lines, first.exit_code
-    text = log.read_text(encoding="utf-8", errors="replace")
-    ends = [(int(rank), int(code)) for rank, code in _RANK.findall(text)]
-    # torchrun ends the other ranks with SIGTERM; any other end came first.
-    ends = [end for end in ends if end[1] != -signal.SIGTERM] or ends
-    for rank, code in ends:
-        if code < 0:
-            how = f"{signal.Signals(-code).name}{_GUESSES.get(-code, '')}"
-            line = f"rank {rank} was killed by {how}; torchrun's output is in {log}"
-            return [f"{line} (docs/troubleshooting.md#a-rank-was-killed)"], 128 - code
-    if failures:
-        lines = [f"{line} (traceback in {log})" for line in failures[0].lines]
-        return lines, failures[0].exit_code
-    if ends:
-        rank, code = ends[0]
-        return [f"rank {rank} ended with exit code {code}; its output is in {log}"], code
-    if _PORT_IN_USE.search(text):
-        return [f"the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"], 1
-    if _UNREACHABLE.search(text):
-        line = f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {log}"
-        return [f"{line} (docs/troubleshooting.md#the-nodes-could-not-meet)"], 1
-    last = text.strip().rpartition("\n")[2]
-    return [f"torchrun ended without naming a rank ({last}); its output is in {log}"], 1

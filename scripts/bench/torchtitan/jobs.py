@@ -23,7 +23,6 @@ from scripts.bench.measure import TRAIN, run_job, torchrun
 from scripts.bench.resident import ranks_memory
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
-from titan_moe.runtime.torchrun import allocators
 
 TORCHTITAN = "torchtitan==0.2.2"
 PROGRAMS = ("titan_moe", "torchtitan")
@@ -145,9 +144,10 @@ class Jobs:
         config = folder / "job.toml"
         config.write_text(tomli_w.dumps(self.tables(program, row, steps)), encoding="utf-8")
         if program == "titan_moe":
-            command = [*torchrun(row.layout.num_ranks), *TRAIN]
-            # `titan-moe train` starts its ranks with these variables.
-            variables |= allocators(os.environ)
+            # run_train.sh starts its ranks with these allocators.
+            script = Path(__file__).parents[2] / "environment.sh"
+            command = ["bash", "-c", f'source {script}; use_allocators; exec "$@"', "bash"]
+            command += [*torchrun(row.layout.num_ranks), *TRAIN]
         else:
             command = torchrun(row.layout.num_ranks, str(self._venv / "bin/python"))
             command += [str(Path(__file__).with_name("torchtitan_rank.py"))]

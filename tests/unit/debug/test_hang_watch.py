@@ -45,7 +45,6 @@ def test_hang_watch_waits_too_long(
     last = SimpleNamespace(time_ns=time.time_ns() - int(quiet_s * 1e9), phase=phase)
     monkeypatch.setattr(hang, "POSITION", SimpleNamespace(last=lambda: last))
     monkeypatch.setattr(hang, "seconds_waited", lambda now: iter(collectives))
-    monkeypatch.setattr(hang, "_default_store", dist.HashStore)
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
     process = SimpleNamespace(rank=0, world_size=2)
     assert hang.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs

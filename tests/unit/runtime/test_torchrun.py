@@ -4,22 +4,23 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.paths import REPO
 from titan_moe.cli.train import COMMAND
 from titan_moe.config.job_config import Checkpoint, Job, JobConfig, Training
 from titan_moe.runtime import torchrun
-from titan_moe.runtime.errors import Failure, RunError
+from titan_moe.runtime.errors import Failure, RunError, explain
 from titan_moe.runtime.launch import cpu_threads
-from titan_moe.runtime.torchrun import Nodes, allocators, explain, start_ranks
+from titan_moe.runtime.torchrun import Nodes, start_ranks
 
 _ALONE = Nodes()
 Monkeypatch = pytest.MonkeyPatch
@@ -97,17 +98,33 @@ _LOOPBACK = {
 }
 
 
-def test_gloo_takes_the_interface_that_reaches_the_endpoint(monkeypatch) -> None:
-    sources = {"node0": "10.0.0.7", "own-name": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
-    monkeypatch.setattr(torchrun, "_source_address", lambda host, port: sources[host])
-    lo, lo1, eth1, eth0 = (
-        SimpleNamespace(address=each) for each in ("127.0.0.1", "127.0.1.1", "10.0.0.7", "10.1.0.7")
+def shell(words: str, folder: Path, **variables: str) -> dict[str, str]:
+    """Returns the environment after functions of scripts/environment.sh, with commands in `folder`
+    in place of the machine's own."""
+    script = f"set -euo pipefail; source {REPO}/scripts/environment.sh; {words}; env"
+    path = f"{folder}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": path, **variables}, capture_output=True, text=True
     )
-    found = {"lo": [lo, lo1], "eth1": [eth1], "eth0": [eth0]}
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: found)
-    for host in ("node0", "own-name"):
-        towards = torchrun._interface_towards(f"{host}:29500")
-        assert towards == {"GLOO_SOCKET_IFNAME": "eth1"}, host
+    assert done.returncode == 0, done.stderr
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+@pytest.mark.parametrize("host", ["node0", "own-name"])
+def test_gloo_takes_the_interface_that_reaches_the_endpoint(host: str, tmp_path: Path) -> None:
+    """The machine that hosts the endpoint may know its name as loopback."""
+    route = "case $* in *127.0.1.1) echo local 127.0.1.1 dev lo src 127.0.0.1 uid 0;;"
+    route += " *route*) echo 10.0.0.9 dev eth1 src 10.0.0.7 uid 0;;"
+    route += " *10.0.0.7) echo 2: eth1 inet 10.0.0.7/24;; *) echo 1: lo inet 127.0.0.1/8;; esac"
+    known = "case $2 in own-name) echo 127.0.1.1 STREAM;; *) echo 10.0.0.9 STREAM;; esac"
+    for name, body in {"ip": route, "getent": known}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    nodes = {"NNODES": "2", "RDZV_ENDPOINT": f"{host}:29500"}
+    assert shell("use_nodes", tmp_path, **nodes)["GLOO_SOCKET_IFNAME"] == "eth1"
+    chosen = shell("use_nodes", tmp_path, **nodes, GLOO_SOCKET_IFNAME="eth9")
+    assert chosen["GLOO_SOCKET_IFNAME"] == "eth9"
+    assert "GLOO_SOCKET_IFNAME" not in shell("use_nodes", tmp_path, RDZV_ENDPOINT="node0:29500")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +134,7 @@ def test_gloo_takes_the_interface_that_reaches_the_endpoint(monkeypatch) -> None
         (Nodes(), {"GLOO_SOCKET_IFNAME": "eth9"}, {"GLOO_SOCKET_IFNAME": "eth9"}),
         (Nodes(2, 1, "node0:29500"), {}, dict.fromkeys(_LOOPBACK)),
         (Nodes(), {"PYTORCH_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "a"}),
-        (Nodes(), {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": None}),
+        (Nodes(), {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "a"}),
     ],
 )
 def test_ranks_get_loopback_and_allocators_unless_the_user_sets_them(
@@ -151,10 +168,11 @@ def test_ranks_get_loopback_and_allocators_unless_the_user_sets_them(
     ],
 )
 def test_allocators_tune_glibc_on_the_cpu_only(
-    chosen: dict[str, str], num_gpus: int, kept: bool, monkeypatch: Monkeypatch
+    chosen: dict[str, str], num_gpus: int, kept: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torchrun, "count_gpus", lambda environment: num_gpus)
-    assert ("GLIBC_TUNABLES" in allocators(chosen)) is kept
+    lists = f"compgen() {{ [[ $1 == -G ]] && return {1 - num_gpus}; builtin compgen $*; }}"
+    variables = shell(f"{lists}; use_allocators", tmp_path, **chosen)
+    assert ("mmap_max=0" in variables.get("GLIBC_TUNABLES", "")) is kept
 
 
 def test_ranks_are_bound_to_numa_nodes_where_numactl_can(
