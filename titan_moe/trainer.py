@@ -196,13 +196,12 @@ class Trainer:
         capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         with phases("step"), self.routing.step(step, batches):
-            norms = self.log.wants_norms(step)
             without_text = documents_without_text(self.data.loader.state_dict())
             result = self.train_step(
                 batches,
                 logged=logged,
                 counts={WITHOUT_TEXT: without_text},
-                parameter_norms=norms,
+                parameter_norms=self.job.metrics.log_parameter_norms and self.log.wants(step),
                 observer=capture,
             )
         if capture is not None:

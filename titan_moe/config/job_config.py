@@ -233,8 +233,8 @@ OPTIMIZER_KEYS = {
     "Adam": _ADAM_KEYS,
     "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_dtype", "muon_rms"),
 }
-"""The keys that each optimizer reads, besides lr and weight_decay, which all read: what its builder
-in optim/optimizers.py is given. The others are refused unless they have their defaults."""
+"""The keys that each optimizer reads, besides lr and weight_decay, which all read. A note names the
+others that are set."""
 
 
 class LRScheduler(Section):

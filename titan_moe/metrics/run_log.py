@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
-from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines, add_event, keep_earlier, set_events_aside
-from titan_moe.metrics.sinks import Sink, build_sinks
+from titan_moe.metrics.sinks import Console, Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
@@ -73,28 +72,6 @@ class Phases:
         return metrics
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Rates of a layout."""
-
-    flops_per_token: float
-    num_devices: int
-    peak_tflops: float | None
-    """Peak of one device in the type it computes in; None where unknown."""
-
-    def metrics(self, num_tokens: int, seconds: float) -> dict[str, float]:
-        """Rates over num_tokens of the whole job in `seconds` of wall time; "mfu" is a fraction."""
-        per_device = num_tokens / seconds / self.num_devices
-        tflops = per_device * self.flops_per_token / 1e12
-        mfu = {} if self.peak_tflops is None else {"mfu": tflops / self.peak_tflops}
-        return {
-            "tokens_per_second": num_tokens / seconds,
-            "tokens_per_second_per_device": per_device,
-            "tflops_per_device": tflops,
-            **mfu,
-        }
-
-
 class RunLog:
     """Collects each step's figures and hands the logged ones to the sinks of the main rank.
 
@@ -120,14 +97,10 @@ class RunLog:
 
     def _open_sinks(self, resume_step: int) -> None:
         config, record = self._job.metrics, self._job.model_dump(mode="json")
-        wanted = {
-            "expert_counts": config.log_expert_counts,
-            "parameter_norms": config.log_parameter_norms,
-        }
         self._details = {
             name: JsonLines(self._folder / f"{name}.jsonl", resume_step=resume_step)
-            for name, on in wanted.items()
-            if on
+            for name in ("expert_counts", "parameter_norms")
+            if getattr(config, f"log_{name}")
         }
         self._sinks = build_sinks(config, self._folder, record, resume_step=resume_step)
         if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
@@ -140,11 +113,11 @@ class RunLog:
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure from now on, and by the layout that the run has after step `resume_step`."""
-        self._throughput = Throughput(
-            flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
-            num_devices=self._process.world_size,
-            peak_tflops=_peak_tflops(job, self._process.device),
-        )
+        self._flops_per_token = model_flops_per_token(sharded.config, job.training.seq_len)
+        # Known for bf16 only, so MFU is left out in other types.
+        types = job.training.mixed_precision_param, job.training.dtype
+        narrow = types[0] == "bfloat16" and types[1] != "float64"
+        self._peak = peak_flops(self._process.device) if narrow else None
         self._estimate, self._is_over = sharded.accumulation.estimate, False
         self._first_step = resume_step + 1
         self._tokens_since = 0
@@ -154,10 +127,6 @@ class RunLog:
         """Tells whether a step is logged: the first and last of each stage, each log_freq-th."""
         at_an_end = step == self._first_step or step in self._last_steps
         return at_an_end or step % self._job.metrics.log_freq == 0
-
-    def wants_norms(self, step: int) -> bool:
-        """Tells whether a step measures the norm of every parameter."""
-        return self._job.metrics.log_parameter_norms and self.wants(step)
 
     def step(
         self,
@@ -187,7 +156,13 @@ class RunLog:
             "lr": max(rates.values()),
             "tokens": tokens,
             **result.metrics,
-            **self._throughput.metrics(self._tokens_since, seconds),
+            **throughput(
+                self._tokens_since,
+                seconds,
+                devices=self._process.world_size,
+                flops_per_token=self._flops_per_token,
+                peak=self._peak,
+            ),
             **({} if validation_loss is None else {"validation_loss": validation_loss}),
             **{f"lr/{group}": rate for group, rate in rates.items()},
             **phases,
@@ -329,10 +304,18 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 3 * sum(part_weights(config, seq_len).values())
 
 
-def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:
-    """Known for bf16 only, so MFU is left out in other types."""
-    flops = peak_flops(device) if job.training.mixed_precision_param == "bfloat16" else None
-    return None if flops is None or job.training.dtype == "float64" else flops / 1e12
+def throughput(
+    num_tokens: int, seconds: float, *, devices: int, flops_per_token: float, peak: float | None
+) -> dict[str, float]:
+    """Returns the rates over num_tokens of the whole job in `seconds` of wall time. "mfu" is a
+    fraction of `peak`, a device's FLOP/s in the type that it computes in; None: unknown."""
+    flops = num_tokens / seconds / devices * flops_per_token
+    return {
+        "tokens_per_second": num_tokens / seconds,
+        "tokens_per_second_per_device": num_tokens / seconds / devices,
+        "tflops_per_device": flops / 1e12,
+        **({} if peak is None else {"mfu": flops / peak}),
+    }
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -346,22 +329,14 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     Python and torch included.
     """
     if device.type == "cuda":
-        return _cuda_metrics(device)
-    return _process_metrics()
-
-
-def _cuda_metrics(device: torch.device) -> dict[str, float]:
-    stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return {
-        "memory/peak_gib": stats["allocated_bytes.all.peak"] / GIB,
-        "memory/reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
-        "memory/used_gib": (total - free) / GIB,
-        "memory/allocation_retries": stats["num_alloc_retries"],
-    }
-
-
-def _process_metrics() -> dict[str, float]:
+        stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return {
+            "memory/peak_gib": stats["allocated_bytes.all.peak"] / GIB,
+            "memory/reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+            "memory/used_gib": (total - free) / GIB,
+            "memory/allocation_retries": stats["num_alloc_retries"],
+        }
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

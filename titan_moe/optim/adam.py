@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from titan_moe.config.job_config import Optimizer
 from titan_moe.distributed.dtensor import local_part
 
 # Elements whose moments are widened together: 64 MiB in float32.
@@ -28,27 +29,17 @@ class Adam(torch.optim.Optimizer):
 
     Args:
         groups: with a "name" and a "peak_lr" each; may override lr and weight_decay.
-        decoupled: AdamW.
-        implementation: "for-loop", "foreach" or "fused".
-        state_dtype: of moments; None: as the parameter.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        decoupled: bool,
-        implementation: str,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **how})
-        self._decoupled = decoupled
+    def __init__(self, groups: Iterable[dict[str, Any]], config: Optimizer) -> None:
+        how = {name: config.implementation == name for name in ("fused", "foreach")}
+        betas = config.beta1, config.beta2
+        defaults = {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0, **how}
+        super().__init__(groups, defaults)
+        self._decoupled = config.name != "Adam"
         self._how = how
-        self._state_dtype = state_dtype
+        # Else as the parameter.
+        self._state_dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self.initial_state(group, parameter)
@@ -81,21 +72,17 @@ class Adam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
-                fused=self._how["fused"],
-                foreach=self._how["foreach"],
+                **self._how,
             )
             for moments, widened in zip(kept, wide, strict=True):
                 self.put_back(moments, widened)
 
     def initial_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """Returns a parameter's state before its first update."""
-        device = parameter.device if self._how["fused"] else torch.device("cpu")
+        device = parameter.device if self._how["fused"] else "cpu"
         step = torch.zeros((), dtype=torch.float32, device=device)
-        return {
-            "step": step,
-            "exp_avg": self.zeros(parameter),
-            "exp_avg_sq": self.zeros(parameter),
-        }
+        moments = {key: self.zeros(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": step, **moments}
 
     def zeros(self, parameter: Tensor) -> Tensor:
         """Returns zeros for a moment, laid out as its parameter is."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from titan_moe.config.job_config import Optimizer
 from titan_moe.distributed.boxes import Box, exchange_boxes, sizes
 from titan_moe.distributed.dtensor import local_part, mesh_rank, sharding_of
 from titan_moe.distributed.parallel_dims import group_of
@@ -66,11 +67,6 @@ class Muon(Adam):
     elementwise, on this rank's parts; the matrices are whole only while they are made orthogonal.
 
     Args:
-        momentum: decay of the mean.
-        num_steps: of Newton-Schulz.
-        dtype: of these steps: "bfloat16"; "stored", the parameters' own type; or "auto", bfloat16
-            for parameters in float32 on a GPU.
-        rms: root mean square of an update of full rank, in learning rates.
         joined_group: asked at the first update, for axes that cut the same matrices; may be left
             out where no two axes do.
     """
@@ -78,18 +74,13 @@ class Muon(Adam):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        *,
-        momentum: float,
-        num_steps: int,
-        dtype: str,
-        rms: float,
+        config: Optimizer,
         joined_group: JoinedGroup | None = None,
-        **adam: Any,
     ) -> None:
-        super().__init__(groups, **adam)
-        self._momentum, self._rms, self._joined_group = momentum, rms, joined_group
-        self._orthogonalized = partial(orthogonalized, num_steps=num_steps)
-        self._dtype = dtype
+        super().__init__(groups, config)
+        self._momentum, self._rms = config.muon_momentum, config.muon_rms
+        self._orthogonalized = partial(orthogonalized, num_steps=config.muon_steps)
+        self._dtype, self._joined_group = config.muon_dtype, joined_group
         self._batches: dict[tuple[int, ...], list[_Batch]] = {}
 
     def initial_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -1,13 +1,11 @@
 """The optimizer: which parameters it updates how, and which decay."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
+from titan_moe.config.job_config import Optimizer
 from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon, matrix_cut
@@ -33,79 +31,34 @@ def build_optimizer(
     The routing bias has no gradient and is no parameter: `train_step.TrainStep` moves it before
     each step, and a loop of one's own calls `moe.router.update_routers`.
     """
-    trainable = [(name, param) for name, param in named_parameters if param.requires_grad]
     members: dict[str, list[nn.Parameter]] = {MATRICES: [], "decay": [], "no_decay": []}
-    for name, param in trainable:
+    for name, param in named_parameters:
+        if not param.requires_grad:
+            continue
         if config.name == "Muon" and is_hidden_matrix(name, param):
             members[MATRICES].append(param)
         else:
             members["decay" if decays(name, param) else "no_decay"].append(param)
-    weight_decay = {"no_decay": 0.0}
     groups = [
         {
             "name": group,
             "params": params,
             "peak_lr": config.lr,
-            "weight_decay": weight_decay.get(group, config.weight_decay),
+            "weight_decay": 0.0 if group == "no_decay" else config.weight_decay,
         }
         for group, params in members.items()
         if params
     ]
-    keys = {key: getattr(config, key) for key in OPTIMIZER_KEYS[config.name]}
-    if config.name == "Muon":
-        keys["joined_group"] = joined_group
-    return BUILDERS[config.name](groups, lr=config.lr, **keys)
-
-
-def _adam(
-    groups: list[dict[str, Any]],
-    *,
-    optimizer: Callable[..., Adam] = Adam,
-    decoupled: bool = True,
-    beta1: float,
-    beta2: float,
-    implementation: str,
-    state_dtype: str,
-    **others: Any,
-) -> Adam:
-    return optimizer(
-        groups,
-        decoupled=decoupled,
-        betas=(beta1, beta2),
-        implementation=implementation,
-        state_dtype=torch.bfloat16 if state_dtype == "bfloat16" else None,
-        **others,
-    )
-
-
-def _muon(
-    groups: list[dict[str, Any]],
-    *,
-    muon_momentum: float,
-    muon_steps: int,
-    muon_dtype: str,
-    muon_rms: float,
-    joined_group: JoinedGroup | None,
-    **adam: Any,
-) -> Adam:
-    muon = partial(
-        Muon,
-        momentum=muon_momentum,
-        num_steps=muon_steps,
-        dtype=muon_dtype,
-        rms=muon_rms,
-        joined_group=joined_group,
-    )
-    return _adam(groups, optimizer=muon, **adam)
+    return BUILDERS[config.name](groups, config, joined_group)
 
 
 BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": _adam,
-    "Adam": partial(_adam, decoupled=False),
-    "Muon": _muon,
+    "AdamW": lambda groups, config, joined_group: Adam(groups, config),
+    "Adam": lambda groups, config, joined_group: Adam(groups, config),
+    "Muon": Muon,
 }
-"""Constructors by name. Arguments are the groups, the learning rate and the keys in OPTIMIZER_KEYS;
-Muon gets the joined groups too."""
+"""Constructors by name. Arguments are the groups, the table of the configuration, and the function
+that returns the process group of several joined axes."""
 
 
 def make_joined_groups(

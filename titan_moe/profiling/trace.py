@@ -18,10 +18,12 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.profiling.regions import PREFIX, REGIONS
@@ -144,8 +146,9 @@ class _Threads:
     """The segments of every thread, of which a backward looks up those of its forward."""
 
     def __init__(self, events: list[Event], arrows: list[Event], main: Any) -> None:
-        starts = {e["id"]: (e["tid"], e["ts"]) for e in arrows if _is_arrow(e, "s")}
-        ends = ((e, starts.get(e["id"])) for e in arrows if _is_arrow(e, "f"))
+        arrows = [e for e in arrows if e.get("cat") == "fwdbwd"]
+        starts = {e["id"]: (e["tid"], e["ts"]) for e in arrows if e.get("ph") == "s"}
+        ends = ((e, starts.get(e["id"])) for e in arrows if e.get("ph") == "f")
         self._forward_of = {(e["tid"], e["ts"]): made_at for e, made_at in ends if made_at}
         by_thread: dict[Any, list[Event]] = {main: []}  # First: it has the forward.
         for event in events:
@@ -183,17 +186,13 @@ class _Threads:
         return around
 
 
-def _is_arrow(event: Event, end: str) -> bool:
-    return event.get("cat") == "fwdbwd" and event.get("ph") == end
-
-
 def _segments(
     events: list[Event], place_of: Callable[[Event, RegionPhase], RegionPhase]
 ) -> Iterator[Segment]:
     """Yields a thread's time from its first event on, cut by its nested events."""
     # If events begin together, the longer one is around the other.
     ordered = sorted(events, key=lambda e: (e["ts"], -e["dur"]))
-    last: Event = {"ts": max(map(_end, events)), "dur": 0.0, "name": ""}
+    last: Event = {"ts": max(_span(event)[1] for event in events), "dur": 0.0, "name": ""}
     stack: list[tuple[float, RegionPhase, str | None]]
     stack = [(math.inf, RegionPhase(_OTHER, "forward"), None)]
     now = ordered[0]["ts"]
@@ -211,11 +210,7 @@ def _segments(
             break
         # An event that outlives its parent by rounding ends with it.
         own_name = event["name"] if event.get("cat") == "cpu_op" else name
-        stack.append((min(_end(event), end), place_of(event, place), own_name))
-
-
-def _end(event: Event) -> float:
-    return event["ts"] + event["dur"]
+        stack.append((min(_span(event)[1], end), place_of(event, place), own_name))
 
 
 def _measure_cpu(
@@ -225,14 +220,14 @@ def _measure_cpu(
     calls = [e for e in events if e["name"].startswith("gloo:")]
     for event in calls:
         profile.collectives[event["name"]] += event["dur"]
-    communicating = _clipped(_union(map(_span, calls)), window)
-    profile.communication = _length(communicating)
+    communicating = _time_covered(map(_span, calls))
+    profile.communication = communicating(*window)
     for start, end, place, name in segments:
         start, end = max(start, window[0]), min(end, window[1])
         if end <= start:
             continue
         computes = name is not None and "::" in name and not name.startswith(_WAITING)
-        waited = 0.0 if computes else _length(_clipped(communicating, (start, end)))
+        waited = 0.0 if computes else communicating(start, end)
         profile.exposed += waited
         profile.times[place] += end - start - waited
         if computes and name is not None:
@@ -251,41 +246,35 @@ def _measure_gpu(
         for e in events
         if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
     }
-    computing: list[Span] = []
-    sending: list[Span] = []
-    for event in kernels:
-        is_sent = "nccl" in event["name"].lower()
-        (sending if is_sent else computing).append(_span(event))
-        (profile.collectives if is_sent else profile.kernels)[event["name"]] += event["dur"]
-        if not is_sent:
-            launch = launches.get(event.get("args", {}).get("correlation"), (None, 0.0))
-            profile.times[threads.place_at(*launch)] += event["dur"]
-    communicating, computing = _union(sending), _union(computing)
-    profile.communication = _length(communicating)
-    covered = sum(_length(_clipped(computing, span)) for span in communicating)
-    profile.exposed = profile.communication - covered
+    sending = [e for e in kernels if "nccl" in e["name"].lower()]
+    computing = [e for e in kernels if "nccl" not in e["name"].lower()]
+    for event in sending:
+        profile.collectives[event["name"]] += event["dur"]
+    for event in computing:
+        profile.kernels[event["name"]] += event["dur"]
+        launch = launches.get(event.get("args", {}).get("correlation"), (None, 0.0))
+        profile.times[threads.place_at(*launch)] += event["dur"]
+    whole, alone, computed = (
+        _time_covered(map(_span, events))(-math.inf, math.inf)
+        for events in (kernels, sending, computing)
+    )
+    profile.communication, profile.exposed = alone, whole - computed
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Returns the same instants as disjoint spans, ascending."""
+def _time_covered(spans: Iterable[Span]) -> Callable[[float, float], float]:
+    """Returns the function that tells how much of the time between two instants lies in any of the
+    spans."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
             merged.append((start, end))
-    return merged
-
-
-def _clipped(spans: Sequence[Span], window: Span) -> list[Span]:
-    """Returns the parts of disjoint ascending spans that lie in the window."""
-    first = bisect_right(spans, window[0], key=lambda span: span[1])
-    reaching = takewhile(lambda span: span[0] < window[1], spans[first:])
-    return [(max(start, window[0]), min(end, window[1])) for start, end in reaching]
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
+    merged = merged or [(0.0, 0.0)]
+    edges = [edge for span in merged for edge in span]
+    sums = accumulate((end - start for start, end in merged), initial=0.0)
+    before = [each for pair in pairwise(sums) for each in pair]
+    return lambda start, end: float(np.diff(np.interp([start, end], edges, before))[0])
 
 
 def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:

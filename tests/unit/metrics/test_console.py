@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from titan_moe.metrics.console import Console
+from titan_moe.metrics.sinks import Console
 
 VALUES = {
     "loss": 5.61234567,

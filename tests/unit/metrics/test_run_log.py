@@ -10,7 +10,7 @@ from titan_moe.config.job_config import Job, JobConfig, Training
 from titan_moe.config.parse import as_toml
 from titan_moe.data.reader import Identity
 from titan_moe.distributed.memory import GIB
-from titan_moe.metrics.run_log import Phases, RunLog, Throughput, describe_run, memory_metrics
+from titan_moe.metrics.run_log import Phases, RunLog, describe_run, memory_metrics, throughput
 from titan_moe.runtime.process import Process
 
 
@@ -31,8 +31,8 @@ def test_phases_add_up_until_taken():
 
 
 def test_throughput_per_job_and_device():
-    throughput = Throughput(flops_per_token=2e9, num_devices=4, peak_tflops=10.0)
-    assert throughput.metrics(num_tokens=6000, seconds=1.5) == pytest.approx(
+    rates = throughput(6000, 1.5, devices=4, flops_per_token=2e9, peak=1e13)
+    assert rates == pytest.approx(
         {
             "tokens_per_second": 4000,
             "tokens_per_second_per_device": 1000,
