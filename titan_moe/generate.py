@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan_moe.checkpoint.hf.read import load_alone
 from titan_moe.config.errors import ConfigError
@@ -18,18 +16,6 @@ from titan_moe.models.cache import with_cache
 from titan_moe.models.decoder import Decoder
 from titan_moe.runtime.device import pick_device
 from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Says how new tokens are chosen."""
-
-    max_new_tokens: int = 200
-    temperature: float = 0.0
-    """0: the likeliest token each time."""
-    top_k: int = 0
-    """Draw from the k likeliest tokens; 0: from all."""
-    seed: int = 0
 
 
 def first_tokenizer(names: list[str], training: Training | None = None) -> Tokenizer:
@@ -93,26 +79,37 @@ def continue_text(
 
     Args:
         bos: put the tokenizer's BOS in front; None: as training.prepend_bos says.
-        sampling: the fields of `Sampling`.
+        sampling: the keyword arguments of `decode`.
     """
     ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size)
-    return tokenizer.decode(list(decode(model, ids, Sampling(**sampling), tokenizer)))
+    return tokenizer.decode(list(decode(model, ids, tokenizer, **sampling)))
 
 
 @torch.no_grad()
 def decode(
-    model: Decoder, ids: list[int], sampling: Sampling, tokenizer: Tokenizer
+    model: Decoder,
+    ids: list[int],
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
 ) -> Iterator[int]:
     """Yields new tokens up to the end of the text, each as soon as it is chosen.
 
     Keys, values and recurrent states are kept, so that a token runs alone. The model sees the last
     max_seq_len tokens: in a longer text their positions change with every token, and all of them
     run again.
+
+    Args:
+        temperature: 0: the likeliest token each time.
+        top_k: draw from the k likeliest tokens; 0: from all.
     """
     device, longest = next(model.parameters()).device, model.config.max_seq_len
-    generator = torch.Generator(device).manual_seed(sampling.seed)
+    generator = torch.Generator(device).manual_seed(seed)
     cached, read = with_cache(model), 0
-    for _ in range(sampling.max_new_tokens):
+    for _ in range(max_new_tokens):
         if len(ids) > longest:
             ids, read, cached = ids[-longest:], 0, model
         tokens_1S = torch.tensor([ids[read:]], device=device)
@@ -121,21 +118,19 @@ def decode(
         logits_V = cached.output(hidden_1SD[:, -1:])[0, -1].float()
         read = len(ids)
         # The model's vocabulary may be padded to be divisible.
-        token = _choose(logits_V[: tokenizer.vocab_size], sampling, generator)
+        logits_V = logits_V[: tokenizer.vocab_size]
+        if temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            if top_k:
+                worst = logits_V.topk(min(top_k, len(logits_V))).values[-1]
+                logits_V = logits_V.masked_fill(logits_V < worst, float("-inf"))
+            shares_V = (logits_V / temperature).softmax(-1)
+            token = int(shares_V.multinomial(1, generator=generator))
         if token in tokenizer.stop_ids:
             return
         yield token
         ids = [*ids, token]
-
-
-def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    if sampling.top_k:
-        worst = logits_V.topk(min(sampling.top_k, len(logits_V))).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < worst, float("-inf"))
-    shares_V = (logits_V / sampling.temperature).softmax(-1)
-    return int(shares_V.multinomial(1, generator=generator))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ error in titan_moe. torchrun takes 0 alone for a good end, so a rank that stoppe
 import gc
 import logging
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,9 +64,12 @@ def main(argv: list[str], environment: Mapping[str, str]) -> int:
 
 def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
-) -> tuple[JobConfig, ModelConfig]:
-    """Returns the resolved configuration and the model's dimensions. Raises ConfigError."""
-    return prepare_job(read_for_device(argv, environment)[0], world_size, environment)
+) -> tuple[JobConfig, ModelConfig, list[str]]:
+    """Returns the resolved configuration, the model's dimensions, and one note for each key that
+    has no effect. Raises ConfigError."""
+    given, lines = read_for_device(argv, environment)
+    job, model = prepare_job(given, world_size, environment)
+    return job, model, lines + notes(given, model, world_size) + narrow_lines(job)
 
 
 def prepare_job(
@@ -112,7 +115,7 @@ def check_all(
     """Check configuration, tokenizer, data and checkpoint in one plain process, before any rank
     starts.
 
-    Returns the resolved configuration, and the notes of `_read` and those about the data. Raises
+    Returns the resolved configuration, and the notes of `prepare` and those about the data. Raises
     ConfigError with all mistakes.
     """
     # Imported here: ranks would wait for numpy's import.
@@ -122,7 +125,7 @@ def check_all(
 
     if world_size % num_nodes:
         raise ConfigError(f"--ranks {world_size} must be a multiple of --nodes {num_nodes}")
-    job, model, lines = _read(argv, world_size, environment)
+    job, model, lines = prepare(argv, world_size, environment)
     problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
@@ -133,21 +136,11 @@ def check_all(
     return job, lines + data_notes(job.training, job.validation)
 
 
-def _read(
-    argv: list[str], world_size: int, environment: Mapping[str, str]
-) -> tuple[JobConfig, ModelConfig, list[str]]:
-    """Returns the resolved configuration, the model's dimensions, and one note for each key that
-    has no effect."""
-    given, lines = read_for_device(argv, environment)
-    job, model = prepare_job(given, world_size, environment)
-    return job, model, lines + notes(given, model, world_size) + narrow_lines(job)
-
-
 def _run(
     argv: list[str], environment: Mapping[str, str], launch: Launch, records: Path | None
 ) -> None:
     """Train on this rank. `records`: the folder for this rank's failure."""
-    job, model, lines = _read(argv, launch.world_size, environment)
+    job, model, lines = prepare(argv, launch.world_size, environment)
     start_logging(launch.rank, _log_ranks(environment, launch.world_size))
     if launch.rank == 0:
         # Before torch, whose import takes seconds.
@@ -182,20 +175,14 @@ def _take_folders(job: JobConfig, model: ModelConfig) -> list[str]:
 
     `check_all` may have been left out (torchrun by hand), and another run may have written since.
     """
-    for folder, key in _written_folders(job):
-        lock_folder(folder, key)
-    return check_run_folder(job, as_record(model))
-
-
-def _written_folders(job: JobConfig) -> Iterator[tuple[Path, str]]:
-    """Yield each folder that no other run may write into, and the key that names it. Checkpoints
-    may lie outside of the run's folder, by their own path or by a link."""
     folder = Path(job.job.dump_folder)
-    yield folder, "job.dump_folder"
+    lock_folder(folder, "job.dump_folder")
+    # Checkpoints may lie outside of the run's folder, by their own path or by a link.
     saves = folder / job.checkpoint.folder
     inside = saves.resolve().is_relative_to(folder.resolve())
     if job.checkpoint.enable and not job.checkpoint.load_only and not inside:
-        yield saves, "checkpoint.folder"
+        lock_folder(saves, "checkpoint.folder")
+    return check_run_folder(job, as_record(model))
 
 
 def _log_ranks(environment: Mapping[str, str], world_size: int) -> set[int]:

@@ -1,5 +1,6 @@
 """The training loop of one rank, in the order in which it runs."""
 
+import gc
 import json
 import logging
 import math
@@ -43,7 +44,6 @@ from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.process import (
-    GarbageCollector,
     Process,
     collect_everything,
     seed_everything,
@@ -86,7 +86,13 @@ class Trainer:
         self._prepare_updates()
         self.data.open(job, self.meshes.dims)
         self.progress = Progress()
-        self._resume()
+        state = self.checkpointer.load() or {}
+        if "data" in state:
+            self.data.load_state(state["data"])
+        if "step" in state:
+            self.progress = Progress(state["step"], state["tokens"])
+            self.bad_steps.load_state(state)
+            self._say(f"going on after step {self.progress.step}")
         resume_step = self.progress.step
         warn_of_changed_rate(self.checkpointer.loaded_job, job.model_dump(), resume_step)
         self.routing = RoutingTrace(job, self.sharded, process, resume_step=resume_step)
@@ -99,7 +105,6 @@ class Trainer:
         self.job = job
         self.sharded = _sharded_model(job, self._config, self.process, groups)
         self.meshes = self.sharded.meshes
-        mark_layers(self.sharded.parts)
         self._ran = False
 
     def _prepare_updates(self) -> None:
@@ -137,7 +142,10 @@ class Trainer:
             found = checksums(model_tensors(self.sharded.parts))
             if self.process.is_main:
                 write_whole(self.folder / INITIAL_WEIGHTS, json.dumps(found, indent=1))
-        garbage = GarbageCollector(self.job.training.gc_freq)
+        # Python's own collection would run in another step on each rank, and every other rank then
+        # waits in the next collective. What start-up has made lives as long as the run.
+        gc.disable()
+        gc.freeze()
         stages = dict(stage_jobs(self.run_job)[1:])
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile_step:
             while self.progress.step < steps:
@@ -150,7 +158,8 @@ class Trainer:
                 stop = self._step(step)
                 if not self._ran:
                     self._end_first_step()
-                garbage.step(step)
+                if step % self.job.training.gc_freq == 0:
+                    gc.collect(1)
                 profile_step()
                 if stop:
                     break
@@ -173,18 +182,6 @@ class Trainer:
             self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
         set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
         self._ran = True
-
-    def _resume(self) -> None:
-        """Load the configuration's checkpoint."""
-        state = self.checkpointer.load()
-        if state is None:
-            return
-        if "data" in state:
-            self.data.load_state(state["data"])
-        if "step" in state:
-            self.progress = Progress(state["step"], state["tokens"])
-            self.bad_steps.load_state(state)
-            self._say(f"going on after step {self.progress.step}")
 
     def _step(self, step: int) -> bool:
         """Make a step, validate, log and save; returns whether all ranks must stop."""
@@ -380,6 +377,7 @@ def _sharded_model(
         draw_weights=groups is None,
         groups=groups,
     )
+    mark_layers(sharded.parts)
     if process.is_main:
         describe_layout(job, sharded, process.device)
     return sharded

@@ -95,19 +95,23 @@ class Session:
         self._stopped_at: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, *words: object, accept: tuple[int, ...] = (0,)) -> str:
+    def run(
+        self, *words: object, accept: tuple[int, ...] = (0,), env: Mapping[str, str] | None = None
+    ) -> str:
         """Runs a command in the repository's root and returns its output.
 
         Raises PartError with the last line of the output if the exit code is none of `accept`.
         """
-        process, start = self.start(*words)
+        process, start = self.start(*words, env=env)
         code, output = self.wait(process), self.output(start)
         if code not in accept:
             last = output.strip().rpartition("\n")[2] or "no output"
             raise PartError(f"a command of {self.log.name} ended with {code}: {last}")
         return output
 
-    def start(self, *words: object) -> tuple[subprocess.Popen[bytes], int]:
+    def start(
+        self, *words: object, env: Mapping[str, str] | None = None
+    ) -> tuple[subprocess.Popen[bytes], int]:
         """Starts a command; returns it, and where its output begins in the log."""
         variables = {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}".strip(":")}
         if not self.machine.on_gpus:  # Of toy sizes, threads would only wait for each other.
@@ -119,7 +123,7 @@ class Session:
             process = subprocess.Popen(
                 [*map(str, words)],
                 cwd=REPO,
-                env={**os.environ, **variables},
+                env={**os.environ, **variables, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

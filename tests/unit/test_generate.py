@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.support.documents import write_ranks
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.generate import Sampling, decode, prompt_ids
+from titan_moe.generate import decode, prompt_ids
 from titan_moe.models.cache import with_cache
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import FAMILIES, model_config
@@ -29,7 +29,7 @@ def test_decode_takes_the_likeliest_token_of_the_last_max_seq_len() -> None:
     model = _model("qwen3", max_seq_len=16)
     tokenizer = load_tokenizer("bytes")
     ids = list(range(12))
-    for token in decode(model, ids, Sampling(max_new_tokens=8), tokenizer):
+    for token in decode(model, ids, tokenizer, max_new_tokens=8):
         with torch.no_grad():
             logits_V = model(torch.tensor([ids[-16:]]))[0, -1]
         assert token == int(logits_V[: tokenizer.vocab_size].argmax())
@@ -63,7 +63,7 @@ def test_decode_ends_at_the_end_of_a_text_and_of_a_turn(tmp_path: Path, stop: in
     said = [*"né 🎉".encode()]
     tokenizer = load_tokenizer(path)
     model: Any = _Script([*said, stop, 97])
-    assert tokenizer.decode(decode(model, [1], Sampling(), tokenizer)) == "né 🎉"
+    assert tokenizer.decode(decode(model, [1], tokenizer)) == "né 🎉"
 
 
 @pytest.mark.parametrize("bos", [None, True, False])

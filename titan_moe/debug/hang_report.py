@@ -109,8 +109,8 @@ def _waits(
         ]
         under_way = [each for each in calls if not each[-1]]
         if under_way or (record["error"] and calls):
-            age, call, _ = max(under_way) if under_way else min(calls)
-            ages[call][rank] = age
+            age, key, _ = max(under_way) if under_way else min(calls)
+            ages[key][rank] = age
     waits = []
     for (index, number), by_age in sorted(ages.items(), key=lambda each: -max(each[1].values())):
         group, waiting = groups[index], list(by_age)

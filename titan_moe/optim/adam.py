@@ -72,7 +72,8 @@ class Adam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
-                **self._how,
+                fused=self._how["fused"],
+                foreach=self._how["foreach"],
             )
             for moments, widened in zip(kept, wide, strict=True):
                 self.put_back(moments, widened)

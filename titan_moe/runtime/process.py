@@ -168,28 +168,8 @@ def seed_everything(debug: Debug) -> None:
     torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
 
 
-class GarbageCollector:
-    """Collects garbage in the same step on all ranks.
-
-    Python's automatic collection runs in another step on each rank, and every other rank then waits
-    in the next collective.
-    """
-
-    def __init__(self, freq: int) -> None:
-        """Collect every `freq` steps."""
-        self._freq = freq
-        gc.disable()
-        # Objects from start-up live as long as the run: no collection needs to visit them.
-        gc.freeze()
-
-    def step(self, step: int) -> None:
-        """Collect the young generations if it is time; `step` is the step that has ended."""
-        if step % self._freq == 0:
-            gc.collect(1)
-
-
 def collect_everything() -> None:
-    """Free all unused cycles, also among the objects that a GarbageCollector skips."""
+    """Free all unused cycles, also among the objects that `gc.freeze` keeps from collection."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -184,7 +184,7 @@ def test_a_config_states_its_memory_and_fits(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: 8)
     text = path.read_text()
     ranks = int(re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)[1])  # type: ignore[index]
-    job, config = prepare(["--job.config_file", str(path)], ranks, os.environ)
+    job, config, _ = prepare(["--job.config_file", str(path)], ranks, os.environ)
     plan = _plan(job, config, ranks)
     found = memory(plan)
     comment = " ".join(line.removeprefix("# ") for line in text.splitlines())

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import start_process
+from titan_moe import train
 from titan_moe.config.job_config import JobConfig
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import LOCK, lock_folder
-from titan_moe.train import _written_folders
 
 _HOLD = """
 import sys, time
@@ -61,11 +62,19 @@ def test_file_system_without_locks_gets_a_warning(
     assert "let no other run write there" in caplog.text
 
 
-def test_written_folders_include_checkpoints_outside_the_run_folder(tmp_path: Path) -> None:
+def test_checkpoints_outside_the_run_folder_are_locked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[tuple[Path, str]] = []
+    monkeypatch.setattr(train, "lock_folder", lambda *folder_and_key: locked.append(folder_and_key))
+
     def written(name: str, **checkpoint: object) -> list[tuple[Path, str]]:
         keys = {"enable": True} | checkpoint
         tables = {"job": {"dump_folder": str(tmp_path / name)}, "checkpoint": keys}
-        return list(_written_folders(JobConfig.model_validate(tables)))
+        job = JobConfig.model_validate(tables)
+        locked.clear()
+        assert train._take_folders(job, model_of_job(job.model)) == []
+        return [*locked]
 
     shared, outside = tmp_path / "shared", "checkpoint.folder"
     shared.mkdir()
