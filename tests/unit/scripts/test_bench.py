@@ -84,7 +84,7 @@ def test_rows_of_torchtitan_are_configurations_that_run(tmp_path: Path) -> None:
 def check_job(tables: dict[str, Any], ranks: int, folder: Path) -> None:
     config = folder / "job.toml"
     config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-    job, _ = prepare(["--job.config_file", str(config)], ranks, {})
+    job, _, _ = prepare(["--job.config_file", str(config)], ranks, {})
     assert job.training.global_batch_size == 8
 
 
