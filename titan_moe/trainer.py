@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from titan_moe.bad_steps import BadSteps
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.checksums import ReplicaCheck, checksums
+from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
@@ -108,7 +108,7 @@ class Trainer:
         self._ran = False
 
     def _prepare_updates(self) -> None:
-        """Build optimizer, train step, replica check and checkpointer for the model."""
+        """Build optimizer, train step and checkpointer for the model."""
         job, sharded = self.job, self.sharded
         self.optimizer = build_optimizer(
             job.optimizer, sharded.named_parameters(), self.meshes.group
@@ -121,8 +121,6 @@ class Trainer:
             stop=self.stop_request.asks,
             is_spike=self.bad_steps.is_spike,
         )
-        freq = job.metrics.replica_check_freq
-        self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         self.checkpointer = _checkpointer(self.run_job, job, sharded, self.optimizer)
 
     def train(self) -> bool:
@@ -232,7 +230,8 @@ class Trainer:
             validation_loss=validation_loss,
         )
         with phases("checkpoint"):
-            self.replicas(step)
+            if (freq := self.job.metrics.replica_check_freq) and step % freq == 0:
+                self.checkpointer.check_replicas(step)
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
         return result.stop and self.job.checkpoint.keeps_state
 

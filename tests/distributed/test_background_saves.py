@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.saved_runs import contents, plain_checkpointer
 from tests.support.tiers import tiered
 from titan_moe.checkpoint.audit import audit
-from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
@@ -61,7 +60,7 @@ def _one_writer_is_slow(folder):
         model.weight.sub_(1)
     _, waiting = _run(folder / "waiting", "disabled")
     waiting.maybe_save(2, {"step": 2})
-    files = [read_digests(path / "checkpoint/step-2") for path in (folder, folder / "waiting")]
+    files = [contents(path / "checkpoint/step-2") for path in (folder, folder / "waiting")]
     return seen, files, checkpointer.last_step
 
 

@@ -24,7 +24,6 @@ _SAVING = (
     ".step-{step}.writing/*.distcp",
     ".step-{step}.writing/.metadata",
     ".step-{step}.writing/manifest.json",
-    ".step-{step}.writing/SHA256SUMS",
     "step-{step}",
     ".step-{earlier}.deleting",
 )

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from tests.support.commands import TITAN_MOE
 from tests.support.jobs import TINY, Job
 from tests.support.paths import REPO
-from titan_moe.checkpoint.digests import damaged_files, read_digests
-from titan_moe.checkpoint.manifest import MANIFEST
+from titan_moe.checkpoint.audit import audit
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.files import saved_steps, step_folder
 
@@ -105,7 +104,7 @@ class Whole(NamedTuple):
     """The time from its start to its end."""
     figures: list[list[Any]]
     checkpoints: dict[int, dict[str, Any]]
-    """Digests of each checkpoint's files, by step."""
+    """Each checkpoint's manifest, by step."""
     size: int
     """Bytes of a checkpoint."""
 
@@ -159,15 +158,14 @@ def _figures(folder: Path) -> list[list[Any]]:
 
 
 def _contents(checkpoint: Path) -> dict[str, Any]:
-    """A digest of each file, and the manifest without the run's folder and the checkout's state.
+    """The manifest, which has digests and checksums, without the run's folder and the checkout's
+    state.
 
-    Raises OSError, and ValueError where SHA256SUMS does not agree with all files.
+    Raises OSError, and ValueError where the checkpoint is not what its manifest says.
     """
-    digests = read_digests(checkpoint)
-    if digests is None:
-        raise ValueError(f"{checkpoint} has no SHA256SUMS")
-    if damaged := damaged_files(checkpoint, digests):
-        raise ValueError("; ".join(damaged))
-    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    del manifest["job"], manifest["code"]
-    return digests | {MANIFEST: manifest}
+    if problems := audit(checkpoint).problems:
+        raise ValueError("; ".join(problems))
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    for key in ("job", "code", "sha256"):
+        del manifest[key]
+    return manifest

@@ -42,7 +42,8 @@ def _content(status: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def watched_disk() -> Iterator[DiskOrder]:
-    """Watches this process while the block runs, but for folders that are being deleted."""
+    """Watches this process while the block runs, but for folders that are being deleted, and what
+    DCP renames inside of a folder that has no name yet."""
     order = DiskOrder()
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -51,7 +52,7 @@ def watched_disk() -> Iterator[DiskOrder]:
         order.note_sync(descriptor)
 
     def renaming(path: Path, target: Path) -> Path:
-        if not target.name.endswith((".deleting", ".replaced")):
+        if not target.name.endswith((".deleting", ".replaced", ".metadata")):
             order.note_rename(path, target)
         return rename(path, target)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.manifest import read_manifest, write_manifest
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
@@ -98,6 +99,18 @@ def full_disk() -> Iterator[None]:
 def step_folder(folder, step):
     """Returns the path of a checkpoint in a run's folder."""
     return folder / "checkpoint" / f"step-{step}"
+
+
+def contents(step):
+    """Returns the bytes of a checkpoint's files, by name."""
+    return {path.name: path.read_bytes() for path in step.iterdir()}
+
+
+def change_checksum(step, name):
+    """Gives a tensor another checksum in a checkpoint's manifest, which agrees with its digest."""
+    manifest = read_manifest(step)
+    manifest.checksums[name] = "0123456789abcdef"
+    write_manifest(step, manifest)
 
 
 def names(folder):

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
-from titan_moe.checkpoint.digests import DIGESTS, damaged_files, files, read_digests
+from titan_moe.checkpoint.digests import MANIFEST, SUMS, damage, files, read_sums
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
-from titan_moe.checkpoint.manifest import MANIFEST, compare_checksums, read_manifest
+from titan_moe.checkpoint.manifest import compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import METADATA, StoredTensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
@@ -19,7 +19,7 @@ class Audit(NamedTuple):
     whole: list[str]
     """One line per folder that is as it was written, with what was read of it."""
     problems: list[str]
-    """One line per thing that is damaged, missing or not listed."""
+    """One line per other folder, with all that is damaged, missing or not listed."""
 
 
 def audit(path: Path) -> Audit:
@@ -30,37 +30,38 @@ def audit(path: Path) -> Audit:
     result = Audit([], [])
     for folder in [step_folder(path, step) for step in saved_steps(path)] or [path]:
         try:
-            seen, problems = _read(folder)
+            result.whole.append(f"{folder}: {_read(folder)}")
         except (RunError, OSError) as error:
-            seen, problems = "", [str(error)]
-        result.problems.extend(f"{folder}: {line}" for line in problems)
-        if not problems:
-            result.whole.append(f"{folder}: {seen}")
+            result.problems.append(f"{folder}: {error}")
     return result
 
 
-def _read(folder: Path) -> tuple[str, list[str]]:
-    """Returns what was read of a folder, and its problems."""
-    is_checkpoint = (folder / MANIFEST).exists() or (folder / METADATA).exists()
-    if not is_checkpoint and not is_hf_folder(folder):
+def _read(folder: Path) -> str:
+    """Returns what was read of a folder. Raises RunError where it is not as it was written."""
+    if (folder / MANIFEST).exists() or (folder / METADATA).exists():
+        manifest = read_manifest(folder)
+        seen = _read_files(folder, manifest.files, MANIFEST)
+        stored = StoredTensors(folder)
+        found = total_sums(
+            (chunk.name, box_sum(stored.read(chunk), chunk)) for chunk in stored.chunks()
+        )
+        if wrong := compare_checksums(manifest, found):
+            raise RunError(f"wrong checksum of {', '.join(wrong)}")
+        return f"checkpoint of step {manifest.step}, {seen}, {len(found)} tensors"
+    if not is_hf_folder(folder):
         line = "is no checkpoint or Hugging Face folder: name a step-N folder, or the folder of"
         raise ConfigError(f"{folder} {line} several")
-    digests = read_digests(folder)
-    problems = [] if digests is None else damaged_files(folder, digests)
+    seen = _read_files(folder, read_sums(folder), SUMS)
+    if not (shapes := HFFolder(folder).shapes):
+        raise RunError("it holds no tensor")
+    return f"Hugging Face folder, {seen}, {len(shapes)} tensors"
+
+
+def _read_files(folder: Path, digests: dict[str, str], listing: str) -> str:
+    if not digests:
+        return f"no {listing}"
     names = files(folder)
+    if lines := damage(folder, digests, listing, names):
+        raise RunError("; ".join(lines))
     size = sum((folder / name).stat().st_size for name in names)
-    seen = f"{len(names)} files, {size / 1e6:.1f} MB" if digests else f"no {DIGESTS}"
-    if not is_checkpoint:
-        shapes = HFFolder(folder).shapes
-        problems += [] if shapes else ["it holds no tensor"]
-        return f"Hugging Face folder, {seen}, {len(shapes)} tensors", problems
-    manifest = read_manifest(folder)
-    if problems:
-        return seen, problems
-    stored = StoredTensors(folder)
-    found = total_sums(
-        (chunk.name, box_sum(stored.read(chunk), chunk)) for chunk in stored.chunks()
-    )
-    if wrong := compare_checksums(manifest, found):
-        problems = [f"wrong checksum of {', '.join(wrong)}"]
-    return f"checkpoint of step {manifest.step}, {seen}, {len(found)} tensors", problems
+    return f"{len(names)} files, {size / 1e6:.1f} MB"

@@ -4,12 +4,12 @@
     *.distcp            tensors, by torch.distributed.checkpoint: readable in any layout
     .metadata           DCP's index of the tensors
     train_state.json    step, data position, random states (not if model only)
-    manifest.json       what the above holds, with a checksum per tensor, and who wrote it
-    SHA256SUMS          a digest of every file
+    manifest.json       what the above holds, with a checksum per tensor and a digest per file, and
+                        who wrote it
 
 Each rank writes its *.distcp, rank 0 the other files.
 
-Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's files at the end. With
+Every save takes one path: checksums, DCP's writer (tensors.py), and the manifest at the end. With
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ from titan_moe.checkpoint.find import find_checkpoint
 from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.hf.write import EndsOf, export_checkpoint, no_ends
 from titan_moe.checkpoint.manifest import (
-    MANIFEST,
     Manifest,
+    TensorSpec,
     audit,
     compare_checksums,
     gather_specs,
@@ -55,12 +54,11 @@ from titan_moe.checkpoint.tensors import (
 from titan_moe.checkpoint.train_state import (
     DATA,
     RNG,
-    TRAIN_STATE,
     MergeData,
     gather_rank_states,
-    merge_rank_states,
     read_train_state,
     restore_random_state,
+    write_train_state,
 )
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import control_group, lowest, on_rank_zero
@@ -141,16 +139,13 @@ class Checkpointer:
             return False
         if self._save is not None and lowest(self._save.future.done()):
             self.finish()
-        if not (last or self._is_due(step)):
+        first = config.enable_first_step_checkpoint and step == 1
+        if not (last or first or step % config.interval == 0):
             return False
         self.save(step, state, last=last, wait=last or config.async_mode == "disabled")
         if last and config.last_save_in_hf:
             self.export(step)
         return True
-
-    def _is_due(self, step: int) -> bool:
-        first = self._config.enable_first_step_checkpoint and step == 1
-        return first or step % self._config.interval == 0
 
     def save(
         self, step: int, state: dict[str, Any], *, last: bool = False, wait: bool = True
@@ -179,29 +174,31 @@ class Checkpointer:
         )
         target = step_folder(self._folder, step)
         tensors = self._tensors(with_optimizer=not model_only)
-        keep = self._config.keep_latest_k
-        aside, contents = self._begin(step, target, tensors, None if model_only else state)
-        writer = FolderWriter(
-            aside,
-            lambda digests: publish(aside, target, contents, digests, keep),
-            # A thread beside training leaves the GPU alone.
-            copy_ahead=10_000_000 if wait else 0,
-        )
-        parts, planner = local_tensors(tensors), SavePlanner(held_chunks(tensors))
-        how: dict[str, Any] = {
-            "storage_writer": writer,
-            "planner": planner,
-            "process_group": self._group,
-        }
+        specs, sums = gather_specs(tensors), self._checksums(tensors)
+        states = [] if model_only else gather_rank_states(state)
+
+        def finish(names: set[str]) -> None:
+            if states:
+                write_train_state(aside, states, self._merge_data)
+            manifest = self._manifest(step, specs, sums, model_only=model_only)
+            publish(aside, target, manifest, names, self._config.keep_latest_k)
+
+        doing = f"cannot save checkpoint {target}"
+        aside = on_rank_zero(lambda: folders.begin(target), doing=doing)
+        # A thread beside training leaves the GPU alone.
+        writer = FolderWriter(aside, finish, copy_ahead=10_000_000 if wait else 0)
+        planner = SavePlanner(held_chunks(tensors))
+        how: dict[str, Any] = {"planner": planner, "process_group": self._group}
+        how |= {"state_dict": local_tensors(tensors), "storage_writer": writer}
         if wait:
             future = Future[Any]()
             try:
-                future.set_result(dcp.save(parts, **how))
+                future.set_result(dcp.save(**how))
             except CheckpointException as error:
                 future.set_exception(error)
             self._end(Save(step, target, aside, began, future))
         else:
-            begun = dcp.async_save(parts, async_stager=self._stager, **how)
+            begun = dcp.async_save(async_stager=self._stager, **how)
             assert isinstance(begun, Future), "tensors are copied when async_save returns"
             self._save = Save(step, target, aside, began, begun)
             took = time.perf_counter() - began
@@ -215,33 +212,41 @@ class Checkpointer:
             self._end(save)
         return self.last_step
 
-    def _begin(
-        self, step: int, target: Path, tensors: Mapping[str, Tensor], state: dict[str, Any] | None
-    ) -> tuple[Path, dict[str, Any]]:
-        """Returns the folder that becomes `target`, and on rank 0 its JSON files by name."""
-        specs, sums = gather_specs(tensors), checksums(tensors)
-        if problems := unlike_copies(self._model.config, sums) if self._model else []:
+    def _checksums(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Returns checksums by name. Raises RunError on all ranks when replicas of a tensor, or
+        copies of a tied weight, differ. Collective."""
+        sums = checksums(tensors)
+        if self._model and (problems := unlike_copies(self._model.config, sums)):
             raise RunError("; ".join(problems))
-        rank_states = [] if state is None else gather_rank_states(state)
-        contents: dict[str, Any] = {}
+        return sums
 
-        def begin() -> Path:
-            if state is not None:
-                contents[TRAIN_STATE] = merge_rank_states(rank_states, self._merge_data)
-            manifest = Manifest(
-                step=step,
-                model_only=state is None,
-                tensors=specs,
-                checksums=sums,
-                job=self._job_record,
-                family=self._model.family if self._model else "",
-                model=as_record(self._model.config) if self._model else {},
-            )
-            contents[MANIFEST] = asdict(manifest)
-            return folders.begin(target)
+    def check_replicas(self, step: int) -> None:
+        """Compare the replicas of parameters, router biases and optimizer state, and the copies of
+        tied weights; collective.
 
-        aside = on_rank_zero(begin, doing=f"cannot save checkpoint {target}")
-        return aside, contents
+        Replicas are updated by the same kernels from the same sums, so they stay equal to the bit.
+        A difference shows a processor or a memory that errs without a word, or a bug. A layout that
+        shards everything has nothing to compare.
+
+        Raises RunError naming tensors and ranks that differ.
+        """
+        try:
+            self._checksums(self._tensors(with_optimizer=True))
+        except RunError as error:
+            raise RunError(f"after step {step} {error}") from None
+
+    def _manifest(
+        self, step: int, specs: dict[str, TensorSpec], sums: dict[str, str], *, model_only: bool
+    ) -> Manifest:
+        return Manifest(
+            step=step,
+            model_only=model_only,
+            tensors=specs,
+            checksums=sums,
+            job=self._job_record,
+            family=self._model.family if self._model else "",
+            model=as_record(self._model.config) if self._model else {},
+        )
 
     def _end(self, save: Save) -> None:
         """Wait until a save has ended on every rank; collective."""

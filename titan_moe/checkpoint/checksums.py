@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from titan_moe.checkpoint.tensors import MODEL, Chunk, held_chunks, model_tensors, optimizer_tensors
+from titan_moe.checkpoint.tensors import MODEL, Chunk, held_chunks
 from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part
@@ -76,38 +75,6 @@ def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:
         if differ:
             lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
     return lines
-
-
-class ReplicaCheck:
-    """Compares, every `freq` steps, the replicas of parameters, router biases and optimizer state,
-    and the copies of tied weights.
-
-    Replicas are updated by the same kernels from the same sums, so they stay equal to the bit. A
-    difference shows a processor or a memory that errs without a word, or a bug. A layout that
-    shards everything has nothing to compare.
-    """
-
-    def __init__(
-        self, parts: Sequence[nn.Module], config: ModelConfig, optimizer: Optimizer, freq: int
-    ) -> None:
-        """`parts` are this rank's modules of the model."""
-        self._parts = parts
-        self._config = config
-        self._optimizer = optimizer
-        self._freq = freq
-
-    def __call__(self, step: int) -> None:
-        """Compare if it is time; collective. Raises RunError naming tensors and ranks that
-        differ."""
-        if not self._freq or step % self._freq:
-            return
-        tensors = model_tensors(self._parts) | optimizer_tensors(self._parts, self._optimizer)
-        try:
-            problems = unlike_copies(self._config, checksums(tensors))
-        except RunError as error:
-            raise RunError(f"after step {step} {error}") from None
-        if problems:
-            raise RunError(f"after step {step} {'; '.join(problems)}")
 
 
 def _differences(differ: Mapping[tuple[str, str], Mapping[int, Sequence[int]]]) -> str:

@@ -1,96 +1,83 @@
-"""SHA256SUMS: a SHA-256 of every file of a folder, in the form that `sha256sum --check` reads.
+"""Digests of the files of a checkpoint or an export: what a load compares, and `titan-moe check`.
 
-It is written last, and a change of any byte of the folder shows, its own included: a damaged line
-agrees with no file, and a missing line leaves a file without one.
+manifest.json lists a checkpoint's files. An export has SHA256SUMS, which `sha256sum --check` reads.
 """
 
-import hashlib
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
+from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import sha256_of
+from titan_moe.runtime.files import LOCK, sha256_of
 
-DIGESTS = "SHA256SUMS"
-
-
-def write_listing(folder: Path, known: Mapping[str, str]) -> None:
-    """Write SHA256SUMS; reads the files of the folder whose digests are not known."""
-    digests = {**known, **digests_of(folder, set(files(folder)) - known.keys())}
-    with (folder / DIGESTS).open("w", encoding="utf-8") as file:
-        file.writelines(f"{digests[name]}  {name}\n" for name in sorted(digests))
-        file.flush()
-        os.fsync(file.fileno())
+MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"
 
 
-def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Digests of files of a folder, by name."""
-    return {name: sha256_of(folder / name) for name in names}
+def digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, or the size of one that holds a checkpoint's tensors: these
+    have checksums."""
+    return f"{path.stat().st_size} bytes" if path.suffix == ".distcp" else sha256_of(path)
 
 
 def files(folder: Path) -> list[str]:
-    """All files of a folder and of folders in it but SHA256SUMS, sorted, relative to it."""
+    """Returns all files of a folder and of folders in it, sorted, relative to it, but for the one
+    that lists them."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return sorted(str(path) for path in paths if str(path) != DIGESTS)
+    return sorted({str(path) for path in paths} - {MANIFEST, SUMS, LOCK})
 
 
-def read_digests(folder: Path) -> dict[str, str] | None:
-    """Returns digests by the file's name; None where there is no SHA256SUMS. A damaged line names
-    no file or agrees with none."""
-    try:
-        lines = (folder / DIGESTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return None
-    digests = {}
-    for line in lines:
-        value, _, name = line.partition("  ")
-        digests[name] = value
-    return digests
+def damage(
+    folder: Path, digests: Mapping[str, str], listing: str, read: Collection[str]
+) -> list[str]:
+    """Returns one error line per file that is missing, not listed, or not as it was written.
 
-
-def read_checked(path: Path) -> bytes:
-    """A file's bytes, which SHA256SUMS must agree with, if there is one beside it.
-
-    Raises RunError where it does not, and FileNotFoundError.
+    Args:
+        listing: the file that holds the digests.
+        read: names of the files whose digests are compared.
     """
-    data = path.read_bytes()
-    digests = read_digests(path.parent)
-    if digests is not None and digests.get(path.name) != hashlib.sha256(data).hexdigest():
-        raise RunError(f"{path} is damaged: {_why(digests, path.name)}")
-    return data
-
-
-def damaged_files(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """One error line per file that is missing, damaged or not listed; reads all of them."""
-    lines, present = [], set(files(folder))
-    for name in sorted(digests.keys() | present):
-        if name not in present:
+    lines = []
+    for name in sorted({*digests, *read}):
+        if not (folder / name).is_file():
             lines.append(f"{name} is missing")
-        elif name not in digests or sha256_of(folder / name) != digests[name]:
-            lines.append(f"{name} is damaged: {_why(digests, name)}")
+        elif name not in digests:
+            lines.append(f"{name} is damaged: {listing} does not list it")
+        elif name in read and digest(folder / name) != digests[name]:
+            lines.append(f"{name} is damaged: it is not what {listing} says")
     return lines
 
 
-def check_listed(folder: Path, *, doing: str) -> None:
-    """Raises RunError for a file with another digest than the folder's SHA256SUMS lists. Each file
-    is read on one rank. Collective."""
-    digests = on_rank_zero(lambda: read_digests(folder), doing=doing) or {}
-    mine = dict(sorted(digests.items())[dist.get_rank() :: dist.get_world_size()])
+def write_sums(folder: Path, *, doing: str) -> None:
+    """Write an export's SHA256SUMS. Each file is read on one rank. Collective."""
+    mine = files(folder)[dist.get_rank() :: dist.get_world_size()]
+    shares = from_every_rank(
+        lambda: [f"{digest(folder / name)}  {name}\n" for name in mine], doing=doing
+    )
+    text = "".join(sorted(chain.from_iterable(shares)))
+    on_rank_zero(lambda: (folder / SUMS).write_text(text, encoding="utf-8"), doing=doing)
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """Returns digests by the file's name; none where there is no SHA256SUMS. A damaged line names
+    no file or agrees with none."""
+    if not (folder / SUMS).is_file():
+        return {}
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    return {name: value for value, _, name in (line.partition("  ") for line in lines)}
+
+
+def check_sums(folder: Path, *, doing: str) -> None:
+    """Raises RunError for a file that is not what the folder's SHA256SUMS says. Each file is read
+    on one rank. Collective."""
+    digests = on_rank_zero(lambda: read_sums(folder), doing=doing)
+    mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
 
     def check() -> None:
-        for name, wanted in mine.items():
-            if not (folder / name).is_file() or sha256_of(folder / name) != wanted:
-                raise RunError(
-                    f"{folder / name} is not what {DIGESTS} beside it says: copy the folder again, "
-                    f"or, if you changed the file, remove {DIGESTS}"
-                )
+        if lines := damage(folder, digests, SUMS, mine):
+            remedy = f"copy the folder again, or, if you changed the file, remove {SUMS}"
+            raise RunError(f"{folder}: {lines[0]}: {remedy}")
 
     on_every_rank(check, doing=doing)
-
-
-def _why(digests: Mapping[str, str], name: str) -> str:
-    return f"it is not what {DIGESTS} says" if name in digests else f"{DIGESTS} does not list it"

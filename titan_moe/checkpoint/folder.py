@@ -5,19 +5,15 @@ leaves that sibling behind: it is never read, and the next save removes it. An o
 the same step waits in another sibling until the new one has the name, and gets it back otherwise.
 """
 
-import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from titan_moe.checkpoint.digests import digests_of, files, read_checked, write_listing
-from titan_moe.distributed.agreement import from_every_rank, on_rank_zero
+from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import LOCK, fsync, saved_steps, set_aside, step_folder, take_folder
 
@@ -44,7 +40,9 @@ def begin(target: Path) -> Path:
 
 def commit(aside: Path, target: Path) -> None:
     """Make a fully written folder visible under its name, replacing an older one of that name."""
-    fsync(aside)
+    for path in [*aside.rglob("*"), aside]:
+        if path.suffix != ".distcp":  # The rank that wrote it has waited.
+            fsync(path)
     replaced = _aside_of(target, "replaced")
     if replaces := target.exists():
         # No rename replaces a filled folder. Killed between the two, `bring_back` undoes the first.
@@ -102,25 +100,6 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Write JSON and wait until it is on disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=indent)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object whose digest is listed. Raises RunError when the file is missing or
-    damaged."""
-    try:
-        return json.loads(read_checked(path))
-    except FileNotFoundError:
-        raise RunError(f"checkpoint {path.parent} is incomplete: {path.name} is missing") from None
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}") from None
-
-
 @contextmanager
 def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
     """A folder to write into, which gets its name `target` when all in it is on disk; collective.
@@ -135,11 +114,7 @@ def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
     aside = on_rank_zero(lambda: _begin_new(target, needed), doing=doing)
     try:
         yield aside
-        names = [name for name in files(aside) if name != LOCK]
-        own = names[dist.get_rank() :: dist.get_world_size()]
-        everyone = from_every_rank(lambda: digests_of(aside, own), doing=doing)
-        digests = {name: digest for mine in everyone for name, digest in mine.items()}
-        on_rank_zero(lambda: _commit_new(aside, target, digests), doing=doing)
+        on_rank_zero(lambda: _commit_new(aside, target), doing=doing)
     except BaseException:
         if dist.get_rank() == 0:
             abandon(aside)
@@ -169,10 +144,7 @@ def _begin_new(target: Path, needed: int) -> Path:
     return aside
 
 
-def _commit_new(aside: Path, target: Path, digests: dict[str, str]) -> None:
+def _commit_new(aside: Path, target: Path) -> None:
     (aside / LOCK).unlink()
-    write_listing(aside, digests)
-    for path in aside.rglob("*"):
-        fsync(path)
     refuse_existing(target)
     commit(aside, target)

@@ -1,21 +1,26 @@
-"""manifest.json lists the contents of a checkpoint. It is written at save and verified at load."""
+"""manifest.json lists the contents of a checkpoint. It is written at save and verified at load.
 
+It has a checksum of every tensor and a digest of every other file, and begins with its own digest:
+no byte that matters changes unseen.
+"""
+
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_moe.checkpoint.digests import DIGESTS, read_digests
-from titan_moe.checkpoint.folder import read_json
+from titan_moe.checkpoint.digests import MANIFEST, damage, digest, files
 from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.revision import running_code
 
-MANIFEST = "manifest.json"
 _LONGEST_LIST = 6
+_SEAL_BYTES = len('{"sha256": "", ') + 64
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,26 @@ class Manifest:
     """The model's dimensions (models.hf.as_record); empty for a model without a family."""
     code: dict[str, Any] = field(default_factory=_code)
     """The code that wrote the checkpoint: folder, commit, hash, and torch's version."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Digests of all other files by name: `write_manifest` takes them."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json into a folder that has all its other files."""
+    digests = {name: digest(folder / name) for name in files(folder)}
+    manifest = replace(manifest, files=digests)
+    content = json.dumps(asdict(manifest)).encode()[1:]
+    (folder / MANIFEST).write_bytes(_seal(content) + content)
+
+
+def _seal(content: bytes) -> bytes:
+    """Returns the beginning of a manifest that ends with `content`."""
+    return f'{{"sha256": "{sha256(content).hexdigest()}", '.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises RunError when there is none, it makes no sense,
-    or a file of the folder is missing."""
+    """Returns the manifest of a checkpoint folder. Raises RunError when there is none, or a file of
+    the folder is missing or damaged."""
     if not folder.is_dir():
         raise RunError(f"checkpoint {folder} does not exist: name a step-N folder")
     if not (folder / MANIFEST).is_file():
@@ -65,13 +85,19 @@ def read_manifest(folder: Path) -> Manifest:
                 else "name a step-N folder that titan_moe wrote"
             )
         )
-    for name in (DIGESTS, *(read_digests(folder) or ())):
-        if not (folder / name).is_file():
-            raise RunError(f"checkpoint {folder} is incomplete: {name} is missing")
-    content = read_json(folder / MANIFEST)
+    data = (folder / MANIFEST).read_bytes()
+    if data[:_SEAL_BYTES] != _seal(data[_SEAL_BYTES:]):
+        raise RunError(f"{folder / MANIFEST} is damaged: it is not what its own sha256 says")
+    content = json.loads(data)
+    del content["sha256"]
     specs = content.pop("tensors").items()
     tensors = {name: TensorSpec(tuple(spec["shape"]), spec["dtype"]) for name, spec in specs}
-    return Manifest(tensors=tensors, **content)
+    manifest = Manifest(tensors=tensors, **content)
+    # Files that came along with imported weights are large: they are compared where they are used.
+    own = [name for name in manifest.files if "/" not in name]
+    if lines := damage(folder, manifest.files, MANIFEST, own):
+        raise RunError(f"checkpoint {folder} is damaged: {'; '.join(lines)}")
+    return manifest
 
 
 def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:

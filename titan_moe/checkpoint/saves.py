@@ -1,7 +1,7 @@
 """The end of a save, in the step or in the background, and the memory that the latter copies to."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from titan_moe.checkpoint import folder as folders
-from titan_moe.checkpoint.digests import write_listing
+from titan_moe.checkpoint.manifest import Manifest, write_manifest
 from titan_moe.checkpoint.tensors import one_line
 from titan_moe.distributed.agreement import on_every_rank
 from titan_moe.runtime.errors import RunError
@@ -59,30 +59,23 @@ class Save(NamedTuple):
 
 
 def publish(
-    aside: Path,
-    target: Path,
-    contents: Mapping[str, Any],
-    digests: Mapping[str, str],
-    keep_latest_k: int,
+    aside: Path, target: Path, manifest: Manifest, names: Iterable[str], keep_latest_k: int
 ) -> None:
-    """Rank 0's end of a save: add the JSON files and digests to a folder in which all ranks' files
-    are on disk, and make it visible.
+    """Rank 0's end of a save: add the manifest to a folder in which all ranks' files are on disk,
+    and make it visible.
 
     Args:
-        contents: JSON files to add, by name.
-        digests: of the ranks' files, by name.
+        names: the ranks' files.
 
     Raises RunError when one of them is not there, and OSError.
     """
-    for name in digests:
+    for name in names:
         if not (aside / name).is_file():
             raise RunError(
                 f"checkpoint {aside} is incomplete: {name} is missing: it was removed, or "
                 "job.dump_folder is not one folder for all nodes"
             )
-    for name, content in contents.items():
-        folders.write_json(aside / name, content)
-    write_listing(aside, digests)
+    write_manifest(aside, manifest)
     folders.commit(aside, target)
     step = int(target.name.removeprefix("step-"))
     folders.keep_latest(target.parent, count=keep_latest_k, newest=step)

@@ -1,14 +1,13 @@
 """A checkpoint's tensors: their names, the boxes that ranks hold, and torch.distributed.checkpoint.
 
 Names are `model.<fqn>` and `optimizer.<fqn>.<key>`. DCP plans, writes and reads; the classes here
-tell it which box of a tensor a rank holds, and hash each file while it is written.
+tell it which box of a tensor a rank holds.
 """
 
-import hashlib
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -39,19 +38,19 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from titan_moe.checkpoint.digests import read_checked
-from titan_moe.distributed.agreement import control_group, for_all_ranks, on_rank_zero
+from titan_moe.distributed.agreement import control_group, for_all_ranks
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.distributed.dtensor import detached, local_part, local_slices
 from titan_moe.runtime.errors import RunError, is_outside, reason
+from titan_moe.runtime.files import fsync
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
 METADATA = ".metadata"
 _FILE_BYTES = 10**9
 
-Finish = Callable[[dict[str, str]], None]
-"""Takes the SHA-256 of every file that the ranks wrote, by name."""
+Finish = Callable[[set[str]], None]
+"""Takes the names of the files that the ranks wrote."""
 
 
 class Chunk(NamedTuple):
@@ -182,7 +181,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class FolderWriter(FileSystemWriter):
-    """Writes the tensor files of a folder, each with its digest taken on the way.
+    """Writes the tensor files of a folder.
 
     Args:
         finish: runs on rank 0 once all files of all ranks are on disk, before any rank's save ends.
@@ -190,9 +189,9 @@ class FolderWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, finish: Finish, *, copy_ahead: int = 10_000_000) -> None:
-        super().__init__(folder, per_thread_copy_ahead=copy_ahead)
-        self.fs = self._files = _HashingFiles()
-        self._finish = finish
+        # DCP would wait for the disk before it flushes the last bytes of a file.
+        super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)
+        self._folder, self._finish = folder, finish
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
         # The archive's own CRC, at the price of another pass, would say less than the checksums.
@@ -204,15 +203,15 @@ class FolderWriter(FileSystemWriter):
         except RuntimeError as error:
             # torch.save ends its archive after a failed write too, and so hides the first error.
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        for name in _names(results):
+            fsync(self._folder / name)
         written: Future[Any] = Future()
-        written.set_result(_Written(results, self._files.digests))
+        written.set_result(results)
         return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        super().finish(metadata, [each.results for each in results])
-        for each in results:
-            self._files.digests |= each.digests
-        self._finish(self._files.digests)
+        super().finish(metadata, results)
+        self._finish(_names(chain.from_iterable(results)))
 
     def storage_meta(self) -> StorageMeta:
         """Returns nothing of the temporary folder: it has another name later."""
@@ -237,44 +236,9 @@ def _parts(plan: SavePlan) -> Iterator[SavePlan]:
         yield replace(plan, items=items, storage_data=place)
 
 
-class _Written(NamedTuple):
-    """Holds the write results and the files' digests of one rank."""
-
-    results: list[WriteResult]
-    digests: dict[str, str]
-
-
-class _HashingFiles(FileSystem):
-    """Opens files that hash what is written to them."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        assert mode == "wb"
-        with _HashingFile(io.FileIO(path, mode)) as file:
-            yield file
-        self.digests[Path(path).name] = file.digest.hexdigest()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
-
-
-class _HashingFile(io.BufferedWriter):
-    def __init__(self, raw: io.RawIOBase) -> None:
-        super().__init__(raw)
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return super().write(data)
-
-    def fileno(self) -> int:
-        """Flushes first: DCP asks for the number to wait for the disk, and flushes only some."""
-        self.flush()
-        return super().fileno()
+def _names(results: Iterable[WriteResult]) -> set[str]:
+    """Returns the names of the files that were written."""
+    return {each.storage_data.relative_path for each in results}
 
 
 @contextmanager
@@ -305,19 +269,20 @@ def write_chunks(
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Read into tensors of any layout, in place; collective.
+    """Read into tensors of any layout, in place; collective. `read_manifest` has compared the
+    digest of .metadata, a pickle.
 
     Raises RunError on all ranks when a file cannot be read or is damaged.
     """
     planner, reader = LoadPlanner(held_chunks(tensors)), FileSystemReader(folder)
     parts, doing = local_tensors(tensors), f"cannot load checkpoint {folder}"
-    on_rank_zero(lambda: bool(read_checked(folder / METADATA)), doing=doing)  # It is a pickle.
     with one_line(doing, f"checkpoint {folder} is damaged"):
         dcp.load(parts, storage_reader=reader, planner=planner, process_group=control_group())
 
 
 class StoredTensors:
-    """A checkpoint's tensors, read box by box by one process.
+    """A checkpoint's tensors, read box by box by one process. `read_manifest` has compared the
+    digest of .metadata, a pickle.
 
     Raises RunError when the files cannot be read or are damaged.
     """
@@ -325,7 +290,6 @@ class StoredTensors:
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, FileSystemReader(folder)
         with self._one_error():
-            read_checked(folder / METADATA)  # Before it is unpickled.
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 

@@ -10,6 +10,7 @@ ranks as before.
 """
 
 import base64
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.folder import read_json
 from titan_moe.distributed.agreement import from_every_rank
 
 TRAIN_STATE = "train_state.json"
@@ -35,19 +35,18 @@ def gather_rank_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     return from_every_rank(lambda: mine, doing="cannot gather the ranks' states")
 
 
-def merge_rank_states(states: list[dict[str, Any]], merge_data: MergeData) -> dict[str, Any]:
-    """Returns what train_state.json holds. All but "data" and random states is the same on all
-    ranks."""
+def write_train_state(folder: Path, states: list[dict[str, Any]], merge_data: MergeData) -> None:
+    """Write train_state.json. All but "data" and random states is the same on all ranks."""
     common = {key: value for key, value in states[0].items() if key not in (DATA, RNG)}
     merged = {"common": common, RNG: [state[RNG] for state in states]}
     if DATA in states[0]:
         merged[DATA] = merge_data([state[DATA] for state in states])
-    return merged
+    (folder / TRAIN_STATE).write_text(json.dumps(merged))
 
 
 def read_train_state(folder: Path) -> dict[str, Any]:
-    """Returns what `merge_rank_states` gave. Raises RunError when it is missing or damaged."""
-    return read_json(folder / TRAIN_STATE)
+    """Returns the content of train_state.json, whose digest `read_manifest` compares."""
+    return json.loads((folder / TRAIN_STATE).read_bytes())
 
 
 def restore_random_state(train_state: dict[str, Any]) -> bool:

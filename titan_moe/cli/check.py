@@ -17,7 +17,7 @@ parameters, the documents and tokens of each source, what has no effect, and wha
 know; all that is wrong otherwise, a line each.
 
 A folder instead of a configuration is read whole: a checkpoint, all checkpoints of a run, or an
-export. Prints what was read, and a line for everything that is not as it was written.
+export. Prints what was read, and a line for every folder that is not as it was written.
 
 Exit codes: 0; 1 a folder that is damaged; 2 a configuration or
 data that cannot be trained on.

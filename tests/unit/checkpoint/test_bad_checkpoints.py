@@ -1,13 +1,10 @@
 """Every way a checkpoint can be bad: one line, nothing is run, and no file changes."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-from tests.support.saved_runs import refused, step_folder, watched
-from titan_moe.checkpoint.digests import write_listing
+from tests.support.saved_runs import change_checksum, refused, step_folder, watched
 
 
 def test_another_model(saved):
@@ -32,11 +29,7 @@ def test_foreign_folder(tmp_path):
 
 
 def test_wrong_checksum_names_the_tensor(saved):
-    path = step_folder(saved, 2) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["checksums"]["model.w_EFD"] = "0123456789abcdef"
-    path.write_text(json.dumps(manifest))
-    write_listing(step_folder(saved, 2), {})
+    change_checksum(step_folder(saved, 2), "model.w_EFD")
     refused(watched(saved), "step-2 is damaged", "checksum of model.w_EFD")
 
 
@@ -52,5 +45,5 @@ def test_tensor_file_that_was_cut_or_emptied(saved, kept):
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "train_state.json", "manifest.json"])
 def test_latest_that_lacks_a_file_is_not_passed_over(saved, name):
     (step_folder(saved, 2) / name).unlink()
-    lacks = f"no {name}" if name == "manifest.json" else "is incomplete"
+    lacks = f"no {name}" if name == "manifest.json" else "is missing"
     refused(watched(saved), "step-2", lacks, name)

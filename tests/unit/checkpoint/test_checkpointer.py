@@ -133,7 +133,6 @@ def test_seed_checkpoint(folder):
     seed.save(0)
     assert sorted(path.name for path in step_folder(folder, 0).iterdir()) == [
         ".metadata",
-        "SHA256SUMS",
         "__0_0.distcp",
         "manifest.json",
     ]

@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint import checksums as module
-from titan_moe.checkpoint.checksums import ReplicaCheck, box_sum, checksums, total_sums
+from titan_moe.checkpoint.checksums import box_sum, checksums, total_sums
 from titan_moe.checkpoint.tensors import Chunk
 from titan_moe.runtime.errors import RunError
 
@@ -78,18 +81,15 @@ def test_boxes_add_up_however_they_lie(dtype, monkeypatch):
             assert total_sums(sums) == {"x": whole}
 
 
-def test_tied_copies_that_differ_stop_a_run_when_it_is_time(monkeypatch):
+def test_tied_copies_that_differ_stop_a_run(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "tied_weights", lambda config: [["first.weight", "last.weight"]])
     model = nn.ModuleDict({"first": nn.Linear(3, 2), "last": nn.Linear(3, 2)})
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    check = ReplicaCheck([model], None, optimizer, freq=2)
-    check(1)
-    with pytest.raises(
-        RunError, match=r"^after step 2 first\.weight and its copies last\.weight are not the same"
-    ):
-        check(2)
+    checkpointer = plain_checkpointer(tmp_path, model, model=SimpleNamespace(config=None))
+    line = r"first\.weight and its copies last\.weight are not the same$"
+    with pytest.raises(RunError, match="^after step 2 " + line):
+        checkpointer.check_replicas(2)
+    with pytest.raises(RunError, match="^" + line):
+        checkpointer.save(2, {"step": 2})
+    assert not checkpointer.folder.exists()
     model["last"].load_state_dict(model["first"].state_dict())
-    check(4)
+    checkpointer.check_replicas(4)

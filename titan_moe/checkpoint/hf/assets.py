@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from titan_moe.checkpoint.folder import write_json
-from titan_moe.checkpoint.manifest import MANIFEST
+from titan_moe.checkpoint.digests import MANIFEST
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
 from titan_moe.models.hf_settings import kept_keys, text_of
@@ -117,7 +116,7 @@ def write_assets(
         logger.warning("%s: %s names files that were not there: %s", target, _CODE, lost)
     if missing & _code(settings):
         settings.pop(_CODE)
-    write_json(target / CONFIG, settings, indent=2)
+    (target / CONFIG).write_text(json.dumps(settings, indent=2))
 
 
 def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from titan_moe.checkpoint.digests import MANIFEST
 from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import CONFIG, read_settings, weight_block, wrapper_of
 from titan_moe.runtime.errors import RunError, reason
@@ -242,7 +243,7 @@ class HFFolder:
 
 def is_hf_folder(path: Path) -> bool:
     """Returns whether a folder has a config.json and no manifest.json."""
-    return (path / "config.json").is_file() and not (path / "manifest.json").exists()
+    return (path / CONFIG).is_file() and not (path / MANIFEST).exists()
 
 
 def save(tensors: dict[str, Tensor], path: Path, facts: Mapping[str, str]) -> None:

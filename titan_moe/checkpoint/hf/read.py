@@ -7,7 +7,7 @@ another. All but `load_alone` is collective, over one process or many.
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -18,18 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
-from titan_moe.checkpoint.digests import check_listed
-from titan_moe.checkpoint.folder import new_folder, write_json
+from titan_moe.checkpoint.digests import MANIFEST, check_sums
+from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find, model_shapes
 from titan_moe.checkpoint.hf.pieces import cut, whole
-from titan_moe.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    TensorSpec,
-    read_manifest,
-)
+from titan_moe.checkpoint.manifest import Manifest, TensorSpec, read_manifest, write_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
 from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
@@ -99,7 +94,7 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
 
     doing = f"cannot load {folder}"
     on_every_rank(lambda: _refuse_other_dimensions(model, folder), doing=doing)
-    check_listed(folder, doing=doing)
+    check_sums(folder, doing=doing)
     num_bytes = on_every_rank(load, doing=doing)
     if dist.get_rank() == 0:
         logger.info(speed_line(f"loaded {folder}", num_bytes, started))
@@ -120,7 +115,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     started = time.perf_counter()
     doing = f"cannot import {folder}"
     model = on_every_rank(lambda: model_of(folder), doing=doing)
-    check_listed(folder, doing=doing)
+    check_sums(folder, doing=doing)
     shapes = model_shapes(model.config)
     opened = on_every_rank(lambda: HFFolder(folder), doing=doing)
     source = on_every_rank(lambda: HFSource(opened, model, shapes), doing=doing)
@@ -135,8 +130,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
         def describe() -> None:
             copy_assets(folder, aside / HF)
             opened.save_rest(aside / HF)
-            manifest = _manifest(model, shapes, dtype, sums)
-            write_json(aside / MANIFEST, asdict(manifest))
+            write_manifest(aside, _manifest(model, shapes, dtype, sums))
 
         on_rank_zero(describe, doing=doing)
     return speed_line(f"imported {out}", opened.num_bytes, started)

@@ -4,6 +4,7 @@ All ranks agree on the files and on the rank that writes each of them, whole ten
 folder gets its name when everything in it is on disk.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
-from titan_moe.checkpoint.digests import DIGESTS, read_digests
-from titan_moe.checkpoint.folder import new_folder, write_json
+from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
+from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, Ends, asset_folders, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
@@ -33,7 +34,6 @@ from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.decoder import is_wide
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -187,16 +187,20 @@ def export(
         on_rank_zero(lambda: _write_index(files, aside), doing=doing)
         assets = (model, origin, folders, ends, dtype, aside, tokenizer)
         on_rank_zero(lambda: write_assets(*assets), doing=doing)
+        write_sums(aside, doing=doing)
     return total
 
 
 def _check_rest(origin: Path | None) -> None:
     """Raises RunError if the rest that an import has kept is not as it was written."""
-    if origin is None or not (origin / REST).is_file():
+    if origin is None:
         return
-    digests = read_digests(origin.parent)
-    if digests is not None and digests.get(f"{HF}/{REST}") != sha256_of(origin / REST):
-        raise RunError(f"{origin / REST} is not what {DIGESTS} of its checkpoint says")
+    checkpoint = origin.parent
+    if not (origin / REST).is_file() or not (checkpoint / MANIFEST).exists():
+        return
+    digests = read_manifest(checkpoint).files
+    if lines := damage(checkpoint, digests, MANIFEST, [f"{HF}/{REST}"]):
+        raise RunError(f"checkpoint {checkpoint} is damaged: {lines[0]}")
 
 
 def _around(origin: Path | None) -> HFFolder | None:
@@ -311,4 +315,4 @@ def _write_index(files: Mapping[str, File], aside: Path) -> None:
         total = sum(map(_num_bytes, files.values()))
         places = {name: path for path, file in files.items() for name in file}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_json(aside / INDEX, index)
+        (aside / INDEX).write_text(json.dumps(index))

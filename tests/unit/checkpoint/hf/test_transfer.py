@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.audit import audit
-from titan_moe.checkpoint.digests import read_digests
+from titan_moe.checkpoint.digests import read_sums
 from titan_moe.checkpoint.hf import read, write
 from titan_moe.checkpoint.hf.names import model_shapes
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
@@ -94,8 +94,8 @@ def test_last_save_is_exported_beside_its_checkpoint(mode, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"step-1", "step-2", "step-2-hf"}
     for step in (1, 2):
         export_checkpoint(folder / f"step-{step}", tmp_path / str(step), torch.float32)
-    first, last, own = map(read_digests, (tmp_path / "1", tmp_path / "2", folder / "step-2-hf"))
-    assert own == last != first and own is not None
+    first, last, own = map(read_sums, (tmp_path / "1", tmp_path / "2", folder / "step-2-hf"))
+    assert own == last != first and own
 
 
 def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
@@ -104,7 +104,7 @@ def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
     checkpointer.check_export(3)
     checkpointer.save(3, {}, last=True)  # Killed before the export.
     checkpointer.check_export(3, finished=True)
-    assert read_digests(tmp_path / "checkpoint" / "step-3-hf") is not None
+    assert read_sums(tmp_path / "checkpoint" / "step-3-hf")
     checkpointer.check_export(3, finished=True)
     with pytest.raises(RunError, match="step-3-hf exists"):
         checkpointer.check_export(3)
@@ -167,11 +167,11 @@ def test_a_changed_export_is_refused(tmp_path):
     raw[-3] ^= 16
     weights.write_bytes(raw)
     assert "model.safetensors is damaged" in audit(tmp_path / "out").problems[0]
-    with pytest.raises(RunError, match=r"model.safetensors is not what SHA256SUMS beside it says"):
+    with pytest.raises(RunError, match=r"model.safetensors is damaged: it is not what SHA256SUMS"):
         import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
     assert not (tmp_path / "again").exists()
     model = small_model("qwen3")
-    with pytest.raises(RunError, match=r"model.safetensors is not what SHA256SUMS beside it says"):
+    with pytest.raises(RunError, match=r"model.safetensors is damaged: it is not what SHA256SUMS"):
         load_hf(tmp_path / "out", model, {}, model_shapes(model.config))
     (tmp_path / "out" / "SHA256SUMS").unlink()
     import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
