@@ -15,7 +15,7 @@ from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
 
 if TYPE_CHECKING:
-    from titan_moe.checkpoint.find import Found
+    from titan_moe.checkpoint.folder import Found
 
 
 def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
@@ -30,7 +30,7 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
     # A run that was killed has left a checkpoint under another name; the next one brings it back.
     if not loads or config.create_seed_checkpoint or any(folder.glob(".step-*.replaced")):
         return []
-    from titan_moe.checkpoint.find import find_checkpoint
+    from titan_moe.checkpoint.folder import find_checkpoint
     from titan_moe.checkpoint.hf.read import check_folder
 
     try:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from titan_moe.bad_steps import BadSteps
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksums import checksums
-from titan_moe.checkpoint.find import step_to_go_on_from
+from titan_moe.checkpoint.folder import step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.job import check_reshard

@@ -12,7 +12,6 @@ from tests.support.tiers import tiered
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.read import load_hf
-from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import Checkpoint, JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
@@ -48,8 +47,7 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     cpu, world_size = torch.device("cpu"), RANKS[layout]
     sharded = build_sharded_model(job, model.config, device=cpu, world_size=world_size)
     tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
-    shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
-    load_hf(source, model, tensors, shapes)
+    load_hf(source, model, tensors)
     checkpointer = Checkpointer(
         Checkpoint(enable=True),
         target.parent,

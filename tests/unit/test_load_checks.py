@@ -98,7 +98,7 @@ def test_incomplete_checkpoint_is_refused_and_one_in_the_making_is_left_to_the_r
     run = shutil.copytree(trained / "run", tmp_path / "run")
     (run / "checkpoint/step-2/train_state.json").unlink()
     (line,) = lines_of(trained, f"--job.dump_folder {run}")
-    assert "step-2 is incomplete: train_state.json is missing" in line
+    assert "step-2 is damaged or incomplete: train_state.json is missing" in line
     (run / "checkpoint/step-2").rename(run / "checkpoint/.step-2.replaced")
     assert lines_of(trained, f"--job.dump_folder {run} --checkpoint.load_step 2") == []
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.checksums import checksums, unlike_copies
-from titan_moe.checkpoint.find import find_checkpoint
+from titan_moe.checkpoint.folder import find_checkpoint
 from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.hf.write import EndsOf, export_checkpoint, no_ends
 from titan_moe.checkpoint.manifest import (
@@ -53,7 +53,6 @@ from titan_moe.checkpoint.tensors import (
 )
 from titan_moe.checkpoint.train_state import (
     DATA,
-    RNG,
     MergeData,
     gather_rank_states,
     read_train_state,
@@ -102,7 +101,8 @@ class Checkpointer:
         ends_of: EndsOf = no_ends,
     ) -> None:
         self._config = config
-        self._folder = dump_folder / config.folder
+        self.folder = dump_folder / config.folder
+        """Folder of the run's own checkpoints."""
         self._modules = modules
         self._optimizer = optimizer
         self._job_record = job_record
@@ -122,11 +122,6 @@ class Checkpointer:
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
         self.loaded_job: dict[str, Any] = {}
         """The configuration that saved the checkpoint last loaded."""
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the run's own checkpoints."""
-        return self._folder
 
     def maybe_save(self, step: int, state: dict[str, Any], *, last: bool = False) -> bool:
         """Save if the configuration wants a checkpoint after this step; returns whether it did.
@@ -172,7 +167,7 @@ class Checkpointer:
         model_only = self._config.create_seed_checkpoint or (
             last and self._config.last_save_model_only
         )
-        target = step_folder(self._folder, step)
+        target = step_folder(self.folder, step)
         tensors = self._tensors(with_optimizer=not model_only)
         specs, sums = gather_specs(tensors), self._checksums(tensors)
         states = [] if model_only else gather_rank_states(state)
@@ -261,8 +256,8 @@ class Checkpointer:
     def export(self, step: int) -> None:
         """Write the model in the checkpoint of `step` as a Hugging Face folder beside it;
         collective. Raises RunError when it cannot be written; nothing is left then."""
-        source = step_folder(self._folder, step)
-        target = folders.hf_folder(self._folder, step)
+        source = step_folder(self.folder, step)
+        target = folders.hf_folder(self.folder, step)
         dtype = getattr(torch, self._config.export_dtype)
         self._say("%s", export_checkpoint(source, target, dtype, self._ends_of))
 
@@ -271,7 +266,7 @@ class Checkpointer:
         finished run, makes the one that a kill or a failure has left out. Collective."""
         if not (self._config.enable and self._config.last_save_in_hf):
             return
-        target = folders.hf_folder(self._folder, last_step)
+        target = folders.hf_folder(self.folder, last_step)
         doing = f"cannot export to {target}"
         if not finished:
             on_rank_zero(lambda: folders.refuse_existing(target), doing=doing)
@@ -288,8 +283,8 @@ class Checkpointer:
 
         Raises RunError when it is missing, damaged or of another model: tensors are undefined then.
         """
-        doing = f"cannot load a checkpoint from {self._folder}"
-        found = on_rank_zero(lambda: find_checkpoint(self._config, self._folder), doing=doing)
+        doing = f"cannot load a checkpoint from {self.folder}"
+        found = on_rank_zero(lambda: find_checkpoint(self._config, self.folder), doing=doing)
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()
@@ -300,16 +295,16 @@ class Checkpointer:
         if self._optimizer is not None and not model_only and "optimizer" not in excluded:
             parts.append(OPTIMIZER)
         self._load_tensors(source, manifest, parts)
-        if dist.get_rank() == 0:
-            logger.info("loaded %s%s", source, found.remark)
-        if source.parent == self._folder:
+        self._say("loaded %s%s", source, found.remark)
+        if source.parent == self.folder:
             if self._config.initial_load_path is not None and dist.get_rank() == 0:
                 logger.warning(
-                    "checkpoint.initial_load_path is not used: %s has checkpoints", self._folder
+                    "checkpoint.initial_load_path is not used: %s has checkpoints", self.folder
                 )
             self.last_step = manifest.step
             if not self._config.load_only:
-                on_rank_zero(lambda: self._set_aside_later(manifest.step), doing=doing)
+                set_aside = folders.set_aside_later
+                on_rank_zero(lambda: set_aside(self.folder, manifest.step), doing=doing)
         if model_only:
             return None
         return self._load_train_state(source, excluded)
@@ -321,7 +316,7 @@ class Checkpointer:
         return tensors
 
     def _load_hf(self) -> None:
-        if MODEL.rstrip(".") in self._config.exclude_from_loading:
+        if "model" in self._config.exclude_from_loading:
             return
         assert self._model is not None, "Hugging Face folders want a family and dimensions"
         folder = self._config.initial_load_path or self._job_record["model"]["hf_assets_path"]
@@ -329,12 +324,7 @@ class Checkpointer:
             name.removeprefix(MODEL): tensor
             for name, tensor in model_tensors(self._modules).items()
         }
-        shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
-        load_hf(Path(folder), self._model, tensors, shapes)
-
-    def _set_aside_later(self, step: int) -> None:
-        for kept in folders.set_aside_later(self._folder, step):
-            logger.warning("a later step is left behind, kept as %s", kept)
+        load_hf(Path(folder), self._model, tensors)
 
     def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
         tensors = {
@@ -363,9 +353,7 @@ class Checkpointer:
         state: dict[str, Any] = {}
         if "train_state" not in without:
             state |= saved["common"]
-            if not restore_random_state(saved) and dist.get_rank() == 0:
-                saved_by = len(saved[RNG])
-                logger.info("random states start fresh: %d ranks saved theirs", saved_by)
+            restore_random_state(saved)
         if "dataloader" not in without:
             state[DATA] = saved[DATA]
         return state

@@ -30,6 +30,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    @classmethod
+    def of(cls, shape: Iterable[int], dtype: torch.dtype) -> "TensorSpec":
+        return cls(tuple(shape), str(dtype).removeprefix("torch."))
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
@@ -96,18 +100,18 @@ def read_manifest(folder: Path) -> Manifest:
     # Files that came along with imported weights are large: they are compared where they are used.
     own = [name for name in manifest.files if "/" not in name]
     if lines := damage(folder, manifest.files, MANIFEST, own):
-        raise RunError(f"checkpoint {folder} is damaged: {'; '.join(lines)}")
+        raise RunError(f"checkpoint {folder} is damaged or incomplete: {listed(lines)}")
     return manifest
 
 
 def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Specs of the tensors that any rank holds, the same on every rank; collective."""
-    mine = {name: (tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items()}
-    merged: dict[str, tuple[tuple[int, ...], str]] = {}
+    mine = {name: TensorSpec.of(t.shape, t.dtype) for name, t in tensors.items()}
+    merged: dict[str, TensorSpec] = {}
     for specs in from_every_rank(lambda: mine, doing="cannot compare tensors"):
         for name, spec in specs.items():
             assert merged.setdefault(name, spec) == spec, f"ranks disagree about {name}"
-    return {name: TensorSpec(*spec) for name, spec in merged.items()}
+    return merged
 
 
 def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[str]) -> list[str]:
@@ -136,10 +140,6 @@ def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[
 def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[str]:
     """Names of tensors whose loaded values are not those that were saved."""
     return sorted(name for name, value in checksums.items() if manifest.checksums[name] != value)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def listed(names: Iterable[str]) -> str:

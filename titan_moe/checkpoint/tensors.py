@@ -38,7 +38,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from titan_moe.distributed.agreement import control_group, for_all_ranks
+from titan_moe.distributed.agreement import control_group, for_all_ranks, on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.distributed.dtensor import detached, local_part, local_slices
 from titan_moe.runtime.errors import RunError, is_outside, reason
@@ -242,20 +242,16 @@ def _names(results: Iterable[WriteResult]) -> set[str]:
 
 
 @contextmanager
-def one_line(doing: str, otherwise: str = "") -> Iterator[None]:
+def one_line(doing: str) -> Iterator[None]:
     """Raises one line of the lowest failing rank instead of DCP's traceback of every rank.
 
     Args:
         doing: as on_every_rank's.
-        otherwise: what to say first where neither a disk, memory nor the network has failed; empty
-            for a RuntimeError then.
     """
     try:
         yield
     except CheckpointException as error:
         cause = error.failures[min(error.failures)][0]
-        if otherwise and not (isinstance(cause, RunError) or is_outside(cause)):
-            raise RunError(f"{otherwise}: {reason(cause)[:300]}") from cause
         raise for_all_ranks(cause, doing) from cause
 
 
@@ -269,20 +265,17 @@ def write_chunks(
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Read into tensors of any layout, in place; collective. `read_manifest` has compared the
-    digest of .metadata, a pickle.
+    """Read into tensors of any layout, in place; collective.
 
     Raises RunError on all ranks when a file cannot be read or is damaged.
     """
-    planner, reader = LoadPlanner(held_chunks(tensors)), FileSystemReader(folder)
     parts, doing = local_tensors(tensors), f"cannot load checkpoint {folder}"
-    with one_line(doing, f"checkpoint {folder} is damaged"):
-        dcp.load(parts, storage_reader=reader, planner=planner, process_group=control_group())
+    on_every_rank(lambda: StoredTensors(folder).fill(held_chunks(tensors), parts), doing=doing)
 
 
 class StoredTensors:
-    """A checkpoint's tensors, read box by box by one process. `read_manifest` has compared the
-    digest of .metadata, a pickle.
+    """A checkpoint's tensors, read box by box. `read_manifest` has compared the digest of
+    .metadata, a pickle.
 
     Raises RunError when the files cannot be read or are damaged.
     """
@@ -294,7 +287,7 @@ class StoredTensors:
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def chunks(self) -> list[Chunk]:
-        """The stored boxes of all tensors, in the order of the files."""
+        """Returns the stored boxes of all tensors."""
         chunks = []
         for name, entry in self._metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
@@ -302,20 +295,20 @@ class StoredTensors:
                 ends = zip(stored.offsets, stored.sizes, strict=True)
                 box = tuple(slice(at, at + size) for at, size in ends)
                 chunks.append(Chunk(name, box, tuple(entry.size), entry.properties.dtype))
-        return sorted(chunks, key=self._position)
-
-    def _position(self, chunk: Chunk) -> tuple[str, int]:
-        stored = self._reader.storage_data[chunk.key]
-        return stored.relative_path, stored.offset
+        return chunks
 
     def read(self, chunk: Chunk) -> Tensor:
         """Returns the values of any box."""
         values = torch.empty(sizes(chunk.box), dtype=chunk.dtype)
-        planner = LoadPlanner([chunk])
-        planner.set_up_planner({chunk.name: values}, self._metadata)
+        self.fill([chunk], {chunk.name: values})
+        return values
+
+    def fill(self, chunks: Sequence[Chunk], values: dict[str, Tensor]) -> None:
+        """Read boxes, at most one of each tensor, into the values by name."""
+        planner = LoadPlanner(chunks)
+        planner.set_up_planner(values, self._metadata)
         with self._one_error():
             self._reader.read_data(planner.create_local_plan(), planner)
-        return values
 
     @contextmanager
     def _one_error(self) -> Iterator[None]:
@@ -324,7 +317,7 @@ class StoredTensors:
         except FileNotFoundError as error:
             name = Path(error.filename).name
             raise RunError(f"checkpoint {self._folder} is incomplete: {name} is missing") from None
-        except (OSError, RunError):
-            raise
         except Exception as error:  # Unpickling garbage raises nearly anything.
+            if isinstance(error, RunError) or is_outside(error):
+                raise
             raise RunError(f"checkpoint {self._folder} is damaged: {reason(error)}") from error

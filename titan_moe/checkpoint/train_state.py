@@ -11,6 +11,7 @@ ranks as before.
 
 import base64
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.distributed.agreement import from_every_rank
+
+logger = logging.getLogger(__name__)
 
 TRAIN_STATE = "train_state.json"
 DATA = "data"
@@ -49,12 +52,13 @@ def read_train_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / TRAIN_STATE).read_bytes())
 
 
-def restore_random_state(train_state: dict[str, Any]) -> bool:
-    """Put back this rank's random state; returns False if there are not as many ranks as before."""
-    if len(train_state[RNG]) != dist.get_world_size():
-        return False
-    set_random_state(train_state[RNG][dist.get_rank()])
-    return True
+def restore_random_state(train_state: dict[str, Any]) -> None:
+    """Put back this rank's random state if there are as many ranks as before."""
+    states = train_state[RNG]
+    if len(states) == dist.get_world_size():
+        set_random_state(states[dist.get_rank()])
+    elif dist.get_rank() == 0:
+        logger.info("random states start fresh: %d ranks saved theirs", len(states))
 
 
 def set_random_state(saved: dict[str, str]) -> None:

@@ -113,16 +113,15 @@ def test_last_save_is_complete_and_model_only(tmp_path):
     assert (step_folder(tmp_path, 1) / "train_state.json").exists()
 
 
-def test_full_disk_fails_a_later_step_in_one_line(tmp_path, disk):
-    run = _run(tmp_path, interval=2, dim=5000)
-    disk.free.set()
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_full_disk_fails_this_or_a_later_step_in_one_line(tmp_path, mode):
+    run = _run(tmp_path, interval=2, dim=5000, async_mode=mode)
     run.save(1)
-    with full_disk():
+    with full_disk(), pytest.raises(RunError) as caught:
         _step(run, 2)
-        with pytest.raises(RunError) as caught:
-            for _ in range(2000):
-                run.checkpointer.maybe_save(3, {})
-                time.sleep(0.01)
+        for _ in range(2000):
+            run.checkpointer.maybe_save(3, {})
+            time.sleep(0.01)
     line = f"cannot save checkpoint {step_folder(tmp_path, 2)}: File too large; free some space"
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
     assert names(tmp_path) == ["step-1"] and run.checkpointer.finish() == 1

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.support.saved_runs import Run, full_disk, names, refused, step_folder, watched
+from tests.support.saved_runs import Run, names, refused, step_folder, watched
 from titan_moe.checkpoint import folder as folders
-from titan_moe.runtime.errors import RunError
 
 
 def test_everything_comes_back(folder):
@@ -151,11 +150,3 @@ def test_last_save_model_only_cannot_be_resumed(folder):
         watched(folder.parent / "b", initial_load_path=path, initial_load_model_only=False),
         "initial_load_model_only=true",
     )
-
-
-def test_a_full_disk_is_named_as_such(folder):
-    run = Run(folder, dim=5000)
-    run.save(1)
-    with full_disk(), pytest.raises(RunError, match="step-2: File too large"):
-        run.save(2)
-    assert names(folder) == ["step-1"]

@@ -45,7 +45,8 @@ def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]
     seen: list[Path] = []
     while checkpoint not in seen:
         seen.append(checkpoint)
-        model, initial = job_record.get("model", {}), _initial(job_record)
+        model = job_record.get("model", {})
+        initial = job_record.get("checkpoint", {}).get("initial_load_path")
         named = [model.get("hf_assets_path"), initial, model.get("tokenizer_path")]
         folders.append(checkpoint / HF)
         for path in map(Path, filter(None, named)):
@@ -56,10 +57,6 @@ def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]
     # A checkpoint's own JSON files are none of these.
     others = [folder for folder in folders if not (folder / MANIFEST).exists()]
     return [folder for folder in others if (folder / CONFIG).is_file() or _files(folder)]
-
-
-def _initial(job_record: Mapping[str, Any]) -> str | None:
-    return job_record.get("checkpoint", {}).get("initial_load_path")
 
 
 def copy_assets(source: Path, target: Path) -> None:
@@ -124,7 +121,9 @@ def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str,
     has an end, by the tokenizer."""
     if all(table.get("eos_token_id") is None for table in tables):
         tables = [*tables, ends()]
-    found = {key: _first(table.get(key) for table in tables) for key in _ENDS}
+    found: dict[str, Any] = dict.fromkeys(_ENDS)
+    for table in reversed(tables):
+        found |= {key: table[key] for key in _ENDS if table.get(key) is not None}
     if found["eos_token_id"] is None:
         logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
     return found
@@ -138,10 +137,6 @@ def _is_original(model: HFModel, folder: Path) -> bool:
         return False
     lines = differences(model.config, original.config)
     return original.family == model.family and all(line.startswith("rope.") for line in lines)
-
-
-def _first(values: Iterable[Any]) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 def _code(settings: Mapping[str, Any]) -> set[str]:

@@ -59,16 +59,10 @@ class Float8(NamedTuple):
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
         *outer, rows, columns = box
-        blocks = tuple(
-            slice(part.start // size, (part.stop - 1) // size + 1)
-            for part, size in zip((rows, columns), self.block, strict=True)
-        )
-        scales = read(self.name + SCALE_INV, (*outer, *blocks)).float()
-        for dim, part, size, block in zip(
-            (-2, -1), (rows, columns), self.block, blocks, strict=True
-        ):
-            index = torch.arange(part.start, part.stop) // size - block.start
-            scales = scales.index_select(dim, index)
+        height, width = self.block
+        blocks = (*outer, _groups(rows, height), _groups(columns, width))
+        scales = read(self.name + SCALE_INV, blocks).float()
+        scales = _spread(_spread(scales, -2, rows, height), -1, columns, width)
         return read(self.name, box).float().mul_(scales)
 
 
@@ -81,7 +75,7 @@ class MXFP4(NamedTuple):
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box, exactly."""
         experts, inner, rows = box
-        groups = slice(inner.start // _GROUP, (inner.stop - 1) // _GROUP + 1)
+        groups = _groups(inner, _GROUP)
         scales = read(self.name + SCALES, (experts, rows, groups))
         packed = read(self.name + BLOCKS, (experts, rows, groups, slice(0, _GROUP // 2)))
         # Each byte holds two values, the first of them in its lower half.
@@ -104,17 +98,25 @@ class Int4(NamedTuple):
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
         rows, columns = box
-        packed, groups = (
-            slice(columns.start // size, (columns.stop - 1) // size + 1) for size in (8, self.group)
-        )
+        packed = _groups(columns, 8)
         numbers = read(self.name + PACKED, (rows, packed))
         # The first value is in the lowest bits; all are 8 too large.
         values = ((numbers[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
         first = packed.start * 8
-        scales = read(self.name + SCALE, (rows, groups)).float()
-        index = torch.arange(columns.start, columns.stop) // self.group - groups.start
+        scales = read(self.name + SCALE, (rows, _groups(columns, self.group))).float()
         inside = values[:, columns.start - first : columns.stop - first]
-        return inside.float().mul_(scales.index_select(-1, index))
+        return inside.float().mul_(_spread(scales, -1, columns, self.group))
+
+
+def _groups(values: slice, size: int) -> slice:
+    """Returns the groups of `size` values that hold a range of values."""
+    return slice(values.start // size, (values.stop - 1) // size + 1)
+
+
+def _spread(scales: Tensor, dim: int, values: slice, size: int) -> Tensor:
+    """Repeats along a dim the scale of each group for those of its values that are in a range."""
+    index = torch.arange(values.start, values.stop) // size - values.start // size
+    return scales.index_select(dim, index)
 
 
 class HFFolder:

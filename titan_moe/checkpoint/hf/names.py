@@ -32,15 +32,15 @@ _COMPARED = 2**24  # Elements of two tensors that are compared at once.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
 
 
-def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
-    """The place of each of our tensors in a folder; those that are never stored are left out, and
-    indexers that are to warm up if the folder has none.
+def find(model: HFModel, folder: HFFolder) -> dict[str, Stored]:
+    """The place of each of the model's tensors in a folder; those that are never stored are left
+    out, and indexers that are to warm up if the folder has none.
 
     Raises RunError that names every missing, superfluous or misshapen tensor, and a stored copy of
     another tensor that is not equal to it.
     """
     model = replace(model, wrapper=wrapper_of(folder.settings))
-    indexer = model.config.indexer
+    shapes, indexer = model_shapes(model.config), model.config.indexer
     if indexer is not None and indexer.warm_up and not any(_INDEXER in x for x in folder.shapes):
         logger.info("%s has no indexers: they begin with random weights", folder.path)
         shapes = {name: shape for name, shape in shapes.items() if _INDEXER not in name}
@@ -101,20 +101,15 @@ def _ways(model: HFModel, name: str) -> list[HFWeight]:
     """All ways, with the layer's number; none for what needs no place. Raises RunError."""
     if name.endswith(PREVIOUS_LOAD):
         return []
-    pattern, layer = _pattern(model, model.first_of_group.get(name, name))
+    pattern, layer = model.first_of_group.get(name, name), 0
+    if match := _LAYER.match(pattern):
+        mtp, number = match[1] or "", int(match[2])
+        layer = number + (model.config.num_layers if mtp else 0)
+        pattern = f"{mtp}layers.{{layer}}.{pattern[match.end() :]}"
     ways = model.keys.get(pattern, ())
     if not ways and not name.endswith(EXPERT_BIAS):
         raise RunError(f"{name} has no place in the Hugging Face form of {model.family}")
     return [replace(way, name=way.name.replace("{layer}", str(layer))) for way in ways]
-
-
-def _pattern(model: HFModel, name: str) -> tuple[str, int]:
-    match = _LAYER.match(name)
-    if match is None:
-        return name, 0
-    mtp, number = match[1] or "", int(match[2])
-    layer = number + (model.config.num_layers if mtp else 0)
-    return f"{mtp}layers.{{layer}}.{name[match.end() :]}", layer
 
 
 def _nearest(ways: list[Stored], shapes: Shapes) -> Stored:

@@ -22,7 +22,7 @@ from titan_moe.checkpoint.digests import MANIFEST, check_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
-from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find, model_shapes
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, find, model_shapes
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.manifest import Manifest, TensorSpec, read_manifest, write_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
@@ -46,8 +46,8 @@ class HFSource:
     """The tensors of a Hugging Face folder, by our names. Raises RunError for a folder that is not
     of this model."""
 
-    def __init__(self, folder: HFFolder, model: HFModel, shapes: Shapes) -> None:
-        self.found = find(model, folder, shapes)
+    def __init__(self, folder: HFFolder, model: HFModel) -> None:
+        self.found = find(model, folder)
         """Our names -> the place of each tensor; those that are not stored are left out."""
         self._folder = folder
 
@@ -76,12 +76,8 @@ class HFSource:
                 bar.update()
 
 
-def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Fill a model's tensors, each rank its own parts; those that the folder does not have stay.
-
-    Args:
-        tensors: this rank's, by our names.
-        shapes: of all ranks' tensors, whole.
+def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's tensors of a model, by our names; those that the folder does not have stay.
 
     Raises RunError in one line when config.json or tensors are not those of the model.
     """
@@ -89,7 +85,7 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
 
     def load() -> int:
         opened = HFFolder(folder)
-        HFSource(opened, model, shapes).fill(tensors)
+        HFSource(opened, model).fill(tensors)
         return opened.num_bytes
 
     doing = f"cannot load {folder}"
@@ -103,7 +99,7 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
 def check_folder(folder: Path, model: HFModel) -> None:
     """Raises RunError or ConfigError when config.json or tensors are not those of the model."""
     _refuse_other_dimensions(model, folder)
-    HFSource(HFFolder(folder), model, model_shapes(model.config))
+    find(model, HFFolder(folder))
 
 
 def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
@@ -116,21 +112,30 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     doing = f"cannot import {folder}"
     model = on_every_rank(lambda: model_of(folder), doing=doing)
     check_sums(folder, doing=doing)
-    shapes = model_shapes(model.config)
     opened = on_every_rank(lambda: HFFolder(folder), doing=doing)
-    source = on_every_rank(lambda: HFSource(opened, model, shapes), doing=doing)
+    source = on_every_rank(lambda: HFSource(opened, model), doing=doing)
     chunks = [
         Chunk(MODEL + name, box, shape, _dtype_of(name, dtype))
-        for name, shape in shapes.items()
+        for name, shape in model_shapes(model.config).items()
         for box in cut(shape, LARGEST_CHUNK)
     ]
-    with new_folder(out, sum(map(_num_bytes, chunks)), doing=doing) as aside:
+    num_bytes = sum(prod(sizes(chunk.box)) * chunk.dtype.itemsize for chunk in chunks)
+    with new_folder(out, num_bytes, doing=doing) as aside:
         sums = _write_share(source, model, chunks, aside, doing=f"cannot write {out}")
 
         def describe() -> None:
             copy_assets(folder, aside / HF)
             opened.save_rest(aside / HF)
-            write_manifest(aside, _manifest(model, shapes, dtype, sums))
+            manifest = Manifest(
+                step=0,
+                model_only=True,
+                tensors={each.name: TensorSpec.of(each.shape, each.dtype) for each in chunks},
+                checksums=sums,
+                job={"model": {"name": model.family, "flavor": "hf"}},
+                family=model.family,
+                model=as_record(model.config),
+            )
+            write_manifest(aside, manifest)
 
         on_rank_zero(describe, doing=doing)
     return speed_line(f"imported {out}", opened.num_bytes, started)
@@ -167,30 +172,9 @@ def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:
     return values
 
 
-def _num_bytes(chunk: Chunk) -> int:
-    return prod(sizes(chunk.box)) * chunk.dtype.itemsize
-
-
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     is_buffer = name.endswith((EXPERT_BIAS, PREVIOUS_LOAD))
     return torch.float32 if is_buffer else stored_in(name, dtype)
-
-
-def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str, str]) -> Manifest:
-    return Manifest(
-        step=0,
-        model_only=True,
-        tensors={
-            MODEL + name: TensorSpec(
-                shape=shape, dtype=str(_dtype_of(name, dtype)).removeprefix("torch.")
-            )
-            for name, shape in shapes.items()
-        },
-        checksums=sums,
-        job={"model": {"name": model.family, "flavor": "hf"}},
-        family=model.family,
-        model=as_record(model.config),
-    )
 
 
 def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
@@ -241,8 +225,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
         wanted = model_of(path)
         model = _empty_model(wanted.config, dtype, device)
         plain = HFModel(wanted.family, model.config)
-        source = HFSource(HFFolder(path), plain, model_shapes(model.config))
-        source.fill(model.state_dict(keep_vars=True))
+        HFSource(HFFolder(path), plain).fill(model.state_dict(keep_vars=True))
         return Loaded(model.eval(), [str(path)])
     manifest = read_manifest(path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)

@@ -21,7 +21,7 @@ from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, Ends, asset_folders, origin_of, write_assets
-from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, save
+from titan_moe.checkpoint.hf.folder import INDEX, REST, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
@@ -169,26 +169,29 @@ def export(
     if rest and dist.get_rank() == 0:
         logger.info("%d tensors of %s that do not train come along", len(rest), origin)
     targets = write_as(model, shapes, stored)
-    files = plan_files(targets, dtype, rest)
-    without = {name: shape for name, shape in shapes.items() if name not in targets}
-    on_every_rank(lambda: _refuse_lost_bias(model, without, read), doing=doing)
-    total = sum(map(_num_bytes, files.values()))
-    mine = list(files.items())[dist.get_rank() :: dist.get_world_size()]
-    with new_folder(target, total, doing=doing) as aside:
+    on_every_rank(lambda: _refuse_lost_bias(model, shapes, targets, read), doing=doing)
+    tensors = _tensors(targets, dtype, rest)
+    split = _split(tensors)
+    mine = list(split.filename_to_tensors.items())[dist.get_rank() :: dist.get_world_size()]
+    with new_folder(target, split.metadata["total_size"], doing=doing) as aside:
 
         def write() -> None:
             with progress_bar("export", len(mine), "file") as bar:
-                for name, file in mine:
-                    _write(aside / name, file, read)
+                for file, names in mine:
+                    _write(aside / file, {name: tensors[name] for name in names}, read)
                     bar.update()
+
+        def write_rest() -> None:
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                (aside / INDEX).write_text(json.dumps(index, sort_keys=True))
+            write_assets(model, origin, folders, ends, dtype, aside, tokenizer)
 
         on_every_rank(write, doing=doing)
         verify(doing=doing)
-        on_rank_zero(lambda: _write_index(files, aside), doing=doing)
-        assets = (model, origin, folders, ends, dtype, aside, tokenizer)
-        on_rank_zero(lambda: write_assets(*assets), doing=doing)
+        on_rank_zero(write_rest, doing=doing)
         write_sums(aside, doing=doing)
-    return total
+    return split.metadata["total_size"]
 
 
 def _check_rest(origin: Path | None) -> None:
@@ -215,10 +218,10 @@ def _around(origin: Path | None) -> HFFolder | None:
     return folder if folder.rest() else None
 
 
-def plan_files(
+def _tensors(
     targets: Mapping[str, list[Stored]], dtype: torch.dtype, rest: Mapping[str, Any]
-) -> dict[str, File]:
-    """Files of at most LARGEST_FILE bytes by name. A file of one larger tensor holds it alone.
+) -> File:
+    """Returns all tensors of an export by name.
 
     Args:
         rest: further tensors, as `HFFolder.rest` returns them.
@@ -235,20 +238,20 @@ def plan_files(
     for name, part in rest.items():
         shape = tuple(part.get_shape())
         tensors[name] = Written(shape, part[0:0].dtype if shape else part[()].dtype, [], part)
-    files: list[File] = [{}]
-    filled = 0
-    for theirs, tensor in tensors.items():
-        if files[-1] and filled + tensor.nbytes > LARGEST_FILE:
-            files.append({})
-            filled = 0
-        files[-1][theirs] = tensor
-        filled += tensor.nbytes
-    if len(files) == 1:
-        return {SINGLE: files[0]}
-    return {
-        f"model-{number:05d}-of-{len(files):05d}.safetensors": file
-        for number, file in enumerate(files, 1)
-    }
+    return tensors
+
+
+def _split(tensors: File) -> Any:
+    """Returns the names of tensors by file, of at most LARGEST_FILE bytes. A file of one larger
+    tensor holds it alone."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # It takes a while.
+
+    return split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=LARGEST_FILE,
+    )
 
 
 def _is_wide(name: str, targets: Mapping[str, list[Stored]]) -> bool:
@@ -269,10 +272,6 @@ def _boxes(file: File) -> dict[str, Box]:
                 for a, b in zip(before, piece.ours, strict=True)
             )
     return boxes
-
-
-def _num_bytes(file: File) -> int:
-    return sum(tensor.nbytes for tensor in file.values())
 
 
 def _write(path: Path, file: File, read: Read) -> None:
@@ -296,23 +295,13 @@ def _write(path: Path, file: File, read: Read) -> None:
     save(tensors, path, {})
 
 
-def _refuse_lost_bias(model: HFModel, shapes: Shapes, read: Read) -> None:
+def _refuse_lost_bias(
+    model: HFModel, shapes: Shapes, targets: Mapping[str, list[Stored]], read: Read
+) -> None:
     """Raises RunError for a bias of the routing that is not zero, among tensors without a place."""
-    lost = [
-        name
-        for name, shape in shapes.items()
-        if name.endswith(EXPERT_BIAS) and read(name, whole(shape)).count_nonzero()
-    ]
-    if lost:
+    biases = [name for name in shapes if name.endswith(EXPERT_BIAS) and name not in targets]
+    if lost := [name for name in biases if read(name, whole(shapes[name])).count_nonzero()]:
         raise RunError(
             f"{listed(lost)}: a routing bias that is not zero has no place in the Hugging Face "
             f"form of {model.family} with {model.config.moe and model.config.moe.score} scores"
         )
-
-
-def _write_index(files: Mapping[str, File], aside: Path) -> None:
-    if len(files) > 1:
-        total = sum(map(_num_bytes, files.values()))
-        places = {name: path for path, file in files.items() for name in file}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (aside / INDEX).write_text(json.dumps(index))

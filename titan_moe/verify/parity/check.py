@@ -143,7 +143,7 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
 def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
     """Imports a folder in one process, as production does; no parameter may be left out."""
     tensors = _tensors(model)
-    source = HFSource(HFFolder(folder), found, _shapes(tensors))
+    source = HFSource(HFFolder(folder), found)
     source.fill(tensors)
     missing = {name for name, _ in model.named_parameters()} - source.found.keys()
     assert not missing, f"not filled: {missing}"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.hf_folders import make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.names import find, model_shapes
+from titan_moe.checkpoint.hf.names import find
 from titan_moe.models.config import MLAConfig
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.runtime.errors import RunError
@@ -20,7 +20,7 @@ def _find(folder, model, change):
     tensors = read_folder(folder)
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    return find(model, HFFolder(folder), model_shapes(model.config))
+    return find(model, HFFolder(folder))
 
 
 def _leave_out(word):
@@ -31,11 +31,16 @@ def _leave_out(word):
     return change
 
 
+def _made(path, family):
+    """Returns a family's model and its folder."""
+    model = small_model(family)
+    make_folder(path / "in", model, torch.bfloat16, num_files=1)
+    return model, path / "in"
+
+
 @pytest.fixture
 def deepseek(tmp_path):
-    model = small_model("deepseek_v3")
-    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
-    return model, tmp_path / "in"
+    return _made(tmp_path, "deepseek_v3")
 
 
 def test_all_problems_in_one_line(deepseek):
@@ -125,15 +130,14 @@ def test_indexers_that_are_to_warm_up_may_be_missing(tmp_path, caplog):
 
 
 def test_a_tied_output_may_be_there(tmp_path):
-    model = small_model("qwen3")
+    model, folder = _made(tmp_path, "qwen3")
     assert model.config.tied_embeddings
-    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
 
     def change(tensors):
         assert "lm_head.weight" not in tensors
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    found = _find(tmp_path / "in", model, change)
+    found = _find(folder, model, change)
     assert found["output.weight"].way.name == "model.embed_tokens.weight"
 
 
@@ -147,8 +151,7 @@ def test_a_tied_output_may_be_there(tmp_path):
 )
 def test_a_stored_copy_with_other_values_is_refused(family, name, words, tmp_path):
     """Another model than the folder's would be trained."""
-    model = small_model(family)
-    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    model, folder = _made(tmp_path, family)
     copied = "model.embed_tokens.weight" if "head" not in name or family == "qwen3" else "lm_head"
 
     def change(tensors):
@@ -157,18 +160,17 @@ def test_a_stored_copy_with_other_values_is_refused(family, name, words, tmp_pat
         tensors[name][-1, -1] += 1
 
     with pytest.raises(RunError, match=f"{name} is not equal to {copied}.*set {words}") as raised:
-        _find(tmp_path / "in", model, change)
+        _find(folder, model, change)
     assert "\n" not in str(raised.value)
 
 
 def test_tensors_that_are_ignored_are_named(tmp_path, caplog):
-    model = small_model("qwen3_next")
-    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    model, folder = _made(tmp_path, "qwen3_next")
     with pytest.raises(RunError, match=r"of no use to this model: mtp\.other\.weight"):
-        _find(tmp_path / "in", model, lambda t: t.update({"mtp.other.weight": torch.ones(1)}))
+        _find(folder, model, lambda t: t.update({"mtp.other.weight": torch.ones(1)}))
     without = HFModel(model.family, replace(model.config, num_mtp_layers=0))
     with caplog.at_level("INFO", logger="titan_moe"):
-        _find(tmp_path / "in", without, lambda tensors: None)
+        _find(folder, without, lambda tensors: None)
     (line,) = caplog.messages
     assert "tensors are not trained: mtp.fc.weight" in line
 
@@ -194,7 +196,7 @@ def test_a_tensor_in_two_files_is_read_where_the_index_says(tmp_path, caplog):
 
 
 def test_files_beside_a_single_file_are_named_as_not_read(tmp_path, caplog):
-    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16, num_files=1)
-    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "in" / "adapter.safetensors")
-    HFFolder(tmp_path / "in")
+    _, folder = _made(tmp_path, "qwen3")
+    save_file({"model.norm.weight": torch.ones(1)}, folder / "adapter.safetensors")
+    HFFolder(folder)
     assert "adapter.safetensors: beside the weights, not read" in caplog.messages[0]
