@@ -159,22 +159,8 @@ class SavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn]
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans what a rank reads to fill its chunks, at most one of each tensor, from any layout."""
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = chunks
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for chunk in self._chunks:
-            stored = self.metadata.state_dict_metadata.get(chunk.name)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise RunError(f"{METADATA} does not describe {chunk.name}")
-            items += create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
-        return LoadPlan(items)
+class _Filler(DefaultLoadPlanner):
+    """Finds the tensor to fill by its name alone: there is one box of each."""
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn]
@@ -259,7 +245,7 @@ def write_chunks(
     folder: Path, chunks: Sequence[Chunk], make: Callable[[Chunk], Tensor], *, doing: str
 ) -> None:
     """Write the files of all ranks' chunks, each made only when it is written; collective."""
-    writer, planner = FolderWriter(folder, lambda digests: None), SavePlanner(chunks, make)
+    writer, planner = FolderWriter(folder, lambda names: None), SavePlanner(chunks, make)
     with one_line(doing):
         dcp.save({}, storage_writer=writer, planner=planner, process_group=control_group())
 
@@ -305,10 +291,16 @@ class StoredTensors:
 
     def fill(self, chunks: Sequence[Chunk], values: dict[str, Tensor]) -> None:
         """Read boxes, at most one of each tensor, into the values by name."""
-        planner = LoadPlanner(chunks)
-        planner.set_up_planner(values, self._metadata)
+        planner = _Filler(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(values)
+        items = []
+        for chunk in chunks:
+            stored = self._metadata.state_dict_metadata.get(chunk.name)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise RunError(f"{METADATA} does not describe {chunk.name}")
+            items += create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
         with self._one_error():
-            self._reader.read_data(planner.create_local_plan(), planner)
+            self._reader.read_data(LoadPlan(items), planner)
 
     @contextmanager
     def _one_error(self) -> Iterator[None]:
@@ -318,6 +310,6 @@ class StoredTensors:
             name = Path(error.filename).name
             raise RunError(f"checkpoint {self._folder} is incomplete: {name} is missing") from None
         except Exception as error:  # Unpickling garbage raises nearly anything.
-            if isinstance(error, RunError) or is_outside(error):
+            if is_outside(error):
                 raise
             raise RunError(f"checkpoint {self._folder} is damaged: {reason(error)}") from error
