@@ -13,11 +13,11 @@ from titan_moe.config.stages import job_of_step
 from titan_moe.data.build import build_reader, build_validation, data_notes
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import (
-    Reader,
-    ReaderProcess,
+    StepReader,
     continue_state,
     merge_states,
 )
+from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.sequences import Identity
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
@@ -65,7 +65,7 @@ class TrainData:
         """Open a loader that reads in a child process beside a GPU, whose kernels this process
         launches. The child's start takes seconds, so a run on the CPU reads in this process."""
         on_gpu = self._process.device.type == "cuda"
-        reader: Reader
+        reader: StepReader | ReaderProcess
         if on_gpu:
             imports = job.job.imports
             reader = ReaderProcess(job.training, job.model.tokenizer_path, imports, **place)

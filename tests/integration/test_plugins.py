@@ -15,7 +15,7 @@ from tests.support.refusals import refusal
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.config.parse import load_job
-from titan_moe.data.reader import ReaderProcess
+from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.process_pool import TIMEOUT_S
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import write_jsonl
+from tests.support.documents import build_loader, write_jsonl
 from tests.support.tiers import tiered
 from tests.support.trainings import make_job, train_with_faults
 from titan_moe.config.job_config import JobConfig
-from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import SyntheticCorpus
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.metrics.jsonl import EVENTS, read_json_lines

@@ -9,13 +9,19 @@ import zlib
 import numpy as np
 
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.build import build_loader
+from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader
 from titan_moe.data.order import Document, mix
 from titan_moe.data.packing import IGNORE_INDEX
-from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer("bytes")
+
+
+def build_loader(section: Training, tokenizer: Tokenizer, **place) -> Loader:
+    """Returns a loader that reads in this process; `place`: keywords of `build_reader`."""
+    reader = build_reader(section, tokenizer, **place)
+    return Loader(reader, prefetch_factor=section.dataloader.prefetch_factor)
 
 
 def loaders_of(section: Training, num_ranks: int, *, seed: int, rows: int) -> list[Loader]:

@@ -1,4 +1,4 @@
-"""Builds loaders from the configuration's tables. Imports no torch: checks before a run use it."""
+"""Builds readers from the configuration's tables. Imports no torch: checks before a run use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.corpus import Source, left_out
-from titan_moe.data.loader import Loader
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
 from titan_moe.data.reader import StepReader
 from titan_moe.data.sequences import BlendSource, Identity, SequenceStream, encode_document
@@ -83,12 +82,6 @@ def on_the_hub(training: Training, validation: Validation) -> str | None:
     """Returns the first source on the Hugging Face hub of which there is no local copy."""
     sources = all_sources(validation, training)
     return next((s.dataset for s in sources if s.is_stream and s.dataset_path is None), None)
-
-
-def build_loader(training: Training, tokenizer: Tokenizer, **place: Any) -> Loader:
-    """A loader that reads in this process; `place`: the keywords of `build_reader`."""
-    reader = build_reader(training, tokenizer, **place)
-    return Loader(reader, prefetch_factor=training.dataloader.prefetch_factor)
 
 
 def build_reader(

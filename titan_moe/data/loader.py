@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from titan_moe.data.batch import Batch, stack_sequences
-from titan_moe.data.reader import Reader
+from titan_moe.data.reader import StepReader
+from titan_moe.data.reader_process import ReaderProcess
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,11 @@ class Loader:
     """
 
     def __init__(
-        self, reader: Reader, *, prefetch_factor: int, pin_for: torch.device | None = None
+        self,
+        reader: StepReader | ReaderProcess,
+        *,
+        prefetch_factor: int,
+        pin_for: torch.device | None = None,
     ) -> None:
         """`pin_for`: the CUDA device that page-locked memory is copied to; None: plain memory."""
         self.identity = reader.identity

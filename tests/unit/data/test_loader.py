@@ -6,6 +6,7 @@ import torch
 
 from tests.support.documents import (
     TOKENIZER,
+    build_loader,
     loaders_of,
     random_texts,
     slow_rows,
@@ -17,7 +18,7 @@ from tests.support.documents import (
 )
 from tests.support.jobs import until
 from titan_moe.config.job_config import Dataset
-from titan_moe.data.build import build_loader, build_reader
+from titan_moe.data.build import build_reader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.reader import merge_states

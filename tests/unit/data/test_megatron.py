@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.documents import (
     TOKENIZER,
+    build_loader,
     random_texts,
     training,
     write_jsonl,
@@ -14,7 +15,7 @@ from tests.support.documents import (
 )
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.build import build_loader, sample_data
+from titan_moe.data.build import sample_data
 from titan_moe.data.corpus import Source
 from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.tokenizer import load_tokenizer

@@ -3,10 +3,10 @@ import itertools
 import pytest
 import torch
 
-from tests.support.documents import random_texts, slow_rows, write_jsonl
+from tests.support.documents import build_loader, random_texts, slow_rows, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data.build import build_loader, build_validation
+from titan_moe.data.build import build_validation
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
