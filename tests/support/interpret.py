@@ -35,23 +35,16 @@ def _run_triton(*operations: str) -> None:
 
 def _cross_entropy() -> int:
     from tests.support.cross_entropy_cases import DTYPES, check, check_labels_outside
-    from titan_moe.ops import cross_entropy, cross_entropy_triton
 
-    cross_entropy.cross_entropy_reference = cross_entropy_triton.cross_entropy
-    cross_entropy.statistics_reference = lambda *arguments: cross_entropy.Statistics(
-        *cross_entropy_triton.statistics(*arguments)
-    )
-    cross_entropy.gradient_in_place_reference = cross_entropy_triton.gradient_in_place
+    _run_triton("cross_entropy", "block_statistics", "gradient_in_place")
     check_labels_outside()
     return sum(map(check, DTYPES))
 
 
 def _gated() -> int:
     from tests.support.gated_cases import TOLERANCES, check
-    from titan_moe.ops import gated, gated_triton
 
-    gated.gated_rows_reference = gated_triton.gated_rows
-    gated.gated_rows_backward_reference = gated_triton.gated_rows_backward
+    _run_triton("gated_forward", "gated_backward")
     return sum(check(dtype, rounds_once=True) for dtype in TOLERANCES)
 
 

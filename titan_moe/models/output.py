@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
-from titan_moe.ops.cross_entropy import CrossEntropy, at_least_float32, cross_entropy
+from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
+from titan_moe.ops.operation import at_least_float32
 from titan_moe.profiling.regions import region
 
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.ops.blockwise_attention import MAX_SEQ_LEN, attend_in_blocks
-from titan_moe.ops.cross_entropy import at_least_float32
 from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.operation import at_least_float32
 from titan_moe.ops.varlen_attention import (
     DocumentBounds,
     Pieces,

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_moe.ops.operation import at_least_float32
+
 MAX_SEQ_LEN = 512
 """Beyond, the kept probabilities outweigh a layer's other activations: a step of 8 rows of 1,024
 tokens took 2,083 MiB with them and takes 1,375 without."""
@@ -49,7 +51,7 @@ class _Blocks(torch.autograd.Function):
         num_rows = batch * k_BHSC.shape[1]
         q_NGSC = q_BHSC.reshape(num_rows, -1, *q_BHSC.shape[2:])
         k_NSC, v_NSC = k_BHSC.flatten(0, 1), v_BHSC.flatten(0, 1)
-        wide = torch.promote_types(q_BHSC.dtype, torch.float32)
+        wide = at_least_float32(q_BHSC)
         o_NGSC = v_BHSC.new_empty(*q_NGSC.shape[:3], v_BHSC.shape[-1])
         wide_k_NSC = k_NSC.to(wide)
         kept = []
@@ -111,7 +113,7 @@ def _heads(x_NsC: Tensor, like_NGSC: Tensor) -> Tensor:
 def _added(sum_NSC: Tensor | None, part_NsC: Tensor) -> Tensor:
     """Sums over blocks, in at least float32, of what belongs to the first `s` keys."""
     if sum_NSC is None:
-        return part_NsC.to(torch.promote_types(part_NsC.dtype, torch.float32))
+        return part_NsC.to(at_least_float32(part_NsC))
     sum_NSC[:, : part_NsC.shape[1]] += part_NsC
     return sum_NSC
 

@@ -1,4 +1,4 @@
-"""The sum of cross-entropies and its gradient for the logits, of whole rows or of a part of each.
+"""The sum of cross-entropies and its gradient for the logits, of the vocabulary or a block of it.
 
 On CUDA one kernel puts the gradient in the logits' place, in their type; plain torch holds the
 logits, float32 probabilities and rounded gradients beside each other.
@@ -7,8 +7,9 @@ logits, float32 probabilities and rounded gradients beside each other.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from titan_moe.ops.operation import at_least_float32, with_kernel
 
 IGNORE_INDEX = -100
 """A label that stands for no target."""
@@ -28,50 +29,13 @@ class Statistics(NamedTuple):
     """The label's logit; 0 if the block does not contain the label."""
 
 
-def at_least_float32(x: Tensor) -> torch.dtype:
-    """The type that sums and exponentials of this tensor are computed in."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
+@with_kernel("cross_entropy_triton")
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the sum of cross-entropies, in float64, and its gradient for logits of the whole
     vocabulary, in at least float32.
 
     A label outside of the vocabulary makes sum and row NaN on CUDA, and an IndexError elsewhere.
     """
-    if logits_TV.is_cuda:
-        # Imported here: a CPU run has no Triton and no use for it.
-        from titan_moe.ops.cross_entropy_triton import cross_entropy as cross_entropy_triton
-
-        return cross_entropy_triton(logits_TV, labels_T)
-    return cross_entropy_reference(logits_TV, labels_T)
-
-
-def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
-    """Computes statistics of a block of the vocabulary that begins with the token `first`."""
-    if logits_TV.is_cuda:
-        from titan_moe.ops.cross_entropy_triton import statistics as statistics_triton
-
-        return Statistics(*statistics_triton(logits_TV, labels_T, first))
-    return statistics_reference(logits_TV, labels_T, first)
-
-
-def gradient_in_place(logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Tensor) -> Tensor:
-    """Put the gradient in the logits' place; returns `logits_TV`.
-
-    Args:
-        logits_TV: of a block of the vocabulary that begins with the token `first`.
-        lse_T: logarithms of the divisors of the softmaxes over the whole vocabulary.
-    """
-    if logits_TV.is_cuda:
-        from titan_moe.ops.cross_entropy_triton import gradient_in_place as in_place_triton
-
-        return in_place_triton(logits_TV, labels_T, first, lse_T)
-    return gradient_in_place_reference(logits_TV, labels_T, first, lse_T)
-
-
-def cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy` in plain torch."""
     ignored_T = labels_T == IGNORE_INDEX
     target_T1 = labels_T.masked_fill(ignored_T, 0)[:, None]
     log_probability_TV = logits_TV.log_softmax(-1, at_least_float32(logits_TV))
@@ -83,19 +47,31 @@ def cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor
     return losses_T.double().sum(), grad_TV
 
 
-def statistics_reference(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
-    """`statistics` in plain torch."""
+def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
+    """Computes statistics of a block of the vocabulary that begins with the token `first`."""
+    return Statistics(*block_statistics(logits_TV, labels_T, first))
+
+
+@with_kernel("cross_entropy_triton")
+def block_statistics(
+    logits_TV: Tensor, labels_T: Tensor, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the fields of Statistics."""
     wide_TV = logits_TV.to(at_least_float32(logits_TV))
     largest_T = wide_TV.amax(-1)
     column_T, elsewhere_T = _columns(labels_T, first, logits_TV.shape[1])
     target_T = wide_TV.gather(1, column_T[:, None])[:, 0].masked_fill(elsewhere_T, 0)
-    return Statistics(largest_T, (wide_TV - largest_T[:, None]).exp().sum(-1), target_T)
+    return largest_T, (wide_TV - largest_T[:, None]).exp().sum(-1), target_T
 
 
-def gradient_in_place_reference(
-    logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Tensor
-) -> Tensor:
-    """`gradient_in_place` in plain torch."""
+@with_kernel("cross_entropy_triton")
+def gradient_in_place(logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Tensor) -> Tensor:
+    """Put the gradient in the logits' place; returns `logits_TV`.
+
+    Args:
+        logits_TV: of a block of the vocabulary that begins with the token `first`.
+        lse_T: logarithms of the divisors of the softmaxes over the whole vocabulary.
+    """
     grad_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp()
     column_T, elsewhere_T = _columns(labels_T, first, logits_TV.shape[1])
     here_T = (~elsewhere_T).to(grad_TV.dtype)

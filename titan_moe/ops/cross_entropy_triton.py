@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.ops.cross_entropy import IGNORE_INDEX, at_least_float32
+from titan_moe.ops.operation import at_least_float32
 
 # Logits that a program loads at once: 16 a thread, for bf16 two loads of 16 bytes.
 _BLOCK, _WARPS = 4096, 8
+_IGNORED = -100  # As torch has it, and cross_entropy.IGNORE_INDEX.
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,8 +21,10 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     return losses_T.double().sum(), logits_TV
 
 
-def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `cross_entropy.statistics`."""
+def block_statistics(
+    logits_TV: Tensor, labels_T: Tensor, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `cross_entropy.block_statistics`."""
     largest_T, sum_T, target_T = (_numbers_like(logits_TV) for _ in range(3))
     labels_T = labels_T.contiguous()
     _launch(_statistics_kernel, logits_TV, labels_T, largest_T, sum_T, target_T, first)
@@ -46,7 +49,7 @@ def _launch(kernel, logits_TV: Tensor, *arguments) -> None:  # type: ignore[no-u
             logits_TV,
             *arguments,
             WIDTH=width,
-            IGNORED=IGNORE_INDEX,
+            IGNORED=_IGNORED,
             BLOCK=min(triton.next_power_of_2(width), _BLOCK),
             WIDE=logits_TV.element_size() == 8,
             num_warps=_WARPS,

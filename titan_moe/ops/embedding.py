@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.cross_entropy import at_least_float32
-from titan_moe.ops.operation import operation
+from titan_moe.ops.operation import at_least_float32, operation
 
 _FEW_ON_CUDA = 3072
 """Most tokens that torch's CUDA kernel for few tokens takes (Embedding.cu)."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
+from titan_moe.ops.operation import with_kernel
 
 Pull = Callable[[Tensor], tuple[Tensor, Tensor]]
 """The gradient of the hidden rows, which it may overwrite -> those of gate and up."""
@@ -26,6 +26,8 @@ class Activation(NamedTuple):
     """gate_RF, up_RF -> hidden_RF, in memory of its own."""
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
     """gate_RF, up_RF -> hidden_RF, and the function that its backward needs."""
+    clamp: tuple[float, float] | None
+    """The kernel's form of it: None for silu(gate) * up, or limit and slope of the clamped one."""
 
 
 class GatedGradients(NamedTuple):
@@ -46,40 +48,37 @@ def gated_rows(
     Args:
         activation: of `ACTIVATIONS`.
     """
-    if _runs_triton(gate_RF):
-        # Imported here: a CPU run has no Triton and no use for it.
-        from titan_moe.ops import gated_triton
-
-        return gated_triton.gated_rows(gate_RF, up_RF, weights_R1, activation)
-    return gated_rows_reference(gate_RF, up_RF, weights_R1, activation)
+    return gated_forward(gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
 
 
 def gated_rows_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> GatedGradients:
     """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
-    if _runs_triton(grad_RF):
-        from titan_moe.ops import gated_triton
-
-        backward = gated_triton.gated_rows_backward
-    else:
-        backward = gated_rows_backward_reference
-    return GatedGradients(*backward(grad_RF, gate_RF, up_RF, weights_R1, activation))
+    return GatedGradients(
+        *gated_backward(grad_RF, gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
+    )
 
 
-def gated_rows_reference(
-    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+@with_kernel("gated_triton")
+def gated_forward(
+    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Activation
 ) -> Tensor:
-    """`gated_rows` in plain torch."""
-    hidden_RF = ACTIVATIONS[activation].hidden(gate_RF, up_RF)
+    """Computes `gated_rows`."""
+    hidden_RF = activation.hidden(gate_RF, up_RF)
     return hidden_RF if weights_R1 is None else hidden_RF.mul_(weights_R1.to(hidden_RF.dtype))
 
 
-def gated_rows_backward_reference(
-    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+@with_kernel("gated_triton")
+def gated_backward(
+    grad_RF: Tensor,
+    gate_RF: Tensor,
+    up_RF: Tensor,
+    weights_R1: Tensor | None,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The fields of GatedGradients, in plain torch."""
-    hidden_RF, pull = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
+    """Computes the fields of GatedGradients."""
+    hidden_RF, pull = activation.hidden_and_pull(gate_RF, up_RF)
     grad_weights_R1 = None
     if weights_R1 is not None:
         grad_weights_R1 = (hidden_RF * grad_RF).sum(-1, keepdim=True).to(weights_R1.dtype)
@@ -87,10 +86,6 @@ def gated_rows_backward_reference(
         hidden_RF.mul_(weights_R1)
         grad_RF.mul_(weights_R1)
     return *pull(grad_RF), grad_weights_R1, hidden_RF
-
-
-def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -107,28 +102,31 @@ def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
     return silu * up, pull
 
 
+_LIMIT, _SLOPE = 7.0, 1.702
+
+
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _clamped_swiglu_and_pull(gate, up)[0]
 
 
 def _clamped_swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
-    low = gate.clamp(max=CLAMP_LIMIT)
-    up_1 = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1
-    sigmoid = torch.sigmoid(CLAMP_SLOPE * low)
+    low = gate.clamp(max=_LIMIT)
+    up_1 = up.clamp(-_LIMIT, _LIMIT) + 1
+    sigmoid = torch.sigmoid(_SLOPE * low)
     silu = low * sigmoid
 
     def pull(grad: Tensor) -> tuple[Tensor, Tensor]:
-        slope = sigmoid * (1 + CLAMP_SLOPE * low * (1 - sigmoid))
-        grad_gate = (grad * up_1 * slope).masked_fill_(gate > CLAMP_LIMIT, 0)
-        return grad_gate, (grad * silu).masked_fill_(up.abs() > CLAMP_LIMIT, 0)
+        slope = sigmoid * (1 + _SLOPE * low * (1 - sigmoid))
+        grad_gate = (grad * up_1 * slope).masked_fill_(gate > _LIMIT, 0)
+        return grad_gate, (grad * silu).masked_fill_(up.abs() > _LIMIT, 0)
 
     return silu * up_1, pull
 
 
 ACTIVATIONS = {
     # silu(gate) * up (arXiv 2002.05202).
-    "swiglu": Activation(_swiglu, _swiglu_and_pull),
+    "swiglu": Activation(_swiglu, _swiglu_and_pull, None),
     # gpt-oss's: both clamped to 7 (the gate from above only), silu with a slope of 1.702, up + 1
     # (arXiv 2508.10925, section 2.2, and its published reference code).
-    "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_and_pull),
+    "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_and_pull, (_LIMIT, _SLOPE)),
 }

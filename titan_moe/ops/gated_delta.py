@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.ops.attention import first_seen_in_rows
-from titan_moe.ops.cross_entropy import at_least_float32
+from titan_moe.ops.operation import at_least_float32
 
 CHUNK_SIZE = 16
 CHUNK_SIZE_ON_CUDA = 64

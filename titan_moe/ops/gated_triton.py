@@ -1,57 +1,44 @@
 """The Triton kernels of gated: one launch and one pass each, arithmetic in at least float32."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.ops.gated import CLAMP_LIMIT, CLAMP_SLOPE
-
 _TILE = 2048
 """Elements of a program's tile: 16 for each thread, of gate, up and gradient at once."""
 _MAX_COLUMNS = 512
-_CLAMPED = {"swiglu": False, "clamped_swiglu": True}
 
 
-def gated_rows(
-    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+def gated_forward(
+    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Any
 ) -> Tensor:
-    """Computes `gated.gated_rows`."""
+    """Computes `gated.gated_forward`."""
     gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
     num_rows, dim = gate_RF.shape
     hidden_RF = torch.empty_like(gate_RF)
-    rows, columns = _tile(dim)
+    constants = _constants(gate_RF, weights_R1, activation)
     if hidden_RF.numel():
+        rows, columns = constants["ROWS"], constants["COLUMNS"]
         grid = (triton.cdiv(num_rows, rows), triton.cdiv(dim, columns))
-        _gated_rows_kernel[grid](
-            gate_RF,
-            up_RF,
-            _weights(weights_R1, gate_RF),
-            hidden_RF,
-            num_rows,
-            DIM=dim,
-            HAS_WEIGHTS=weights_R1 is not None,
-            CLAMPED=_CLAMPED[activation],
-            LIMIT=CLAMP_LIMIT,
-            SLOPE=CLAMP_SLOPE,
-            ROWS=rows,
-            COLUMNS=columns,
-            WIDE=gate_RF.element_size() == 8,
-        )
+        weights = _weights(weights_R1, gate_RF)
+        _gated_rows_kernel[grid](gate_RF, up_RF, weights, hidden_RF, num_rows, **constants)
     return hidden_RF
 
 
-def gated_rows_backward(
-    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+def gated_backward(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Computes `gated.gated_rows_backward`; the recomputed result overwrites `grad_RF`."""
+    """Computes `gated.gated_backward`; the recomputed result overwrites `grad_RF`."""
     grad_RF, gate_RF, up_RF = grad_RF.contiguous(), gate_RF.contiguous(), up_RF.contiguous()
     grad_gate_RF, grad_up_RF = torch.empty_like(gate_RF), torch.empty_like(up_RF)
-    num_rows, dim = grad_RF.shape
+    num_rows = len(grad_RF)
     grad_weights_R1 = None if weights_R1 is None else weights_R1.new_empty(num_rows, 1)
-    rows, columns = _tile(dim)
+    constants = _constants(gate_RF, weights_R1, activation)
     if num_rows:
-        _gated_rows_backward_kernel[(triton.cdiv(num_rows, rows),)](
+        _gated_rows_backward_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
             grad_RF,
             gate_RF,
             up_RF,
@@ -60,14 +47,7 @@ def gated_rows_backward(
             grad_up_RF,
             _weights(grad_weights_R1, gate_RF),
             num_rows,
-            DIM=dim,
-            HAS_WEIGHTS=weights_R1 is not None,
-            CLAMPED=_CLAMPED[activation],
-            LIMIT=CLAMP_LIMIT,
-            SLOPE=CLAMP_SLOPE,
-            ROWS=rows,
-            COLUMNS=columns,
-            WIDE=gate_RF.element_size() == 8,
+            **constants,
         )
     return grad_gate_RF, grad_up_RF, grad_weights_R1, grad_RF
 
@@ -77,10 +57,21 @@ def _weights(weights_R1: Tensor | None, other: Tensor) -> Tensor:
     return other if weights_R1 is None else weights_R1.contiguous()
 
 
-def _tile(dim: int) -> tuple[int, int]:
-    """Rows and columns, both powers of two."""
+def _constants(gate_RF: Tensor, weights_R1: Tensor | None, activation: Any) -> dict[str, Any]:
+    """Constants of both kernels. A tile's rows and columns are powers of two."""
+    dim = gate_RF.shape[1]
     columns = min(triton.next_power_of_2(dim), _MAX_COLUMNS)
-    return _TILE // columns, columns
+    limit, slope = activation.clamp or (0.0, 0.0)
+    return {
+        "DIM": dim,
+        "HAS_WEIGHTS": weights_R1 is not None,
+        "CLAMPED": activation.clamp is not None,
+        "LIMIT": limit,
+        "SLOPE": slope,
+        "ROWS": _TILE // columns,
+        "COLUMNS": columns,
+        "WIDE": gate_RF.element_size() == 8,
+    }
 
 
 @triton.jit

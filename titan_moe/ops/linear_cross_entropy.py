@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.cross_entropy import CrossEntropy, at_least_float32, cross_entropy
+from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
+from titan_moe.ops.operation import at_least_float32
 
 # A product of narrow matrices that is added to a float32 one as it is computed: CUDA alone.
 _ADDS_IN_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()

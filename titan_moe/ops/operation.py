@@ -1,10 +1,12 @@
-"""Operations that torch's compiler and dispatch modes see as one call."""
+"""What all operations share: who computes them on which device, and the type of their sums."""
 
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,14 +26,11 @@ def operation(
 
     Args:
         reference: computes the results in plain torch.
-        triton: the module in titan_moe/ops whose function NAME computes them on CUDA. It is
-            imported at the first call: a CPU run has no Triton. None: the reference does.
+        triton: the module in titan_moe/ops whose function NAME computes them on CUDA; None: the
+            reference does.
     """
 
-    def on_cuda(*args: Any) -> Any:
-        return getattr(import_module(f"titan_moe.ops.{triton}"), name)(*args)
-
-    kernels = KERNELS[name] = {"cpu": reference, "cuda": on_cuda if triton else reference}
+    kernels = _kernels(name, reference, triton)
 
     def decorate(shapes: Callable[P, R]) -> Callable[P, R]:
         op = torch.library.custom_op(
@@ -52,6 +51,49 @@ def operation(
         return call
 
     return decorate
+
+
+def with_kernel(triton: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Lets a Triton kernel stand in for a function of plain torch where its first argument is on
+    CUDA.
+
+    Unlike an `operation` the function may write into its arguments. A compiled graph has its plain
+    torch, which the compiler fuses.
+
+    Args:
+        triton: the module in titan_moe/ops that has a function of the same name.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        kernels = _kernels(reference.__name__, reference, triton)
+
+        @wraps(reference)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            x: Any = args[0]
+            on_cuda = x.is_cuda and not torch.compiler.is_compiling()
+            return kernels["cuda" if on_cuda else "cpu"](*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _kernels(
+    name: str, reference: Callable[..., Any], triton: str | None
+) -> dict[str, Callable[..., Any]]:
+    """Registers who computes an operation. The Triton module is imported at the first call: a CPU
+    run has no Triton."""
+
+    def on_cuda(*args: Any) -> Any:
+        return getattr(import_module(f"titan_moe.ops.{triton}"), name)(*args)
+
+    KERNELS[name] = {"cpu": reference, "cuda": on_cuda if triton else reference}
+    return KERNELS[name]
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    """The type that sums and exponentials of this tensor are computed in."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _is_watched(x: Any) -> bool:

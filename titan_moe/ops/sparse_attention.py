@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from titan_moe.ops.attention import explicit_mask, sdpa
-from titan_moe.ops.cross_entropy import at_least_float32
+from titan_moe.ops.operation import at_least_float32
 
 
 class Index(NamedTuple):

@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+from titan_moe.ops.gated import ACTIVATIONS
+
 triton = pytest.importorskip("triton")
 
 
@@ -75,14 +77,13 @@ def test_cross_entropy_compiles_and_moves_16_bytes_at_a_time(logits: str) -> Non
         assert "st.global.v4.b32" in asm["ptx"] or name == "_statistics_kernel"
 
 
-@pytest.mark.parametrize("clamped", [0, 1])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dim", [1, 768, 2880])
-def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, clamped: int) -> None:
+def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, activation: str) -> None:
     from titan_moe.ops import gated_triton as kernels
 
-    rows, columns = kernels._tile(dim)
-    constants = {"DIM": dim, "HAS_WEIGHTS": 1, "CLAMPED": clamped, "LIMIT": 7, "SLOPE": 2}
-    constants |= {"ROWS": rows, "COLUMNS": columns, "WIDE": 0}
+    gate_RF = torch.empty(1, dim, dtype=torch.bfloat16, device="meta")
+    constants = kernels._constants(gate_RF, gate_RF, ACTIVATIONS[activation])
     pointers = dict.fromkeys(["gate_ptr", "up_ptr", "hidden_ptr"], "*bf16")
     pointers |= {"weights_ptr": "*fp32"}
     asm = compiled(kernels._gated_rows_kernel, pointers, ["num_rows"], **constants)

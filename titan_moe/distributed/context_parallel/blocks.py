@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from titan_moe.ops.attention import first_seen_in_rows, is_seen, sdpa
-from titan_moe.ops.cross_entropy import at_least_float32
 from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.operation import at_least_float32
 
 
 class Block(NamedTuple):

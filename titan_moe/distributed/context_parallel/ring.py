@@ -21,7 +21,7 @@ from titan_moe.distributed.context_parallel.blocks import (
     BlockAttention,
     Upstream,
 )
-from titan_moe.ops.cross_entropy import at_least_float32
+from titan_moe.ops.operation import at_least_float32
 
 
 class Ring(NamedTuple):
