@@ -159,23 +159,17 @@ class CorpusOrder:
         # One document in 64, but at least one of two.
         held_out = max(1, len(corpus) // HELD_OUT_EVERY) if len(corpus) > 1 else 0
         self._first = held_out if split is Split.TRAIN else 0
-        self._size = held_out if split is Split.HELD_OUT else len(corpus) - self._first
-        self._epoch = -1
-        self._order: Permutation | None = None
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.size = held_out if split is Split.HELD_OUT else len(corpus) - self._first
 
     def checksum(self) -> str:
         return self._corpus.checksum()
 
     def document(self, position: int, partition: int = 0) -> Document:
-        epoch, index = divmod(position, self._size)
+        epoch, index = divmod(position, self.size)
         if epoch > 0 and not self._repeat:
             raise OutOfDocumentsError
         if self._seed is not None:
-            index = self._epoch_order(epoch)[index]
+            index = Permutation(self.size, self._seed, epoch)[index]
         index += self._first
         return self._corpus[index if self._split is None else self._split[index]]
 
@@ -184,9 +178,3 @@ class CorpusOrder:
 
     def seek(self, mark: Any, first: Sequence[int]) -> None:
         pass
-
-    def _epoch_order(self, epoch: int) -> Permutation:
-        if self._order is None or epoch != self._epoch:
-            assert self._seed is not None
-            self._epoch, self._order = epoch, Permutation(self._size, self._seed, epoch)
-        return self._order

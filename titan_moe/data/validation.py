@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Batch, stack_sequences
@@ -50,7 +50,6 @@ class ValidationLoader:
         steps = validation.steps
         most = steps * self._local_batch_size if steps >= 0 else None
         self._sequences = islice(iter(packer.next_sequence, None), most)
-        self._filler: PackedSequence | None = None
         self._batches: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -59,25 +58,17 @@ class ValidationLoader:
         return iter(self._batches)
 
     def _read_batches(self) -> Iterator[Batch]:
-        while True:
-            sequences, found = self._next_sequences()
-            if not found:
-                return
-            yield stack_sequences(sequences)
-
-    def _next_sequences(self) -> tuple[list[PackedSequence], bool]:
-        """This rank's sequences of the next batch, and True if any rank's hold a document."""
-        sequences: list[PackedSequence] = []
-        found = False
+        """Yields this rank's sequences of each batch of all ranks."""
+        size = self._num_ranks * self._local_batch_size
         first = self._rank * self._local_batch_size
-        for number in range(self._num_ranks * self._local_batch_size):
-            packed = next(self._sequences, None)
-            found = found or packed is not None
-            self._filler = self._filler or packed  # The last one may be mostly padding.
-            if found and first <= number < first + self._local_batch_size:
-                assert self._filler is not None
-                sequences.append(packed or ignored_sequence(self._filler))
-        return sequences, found
+        filler: PackedSequence | None = None
+        for opening in self._sequences:
+            filler = filler or ignored_sequence(opening)  # The last one may be mostly padding.
+            batch = chain([opening], islice(self._sequences, size - 1), repeat(filler))
+            # All are read, and only this rank's kept.
+            numbered = zip(range(size), batch, strict=False)
+            own = range(first, first + self._local_batch_size)
+            yield stack_sequences([sequence for number, sequence in numbered if number in own])
 
     def _next_document(self) -> Encoded | None:
         while self._unread:

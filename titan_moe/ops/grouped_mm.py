@@ -60,20 +60,9 @@ def _grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     return x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
 
 
-def _product_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    if has_grouped_gemm(w_EFD):
-        return F.grouped_mm(grad_RF, w_EFD, offs=offsets_E)
-    grad_RD, start = grad_RF.new_empty(len(grad_RF), w_EFD.shape[2]), 0
-    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
-        torch.mm(grad_RF[start:end], w_EFD[expert], out=grad_RD[start:end])
-        start = end
-    return grad_RD
-
-
-@operation("grouped_mm_grad_rows", _product_grad_rows)
 def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """The gradient of x, from a contiguous gradient of `grouped_mm`'s result."""
-    return grad_RF.new_empty(grad_RF.shape[0], w_EFD.shape[2])
+    return _grouped_mm(grad_RF, w_EFD.transpose(-2, -1), offsets_E)
 
 
 def _product_grad_weights(

@@ -6,7 +6,7 @@ given is one number that multiplies both. The idea is Liger-Kernel's (arXiv 2410
 3.2), which also spares the third product that recomputing logits in the backward would take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,43 +52,45 @@ def linear_cross_entropy(
     """
     assert factors[0] == 1.0 and len(x_TD) % len(factors) == 0
     with_gradients = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
-    plan = _Plan(tuple(factors), chunk_size, cross_entropy, with_gradients)
-    return Losses(*_LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, plan))
+    chunks = list(_chunks(len(x_TD), factors, chunk_size))
+    options = chunks, len(x_TD) // len(factors), cross_entropy, with_gradients
+    return Losses(*_LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, *options))
 
 
-class _Plan(NamedTuple):
-    factors: tuple[float, ...]
-    chunk_size: int
-    cross_entropy: CrossEntropy
-    with_gradients: bool
-
-    def chunks(self, num_tokens: int) -> list[tuple[int, int, float]]:
-        """First token, number of tokens and factor; within a part of nearly equal sizes, so that
-        libraries that prepare a product for each shape meet few."""
-        part = num_tokens // len(self.factors)
-        pieces = -(-part // self.chunk_size) if self.chunk_size else 1
-        size = max(-(-part // max(pieces, 1)), 1)
-        return [
-            (place * part + start, min(size, part - start), factor)
-            for place, factor in enumerate(self.factors)
-            for start in range(0, part, size)
-        ]
+def _chunks(
+    num_tokens: int, factors: Sequence[float], chunk_size: int
+) -> Iterator[tuple[int, int, float]]:
+    """Yields first token, number of tokens and factor; within a part of nearly equal sizes, so that
+    libraries that prepare a product for each shape meet few."""
+    part = num_tokens // len(factors)
+    chunks = -(-part // chunk_size) if chunk_size else 1
+    size = max(-(-part // max(chunks, 1)), 1)
+    for number, factor in enumerate(factors):
+        for start in range(0, part, size):
+            yield number * part + start, min(size, part - start), factor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Plan
+        ctx: FunctionCtx,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        chunks: list[tuple[int, int, float]],
+        first_part: int,
+        cross_entropy: CrossEntropy,
+        with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         # Not views of one tensor: FSDP warns of a module that returns one.
         loss, further = (x_TD.new_zeros((), dtype=torch.float64) for _ in range(2))
-        grad_x_TD = torch.empty_like(x_TD) if plan.with_gradients else None
+        grad_x_TD = torch.empty_like(x_TD) if with_gradients else None
         grad_weight_VD: Tensor | None = None
-        for first, size, factor in plan.chunks(len(x_TD)):
+        for first, size, factor in chunks:
             x_tD = x_TD[first : first + size]
             logits_tV = x_tD @ weight_VD.T
-            chunk_loss, grad_tV = plan.cross_entropy(logits_tV, labels_T[first : first + size])
-            total = loss if first < len(x_TD) // len(plan.factors) else further
+            chunk_loss, grad_tV = cross_entropy(logits_tV, labels_T[first : first + size])
+            total = loss if first < first_part else further
             total += factor * chunk_loss
             if grad_x_TD is None:
                 continue
@@ -108,12 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[override, no-untyped-def]
         # Not in place: a split backward comes by twice.
         grad_x_TD, grad_weight_VD = ctx.saved_tensors
-        return (
-            grad_x_TD * grad.to(grad_x_TD.dtype),
-            grad_weight_VD * grad.to(grad_weight_VD.dtype),
-            None,
-            None,
-        )
+        grads = (x * grad.to(x.dtype) for x in (grad_x_TD, grad_weight_VD))
+        return *grads, None, None, None, None, None
 
 
 def _added(sum_VD: Tensor | None, grad_tV: Tensor, x_tD: Tensor) -> Tensor:
