@@ -43,6 +43,11 @@ _MOST = 10**9
 run has, and few enough for every type that they are converted to."""
 
 
+Score = Annotated[
+    Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES"), AS_IT_IS
+]
+
+
 def _name_or_flag(value: Any) -> Any:
     if value in ("true", "false"):  # A command line has text alone.
         return value == "true"
@@ -169,12 +174,7 @@ class Model(Section):
 class Moe(Section):
     """Mixture-of-experts settings. A speed or weight left out takes the flavor's own value."""
 
-    score: (
-        Annotated[
-            Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES"), AS_IT_IS
-        ]
-        | None
-    ) = None
+    score: Score | None = None
     """Function of the router's logits; left out: the flavor's."""
     row_alignment: Literal[1, 8, 16, 32, 64, 128] | None = None
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (float8 16, mxfp8

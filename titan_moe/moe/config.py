@@ -2,9 +2,9 @@
 read it."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from titan_moe.config.plugins import registered
+from titan_moe.config.job_config import Score
 
 _FEWEST_RANKS, _LEAST_SAVING = 8, 1.2
 
@@ -19,9 +19,7 @@ class MoEConfig:
     num_shared_experts: int = 0
     shared_gate: bool = False
     """The shared experts' output is multiplied by a number per token, sigmoid(gate x)."""
-    score: Annotated[Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES")] = (
-        "softmax"
-    )
+    score: Score = "softmax"
     normalize_top_k: bool = False
     """Divide the chosen scores by their sum, so that a token's weights add up to route_scale."""
     route_scale: float = 1.0

@@ -63,7 +63,7 @@ def _experts(settings: hf.Settings) -> hf.Fields:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, moe = hf.attention_of(config, MLAConfig, _FAMILY), config.moe
-    is_v3 = moe is None or moe.score == "sigmoid"
+    is_v3 = _is_v3(config)
     settings: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
@@ -84,9 +84,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _is_v3(config: ModelConfig) -> bool:
+    """Chooses between the two published codes; V2's refuses all scores but softmax."""
+    return config.moe is None or config.moe.score == "sigmoid"
+
+
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. The routing's bias has a place beside sigmoid scores only (V3)."""
     block = mla_block(hf.attention_of(config, MLAConfig, _FAMILY))
-    if config.moe is not None and config.moe.score == "sigmoid":
+    if _is_v3(config):
         block = {**block, **hf.ROUTING_BIAS}
     return hf.with_mtp(block, config.num_mtp_layers)
