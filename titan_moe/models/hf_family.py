@@ -181,68 +181,56 @@ def rope_from_hf(
     kind = given(parameters, "rope_type", given(parameters, "type", "default"))
     if kind == "default":
         return RopeConfig(theta, pairing)
-    original = given(
-        parameters, "original_max_position_embeddings", settings.get("max_position_embeddings")
-    )
-    if kind == "llama3":
-        scaling: YarnScaling | Llama3Scaling = Llama3Scaling(
-            float(needed(parameters, "factor")),
-            int(original),
-            float(given(parameters, "low_freq_factor", 1.0)),
-            float(given(parameters, "high_freq_factor", 4.0)),
-        )
-    elif kind == "yarn":
-        scaling = _yarn(parameters, int(original), latent=latent)
-    else:
+    if kind not in _SCALINGS:
         raise ConfigError(
             f"config.json: rope_type={kind!r} is not supported: only 'yarn' or 'llama3'"
         )
-    return RopeConfig(theta, pairing, scaling)
+    scaling, names = _SCALINGS[kind]
+    needed(parameters, "factor")
+    numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
+    more = _yarn(parameters, latent=latent) if kind == "yarn" else {}
+    original = given(parameters, _ORIGINAL, settings.get("max_position_embeddings"))
+    return RopeConfig(
+        theta, pairing, scaling(original_max_seq_len=int(original), **numbers, **more)
+    )
 
 
-def _yarn(parameters: Settings, original: int, *, latent: bool) -> YarnScaling:
+_ORIGINAL = "original_max_position_embeddings"
+_SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
+    "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
+}
+"""By rope_type, and the numbers that have the same names in config.json."""
+
+
+def _yarn(parameters: Settings, *, latent: bool) -> dict[str, Any]:
     only(parameters, attention_factor=())
     both = given(parameters, "mscale", 0) and given(parameters, "mscale_all_dim", 0)
     if not (both and latent):
         only(parameters, mscale_all_dim=(0, 0.0))
-    return YarnScaling(
-        float(needed(parameters, "factor")),
-        original,
-        beta_fast=float(given(parameters, "beta_fast", 32.0)),
-        beta_slow=float(given(parameters, "beta_slow", 1.0)),
+    return {
         # transformers scales cosines and sines by the plain rule unless both are given.
-        mscale=float(parameters["mscale"]) if both else 1.0,
-        mscale_all_dim=float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
-        truncate=bool(given(parameters, "truncate", True)),
-    )
+        "mscale": float(parameters["mscale"]) if both else 1.0,
+        "mscale_all_dim": float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
+        "truncate": bool(given(parameters, "truncate", True)),
+    }
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     """The keys rope_theta and rope_scaling."""
-    scaling: dict[str, Any] | None = None
-    match rope.scaling:
-        case YarnScaling() as yarn:
-            scaling = {
-                "type": "yarn",
-                "rope_type": "yarn",
-                "factor": yarn.factor,
-                "original_max_position_embeddings": yarn.original_max_seq_len,
-                "beta_fast": yarn.beta_fast,
-                "beta_slow": yarn.beta_slow,
-            }
-            if yarn.mscale_all_dim:
-                scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
-            if not yarn.truncate:
-                scaling["truncate"] = False
-        case Llama3Scaling() as llama:
-            scaling = {
-                "rope_type": "llama3",
-                "factor": llama.factor,
-                "original_max_position_embeddings": llama.original_max_seq_len,
-                "low_freq_factor": llama.low_freq_factor,
-                "high_freq_factor": llama.high_freq_factor,
-            }
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    scaling = rope.scaling
+    if scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    is_yarn = isinstance(scaling, YarnScaling)
+    kind = "yarn" if is_yarn else "llama3"
+    table: dict[str, Any] = {"type": kind} if is_yarn else {}
+    table |= {"rope_type": kind, "factor": scaling.factor, _ORIGINAL: scaling.original_max_seq_len}
+    table |= {name: getattr(scaling, name) for name in _SCALINGS[kind][1]}
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+        table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    if isinstance(scaling, YarnScaling) and not scaling.truncate:
+        table["truncate"] = False
+    return {"rope_theta": rope.theta, "rope_scaling": table}
 
 
 def period(key: str, layers: Sequence[bool]) -> int:
@@ -290,42 +278,35 @@ HFKeys = Mapping[str, tuple[HFWeight, ...]]
 # published as a copy. Copies may be missing on import, where they are not read.
 HFCopies = Mapping[str, str]
 
+
+def renamed(ours: str, theirs: str, names: Mapping[str, str]) -> HFKeys:
+    """Tensors that are stored like ours; in both patterns * stands for a name of the table."""
+    return {
+        ours.replace("*", name): (HFWeight(theirs.replace("*", other)),)
+        for name, other in names.items()
+    }
+
+
 # Names of the weights that all descendants of Llama have; of one layer.
-EMBEDDINGS: HFKeys = {
-    "tok_embeddings.weight": (HFWeight("model.embed_tokens.weight"),),
-    "norm.weight": (HFWeight("model.norm.weight"),),
-    "output.weight": (HFWeight("lm_head.weight"),),
-}
-BLOCK_NORMS: HFKeys = {
-    "attention_norm.weight": (HFWeight("input_layernorm.weight"),),
-    "ffn_norm.weight": (HFWeight("post_attention_layernorm.weight"),),
-}
-GQA: HFKeys = {
-    f"attention.{ours}": (HFWeight(f"self_attn.{theirs}"),)
-    for ours, theirs in (
-        ("wq.weight", "q_proj.weight"),
-        ("wk.weight", "k_proj.weight"),
-        ("wv.weight", "v_proj.weight"),
-        ("wo.weight", "o_proj.weight"),
-    )
-}
-GQA_BIASES: HFKeys = {
-    name.replace("weight", "bias"): (HFWeight(ways[0].name.replace("weight", "bias")),)
-    for name, ways in GQA.items()
-}
-QK_NORMS: HFKeys = {
-    f"attention.{norm}.weight": (HFWeight(f"self_attn.{norm}.weight"),)
-    for norm in ("q_norm", "k_norm")
-}
-_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-FEED_FORWARD: HFKeys = {
-    f"feed_forward.{ours}.weight": (HFWeight(f"mlp.{theirs}.weight"),)
-    for ours, theirs in _PROJECTIONS.items()
-}
-SHARED_EXPERTS: HFKeys = {
-    f"moe.shared_experts.{ours}.weight": (HFWeight(f"mlp.shared_experts.{theirs}.weight"),)
-    for ours, theirs in _PROJECTIONS.items()
-}
+EMBEDDINGS = renamed(
+    "*.weight",
+    "*.weight",
+    {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+)
+BLOCK_NORMS = renamed(
+    "*_norm.weight",
+    "*_layernorm.weight",
+    {"attention": "input", "ffn": "post_attention"},
+)
+_HEADS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+GQA = renamed("attention.*.weight", "self_attn.*.weight", _HEADS)
+GQA_BIASES = renamed("attention.*.bias", "self_attn.*.bias", _HEADS)
+QK_NORMS = renamed(
+    "attention.*.weight", "self_attn.*.weight", {"q_norm": "q_norm", "k_norm": "k_norm"}
+)
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+FEED_FORWARD = renamed("feed_forward.*.weight", "mlp.*.weight", PROJECTIONS)
+SHARED_EXPERTS = renamed("moe.shared_experts.*.weight", "mlp.shared_experts.*.weight", PROJECTIONS)
 # The form that Qwen and DeepSeek publish, or that of transformers 5 in memory.
 EXPERTS: HFKeys = {
     "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
@@ -360,12 +341,16 @@ BLOCK_SPARSE_EXPERTS: HFKeys = {
     },
 }
 # Around the block of a multi-token prediction layer, as published by DeepSeek and Z.ai.
-_MTP: HFKeys = {
-    "embedding_norm.weight": (HFWeight("enorm.weight"),),
-    "hidden_norm.weight": (HFWeight("hnorm.weight"),),
-    "projection.weight": (HFWeight("eh_proj.weight"),),
-    "norm.weight": (HFWeight("shared_head.norm.weight"),),
-}
+_MTP = renamed(
+    "*.weight",
+    "*.weight",
+    {
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "projection": "eh_proj",
+        "norm": "shared_head.norm",
+    },
+)
 MTP_COPIES: HFCopies = {
     "model.layers.{layer}.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{layer}.shared_head.head.weight": "output.weight",

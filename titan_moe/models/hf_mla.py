@@ -54,7 +54,5 @@ def mla_block(attention: MLAConfig) -> hf.HFKeys:
         names |= _BIASES
     if attention.indexer is not None:
         names |= _INDEXER
-    block = {**hf.BLOCK_NORMS, **hf.FEED_FORWARD, **hf.SHARED_EXPERTS, **hf.EXPERTS}
-    for ours, theirs in names.items():
-        block[f"attention.{ours}"] = (hf.HFWeight(f"self_attn.{theirs}"),)
-    return block
+    feed_forward = {**hf.FEED_FORWARD, **hf.SHARED_EXPERTS, **hf.EXPERTS}
+    return {**hf.BLOCK_NORMS, **feed_forward, **hf.renamed("attention.*", "self_attn.*", names)}

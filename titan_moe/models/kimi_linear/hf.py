@@ -136,19 +136,20 @@ def _mixers(config: ModelConfig) -> tuple[MLAConfig, GatedDeltaConfig]:
 
 # The published form, then that of transformers 5 in memory.
 _RECURRENT: hf.HFKeys = {
-    **{
-        f"attention.{ours}.weight": (hf.HFWeight(f"self_attn.{theirs}.weight"),)
-        for ours, theirs in (
-            ("in_proj.q", "q_proj"),
-            ("in_proj.k", "k_proj"),
-            ("in_proj.v", "v_proj"),
-            ("narrow.z", "g_a_proj"),
-            ("in_proj.z", "g_b_proj"),
-            ("gates.b", "b_proj"),
-            ("out_norm", "o_norm"),
-            ("out_proj", "o_proj"),
-        )
-    },
+    **hf.renamed(
+        "attention.*.weight",
+        "self_attn.*.weight",
+        {
+            "in_proj.q": "q_proj",
+            "in_proj.k": "k_proj",
+            "in_proj.v": "v_proj",
+            "narrow.z": "g_a_proj",
+            "in_proj.z": "g_b_proj",
+            "gates.b": "b_proj",
+            "out_norm": "o_norm",
+            "out_proj": "o_proj",
+        },
+    ),
     **{
         f"attention.{ours}.weight": tuple(
             hf.HFWeight(f"self_attn.{inside}{theirs}", ones=(2, 1) if theirs == "A_log" else (0, 0))

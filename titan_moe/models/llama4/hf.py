@@ -105,14 +105,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_PROJECTIONS = (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
-_FEED_FORWARD: hf.HFKeys = {
-    f"{ours}.{w}.weight": (hf.HFWeight(f"{theirs}.{projection}.weight"),)
-    for ours, theirs in (
-        ("feed_forward", "feed_forward"),
-        ("moe.shared_experts", "feed_forward.shared_expert"),
-    )
-    for w, projection in _PROJECTIONS
+_FEED_FORWARD = {
+    **hf.renamed("feed_forward.*.weight", "feed_forward.*.weight", hf.PROJECTIONS),
+    **hf.renamed(
+        "moe.shared_experts.*.weight", "feed_forward.shared_expert.*.weight", hf.PROJECTIONS
+    ),
 }
 _EXPERTS: hf.HFKeys = {
     "moe.router.gate.weight": (hf.HFWeight("feed_forward.router.weight"),),

@@ -62,11 +62,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_ATTENTION: hf.HFKeys = {
-    **hf.GQA,
-    "attention.wq_norm.weight": (hf.HFWeight("self_attn.q_norm.weight"),),
-    "attention.wk_norm.weight": (hf.HFWeight("self_attn.k_norm.weight"),),
-}
+_NORMS = hf.renamed(
+    "attention.*.weight", "self_attn.*.weight", {"wq_norm": "q_norm", "wk_norm": "k_norm"}
+)
 # The published form, then that of transformers 5 in memory.
 _ROUTING_BIAS: hf.HFKeys = {
     "moe.router.expert_bias": (
@@ -79,5 +77,5 @@ _ROUTING_BIAS: hf.HFKeys = {
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
     hf.attention_of(config, GQAConfig, _FAMILY)
-    block = {**hf.BLOCK_NORMS, **_ATTENTION, **hf.BLOCK_SPARSE_EXPERTS, **_ROUTING_BIAS}
+    block = {**hf.BLOCK_NORMS, **hf.GQA, **_NORMS, **hf.BLOCK_SPARSE_EXPERTS, **_ROUTING_BIAS}
     return {**hf.EMBEDDINGS, **hf.in_layers(block)}

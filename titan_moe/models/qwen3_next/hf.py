@@ -117,33 +117,30 @@ def _mixers(config: ModelConfig) -> tuple[GQAConfig, GatedDeltaConfig]:
     return attention, config.recurrent
 
 
-_SHARED: hf.HFKeys = {
-    "moe.shared_experts.gate.weight": (hf.HFWeight("mlp.shared_expert_gate.weight"),),
-    **{
-        f"moe.{name.replace('feed_forward', 'shared_experts')}": tuple(
-            hf.HFWeight(way.name.replace("mlp.", "mlp.shared_expert.")) for way in ways
-        )
-        for name, ways in hf.FEED_FORWARD.items()
+_SHARED = {
+    **hf.renamed("moe.shared_experts.*.weight", "mlp.*.weight", {"gate": "shared_expert_gate"}),
+    **hf.renamed("moe.shared_experts.*.weight", "mlp.shared_expert.*.weight", hf.PROJECTIONS),
+}
+_MTP = hf.renamed(
+    "mtp.layers.{layer}.*.weight",
+    "mtp.*.weight",
+    {
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "projection": "fc",
+        "norm": "norm",
     },
-}
-_MTP: hf.HFKeys = {
-    f"mtp.layers.{{layer}}.{ours}.weight": (hf.HFWeight(f"mtp.{theirs}.weight"),)
-    for ours, theirs in (
-        ("embedding_norm", "pre_fc_norm_embedding"),
-        ("hidden_norm", "pre_fc_norm_hidden"),
-        ("projection", "fc"),
-        ("norm", "norm"),
-    )
-}
-_RECURRENT: hf.HFKeys = {
-    f"attention.{ours}": (hf.HFWeight(f"linear_attn.{theirs}"),)
-    for ours, theirs in (
-        ("decay.A_log.weight", "A_log"),
-        ("decay.dt_bias.weight", "dt_bias"),
-        ("out_norm.weight", "norm.weight"),
-        ("out_proj.weight", "out_proj.weight"),
-    )
-}
+)
+_RECURRENT = hf.renamed(
+    "attention.*.weight",
+    "linear_attn.*",
+    {
+        "decay.A_log": "A_log",
+        "decay.dt_bias": "dt_bias",
+        "out_norm": "norm.weight",
+        "out_proj": "out_proj.weight",
+    },
+)
 
 
 def keys(config: ModelConfig) -> hf.HFKeys:
