@@ -5,6 +5,8 @@ Names, meanings and (unless the docstring says otherwise) defaults are those of 
 that its users can bring their files; torchtitan.py says what becomes of its other keys.
 """
 
+from collections.abc import Mapping
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -456,19 +458,33 @@ class Parallelism(Section):
     """Response to a full buffer: 'stop' before the update, or 'drop' a token's least wanted experts
     and report the share."""
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The size of each mesh axis that has a key; that of dp_shard may be -1."""
+        return {axis: getattr(self, key) for axis, key in DEGREES.items()}
+
     def shard_degree(self, world_size: int) -> int | None:
-        """Size of the dp_shard axis with -1 resolved to the rest; None when the degrees do not fit
-        the ranks."""
-        shard = self.data_parallel_shard_degree
-        others = (
-            self.pipeline_parallel_degree
-            * self.data_parallel_replicate_degree
-            * self.context_parallel_degree
-            * self.tensor_parallel_degree
-        )
-        if shard == -1:
-            shard = world_size // others
-        return shard if shard > 0 and shard * others == world_size else None
+        """Returns the size of dp_shard as `shard_degree` does."""
+        return shard_degree(self.degrees, world_size)
+
+
+DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+}
+"""Mesh axis -> the key of its size."""
+
+
+def shard_degree(degrees: Mapping[str, int], world_size: int) -> int | None:
+    """Returns the size of dp_shard, where -1 takes the rest of the ranks. None if
+    pp x dp_replicate x dp_shard x cp x tp is not the number of ranks."""
+    rest, left = divmod(world_size, prod(degrees[a] for a in ("pp", "dp_replicate", "cp", "tp")))
+    return rest if rest and not left and degrees["dp_shard"] in (-1, rest) else None
 
 
 class TrainingStage(Section):

@@ -6,7 +6,6 @@ mistake can say where it stands.
 """
 
 import json
-import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, READ, JobConfig, Section
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, DEGREES, READ, JobConfig, Section
 from titan_moe.config.named import find_config, what_is_there
 from titan_moe.config.plugins import import_modules
 from titan_moe.config.torchtitan import translate
@@ -271,10 +270,8 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     """Returns what to say about a key that does not exist; names the nearest one."""
     if any(each.startswith(f"{key}.") for each in known):
         return f"must be a table: [{key}]"
-    axis, *rest = _leaf(key).split("_", 1)  # tp, ep and dp_shard name axes of the mesh.
-    degree = re.compile("_".join([*(f"{letter}[a-z]+" for letter in axis), *rest, "degree"]))
-    if short := [each for each in known if degree.fullmatch(_leaf(each))]:
-        return f"no such key; did you mean {short[0]}?"
+    if _leaf(key) in DEGREES:
+        return f"no such key; did you mean parallelism.{DEGREES[_leaf(key)]}?"
     leaf = get_close_matches(_leaf(key), {_leaf(each) for each in known}, 1)
     near = get_close_matches(key, [each for each in known if _leaf(each) in leaf], 1, 0)
     return f"no such key; did you mean {near[0]}?" if near else "no such key; see --help"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from titan_moe.config.job_config import Parallelism
+from titan_moe.config.job_config import DEGREES, Parallelism, shard_degree
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
@@ -76,22 +76,17 @@ class ParallelDims:
     edp: int = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = {axis: getattr(self, axis) for axis in (*DENSE_AXES, "ep", "etp")}
-        if sizes["dp_shard"] == -1:
-            others = self.pp * self.dp_replicate * self.cp * self.tp
-            sizes["dp_shard"] = max(1, self.world_size // max(1, others))
-            object.__setattr__(self, "dp_shard", sizes["dp_shard"])
-        if min(sizes.values()) < 1:
+        sizes = {axis: getattr(self, axis) for axis in DEGREES}
+        if min(size for axis, size in sizes.items() if axis != "dp_shard") < 1:
             raise ValueError(f"every degree must be at least 1: {sizes}")
-        dense = prod(sizes[axis] for axis in DENSE_AXES)
-        if dense != self.world_size:
-            raise ValueError(
-                f"pp*dp_replicate*dp_shard*cp*tp = {dense}, not {self.world_size} ranks"
-            )
-        region = self.dp_shard * self.cp * self.tp
-        if region % (self.ep * self.etp):
-            raise ValueError(f"ep*etp = {self.ep * self.etp} must divide dp_shard*cp*tp = {region}")
-        object.__setattr__(self, "edp", region // (self.ep * self.etp))
+        shard = shard_degree(sizes, self.world_size)
+        if shard is None:
+            raise ValueError(f"{sizes}: the dense axes do not make {self.world_size} ranks")
+        edp, rest = divmod(shard * self.cp * self.tp, self.ep * self.etp)
+        if rest:
+            raise ValueError(f"{sizes}: ep*etp must divide dp_shard*cp*tp, with dp_shard={shard}")
+        object.__setattr__(self, "dp_shard", shard)
+        object.__setattr__(self, "edp", edp)
 
     def size(self, names: Names) -> int:
         """Number of ranks along an axis, or along several joined."""
@@ -122,16 +117,7 @@ class ParallelDims:
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
     """The mesh axes of a config."""
-    return ParallelDims(
-        world_size=world_size,
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        ep=parallelism.expert_parallel_degree,
-        etp=parallelism.expert_tensor_parallel_degree,
-    )
+    return ParallelDims(world_size, **parallelism.degrees)
 
 
 def coordinates(rank: int, axes: Axes) -> dict[str, int]:

@@ -11,17 +11,11 @@ from titan_moe.config.errors import Mistake
 def _ranks(run: Run) -> Iterator[Mistake]:
     if run.shard is not None:
         return
-    degrees = run.job.parallelism
-    sizes = {
-        "pp": degrees.pipeline_parallel_degree,
-        "dp_replicate": degrees.data_parallel_replicate_degree,
-        "dp_shard": abs(degrees.data_parallel_shard_degree),
-        "cp": degrees.context_parallel_degree,
-        "tp": degrees.tensor_parallel_degree,
-    }
+    degrees = run.job.parallelism.degrees
+    sizes = {axis: abs(size) for axis, size in degrees.items() if axis not in ("ep", "etp")}
     product = math.prod(sizes.values())
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp_shard 1"
-    if degrees.data_parallel_shard_degree == -1:
+    if degrees["dp_shard"] == -1:
         yield Mistake(
             f"parallelism: {shown} = {product} must divide the {run.world_size} ranks of this run",
             [[{"ranks": n * product} for n in range(1, 9)]],

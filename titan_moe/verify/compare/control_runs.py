@@ -53,20 +53,10 @@ def batch_words(spec: RunSpec, job: JobConfig) -> Words:
 def layout_of(job: JobConfig, world_size: int) -> Layout:
     """Returns the layout that a configuration names."""
     section = job.parallelism
-    sizes = {
-        "pp": section.pipeline_parallel_degree,
-        "dp_replicate": section.data_parallel_replicate_degree,
-        "cp": section.context_parallel_degree,
-        "tp": section.tensor_parallel_degree,
-    }
-    others = sizes["pp"] * sizes["dp_replicate"] * sizes["cp"] * sizes["tp"]
-    return Layout(
-        **sizes,  # type: ignore[arg-type]
-        dp_shard=max(1, world_size // others),
-        ep=section.expert_parallel_degree,
-        etp=section.expert_tensor_parallel_degree,
-        schedule=section.pipeline_parallel_schedule,
-    )
+    shard = section.shard_degree(world_size)
+    assert shard is not None, "a spec's job fits its ranks"
+    degrees = section.degrees | {"dp_shard": shard}
+    return Layout(**degrees, schedule=section.pipeline_parallel_schedule)  # type: ignore[arg-type]
 
 
 def _neighbours(own: Layout, *, on_cpu: bool) -> list[Layout]:

@@ -12,15 +12,14 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from os.path import expanduser
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import DEGREES, JobConfig, shard_degree
 from titan_moe.config.named import find_config
 from titan_moe.config.parse import keys_that_read, load_job, resolve
-from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, layout_tables, parse
+from titan_moe.verify.layouts.layouts import Layout, layout_tables, parse
 
 Words = tuple[tuple[str, str], ...]
 """Overrides as pairs of key and text; of a key that comes twice, the last counts."""
@@ -191,10 +190,10 @@ def _laid_out(spec: RunSpec, text: str, *, ranks: int | None) -> RunSpec:
     words = [word.partition("=") for word in text.split(",")]
     sizes = {key: int(value) for key, _, value in words if value.isdecimal() and int(value)}
     if "dp_shard" not in sizes:
-        others = prod(size for axis, size in sizes.items() if axis in DENSE_AXES)
-        experts = sizes.get("ep", 1) * sizes.get("etp", 1)
-        inner = sizes.get("cp", 1) * sizes.get("tp", 1)
-        text += f",dp_shard={max(1, ranks // others if ranks else experts // inner)}"
+        degrees = dict.fromkeys(DEGREES, 1) | sizes | {"dp_shard": -1}
+        least = degrees["ep"] * degrees["etp"] // (degrees["cp"] * degrees["tp"])
+        shard = shard_degree(degrees, ranks) if ranks else least
+        text += f",dp_shard={shard or 1}"
     layout = parse(text)
     if ranks and layout.world_size != ranks:
         raise ConfigError(f"ranks={ranks}: layout={text} is of {layout.world_size} ranks")
