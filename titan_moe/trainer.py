@@ -178,7 +178,7 @@ class Trainer:
         if self.job.compile.enable:
             graphs, breaks, seconds = compiled_so_far()
             self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
-        set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
+        set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.groups.all())
         self._ran = True
 
     def _step(self, step: int) -> bool:
@@ -300,7 +300,7 @@ class Trainer:
         if problems := check_reshard(self.job, job, self._config, world_size):
             raise ConfigError(problems)
         job = resolve(job, world_size)
-        set_timeouts(job.comm.init_timeout_seconds, self.meshes.all_groups())
+        set_timeouts(job.comm.init_timeout_seconds, self.meshes.groups.all())
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)

@@ -41,8 +41,8 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
             if not all(_is_section(each.annotation) for each in kind.model_fields.values()):
                 yield dotted, kind
             yield from _sections(kind, f"{dotted}.")
-        elif get_origin(kind) is list and _is_section(get_args(kind)[0]):
-            yield dotted, get_args(kind)[0]
+        elif get_origin(kind) in (list, dict) and _is_section(get_args(kind)[-1]):
+            yield dotted, get_args(kind)[-1]
 
 
 def _is_section(kind: Any) -> bool:
@@ -85,9 +85,9 @@ def _kind(kind: Any, metadata: list[Any]) -> str:
         return _kind(kind.__origin__, [*kind.__metadata__, *metadata])
     if origin is Literal:
         return "one of " + ", ".join(f"`{_toml(each)}`" for each in inner)
+    if origin in (list, dict) and _is_section(inner[-1]):
+        return "tables"
     if origin is list:
-        if _is_section(inner[0]):
-            return "tables"
         each = _kind(inner[0], [])
         return "list of " + (each.removeprefix("one of ") if "`" in each else _plural(each))
     if _is_section(kind):

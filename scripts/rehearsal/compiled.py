@@ -19,7 +19,6 @@ from scripts.rehearsal.places import Place
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.compile import apply_compile
 from titan_moe.distributed.expert_parallel import DispatchOptions, apply_expert_parallel
-from titan_moe.distributed.mesh import build_mesh
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, model_config
@@ -86,7 +85,7 @@ def _trace(family: str, ep: int) -> None:
     section = Compile(enable=True, backend="aot_eager")
     rows = _ROWS, _SEQ_LEN
     config = replace(config, num_layers=_LAYERS, num_mtp_layers=0)
-    meshes = build_mesh(ParallelDims(world_size=ep, ep=ep), "cuda")
+    meshes = ParallelDims(world_size=ep, ep=ep).build_mesh("cuda")
     with torch.device("meta"):
         model = Decoder(config, Sdpa()).bfloat16()
     options = DispatchOptions("capacity", capacity_factor=1.5)

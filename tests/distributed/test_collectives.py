@@ -3,7 +3,6 @@
 import torch
 
 from tests.support.operations import Operations
-from titan_moe.distributed.mesh import build_mesh, connect
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 
@@ -43,7 +42,8 @@ def connected() -> tuple[list[list[int]], list[list[int]]]:
 
         setattr(dist, name, noted)
     dims = ParallelDims(4, pp=2, dp_shard=2, ep=2)
-    connect(build_mesh(dims, "cpu"), torch.device("cpu"))
+    meshes = dims.build_mesh("cpu")
+    meshes.groups.connect(meshes.group("ep"), torch.device("cpu"))
     return sums, exchanges
 
 

@@ -75,13 +75,12 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 
 def _travel(case: Case) -> Seen:
-    from titan_moe.distributed.mesh import build_mesh
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.ops.permute_indices import count_experts
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
-    dispatcher = _dispatcher(case, build_mesh(dims, "cpu"))
+    dispatcher = _dispatcher(case, dims.build_mesh("cpu"))
     drawn = torch.Generator().manual_seed(rank)
     options = {"dtype": torch.float64, "generator": drawn}
     x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)

@@ -165,7 +165,6 @@ DIM = 8
 def order_of_a_layer() -> tuple[list[str], list[str]]:
     """Returns what one layer issues, forward and backward."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
-    from titan_moe.distributed.mesh import build_mesh
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.models.decoder import FeedForward
     from titan_moe.moe.config import MoEConfig
@@ -174,7 +173,7 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     layer = MoE(DIM, MoEConfig(num_experts=4, top_k=2, hidden_dim=4), FeedForward(DIM, 4))
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    apply_expert_parallel([layer], build_mesh(ParallelDims(2, ep=2), "cpu"))
+    apply_expert_parallel([layer], ParallelDims(2, ep=2).build_mesh("cpu"))
     log = Log()
     log.watch_exchanges(_named)
     log.mark(layer.shared_experts, "shared experts")

@@ -651,6 +651,23 @@ class Quantize(Section):
     grouped_mm: GroupedMM = GroupedMM()
 
 
+class AxisOptions(Section):
+    """Options of NCCL for the group of one mesh axis."""
+
+    min_ctas: int | None = Field(None, ge=1, le=32)
+    """Fewest thread blocks of a collective. Left out: as NCCL chooses."""
+    max_ctas: int | None = Field(None, ge=1, le=32)
+    """Most thread blocks of a collective. Left out: as NCCL chooses, or comm.parameter_sms."""
+    high_priority: bool | None = None
+    """A stream that goes first. Left out: for tokens, not for parameters."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "AxisOptions":
+        if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
+            raise ValueError("min_ctas must be at most max_ctas: choose a smaller one")
+        return self
+
+
 class Comm(Section):
     """Process groups."""
 
@@ -668,6 +685,16 @@ class Comm(Section):
     parameter_sms: int | None = Field(None, ge=1, le=32)
     """Multiprocessors of a GPU for each collective of parameters, and left free by matrix products.
     Left out: as many as NCCL wants, and none."""
+    axes: dict[
+        Literal["pp", "dp_replicate", "fsdp", "cp", "tp", "sequence", "edp", "ep", "etp"],
+        AxisOptions,
+    ] = Field({})
+    """Options of NCCL for the group of a mesh axis, as tables such as [comm.axes.ep] with min_ctas,
+    max_ctas and high_priority. Axes of the same ranks then have groups of their own. Not seen on
+    NCCL yet."""
+    split_communicators: bool = False
+    """Split NCCL's communicators off the world's, in which all ranks take part, instead of making
+    each anew. Not seen on NCCL yet."""
     share_gpus: bool = False
     """Let ranks share GPUs where a machine has fewer of them, to test a layout: collectives then go
     through the host, slowly. No effect where GPUs suffice."""

@@ -19,7 +19,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, DEGREES, READ, JobConfig, Section
+from titan_moe.config.job_config import (
+    DATASETS_WITHOUT_PATH,
+    DEGREES,
+    READ,
+    AxisOptions,
+    JobConfig,
+    Section,
+)
 from titan_moe.config.named import find_config, what_is_there
 from titan_moe.config.plugins import import_modules
 from titan_moe.config.torchtitan import translate
@@ -33,6 +40,7 @@ else:
 _CONFIG_FILE = "job.config_file"
 _FILE_FLAGS = ("config", _CONFIG_FILE)
 _COMMAND_LINE = "command line"
+_AXES = "comm.axes."  # Begins keys whose middle names a mesh axis.
 _LONGEST_SHOWN = 120  # Characters of a value in a message.
 
 
@@ -237,7 +245,8 @@ def _checked(
     kept, notes, refused = translate(keys)
     known = known_keys()
     lines = [_line(key, keys[key], source, remedy) for key, remedy in refused.items()]
-    wrong = {key: kept.pop(key) for key in list(kept) if key not in known}
+    unknown = [key for key in kept if key not in known and not key.startswith(_AXES)]
+    wrong = {key: kept.pop(key) for key in unknown}
     for table in ("stages", "training.blend"):
         if inside := {key: wrong.pop(key) for key in list(wrong) if key.startswith(f"{table}.")}:
             remedy = f"is a list of tables: write [[{table}]], not [{table}]"
@@ -247,7 +256,8 @@ def _checked(
         JobConfig.model_validate(nested(kept), strict=strict)
     except ValidationError as error:
         for each in error.errors():
-            key, message = ".".join(map(str, each["loc"])), each["msg"]
+            key = ".".join(str(name) for name in each["loc"] if name != "[key]")
+            message = each["msg"]
             if each["type"] == "missing":
                 lines.append(f"{key} ({source}): is required")
                 continue
@@ -270,6 +280,8 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     """Returns what to say about a key that does not exist; names the nearest one."""
     if any(each.startswith(f"{key}.") for each in known):
         return f"must be a table: [{key}]"
+    if key.startswith(_AXES):
+        return f"no such key: choose {', '.join(AxisOptions.model_fields)}"
     if _leaf(key) in DEGREES:
         return f"no such key; did you mean parallelism.{DEGREES[_leaf(key)]}?"
     leaf = get_close_matches(_leaf(key), {_leaf(each) for each in known}, 1)

@@ -62,7 +62,6 @@ IGNORED: dict[str, str] = {
 
 DELETED: dict[str, str] = {
     "comm.init_communicators_eagerly": "communicators are made before the first step",
-    "comm.split_communicators": "each group makes its own communicator",
     "moe.router_product": "the router's product is computed in float32",
     "training.norm_type": "gradients are clipped by their 2-norm",
     "training.max_seconds": "let the scheduler send a signal before its limit: SIGTERM or SIGUSR1",

@@ -14,9 +14,7 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import Parallelism, Training, Validation
 from titan_moe.distributed.dtensor import cut_parameter, local_part
-from titan_moe.distributed.mesh import Meshes
-from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.distributed.process_groups import GroupOptions, Traffic
+from titan_moe.distributed.parallel_dims import Meshes, ParallelDims
 from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
@@ -165,9 +163,16 @@ def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
     dims, size = meshes.dims, meshes.dims.ranks_on_node(ranks_per_node)
     if size is None:
         return None
-    ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
-    options, first = GroupOptions(Traffic.TOKENS, meshes.comm), place // size * size
+
+    def across(rank: int) -> tuple[int, ...]:
+        return dims.group_of(rank, "ep")[dims.coordinate(rank, "ep") % size :: size]
+
+    def within(rank: int) -> tuple[int, ...]:
+        first = dims.coordinate(rank, "ep") // size * size
+        return dims.group_of(rank, "ep")[first : first + size]
+
+    tokens = True, meshes.groups.comm.axes.get("ep")
     return Nodes(
-        across=meshes.groups.get(ranks[place % size :: size], options, "ep across nodes"),
-        within=meshes.groups.get(ranks[first : first + size], options, "ep within a node"),
+        across=meshes.groups.get(across, tokens, "ep across nodes"),
+        within=meshes.groups.get(within, tokens, "ep within a node"),
     )

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.moe.layer import MoE
 
 

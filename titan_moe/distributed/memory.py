@@ -289,8 +289,8 @@ def _symmetric_memory(
 def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
 
-    A key is the ranks, and whether tokens travel between them (`process_groups.Traffic`). Exchanges
-    of a change of layout, and Muon's over edp and etp joined, are left out.
+    A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`).
+    Exchanges of a change of layout, and Muon's over edp and etp joined, are left out.
     """
     dims, parallelism, muon = plan.dims, plan.parallelism, plan.optimizer.name == "Muon"
     cp = parallelism.context_parallel_rotate_method != "allgather"

@@ -6,13 +6,28 @@ Ranks are numbered row-major, pp outermost and tp innermost. Both views unflatte
     sparse  (pp, dp_replicate, edp,      ep, etp)   routed experts
 
 so edp * ep * etp == dp_shard * cp * tp ("parallel folding", arXiv 2504.14960).
+
+    meshes = ParallelDims(8, tp=2, ep=2).build_mesh("cuda")
+
+makes both as torch's meshes: one root over the world, which torch unflattens and slices
+(`torch_mesh.py`), over groups that names share (`process_groups.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from math import prod
+from typing import TYPE_CHECKING
 
 from titan_moe.config.job_config import DEGREES, Parallelism, shard_degree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titan_moe.distributed.process_groups import GroupKind, ProcessGroups
+    from titan_moe.distributed.torch_mesh import RootMesh
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
@@ -103,6 +118,55 @@ class ParallelDims:
         """The ranks that differ from `rank` only along these axes, itself included, ascending."""
         return tuple(group_of(rank, primary_axes(names), self._view(names)))
 
+    def view_with(self, names: Sequence[str]) -> Axes:
+        """Returns the sizes of the view that has these axes, each derived axis in place of those
+        that it joins. Raises ValueError as `primary_axes` does, and unless the names stand in the
+        view's order."""
+        view = list(self._view(names))
+        for name in names:
+            joined = DERIVED_AXES.get(name, (name,))
+            first = view.index(joined[0])
+            view[first : first + len(joined)] = [name]
+        if (inside := [axis for axis in view if axis in names]) != list(names):
+            raise ValueError(
+                f"the axes {', '.join(names)} stand in the mesh in the order {', '.join(inside)}"
+            )
+        return {axis: self.size(axis) for axis in view}
+
+    def shortest(self, rank: int, names: Names) -> Names:
+        """Returns one axis instead of several, where it is the same ranks."""
+        if isinstance(names, str):
+            return names
+        ranks = self.group_of(rank, names)
+        one = (axis for axis in primary_axes(names) if self.group_of(rank, axis) == ranks)
+        derived = (axis for axis in DERIVED_AXES if self.group_of(rank, axis) == ranks)
+        return next(chain(one, derived), tuple(names))
+
+    def build_mesh(self, device_type: str, groups: "ProcessGroups | None" = None) -> "Meshes":
+        """Returns both views of the world as torch's meshes, and makes the groups that every run
+        needs. Collective over all ranks.
+
+        Args:
+            groups: those of another layout of the same world, used again, or empty ones with
+                options; left out, new ones.
+
+        Raises ValueError if the world's size is not that of these degrees.
+        """
+        # Checks of a configuration and the memory estimate do without torch.
+        import torch.distributed as dist
+
+        from titan_moe.distributed.process_groups import ProcessGroups
+        from titan_moe.distributed.torch_mesh import RootMesh
+
+        if dist.get_world_size() != self.world_size:
+            raise ValueError(f"{self.world_size} ranks in a world of {dist.get_world_size()}")
+        root, groups = RootMesh(device_type, self.world_size), groups or ProcessGroups()
+        meshes = Meshes(self, dist.get_rank(), root, groups)
+        for axis in GROUP_AXES:
+            meshes.group(axis)
+        meshes["fsdp"]  # torch then knows that it joins two axes.
+        return meshes
+
     def ranks_on_node(self, ranks_per_node: int) -> int | None:
         """Returns the number of ranks of an ep group on each of several nodes. None where the group
         is on one node, where each node has one rank of it, and where nodes do not cut it evenly."""
@@ -113,6 +177,67 @@ class ParallelDims:
     def _view(self, names: Names) -> Axes:
         view = DENSE_AXES if set(primary_axes(names)) <= set(DENSE_AXES) else SPARSE_AXES
         return {axis: self.size(axis) for axis in view}
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Every mesh of a run, and its process groups, for this rank.
+
+        meshes["dp_replicate", "fsdp"]      the DeviceMesh of two axes
+        meshes.group("ep")                  the process group of one
+        meshes.group(("edp", "ep"))         and of several axes joined
+
+    Names of the same ranks share a group, unless tokens travel over one and parameters over
+    another: with pp 2, dp_shard 4, tp 2 and ep 4 a rank makes 6 groups, where torch's unflattening
+    and flattening makes 124. Asking for a mesh or a group for the first time makes process groups:
+    all ranks do it, in the same order.
+    """
+
+    dims: ParallelDims
+    rank: int
+    root: "RootMesh"
+    groups: "ProcessGroups" = field(repr=False)
+    _made: "dict[tuple[str, ...], DeviceMesh]" = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, names: Names) -> "DeviceMesh":
+        """The mesh of one or more axes, primary or derived, in the order that the views have; they
+        need not adjoin."""
+        names = (names,) if isinstance(names, str) else tuple(names)
+        if names not in self._made:
+            view = self.dims.view_with(names)
+            groups = {axis: self.group(axis) for axis in names}
+            is_joined = len(names) == 1 and names[0] in DERIVED_AXES
+            self._made[names] = self.root.submesh(view, groups, is_joined=is_joined)
+        return self._made[names]
+
+    def group(self, names: Names) -> "ProcessGroup":
+        """The process group of an axis, primary or derived, or of several axes joined: the ranks
+        that differ from this one along these only, ascending."""
+        names = self.dims.shortest(self.rank, names)
+        members = partial(self.dims.group_of, names=names)
+        return self.groups.get(members, self._kind(names), self._description(names))
+
+    def known_group(self, axis: str) -> "ProcessGroup | None":
+        """Returns the group that `group` would, if it exists already; else None."""
+        return self.groups.known(self.members(axis), self._kind(axis))
+
+    def members(self, names: Names) -> tuple[int, ...]:
+        """The world's ranks that differ from this one along these axes only, itself included."""
+        return self.dims.group_of(self.rank, names)
+
+    def _kind(self, names: Names) -> "GroupKind":
+        """Returns the class of traffic, and the options of an axis' own."""
+        if not isinstance(names, str):
+            return False, None
+        return names in TOKEN_AXES, self.groups.comm.axes.get(names)  # type: ignore[call-overload]
+
+    def _description(self, names: Names) -> str:
+        """The axes of a group, all that share it."""
+        if not isinstance(names, str):
+            return ",".join(names)
+        group = self.members(names), self._kind(names)
+        every = (*AXES, *DERIVED_AXES)
+        return "+".join(each for each in every if (self.members(each), self._kind(each)) == group)
 
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:

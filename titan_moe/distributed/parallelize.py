@@ -26,8 +26,7 @@ from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_se
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.memory import Accumulation
-from titan_moe.distributed.mesh import Meshes, build_mesh, connect
-from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.parallel_dims import Meshes, parallel_dims
 from titan_moe.distributed.policies import (
     accumulation_of,
     compute_dtype,
@@ -131,7 +130,7 @@ def build_sharded_model(
 
     # 1. The two views of the world.
     dims = parallel_dims(job.parallelism, world_size)
-    meshes = build_mesh(dims, device.type, comm=job.comm, groups=groups)
+    meshes = dims.build_mesh(device.type, groups or ProcessGroups(job.comm))
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
@@ -152,7 +151,7 @@ def build_sharded_model(
     named = {name: p for part in parts for name, p in part.named_parameters()}
     make_joined_groups(job.optimizer, named, meshes.group)
     if device.type == "cuda":
-        connect(meshes, device)
+        meshes.groups.connect(meshes.group("ep"), device)
 
     return ShardedModel(
         parts,

@@ -13,7 +13,7 @@ from titan_moe.distributed import symmetric_memory
 from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher, most_tokens
 from titan_moe.distributed.fsdp import ShardingPolicy
 from titan_moe.distributed.memory import Accumulation, Plan, choose_accumulation
-from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.quantize import row_alignment
 from titan_moe.moe.config import rows_of_buffers

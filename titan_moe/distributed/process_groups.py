@@ -1,89 +1,101 @@
 """One process group per distinct list of ranks, class of traffic and options.
 
-Torch's own unflattening makes new groups for every name, though many names are the same ranks: `pp`
+torch's own unflattening makes new groups for every name, though many names are the same ranks: `pp`
 in both views, `dp_replicate` in both, `etp` and `tp` where they coincide. At thousands of ranks a
-group costs start-up time and NCCL memory. Only ranks of a group take part in making it, so the work
-per rank does not grow with the world.
+group costs start-up time and NCCL memory. Unless groups are split off the world's communicator,
+only ranks of a group take part in making it, so the work per rank does not grow with the world.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from titan_moe.config.job_config import Comm
+from titan_moe.config.job_config import AxisOptions, Comm
 from titan_moe.runtime.process import backend_timeout, nccl_options
 
-
-class Traffic(Enum):
-    """NCCL runs one collective at a time per communicator, so these two never share one: a shared
-    communicator would serialise FSDP's prefetch behind the token dispatch."""
-
-    PARAMETERS = "parameters"
-    TOKENS = "tokens"
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """Holds a group's traffic and limits; groups that differ in either are distinct."""
-
-    traffic: Traffic
-    comm: Comm = field(default_factory=Comm)
-
-    def of_backend(self) -> dict[str, Any]:
-        """The arguments of `new_group` that make a group of NCCL alone, if the world has it: with
-        gloo beside it, torch would also connect every pair of ranks, for tensors of the host, which
-        only control groups send. Other backends take none."""
-        if "nccl" not in dist.get_backend_config():
-            return {}
-        options = nccl_options(self.comm, tokens=self.traffic is Traffic.TOKENS)
-        return {"backend": "nccl", "pg_options": options}
-
-
-_Key = tuple[tuple[int, ...], GroupOptions | None]
+GroupKind = tuple[bool, AxisOptions | None]
+"""True if tokens travel over a group, False for parameters, and options of the backend that are an
+axis' own: groups of the same ranks that differ in either are distinct. NCCL runs one collective at
+a time per communicator: if tokens and parameters shared one, FSDP's prefetch would wait behind the
+token dispatch."""
+_Key = tuple[tuple[int, ...], GroupKind | None]
 
 
 @dataclass
 class ProcessGroups:
-    """Makes groups on first use and hands the same one out again for the same ranks and options.
+    """Makes groups on first use and hands the same one out again for the same ranks and kind.
 
-    Every rank must ask for its groups in the same order of axes: making one waits for its members.
+    Every rank must ask for its groups in the same order of axes: making one waits for its members,
+    or, where groups are split off the world's communicator, for all ranks.
     """
 
+    comm: Comm = field(default_factory=Comm)
     _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
     def get(
-        self, ranks: tuple[int, ...], options: GroupOptions, description: str = ""
+        self, members: Callable[[int], tuple[int, ...]], kind: GroupKind, description: str = ""
     ) -> ProcessGroup:
-        """Returns the group of `ranks`, this one among them; all groups of one rank are the same.
+        """Returns this rank's group; all groups of one rank are the same.
 
         Args:
+            members: gives the ranks of the group that a rank is in.
             description: what a flight recorder shows; that of the first call counts.
         """
-        known = self.known(ranks, options)
-        if known is not None:
+        ranks = members(dist.get_rank())
+        if (known := self.known(ranks, kind)) is not None:
             return known
-        group: Any = dist.new_group(
-            list(ranks),
-            timeout=backend_timeout(options.comm.init_timeout_seconds),
-            **options.of_backend(),
-            use_local_synchronization=True,
-            group_desc=description or None,
-        )
-        self._groups[_key(ranks, options)] = group
+        options: dict[str, Any] = {
+            "timeout": backend_timeout(self.comm.init_timeout_seconds),
+            "group_desc": description or None,
+        }
+        has_nccl = "nccl" in dist.get_backend_config()
+        if has_nccl:
+            options["pg_options"] = nccl_options(self.comm, *kind)
+        group: Any
+        if has_nccl and self.comm.split_communicators:
+            parts = sorted({members(rank) for rank in range(dist.get_world_size())})
+            group = dist.split_group(split_ranks=list(map(list, parts)), **options)
+        else:
+            # NCCL alone: with gloo beside it, torch would also connect every pair of ranks, for
+            # tensors of the host, which only control groups send.
+            backend = "nccl" if has_nccl else None
+            group = dist.new_group(
+                list(ranks), backend=backend, use_local_synchronization=True, **options
+            )
+        self._groups[_key(ranks, kind)] = group
         return group
 
-    def known(self, ranks: tuple[int, ...], options: GroupOptions) -> ProcessGroup | None:
+    def known(self, ranks: tuple[int, ...], kind: GroupKind) -> ProcessGroup | None:
         """Returns the group that `get` would, if it exists already; else None."""
-        if len(ranks) == dist.get_world_size() and options.traffic is Traffic.PARAMETERS:
+        if len(ranks) == dist.get_world_size() and kind == (False, None):
             return dist.group.WORLD
-        return self._groups.get(_key(ranks, options))
+        return self._groups.get(_key(ranks, kind))
 
     def all(self) -> list[ProcessGroup]:
-        """Every group made so far."""
-        return list(self._groups.values())
+        """Every group of this rank made so far, after the world's."""
+        return [dist.group.WORLD, *self._groups.values()]  # type: ignore[list-item]
+
+    def connect(self, pairs: ProcessGroup, device: torch.device) -> None:
+        """Makes the communicators of all groups that there are, while memory is free. Collective.
+
+        NCCL makes a group's communicator, and its buffers, in the group's first collective. Left to
+        the step, the world's would come at its end, where a rank without memory for it leaves the
+        others waiting, and a pipeline's in its first batch of sends, which has two of the group's
+        ranks and would wait for ever. All ranks connect the groups in the order in which they made
+        them, then the world, then the pairs of an exchange over the group `pairs`.
+        """
+        rows = torch.zeros(pairs.size(), device=device)
+        world, *others = self.all()
+        for group in (*others, world):
+            if group.size() > 1:
+                dist.all_reduce(rows, group=group)
+        if pairs.size() > 1:
+            dist.all_to_all_single(torch.empty_like(rows), rows, group=pairs)
+        rows.cpu()  # Waits for all of them.
 
     @property
     def num_groups(self) -> int:
@@ -91,5 +103,5 @@ class ProcessGroups:
         return sum(len(ranks) > 1 for ranks, _ in self._groups)
 
 
-def _key(ranks: tuple[int, ...], options: GroupOptions) -> _Key:
-    return ranks, options if len(ranks) > 1 else None
+def _key(ranks: tuple[int, ...], kind: GroupKind) -> _Key:
+    return ranks, kind if len(ranks) > 1 else None

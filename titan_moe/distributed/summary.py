@@ -14,8 +14,7 @@ from titan_moe.config.pipeline import (
     stages_of_rank,
 )
 from titan_moe.distributed.dtensor import sharding_of
-from titan_moe.distributed.mesh import Meshes
-from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
+from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES, Meshes
 
 GRADIENT_RULE = "gradients: plain sums over target tokens, divided once a step by their number"
 

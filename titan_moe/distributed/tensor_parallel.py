@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.distributed.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
-from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.cross_entropy import IGNORE_INDEX, gradient_in_place, statistics

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from titan_moe.config.job_config import Comm, Debug
+from titan_moe.config.job_config import AxisOptions, Comm, Debug
 from titan_moe.runtime.device import HOST_GLOO, backend_for, pick_device, use_flash_attention_3
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
@@ -65,12 +65,13 @@ def process_group(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     timeout = backend_timeout(comm.init_timeout_seconds)
     try:
-        # No device_id: it makes NCCL split the world's communicator for every group, which groups
-        # made by their members alone (use_local_synchronization) cannot do.
+        # A device_id makes NCCL split the world's communicator for every group, which groups made
+        # by their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
             backend,
             timeout=timeout,
             pg_options=nccl_options(comm, tokens=False) if "nccl" in backend else None,
+            device_id=device if comm.split_communicators and "nccl" in backend else None,
             store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
@@ -107,14 +108,22 @@ def backend_timeout(seconds: int) -> timedelta:
     return timedelta(seconds=seconds + BACKEND_GRACE_S)
 
 
-def nccl_options(comm: Comm, *, tokens: bool) -> Any:
-    """Returns the options of a group of NCCL that tokens or parameters travel over."""
+def nccl_options(comm: Comm, tokens: bool, own: AxisOptions | None = None) -> Any:
+    """Returns the options of a group of NCCL that tokens or parameters travel over, with those of
+    an axis' own."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = backend_timeout(comm.init_timeout_seconds)  # Else torch warns.
     # A layer waits for tokens, for parameters only if they were not gathered early enough.
     options.is_high_priority_stream = tokens
     if not tokens and comm.parameter_sms is not None:
         options.config.max_ctas = comm.parameter_sms
+    if own is not None:
+        if own.high_priority is not None:
+            options.is_high_priority_stream = own.high_priority
+        if own.min_ctas is not None:
+            options.config.min_ctas = own.min_ctas
+        if own.max_ctas is not None:
+            options.config.max_ctas = own.max_ctas
     return options
 
 

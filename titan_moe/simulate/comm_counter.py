@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_moe.distributed.mesh import Meshes
-from titan_moe.distributed.parallel_dims import DERIVED_AXES
+from titan_moe.distributed.parallel_dims import DERIVED_AXES, Meshes
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of the operations that communicate."""

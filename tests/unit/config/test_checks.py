@@ -46,6 +46,7 @@ RULES = [
         "num_heads=16 / tp 1 and num_kv_heads=8 / tp 1: choose 1, 2, 4 or 8, or set parallelism.c",
     ),
     ("pp 8", 8, "pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers"),
+    ("pp 2 --comm.split_communicators", 2, "stages of a pipeline may not: choose false, or para"),
     (f"{_ZBV} --activation_checkpoint.mode full", 2, "mode=full with pipeline_parallel_schedule="),
     (f"{_ZBV} --activation_checkpoint.mode none --compile.enable", 2, "makes one graph of: choose"),
     (f"tp 2 ep 2 {ASYNC} --compile.enable {SYMMETRIC}", 2, "want symmetric memory of two kinds:"),

@@ -123,11 +123,11 @@ def test_gpu_only_keys_are_switched_off_on_a_cpu() -> None:
     keys = (
         "--training.enable_cpu_offload --profiling.enable_memory_snapshot "
         f"--p.enable_async_tensor_parallel {EP}_comm_backend symmetric "
-        f"{_FLOAT8} --comm.parameter_sms 16"
+        f"{_FLOAT8} --comm.parameter_sms 16 --comm.axes.ep.max_ctas 8 --comm.split_communicators"
     )
     job, lines = fit_to_cpu(job_of(keys), bfloat16_units=True)
     assert job == JobConfig()
-    assert len(lines) == 6 and all(" has no effect on a CPU: " in line for line in lines)
+    assert len(lines) == 8 and all(" has no effect on a CPU: " in line for line in lines)
     emulated = job_of(f"{_FLOAT8} --quantize.linear.float8.emulate")
     for kept in (job, emulated):
         assert fit_to_cpu(kept, bfloat16_units=True) == (kept, [])

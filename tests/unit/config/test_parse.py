@@ -159,6 +159,11 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),
         (["--job.config_file", "/nowhere.toml"], "/nowhere.toml: cannot be read: No such file"),
         (["--job.config_file"], "expected one argument"),
+        (["--comm.axes.epp.max_ctas", "8"], "must be 'pp', 'dp_replicate', 'fsdp', 'cp', "),
+        (["--comm.axes.ep.ctas", "8"], "choose min_ctas, max_ctas, high_priority"),
+        (["--comm.axes", '{"ep": {"max_ctas": 80}}'], "must be a valid dictionary"),
+        (["--comm.axes.ep.max_ctas=80"], "comm.axes.ep.max_ctas = "),
+        (["--comm.axes.ep.min_ctas=9", "--comm.axes.ep.max_ctas=8"], "must be at most max_ctas"),
         (["--comm.mode=fake_backend"], "nothing would be trained: use titan-moe check"),
     ],
 )
@@ -189,6 +194,8 @@ def test_a_saved_job_loads_equal(tmp_path: Path) -> None:
             '[{"dataset": "c4", "weight": 2.5}, {"dataset": "text", "dataset_path": "a"}]',
             "--checkpoint.exclude_from_loading=optimizer",
             "--moe.z_loss_weight=0.1",
+            "--comm.axes.ep.max_ctas=8",
+            "--comm.axes.edp.high_priority=true",
         ]
     )
     path = tmp_path / "config.toml"

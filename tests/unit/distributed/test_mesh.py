@@ -1,21 +1,27 @@
 """Meshes by name, in fake worlds and on gloo ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.distributed.mesh import Meshes, build_mesh
+from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DENSE_AXES,
     DERIVED_AXES,
     SPARSE_AXES,
+    Meshes,
     ParallelDims,
+    parallel_dims,
 )
+from titan_moe.distributed.parallelize import lay_out
+from titan_moe.distributed.policies import resolve_model
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.simulate.fake_rank import fake_world
+from titan_moe.simulate.fake_rank import CPU, fake_world
 
 MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 2}
 NAMES = (*AXES, *DERIVED_AXES)
@@ -34,7 +40,7 @@ def ranks_along(meshes: Meshes, names: tuple[str, ...]) -> list[int]:
 def test_every_axis_is_a_slice_of_the_world() -> None:
     for rank in (0, 13, 31):
         with fake_world(rank, 32):
-            meshes = build_mesh(ParallelDims(32, **MIXED), "cpu")
+            meshes = ParallelDims(32, **MIXED).build_mesh("cpu")
             assert meshes.rank == rank
             for name in NAMES:
                 wanted = ranks_along(meshes, (name,))
@@ -47,7 +53,7 @@ def test_every_axis_is_a_slice_of_the_world() -> None:
 @pytest.fixture
 def rank_13() -> Iterator[Meshes]:
     with fake_world(13, 32):
-        yield build_mesh(ParallelDims(32, **MIXED), "cpu")
+        yield ParallelDims(32, **MIXED).build_mesh("cpu")
 
 
 @pytest.mark.parametrize(
@@ -69,11 +75,63 @@ def test_names_that_no_mesh_has_get_one_line(
         assert all(name in str(refused.value) for name in NAMES)
 
 
+def placements(num_experts: int, replicas: int) -> dict[str, tuple[str, str]]:
+    """Axes and placements of attention and experts with dp_shard 4, tp 2 and ep 2."""
+    job = JobConfig.model_validate(
+        {
+            "model": {"name": "qwen3", "flavor": "debugmodel_moe"},
+            "parallelism": {
+                "data_parallel_replicate_degree": replicas,
+                "data_parallel_shard_degree": 4,
+                "tensor_parallel_degree": 2,
+                "expert_parallel_degree": 2,
+            },
+        }
+    )
+    plain = model_of_job(job.model)
+    assert plain.moe is not None
+    plain = replace(plain, moe=replace(plain.moe, num_experts=num_experts, top_k=2))
+    with fake_world(3, 8 * replicas):
+        meshes = parallel_dims(job.parallelism, 8 * replicas).build_mesh("cpu")
+        (part,) = lay_out(job, resolve_model(plain, job, "cpu"), meshes, CPU, None).parts
+        named = dict(part.named_parameters())
+        found = {}
+        for name in ("attention.wq.weight", "attention.wo.weight", "moe.experts.w1"):
+            parameter = named[f"layers.1.{name}"]
+            axes = ", ".join(parameter.device_mesh.mesh_dim_names)
+            found[name] = axes, ", ".join(map(str, parameter.placements))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "experts"),
+    [
+        (8, "_S(0, 2), S(0)"),
+        (4, "S(1), S(0)"),  # Fewer than ranks of edp x ep: another dim divides evenly.
+    ],
+)
+def test_placements_are_those_that_the_design_of_expert_parallelism_published(
+    num_experts: int, experts: str
+) -> None:
+    """The design names dp_shard_cp what is fsdp here, and dp_shard_mod_ep what is edp
+    (github.com/pytorch/torchtitan, pull requests 732 and 1561)."""
+    published = {
+        "attention.wq.weight": ("fsdp, tp", "_S(0, 2), S(0)"),
+        "attention.wo.weight": ("fsdp, tp", "S(0), S(1)"),
+        "moe.experts.w1": ("edp, ep", experts),
+    }
+    assert placements(num_experts, replicas=1) == published
+    assert placements(num_experts, replicas=2) == {
+        name: (f"dp_replicate, {axes}", f"R, {shards}")
+        for name, (axes, shards) in published.items()
+    }
+
+
 # --- gloo ranks -----------------------------------------------------------------------------------
 
 
 def describe_groups() -> None:
-    meshes = build_mesh(ParallelDims(4, dp_shard=4, ep=2), "cpu")
+    meshes = ParallelDims(4, dp_shard=4, ep=2).build_mesh("cpu")
     assert meshes.group("ep").group_desc == "ep"
     assert meshes.group("edp").group_desc == "edp"
     before = meshes.groups.num_groups
@@ -83,14 +141,14 @@ def describe_groups() -> None:
     assert meshes.group(("ep",)) is meshes.group("ep") is meshes.group(("ep", "etp"))
     assert meshes.groups.num_groups == before == 2
 
-    pairs = build_mesh(ParallelDims(4, pp=2, cp=2, ep=2), "cpu")
+    pairs = ParallelDims(4, pp=2, cp=2, ep=2).build_mesh("cpu")
     assert pairs.group("ep").group_desc == "cp+ep+sequence"
     before = pairs.groups.num_groups
     assert pairs.group(("pp", "cp")) is dist.group.WORLD
     assert pairs.group("loss").group_desc == "fsdp+loss"
     assert pairs.groups.num_groups == before
 
-    crossed = build_mesh(ParallelDims(4, dp_replicate=2, ep=2), "cpu")
+    crossed = ParallelDims(4, dp_replicate=2, ep=2).build_mesh("cpu")
     assert crossed.group(("edp", "ep")) is crossed.group("ep")
 
 
@@ -99,9 +157,9 @@ def test_groups_are_described_by_their_axes_and_shared() -> None:
 
 
 def lay_out_twice() -> tuple[int, int, int]:
-    first = build_mesh(ParallelDims(4, tp=2, ep=2), "cpu")
-    second = build_mesh(ParallelDims(4, ep=2, etp=2), "cpu", groups=first.groups)
-    third = build_mesh(ParallelDims(4, tp=2, ep=2, etp=2), "cpu", groups=first.groups)
+    first = ParallelDims(4, tp=2, ep=2).build_mesh("cpu")
+    second = ParallelDims(4, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
+    third = ParallelDims(4, tp=2, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
     assert second.group("etp") is first.group("tp") is third.group("tp")
     return first.groups.num_groups, second.groups.num_groups, third.groups.num_groups
 

@@ -1,18 +1,32 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
+from tests.support.tiny import tiny
 from titan_moe.config.job_config import Comm
+from titan_moe.config.parse import load_job
+from titan_moe.distributed import process_groups
 from titan_moe.distributed.agreement import control_group
-from titan_moe.distributed.mesh import Meshes, build_mesh
-from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.distributed.parallel_dims import (
+    DENSE_AXES,
+    DERIVED_AXES,
+    SPARSE_AXES,
+    Meshes,
+    ParallelDims,
+    parallel_dims,
+)
+from titan_moe.distributed.parallelize import lay_out
+from titan_moe.distributed.policies import resolve_model
 from titan_moe.distributed.process_groups import ProcessGroups
-from titan_moe.simulate.fake_rank import fake_world
+from titan_moe.optim.optimizers import make_joined_groups
+from titan_moe.simulate.fake_rank import CPU, fake_world
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},
@@ -28,8 +42,8 @@ def new_groups(world_size: int, degrees: dict[str, int], rank: int) -> int:
         fake_world(rank, world_size),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
     ):
-        meshes = build_mesh(ParallelDims(world_size, **degrees), "cpu")
-        assert new_group.call_count == len(meshes.groups.all())
+        meshes = ParallelDims(world_size, **degrees).build_mesh("cpu")
+        assert new_group.call_count == len(meshes.groups.all()) - 1
     return new_group.call_count
 
 
@@ -45,24 +59,116 @@ def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degre
     assert new_groups(world_size, degrees, rank) == expected
 
 
-def test_on_gpus_only_control_groups_have_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_makes_twenty_times_as_many() -> None:
+    """The docstring of Meshes names both numbers."""
+    degrees = {"pp": 2, "tp": 2, "ep": 4}
+    assert new_groups(16, degrees, 0) == 6
+    dims = ParallelDims(16, **degrees)
+    with (
+        fake_world(0, 16),
+        mock.patch.object(device_mesh, "new_group", wraps=dist.new_group) as new_group,
+    ):
+        root = device_mesh.init_device_mesh("cpu", (16,), mesh_dim_names=("world",))
+        dense, _ = (
+            root._unflatten(0, tuple(map(dims.size, view)), view)
+            for view in (DENSE_AXES, SPARSE_AXES)
+        )
+        for name, axes in DERIVED_AXES.items():
+            dense[axes]._flatten(name)
+    assert new_group.call_count == 124
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """torch.distributed in the eyes of a rank 0 of 4 that has NCCL; groups are made and forgotten.
+
+    NCCL itself is not there: nothing here has been seen on it.
+    """
+    made = mock.Mock()
     values: dict[str, Any] = {
         "get_backend_config": lambda group=None: "cuda:nccl,cpu:gloo",
         "get_world_size": lambda: 4,
-        "new_group": (new_group := mock.Mock()),
+        "get_rank": lambda: 0,
+        "new_group": made.new_group,
+        "split_group": made.split_group,
         "ProcessGroupNCCL": mock.Mock(Options=lambda: mock.Mock(config=SimpleNamespace())),
     }
     for name, value in values.items():
         monkeypatch.setattr(dist, name, value, raising=False)
     monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())
-    dims = ParallelDims(4, dp_replicate=2, ep=2)
-    meshes = Meshes(dims, 0, mock.Mock(), ProcessGroups(), Comm(parameter_sms=16))
+    return made
+
+
+def meshes_of(comm: Comm, **degrees: int) -> Meshes:
+    return Meshes(ParallelDims(4, **degrees), 0, mock.Mock(), ProcessGroups(comm))
+
+
+def options_of(call: Any) -> tuple[dict[str, int], bool]:
+    """NCCL's settings for a group, and whether its stream goes first."""
+    options = call.kwargs["pg_options"]
+    assert options._timeout == call.kwargs["timeout"]  # Else torch warns.
+    return vars(options.config), options.is_high_priority_stream
+
+
+def test_on_gpus_only_control_groups_have_gloo(nccl: mock.Mock) -> None:
+    meshes = meshes_of(Comm(parameter_sms=16), dp_replicate=2, ep=2)
     for axis in ("fsdp", "ep"):
         meshes.group(axis)
     control_group()
-    *own, control = new_group.call_args_list
+    *own, control = nccl.new_group.call_args_list
     assert control.args[2] == "gloo" and {call.kwargs["backend"] for call in own} == {"nccl"}
-    fsdp, ep = (call.kwargs["pg_options"] for call in own)
-    assert fsdp._timeout == own[0].kwargs["timeout"]  # Else torch warns.
-    assert (vars(fsdp.config), fsdp.is_high_priority_stream) == ({"max_ctas": 16}, False)
-    assert (vars(ep.config), ep.is_high_priority_stream) == ({}, True)
+    assert list(map(options_of, own)) == [({"max_ctas": 16}, False), ({}, True)]
+
+
+def test_options_of_an_axis_give_it_a_group_of_its_own(nccl: mock.Mock) -> None:
+    """The axes tp and ep are the same ranks, fsdp is those of edp."""
+    axes = {"ep": {"max_ctas": 8, "high_priority": False}, "fsdp": {"min_ctas": 2, "max_ctas": 4}}
+    comm = Comm.model_validate({"parameter_sms": 16, "axes": axes})
+    meshes = meshes_of(comm, tp=2, ep=2)
+    for axis in ("fsdp", "tp", "edp", "ep", "tp", "ep"):
+        meshes.group(axis)
+    made = {call.kwargs["group_desc"]: options_of(call) for call in nccl.new_group.call_args_list}
+    assert made == {
+        "fsdp": ({"min_ctas": 2, "max_ctas": 4}, False),
+        "tp+sequence": ({}, True),
+        "dp_shard+edp+batch+loss": ({"max_ctas": 16}, False),
+        "ep": ({"max_ctas": 8}, False),
+    }
+
+
+def test_groups_are_split_off_the_world_if_asked(nccl: mock.Mock) -> None:
+    meshes_of(Comm(split_communicators=True), tp=2, ep=4).group("tp")
+    (call,) = nccl.split_group.call_args_list
+    assert call.kwargs["split_ranks"] == [[0, 1], [2, 3]] and options_of(call) == ({}, True)
+    assert not nccl.new_group.called
+
+
+def split_by(rank: int, words: list[str]) -> list[list[list[int]]]:
+    """The groups that one of 16 ranks asks torch to split off while it lays a model out."""
+    calls: list[list[list[int]]] = []
+
+    def split_group(*, split_ranks: list[list[int]], timeout: Any, **options: Any) -> Any:
+        calls.append(split_ranks)
+        (own,) = (each for each in split_ranks if rank in each)
+        return dist.new_group(own, timeout, use_local_synchronization=True)
+
+    job = load_job(["--config", "configs/deepseek_v3/debugmodel.toml", *words])
+    with fake_world(rank, 16), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "split_group", split_group)
+        patch.setattr(dist, "get_backend_config", lambda group=None: "nccl")
+        patch.setattr(process_groups, "nccl_options", lambda *kind: None)
+        groups = ProcessGroups(Comm(split_communicators=True))
+        meshes = parallel_dims(job.parallelism, 16).build_mesh("cpu", groups)
+        parts = lay_out(job, resolve_model(tiny(job), job), meshes, CPU, ranks_per_node=2).parts
+        named = dict(parts[0].named_parameters())
+        make_joined_groups(job.optimizer, named, meshes.group)
+    return calls
+
+
+def test_all_ranks_split_the_world_alike() -> None:
+    words = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_parallel_degree 4 "
+    words += "--parallelism.expert_parallel_comm_backend deduplicated --optimizer.name Muon"
+    first, *others = [split_by(rank, words.split()) for rank in range(0, 16, 5)]
+    assert len(first) >= 6 and all(other == first for other in others)
+    for ranks in first:
+        assert sorted(chain(*ranks)) == list(range(16))

@@ -8,27 +8,26 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_moe.distributed import torch_mesh
-from titan_moe.distributed.mesh import build_mesh
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
 
 # Private names that a release of torch may remove, by owner.
 ARGUMENTS = {"_init_backend"}
-METHODS = {"_get_root_mesh", "_unflatten", "_flatten"}
+METHODS = {"_unflatten"}
 FIELDS = {"_flatten_mapping", "_pg_registry"}
 GROUP_NAMES = "_dim_group_names"
 """Attributes that a mesh without groups does not have."""
 
 
 def test_every_private_name_is_named_here_and_there_in_torch() -> None:
-    assert _private_names() == {*ARGUMENTS, *METHODS, *FIELDS, GROUP_NAMES} - {"_flatten"}
+    assert _private_names() == {*ARGUMENTS, *METHODS, *FIELDS, GROUP_NAMES}
     assert set(inspect.signature(DeviceMesh.__init__).parameters) >= ARGUMENTS
     assert all(callable(getattr(DeviceMesh, name)) for name in METHODS)
     with fake_world(1, 4):
-        mesh = torch_mesh.root_mesh("cpu", torch.arange(4))
+        mesh = torch_mesh.RootMesh("cpu", 4).mesh
         assert set(vars(mesh)) >= FIELDS
-        assert not hasattr(torch_mesh.unflatten(mesh, {"dp": 2, "tp": 2}), GROUP_NAMES)
+        assert not hasattr(mesh._unflatten(0, (2, 2), ("dp", "tp")), GROUP_NAMES)
     assert GROUP_NAMES in inspect.getsource(DeviceMesh.get_group)
 
 
@@ -48,18 +47,18 @@ def placed(mesh: DeviceMesh) -> tuple:
 
 def compare_with_torchs_own(degrees: dict[str, int]) -> None:
     dims = ParallelDims(4, **degrees)
-    meshes = build_mesh(dims, "cpu")
+    meshes = dims.build_mesh("cpu")
     root = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("world",), _init_backend=False)
-    assert placed(root) == placed(meshes.root)
+    assert placed(root) == placed(meshes.root.mesh)
     for axes in (DENSE_AXES, SPARSE_AXES):
         view = meshes[axes]
         unflattened = root._unflatten(0, tuple(dims.size(axis) for axis in axes), axes)
         assert placed(unflattened) == placed(view)
-        assert view._get_root_mesh() is meshes.root
+        assert view._get_root_mesh() is meshes.root.mesh
         for names in (("pp",), ("dp_replicate", axes[-1]), axes[2:]):
             sliced = DeviceMesh._concatenate([view[name] for name in names])
             assert placed(meshes[names]) == placed(sliced)
-            assert meshes[names]._get_root_mesh() is meshes.root
+            assert meshes[names]._get_root_mesh() is meshes.root.mesh
     if torch.__version__ < "2.13":  # Its layouts differ by their nesting; we never ask for one.
         return
     # Torch takes the mesh that is there, and makes no group.

@@ -19,7 +19,6 @@ TOKENS = ROWS * SEQ_LEN
 def kept(ep: int, **settings) -> tuple[Counter, int]:
     """Returns the number of floating-point storages by size, and this rank's number of rows."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
-    from titan_moe.distributed.mesh import build_mesh
     from titan_moe.distributed.parallel_dims import ParallelDims
 
     torch.manual_seed(0)
@@ -28,7 +27,7 @@ def kept(ep: int, **settings) -> tuple[Counter, int]:
     for parameter in layer.parameters():
         parameter.data.normal_()
     if ep > 1:
-        meshes = build_mesh(ParallelDims(world_size=ep, ep=ep), "cpu")
+        meshes = ParallelDims(world_size=ep, ep=ep).build_mesh("cpu")
         apply_expert_parallel([layer], meshes)
     x_BSD = torch.randn(ROWS, SEQ_LEN, D, requires_grad=True)
     found: dict[int, tuple] = {}

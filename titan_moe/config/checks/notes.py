@@ -28,6 +28,8 @@ _GPU_ONLY = {
     "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
     "parallelism.enable_async_tensor_parallel": "CPUs do not read each other's memory",
     "comm.parameter_sms": "it has no multiprocessors",
+    "comm.axes": "options are NCCL's",
+    "comm.split_communicators": "communicators are NCCL's",
 }
 
 
@@ -213,4 +215,4 @@ def _reset(job: JobConfig, key: str) -> tuple[JobConfig, list[Any]]:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=dict)

@@ -171,6 +171,15 @@ def _pipeline(run: Run) -> Iterator[str | Mistake]:
         )
 
 
+def _split_groups(run: Run) -> Iterator[str]:
+    """Yields a line for a pipeline whose ranks would split other groups off, as its stages do."""
+    if run.job.comm.split_communicators and run.job.parallelism.pipeline_parallel_degree > 1:
+        yield (
+            "comm.split_communicators=true: all ranks must ask for the same groups, and stages of "
+            "a pipeline may not: choose false, or parallelism.pipeline_parallel_degree=1"
+        )
+
+
 def _order_of_stages(run: Run) -> Iterator[str]:
     stages = run.job.stages
     for number in range(1, len(stages)):
@@ -192,5 +201,6 @@ RULES: list[Rule] = [
     _ulysses,
     _sparse,
     _pipeline,
+    _split_groups,
     _order_of_stages,
 ]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from titan_moe.config.job_config import Parallelism
 from titan_moe.config.pipeline import overlaps_chunks, schedule_of, stages_of_rank
 from titan_moe.distributed.execution import LocalBatch
-from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.distributed.turns import Turns
 from titan_moe.moe.layer import MoE
 

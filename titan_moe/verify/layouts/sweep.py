@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part, local_slices
-from titan_moe.distributed.mesh import Meshes, build_mesh
-from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, parallel_dims
+from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, Meshes, parallel_dims
 from titan_moe.distributed.parallelize import lay_out
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import GQAConfig, ModelConfig
@@ -111,7 +110,7 @@ def _check_rank(layout: Layout, rank: int) -> RankCheck:
     try:
         with fake_world(rank, layout.world_size):
             parallelism = apply_layout(JobConfig(), layout).parallelism
-            meshes = build_mesh(parallel_dims(parallelism, layout.world_size), CPU.type)
+            meshes = parallel_dims(parallelism, layout.world_size).build_mesh(CPU.type)
             problems = list(_mesh_problems(layout, meshes))
             for family, config in _models(layout).items():
                 held, found = _check_model(family, config, layout, meshes)
