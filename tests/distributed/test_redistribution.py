@@ -130,7 +130,7 @@ def test_every_pair_on_eight_ranks(part: int) -> None:
     check(axes, (5, 3), all_pairs(axes, 2)[part::4])
 
 
-_RUN = "titan_moe.distributed.redistribution:_Run"
+_RUN = "titan_moe.distributed.redistribution:execute"
 # Each with a pair that must show it.
 BUGS = {
     "order swapped": Bug(
@@ -155,17 +155,9 @@ BUGS = {
         "titan_moe.distributed.boxes:exchange_boxes", ".sum(0)", "[place]", "P[x] -> S(0)[x]"
     ),
     "sum not taken": Bug(
-        f"{_RUN}.summed",
-        "dist.all_reduce(local, group=self.mesh.group(self.step.axes))",
-        "pass",
-        "P[x] -> R",
+        _RUN, "dist.all_reduce(local, group=mesh.group(step.axes))", "pass", "P[x] -> R"
     ),
-    "a sum of copies": Bug(
-        f"{_RUN}.first_only",
-        "if self.mesh.rank == members[0] else torch.zeros_like(local)",
-        "",
-        "R -> P[x]",
-    ),
+    "a sum of copies": Bug(_RUN, "if place == 0 else torch.zeros_like(local)", "", "R -> P[x]"),
 }
 
 

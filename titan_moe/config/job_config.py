@@ -467,6 +467,11 @@ class Parallelism(Section):
         """Returns the size of dp_shard as `shard_degree` does."""
         return shard_degree(self.degrees, world_size)
 
+    def data_ranks(self, world_size: int) -> int | None:
+        """Returns the number of ranks that read different sequences; None as `shard_degree`."""
+        shard = self.shard_degree(world_size)
+        return shard and self.data_parallel_replicate_degree * shard
+
 
 DEGREES = {
     "pp": "pipeline_parallel_degree",

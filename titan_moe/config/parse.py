@@ -85,9 +85,8 @@ def resolve(job: JobConfig, world_size: int) -> JobConfig:
     `checks.job.check`."""
     if job.training.global_batch_size != -1:
         return job
-    shard = job.parallelism.shard_degree(world_size)
-    assert shard is not None
-    data_ranks = job.parallelism.data_parallel_replicate_degree * shard
+    data_ranks = job.parallelism.data_ranks(world_size)
+    assert data_ranks is not None
     sequences = job.training.local_batch_size * data_ranks
     training = job.training.model_copy(update={"global_batch_size": sequences})
     return job.model_copy(update={"training": training})

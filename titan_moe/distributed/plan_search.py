@@ -2,6 +2,8 @@
 mesh. It takes up to half a second for four axes."""
 
 import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, prod
 from typing import Literal
@@ -15,18 +17,16 @@ Cost = Literal["unit", "bytes"]
 _Label = tuple[int, int, int]
 
 
+@dataclass
 class Search:
-    def __init__(
-        self,
-        axes: dict[str, int],
-        shape: tuple[int, ...],
-        itemsize: int,
-        source: State,
-        joint: bool,
-    ) -> None:
-        self._axes, self._shape, self._itemsize = axes, shape, itemsize
-        self._source, self._joint, self._mesh = source, joint, tuple(axes.items())
-        self._held: dict[tuple[tuple[str, ...], ...], int] = {}
+    """Plans from one sharding of a tensor, over axes of more than one rank."""
+
+    axes: Mapping[str, int]
+    shape: tuple[int, ...]
+    itemsize: int
+    source: State
+    joint: bool
+    _held: dict[tuple[tuple[str, ...], ...], int] = field(default_factory=dict)
 
     def run(
         self, target: State, cost: Literal["unit", "bytes", "peak"], max_bytes: float
@@ -35,24 +35,24 @@ class Search:
 
         They have the least cost among those that hold at most `max_bytes`; None if there are none.
         """
-        best: dict[State, _Label] = {self._source: (0, 0, 0)}
-        came_from: dict[State, tuple[State, Move]] = {}
-        queue = [((0, 0, 0), self._source)]
+        best: dict[State, _Label] = {self.source: (0, 0, 0)}
+        paths: dict[State, list[tuple[State, Move]]] = {self.source: []}
+        queue = [((0, 0, 0), self.source)]
         done = set()
         while queue:
             _, state = heapq.heappop(queue)
             if state == target:
-                return _path(came_from, self._source, target)
+                return paths[target]
             if state in done:
                 continue
             done.add(state)
-            for move in moves_from(state, tuple(self._axes), joint=self._joint):
+            for move in moves_from(state, tuple(self.axes), joint=self.joint):
                 if move.after in done or (max_bytes < inf and self.peak(state, move) > max_bytes):
                     continue
                 label = self._label(best[state], state, move, cost)
                 if move.after not in best or label < best[move.after]:
                     best[move.after] = label
-                    came_from[move.after] = (state, move)
+                    paths[move.after] = [*paths[state], (state, move)]
                     heapq.heappush(queue, (label, move.after))
         return None
 
@@ -69,7 +69,7 @@ class Search:
 
     def received(self, before: State, move: Move) -> int:
         """Bytes of the rank that receives most."""
-        num_ranks = prod(self._axes[axis] for axis in move.axes)
+        num_ranks = prod(self.axes[axis] for axis in move.axes)
         if move.op in LOCAL_OPS:
             return 0
         if move.op == "all_reduce":
@@ -82,8 +82,8 @@ class Search:
         """Bytes that `execute` holds at most on the rank that holds most, with the source, which
         its caller keeps. That is the first rank, whose parts are the largest."""
         held, after = self._held_bytes(before), self._held_bytes(move.after)
-        num_ranks = prod(self._axes[axis] for axis in move.axes)
-        source = 0 if before == self._source else self._held_bytes(self._source)
+        num_ranks = prod(self.axes[axis] for axis in move.axes)
+        source = 0 if before == self.source else self._held_bytes(self.source)
         if move.op in LOCAL_OPS or move.op == "all_reduce":
             return source + held + after
         # The buffer that is sent is freed before the part after the move is made.
@@ -93,18 +93,18 @@ class Search:
 
     def _held_bytes(self, state: State) -> int:
         if state.cuts not in self._held:
-            part = Sharding(state.cuts).largest(self._shape, self._axes)
-            self._held[state.cuts] = prod(part) * self._itemsize
+            part = Sharding(state.cuts).largest(self.shape, self.axes)
+            self._held[state.cuts] = prod(part) * self.itemsize
         return self._held[state.cuts]
 
     def _new_bytes(self, before: State, after: State) -> int:
         """Most bytes that a rank holds after a move and not before, counted on every rank."""
-        wanted, kept = np.array(1), np.array(1)
-        for size, *cuts in zip(self._shape, before.cuts, after.cuts, strict=True):
-            (old_start, old_stop), (start, stop) = (_bounds(size, cut, self._mesh) for cut in cuts)
+        wanted, kept, mesh = np.array(1), np.array(1), tuple(self.axes.items())
+        for size, *cuts in zip(self.shape, before.cuts, after.cuts, strict=True):
+            (old_start, old_stop), (start, stop) = (_bounds(size, cut, mesh) for cut in cuts)
             both = np.minimum(stop, old_stop) - np.maximum(start, old_start)
             wanted, kept = wanted * (stop - start), kept * np.maximum(both, 0)
-        return int(np.max(wanted - kept)) * self._itemsize
+        return int(np.max(wanted - kept)) * self.itemsize
 
 
 @lru_cache(maxsize=4096)
@@ -123,14 +123,3 @@ def _bounds(
         start = np.minimum(start + places[number] * each, stop)
         stop = np.minimum(start + each, stop)
     return start, stop
-
-
-def _path(
-    came_from: dict[State, tuple[State, Move]], source: State, target: State
-) -> list[tuple[State, Move]]:
-    path: list[tuple[State, Move]] = []
-    state = target
-    while state != source:
-        path.append(came_from[state])
-        state = came_from[state][0]
-    return path[::-1]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from titan_moe.distributed.boxes import Box, exchange_boxes, inside
+from titan_moe.distributed.boxes import exchange_boxes, inside
 from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.parallel_dims import Axes, group_of
 from titan_moe.distributed.plan_search import Cost, Search
@@ -181,51 +181,28 @@ def execute(steps: Plan, local: Tensor, mesh: MeshGroups) -> Tensor:
     reduce-scatters of equal parts except on gloo; all others sum in the order of ranks.
     """
     for step in steps.steps:
-        local = _Run(step, steps.shape, mesh).run(local)
-    return local
-
-
-class _Run(NamedTuple):
-    """One step of a plan on this rank's part."""
-
-    step: Step
-    shape: tuple[int, ...]
-    mesh: MeshGroups
-
-    def run(self, local: Tensor) -> Tensor:
-        op = self.step.op
-        if op == "slice":
-            return local[inside(self._box(self.step.after), self._box(self.step.before))].clone()
-        if op == "to_partial":
-            return self.first_only(local)
-        if op == "all_reduce":
-            return self.summed(local)
-        return self.exchanged(local, add=op == "reduce_scatter")
-
-    def first_only(self, local: Tensor) -> Tensor:
-        members = group_of(self.mesh.rank, self.step.axes, self.mesh.axes)
-        return local.clone() if self.mesh.rank == members[0] else torch.zeros_like(local)
-
-    def summed(self, local: Tensor) -> Tensor:
-        local = local.clone()
-        dist.all_reduce(local, group=self.mesh.group(self.step.axes))
-        return local
-
-    def exchanged(self, local: Tensor, *, add: bool) -> Tensor:
-        """Sends every rank of the axes the boxes that it holds afterwards. With `add`, what arrives
-        are terms of a sum, else pieces."""
-        members = group_of(self.mesh.rank, self.step.axes, self.mesh.axes)
-        return exchange_boxes(
-            local,
-            [self._box(self.step.before, rank) for rank in members],
-            [self._box(self.step.after, rank) for rank in members],
-            place=members.index(self.mesh.rank),
-            group=self.mesh.group(self.step.axes),
-            add=add,
+        members = group_of(mesh.rank, step.axes, mesh.axes)
+        place = members.index(mesh.rank)
+        before, after = (
+            [each.box(rank, steps.shape, mesh.axes) for rank in members]
+            for each in (step.before, step.after)
         )
-
-    def _box(self, sharding: Sharding, rank: int | None = None) -> Box:
-        return sharding.box(self.mesh.rank if rank is None else rank, self.shape, self.mesh.axes)
+        if step.op == "slice":
+            local = local[inside(after[place], before[place])].clone()
+        elif step.op == "to_partial":
+            local = local.clone() if place == 0 else torch.zeros_like(local)
+        elif step.op == "all_reduce":
+            local = local.clone()
+            dist.all_reduce(local, group=mesh.group(step.axes))
+        else:
+            # With add, what arrives are terms of a sum, else shards.
+            local = exchange_boxes(
+                *(local, before, after),
+                place=place,
+                group=mesh.group(step.axes),
+                add=step.op == "reduce_scatter",
+            )
+    return local
 
 
 # --- DTensors ------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ been compared with hardware.
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
@@ -115,7 +114,7 @@ class Channel:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             x_RD.record_stream(self._stream)
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             turn.send[: len(x_RD), :width].copy_(x_RD)
             turn.in_splits.copy_(sent_P)
             self._exchange(

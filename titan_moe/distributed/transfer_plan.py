@@ -144,7 +144,8 @@ def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pi
     # Parts must not overlap: an element held twice would hide one that nobody holds.
     if len(overlaps(list(holding), list(holding), len(like.shape))[0]) > len(holding):
         raise ValueError(f"{name}: ranks hold parts that overlap")
-    if missing := sum(map(_elements, wanting)) - int(sizes.sum()):
+    elements = (prod(last - first for first, last in bounds) for bounds in wanting)
+    if missing := sum(elements) - int(sizes.sum()):
         raise ValueError(f"{name}: no rank holds {missing} of the elements that are wanted of it")
     senders, receivers = list(holding.values()), list(wanting.values())
     sources: list[int] = []
@@ -169,10 +170,6 @@ def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pi
         np.array(targets, np.int32),
         bounds.repeat(repeats, axis=0),
     )
-
-
-def _elements(bounds: _Bounds) -> int:
-    return prod(last - first for first, last in bounds)
 
 
 def by_box(parts: Parts) -> dict[_Bounds, list[int]]:

@@ -27,9 +27,11 @@ class Run:
         return self.job.parallelism.shard_degree(self.world_size)
 
     @property
-    def data_ranks(self) -> int | None:
-        """The number of ranks that read different sequences."""
-        return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
+    def pipelines_tp(self) -> bool:
+        """True if compiled layers hide tensor parallelism's collectives behind products."""
+        degrees, compiled = self.job.parallelism, self.job.compile
+        asked = degrees.enable_async_tensor_parallel and degrees.tensor_parallel_degree > 1
+        return asked and compiled.compiles_layers and compiled.backend == "inductor"
 
     @property
     def row_lengths(self) -> dict[str, int]:

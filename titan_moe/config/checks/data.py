@@ -55,14 +55,15 @@ def _unread_data(run: Run) -> Iterator[str]:
 
 def _global_batch(run: Run) -> Iterator[Mistake]:
     size, local = run.job.training.global_batch_size, run.job.training.local_batch_size
-    if run.data_ranks is None or size == -1:
+    data_ranks = run.job.parallelism.data_ranks(run.world_size)
+    if data_ranks is None or size == -1:
         return
-    step = local * run.data_ranks
+    step = local * data_ranks
     if size % step:
         near = max(size // step, 1) * step
         yield Mistake(
             f"training.global_batch_size={size} must be a multiple of local_batch_size {local} x "
-            f"{run.data_ranks} data ranks = {step}",
+            f"{data_ranks} data ranks = {step}",
             # The data's order is a function of the global batch alone.
             [
                 [{"training.local_batch_size": n} for n in range(local - 1, 0, -1)],

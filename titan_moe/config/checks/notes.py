@@ -79,9 +79,7 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     yield from _expert_reasons(run)
     yield (
         "parallelism.enable_async_tensor_parallel",
-        degrees.tensor_parallel_degree == 1
-        or not job.compile.compiles_layers
-        or job.compile.backend != "inductor",
+        not run.pipelines_tp,
         "it needs tensor_parallel_degree above 1, compile.enable=true and backend=inductor",
     )
     yield (

@@ -53,12 +53,9 @@ def _tensor(run: Run) -> Iterator[Mistake]:
 
 
 def _symmetric_memory(run: Run) -> Iterator[str]:
-    degrees, compiled = run.job.parallelism, run.job.compile
+    degrees = run.job.parallelism
     users = {
-        "enable_async_tensor_parallel=true": degrees.enable_async_tensor_parallel
-        and degrees.tensor_parallel_degree > 1
-        and compiled.compiles_layers
-        and compiled.backend == "inductor",
+        "enable_async_tensor_parallel=true": run.pipelines_tp,
         "expert_parallel_comm_backend=symmetric": degrees.expert_parallel_degree > 1
         and degrees.expert_parallel_comm_backend == "symmetric",
     }
