@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.support.planting import Bug, plant
 from tests.support.shardings import draw, missing_bytes, whole
 from titan_moe.distributed.boxes import sizes
-from titan_moe.distributed.transfer import execute, transfer
+from titan_moe.distributed.transfer import execute, move
 from titan_moe.distributed.transfer_plan import plan_transfer
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
@@ -77,7 +77,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 
 
 def wanted_by_one_rank() -> None:
-    transfer({}, {"w": torch.zeros(3)} if dist.get_rank() == 1 else {})
+    move({}, {"w": torch.zeros(3)} if dist.get_rank() == 1 else {})
 
 
 def test_every_rank_refuses_alike() -> None:

@@ -20,45 +20,28 @@ LocalPart = tuple[Tensor, Box]
 """A rank's part of a tensor, and its slices of the whole."""
 
 
-def transfer(
-    sources: Mapping[str, Tensor],
-    targets: Mapping[str, Tensor],
-    *,
-    max_bytes: int = BUCKET_BYTES,
-) -> int:
-    """Fill `targets` from `sources` of the same names, on any ranks; collective.
+def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
+    """Fill `targets` from `sources` of the same names, on any ranks, and free the memory of
+    `sources`, even if there are other references; collective.
 
     Both are DTensors of any mesh of the world, or plain tensors, which are whole. Returns the bytes
     that all ranks together have sent. Raises ValueError on all ranks alike, as plan_transfer does.
     """
-    mine = parts_of(sources), parts_of(targets)
+    mine = [
+        {name: Held(tuple(x.shape), x.dtype, local_slices(x)) for name, x in tensors.items()}
+        for tensors in (sources, targets)
+    ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=max_bytes)
-    return execute(
-        plan,
-        {name: (local_part(each).detach(), mine[0][name].box) for name, each in sources.items()},
-        {name: (local_part(each).detach(), mine[1][name].box) for name, each in targets.items()},
+    plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=BUCKET_BYTES)
+    held, wanted = (
+        {name: (local_part(x).detach(), told[name].box) for name, x in tensors.items()}
+        for tensors, told in zip((sources, targets), mine, strict=True)
     )
-
-
-def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
-    """Calls `transfer`, then frees the memory of `sources`, even if there are other references.
-
-    Returns the bytes that all ranks together have sent.
-    """
-    sent = transfer(sources, targets)
-    for tensor in sources.values():
-        local_part(tensor).detach().untyped_storage().resize_(0)
+    sent = execute(plan, held, wanted)
+    for tensor, _ in held.values():
+        tensor.untyped_storage().resize_(0)
     return sent
-
-
-def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """Describes this rank's part of each tensor, to be sent to other ranks."""
-    return {
-        name: Held(tuple(tensor.shape), tensor.dtype, local_slices(tensor))
-        for name, tensor in tensors.items()
-    }
 
 
 @torch.no_grad()

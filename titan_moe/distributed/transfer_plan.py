@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.distributed.boxes import Box
 
 BUCKET_BYTES = 2**28
 """The most that a rank sends, and receives, in one all-to-all of several tensors."""
@@ -32,10 +32,6 @@ class Held(NamedTuple):
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-    @property
-    def bytes(self) -> int:
-        return prod(sizes(self.box)) * self.dtype.itemsize
 
 
 Parts = list[tuple[int, Held]]
@@ -100,7 +96,7 @@ def plan_transfer(
     held: Sequence[Mapping[str, Held]],
     wanted: Sequence[Mapping[str, Held]],
     *,
-    max_bytes: int = BUCKET_BYTES,
+    max_bytes: int,
 ) -> TransferPlan:
     """Plans who sends what to whom. Ranks that give the same arguments get the same plan.
 

@@ -73,7 +73,7 @@ def test_elements_that_no_rank_holds_are_an_error(box: slice, missing: int) -> N
     held = [{"w": Held((4,), torch.float32, (box,))}, {}]
     wanted: Ranks = [{}, {"w": Held((4,), torch.float32, (slice(1, 4),))}]
     with pytest.raises(ValueError, match=f"w: no rank holds {missing} of the elements"):
-        plan_transfer(held, wanted)
+        plan_transfer(held, wanted, max_bytes=1)
 
 
 def _row(first: int, last: int, *, size: int = 4, dtype: torch.dtype = torch.float32) -> Held:
@@ -93,4 +93,4 @@ def test_tensors_that_ranks_see_differently_are_an_error(
     held: list[Held], wanted: Held, says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        plan_transfer([{"w": part} for part in held], [{}, {"w": wanted}])
+        plan_transfer([{"w": part} for part in held], [{}, {"w": wanted}], max_bytes=1)
