@@ -14,8 +14,10 @@ from torch import Tensor
 
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.distributed.dtensor import local_part, local_slices
-from titan_moe.distributed.transfer_plan import BUCKET_BYTES, Held, TransferPlan, plan_transfer
+from titan_moe.distributed.transfer_plan import Held, TransferPlan, plan_transfer
 
+_BUCKET_BYTES = 2**28
+"""The most that a rank sends, and receives, in one all-to-all of several tensors."""
 LocalPart = tuple[Tensor, Box]
 """A rank's part of a tensor, and its slices of the whole."""
 
@@ -33,7 +35,7 @@ def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=BUCKET_BYTES)
+    plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=_BUCKET_BYTES)
     held, wanted = (
         {name: (local_part(x).detach(), told[name].box) for name, x in tensors.items()}
         for tensors, told in zip((sources, targets), mine, strict=True)

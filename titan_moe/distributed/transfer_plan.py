@@ -16,9 +16,6 @@ import torch
 
 from titan_moe.distributed.boxes import Box
 
-BUCKET_BYTES = 2**28
-"""The most that a rank sends, and receives, in one all-to-all of several tensors."""
-
 _Bounds = tuple[tuple[int, int], ...]
 
 

@@ -1,27 +1,21 @@
 """Degrees, coordinates and groups by arithmetic, against a mesh unflattened by torch."""
 
+from contextlib import suppress
 from itertools import product
 
 import pytest
 import torch
 
-from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
+from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES, ParallelDims
 
 POWERS = (1, 2, 4, 8)
 
 
 def legal_layouts(world_size: int) -> list[ParallelDims]:
     layouts = []
-    for pp, dp_replicate, dp_shard, cp, tp, ep, etp in product(POWERS, repeat=7):
-        try:
-            layouts.append(
-                ParallelDims(
-                    world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard,
-                    cp=cp, tp=tp, ep=ep, etp=etp,
-                )
-            )  # fmt: skip
-        except ValueError:
-            continue
+    for degrees in product(POWERS, repeat=7):
+        with suppress(ValueError):
+            layouts.append(ParallelDims(world_size, *degrees))
     return layouts
 
 
@@ -33,10 +27,12 @@ def test_coordinates_and_groups_are_those_of_the_unflattened_world():
             for rank in range(8):
                 place = [int(i) for i in (world == rank).nonzero()[0]]
                 assert [dims.coordinate(rank, axis) for axis in view] == place
-                for number, axis in enumerate(view):
-                    index: list = list(place)
-                    index[number] = slice(None)
-                    assert dims.group_of(rank, axis) == tuple(world[tuple(index)].tolist())
+                for name in (*view, *DERIVED_AXES):
+                    joined = DERIVED_AXES.get(name, (name,))
+                    if set(joined) <= set(view):
+                        zipped = zip(view, place, strict=True)
+                        index = tuple(slice(None) if a in joined else at for a, at in zipped)
+                        assert dims.group_of(rank, name) == tuple(world[index].flatten().tolist())
 
 
 def test_dp_shard_minus_one_is_the_rest():
