@@ -1,10 +1,18 @@
-"""Reads the line that answers a user's mistake."""
+"""Writes a configuration, and reads the line that answers a user's mistake in it."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from titan_moe.config.errors import ConfigError
+
+
+def config_file(folder: Path, text: str) -> list[str]:
+    """Writes a configuration; returns the words of a command line that reads it."""
+    path = folder / "job.toml"
+    path.write_text(text)
+    return ["--job.config_file", str(path)]
 
 
 def refusal(call: Callable[..., object], *arguments: object) -> str:

@@ -5,16 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.refusals import refusal
+from tests.support.refusals import config_file, refusal
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import keys_that_read, known_keys, load_job, save_job
-
-
-def _file(folder: Path, text: str) -> list[str]:
-    path = folder / "job.toml"
-    path.write_text(text)
-    return ["--job.config_file", str(path)]
 
 
 def _problems(argv: list[str]) -> list[str]:
@@ -49,18 +43,18 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(
     assert (key in keys_that_read()) == (key in _READ)
 
 
-def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_a_file(
+def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_aconfig_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(_READ) < set(_PATHS) and len(_PATHS) == 13
     monkeypatch.setenv("HOME", str(tmp_path))
-    _file(tmp_path, '[[training.blend]]\ndataset = "c4"\ndataset_path = "~/x"\n')
+    config_file(tmp_path, '[[training.blend]]\ndataset = "c4"\ndataset_path = "~/x"\n')
     (part,) = load_job(["--job.config_file=~/job.toml"]).training.blend
     assert part.dataset_path == str(tmp_path / "x")
 
 
 def test_command_line_goes_over_file_goes_over_default(tmp_path: Path) -> None:
-    argv = _file(tmp_path, "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n")
+    argv = config_file(tmp_path, "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n")
     job = load_job([*argv, "--training.steps=7", "--training.dataloader.prefetch_factor", "9"])
     assert (job.training.steps, job.training.seq_len, job.optimizer.lr) == (7, 64, 1.0)
     assert job.training.dataloader.prefetch_factor == 9
@@ -80,7 +74,7 @@ def test_data_without_a_path_takes_the_place_of_a_file_s(
     tmp_path: Path, argv: list[str], dataset: str, path: str | None
 ) -> None:
     text = '[training]\ndataset = "tokens"\ndataset_path = "data/x"\n'
-    training = load_job([*_file(tmp_path, text), *argv]).training
+    training = load_job([*config_file(tmp_path, text), *argv]).training
     assert (training.dataset, training.dataset_path) == (dataset, path)
 
 
@@ -110,7 +104,7 @@ def test_command_line_values(argv: list[str], key: str, value: object) -> None:
 
 
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
-    argv = _file(
+    argv = config_file(
         tmp_path,
         """
         profiling = 3
@@ -204,7 +198,9 @@ def test_a_saved_job_loads_equal(tmp_path: Path) -> None:
 
 
 def test_list_of_tables_that_is_written_as_a_table_is_one_line(tmp_path: Path) -> None:
-    argv = _file(tmp_path, "[stages]\nfrom_step = 3\nseq_len = 8\n[training.blend]\ndataset='c4'")
+    argv = config_file(
+        tmp_path, "[stages]\nfrom_step = 3\nseq_len = 8\n[training.blend]\ndataset='c4'"
+    )
     assert _problems(argv) == [
         f"stages.from_step, stages.seq_len ({argv[1]}): stages is a list of tables: write "
         "[[stages]], not [stages]",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
-from tests.support.refusals import refusal
+from tests.support.refusals import config_file, refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import known_keys, load_job, read_job, tomllib
 from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
@@ -13,11 +13,6 @@ from titan_moe.train import prepare_job
 
 _TEXT = (REPO / "tests/support/torchtitan_keys.toml").read_text(encoding="utf-8")
 _THEIRS = {f"{table}.{name}" for table, names in tomllib.loads(_TEXT).items() for name in names}
-
-
-def _file(folder: Path, text: str) -> list[str]:
-    (folder / "job.toml").write_text(text)
-    return ["--config", str(folder / "job.toml")]
 
 
 def test_every_key_of_torchtitan_is_ours_ignored_or_refused() -> None:
@@ -29,23 +24,23 @@ def test_every_key_of_torchtitan_is_ours_ignored_or_refused() -> None:
 @pytest.mark.parametrize("value", ["true", '"x"', "3"])
 @pytest.mark.parametrize("key", [*IGNORED][1::5])
 def test_ignored_key_is_a_note(tmp_path: Path, key: str, value: str) -> None:
-    for argv in (_file(tmp_path, f"{key} = {value}"), [f"--{key}", value.strip('"')]):
+    for argv in (config_file(tmp_path, f"{key} = {value}"), [f"--{key}", value.strip('"')]):
         job, (note,) = read_job(argv)
         assert job == JobConfig() and note.startswith(f"{key}=") and note.endswith(IGNORED[key])
 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_refused_key_has_a_remedy(tmp_path: Path, key: str) -> None:
-    for argv in (_file(tmp_path, f"{key} = true"), [f"--{key}"]):
+    for argv in (config_file(tmp_path, f"{key} = true"), [f"--{key}"]):
         line = refusal(load_job, argv)
         assert line.startswith(f"{key} = ") and line.endswith(REFUSED[key])
-    for argv in (_file(tmp_path, f"{key} = false"), [f"--{key}=false"]):
+    for argv in (config_file(tmp_path, f"{key} = false"), [f"--{key}=false"]):
         assert read_job(argv) == (JobConfig(), [])
 
 
 def test_deleted_key_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DELETED, "debug.old", "use debug.new")
-    for argv in (_file(tmp_path, "[debug]\nold = 3"), ["--debug.old", "3"]):
+    for argv in (config_file(tmp_path, "[debug]\nold = 3"), ["--debug.old", "3"]):
         assert read_job(argv) == (JobConfig(), ["debug.old is no longer a key: use debug.new"])
 
 
@@ -65,7 +60,7 @@ def test_value_with_another_name_is_read_as_ours(
 ) -> None:
     text = value if isinstance(value, str) else ",".join(value)
     table, name = key.split(".")
-    for argv in (_file(tmp_path, f"{key} = {value!r}"), [f"--{key}", text]):
+    for argv in (config_file(tmp_path, f"{key} = {value!r}"), [f"--{key}", text]):
         job, notes = read_job(argv)
         assert getattr(getattr(job, table), name) == ours
         assert [note.startswith(f"{key}={value} is read as") for note in notes] == (
@@ -76,7 +71,7 @@ def test_value_with_another_name_is_read_as_ours(
 def test_tables_without_keys_are_read(tmp_path: Path) -> None:
     tables = {key.rpartition(".")[0] for key in _THEIRS} | {"quantize", "quantize.linear"}
     text = "\n".join(f"[{table}]" for table in sorted(tables))
-    assert read_job(_file(tmp_path, text)) == (JobConfig(), [])
+    assert read_job(config_file(tmp_path, text)) == (JobConfig(), [])
 
 
 _COMMON = """
@@ -120,6 +115,6 @@ def test_file_of_torchtitans_models_is_accepted(
     layout: str,
 ) -> None:  # fmt: skip
     text = _COMMON.format(name=name, flavor=flavor, rows=rows, length=length, mode=mode)
-    job, notes = read_job(_file(tmp_path, text + layout))
+    job, notes = read_job(config_file(tmp_path, text + layout))
     assert notes == []
     assert prepare_job(job, ranks, {})[0].training.global_batch_size > 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from titan_moe.config.job_config import JobConfig
+from tests.support.checking import job_of
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DERIVED_AXES,
@@ -64,17 +64,9 @@ def test_names_that_no_mesh_has_get_one_line(
 
 def placements(num_experts: int, replicas: int) -> dict[str, tuple[str, str]]:
     """Axes and placements of attention and experts with dp_shard 4, tp 2 and ep 2."""
-    job = JobConfig.model_validate(
-        {
-            "model": {"name": "qwen3", "flavor": "debugmodel_moe"},
-            "parallelism": {
-                "data_parallel_replicate_degree": replicas,
-                "data_parallel_shard_degree": 4,
-                "tensor_parallel_degree": 2,
-                "expert_parallel_degree": 2,
-            },
-        }
-    )
+    words = "ep 2 tp 2 --p.data_parallel_shard_degree 4 --model.name qwen3 "
+    words += f"--model.flavor debugmodel_moe --p.data_parallel_replicate_degree {replicas}"
+    job = job_of(words)
     plain = model_of_job(job.model)
     assert plain.moe is not None
     plain = replace(plain, moe=replace(plain.moe, num_experts=num_experts, top_k=2))
