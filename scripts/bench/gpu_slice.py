@@ -40,7 +40,8 @@ from scripts.bench.measure import (
 )
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, why, world_of_one
 from titan_moe.config.job_config import JobConfig, Profiling
-from titan_moe.distributed.memory import GIB, Memory, Plan, memory
+from titan_moe.distributed.memory import GIB, Memory, memory
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_weights
 from titan_moe.profiling.profiler import profiler
@@ -184,9 +185,8 @@ def estimates_of(tables: dict[str, dict[str, Any]]) -> list[Memory]:
     """Returns the memory estimates of the model's first layer, its first two, and so on."""
     job = JobConfig.model_validate(tables)
     config = model_config(job.model.name, job.model.flavor)
-    sections = (job.training, job.parallelism, job.activation_checkpoint, job.optimizer)
     slices = (replace(config, num_layers=n) for n in range(1, config.num_layers + 1))
-    return [memory(Plan(each, *sections, 1)) for each in slices]
+    return [memory(Setup(job, each, 1)) for each in slices]
 
 
 def layers_that_fit(estimates: Sequence[Memory], gpu: int | None) -> int:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from scripts.bench.measure import options, print_table, take_turns, write_json
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
-from titan_moe.distributed.memory import Plan, memory
+from titan_moe.distributed.memory import memory
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.optim.schedules import set_lr
 
 _MIB = 2**20
@@ -118,9 +119,7 @@ def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> 
     tensors: list[Tensor] = [p for _, p in training.sharded.named_parameters()]
     tensors += [x for x in states if torch.is_tensor(x)]
     way.held = float(sum(x.numel() * x.element_size() for x in tensors))
-    job = training.job
-    sections = (job.training, job.parallelism, job.activation_checkpoint, job.optimizer)
-    found = memory(Plan(training.sharded.config, *sections, 1))
+    found = memory(Setup(training.job, training.sharded.config, 1))
     way.must, way.estimate = found.stored + found.kept, found.total
     return training.run
 

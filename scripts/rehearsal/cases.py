@@ -10,7 +10,8 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
-from titan_moe.distributed.memory import GIB, Plan, choose_accumulation
+from titan_moe.distributed.memory import GIB, choose_accumulation
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
@@ -138,11 +139,9 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     job = load_job(["--job.config_file", str(path)])
     config = model_of_job(job.model)
     name = f"{path.parent.name}/{path.name}"
-    parallelism = job.parallelism
-    if layers is not None and parallelism.pipeline_parallel_degree == 1:
+    if layers is not None and job.parallelism.pipeline_parallel_degree == 1:
         # "auto" is resolved for the whole model, not for its first layers.
-        sections = (job.training, parallelism, job.activation_checkpoint, job.optimizer)
-        shared = choose_accumulation(Plan(config, *sections, world_size), _GPU_BYTES)
+        shared = choose_accumulation(Setup(job, config, world_size), _GPU_BYTES)
         job = with_tables(job, {"parallelism": {"fsdp_accumulation": shared.word}})
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"

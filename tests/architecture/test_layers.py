@@ -32,8 +32,9 @@ _LAYERS = {
     "optim": 3,
     "checkpoint": 3,
     "metrics": 3,
-    "distributed.memory": 3,
     "profiling.profiler": 3,
+    "distributed.memory": 4,
+    "distributed.memory_table": 4,
     "distributed.parallelize": 4,
     "distributed.policies": 4,
     "debug": 5,
@@ -58,7 +59,7 @@ _LAYERS = {
 _SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
 # Below the trainer a module takes the tables that it reads, not the sum of them.
 _WHOLE_JOB = {"titan_moe.config.job_config", "titan_moe.config.job_config.JobConfig"}
-_TORCH_FREE = ("config", "config.checks", "distributed.memory")
+_TORCH_FREE = ("config", "config.checks", "distributed.memory", "distributed.memory_table")
 _LONGEST_FILE = 400
 # Fields and docstrings alone: every key of the TOML files is found in one place.
 _MAY_BE_LONG = "titan_moe/config/job_config.py"

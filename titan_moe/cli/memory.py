@@ -5,7 +5,7 @@
 Prints the number of parameters, a line of GiB or MiB, and one more for each training stage; what
 microbatches share on such a GPU; and whether all of it fits, with communicators and a rank of
 experts that gets twice an even share of rows. In a pipeline the rank that needs most is counted, as
-an upper bound. titan_moe/distributed/memory.py says what is counted. Needs no GPU.
+an upper bound. titan_moe/distributed/memory_table.py says what is counted. Needs no GPU.
 
 Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.checks.notes import without_experts
     from titan_moe.config.stages import stage_jobs
-    from titan_moe.distributed.memory import GIB, Plan, choose_accumulation, memory
+    from titan_moe.distributed.memory import GIB, choose_accumulation, memory
+    from titan_moe.distributed.memory_table import Setup
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
 
@@ -36,17 +37,14 @@ def run(options: argparse.Namespace) -> Answer:
         job = without_experts(job)
     size = total(config)
     active = size.active(config)
-    plans = {}
-    for step, stage in stage_jobs(job):
-        sections = (stage.training, stage.parallelism, stage.activation_checkpoint, stage.optimizer)
-        plans[step] = Plan(config, *sections, options.ranks)
+    setups = {step: Setup(stage, config, options.ranks) for step, stage in stage_jobs(job)}
     try:
-        found = {step: memory(plan) for step, plan in plans.items()}
+        found = {step: memory(setup) for step, setup in setups.items()}
     except ValueError as error:
         line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
         raise ConfigError(line) from error
     most = max(found.values(), key=lambda estimate: estimate.needed)
-    shared, fits = choose_accumulation(plans[1], gpu), most.needed <= gpu
+    shared, fits = choose_accumulation(setups[1], gpu), most.needed <= gpu
     (_, first), *later = found.items()
     data = {
         "parameters": sum(size),

@@ -12,7 +12,8 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.distributed import symmetric_memory
 from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher, most_tokens
 from titan_moe.distributed.fsdp import ShardingPolicy
-from titan_moe.distributed.memory import Accumulation, Plan, choose_accumulation
+from titan_moe.distributed.memory import Accumulation, choose_accumulation
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.quantize import row_alignment
@@ -126,8 +127,7 @@ def accumulation_of(
     job: JobConfig, config: ModelConfig, world_size: int, device: torch.device
 ) -> Accumulation:
     """Resolves `parallelism.fsdp_accumulation` for this device."""
-    sections = (job.training, job.parallelism, job.activation_checkpoint, job.optimizer)
-    return choose_accumulation(Plan(config, *sections, world_size), memory_of(device))
+    return choose_accumulation(Setup(job, config, world_size), memory_of(device))
 
 
 def compute_dtype(job: JobConfig) -> torch.dtype:

@@ -12,17 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from scripts.bench.memory import most_allocated
 from tests.support.paths import REPO
 from tests.support.tiny import make_job, tiny, tiny_step
-from titan_moe.config.job_config import ActivationCheckpoint, Optimizer, Parallelism, Training
+from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism, Training
 from titan_moe.config.parse import resolve
 from titan_moe.distributed.communicators import communicator_bytes
-from titan_moe.distributed.memory import (
-    GIB,
-    MARGIN,
-    Plan,
-    choose_accumulation,
-    communicators,
-    memory,
-)
+from titan_moe.distributed.memory import GIB, MARGIN, Memory, choose_accumulation, memory
+from titan_moe.distributed.memory_table import Setup, communicators, tables
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
@@ -47,56 +41,86 @@ _DENSE = ModelConfig(
     rope=RopeConfig(10_000.0),
     moe=None,
 )
-_TRAINING = Training(local_batch_size=3, seq_len=7)
-_PLAN = Plan(_DENSE, _TRAINING, Parallelism(), ActivationCheckpoint(), Optimizer(), 4)
+_JOB = JobConfig(training=Training(local_batch_size=3, seq_len=7))
 _LAYER = 2 * 10 + 2 * 10 * (10 + 5) + 3 * 10 * 30
 _OUTPUT = 100 * 10
+_FULL = ActivationCheckpoint(mode="full")
 
 
-def _estimate(recompute="full", **training):
-    section = _TRAINING.model_copy(update=training)
-    return memory(_PLAN._replace(training=section, recompute=ActivationCheckpoint(mode=recompute)))  # type: ignore[arg-type]
+def _setup(config: ModelConfig = _DENSE, ranks: int = 4, **sections: object) -> Setup:
+    """Returns four ranks of the dense model, or of another one, with some tables of the job."""
+    return Setup(_JOB.model_copy(update={"activation_checkpoint": _FULL} | sections), config, ranks)
 
 
-def test_a_small_model_by_hand():
-    found = _estimate()
-    # Twice the embedding: the output layer is as large. Weights, gradients and moments in float32.
-    assert found.stored == (2 * _LAYER + 2 * _OUTPUT + 10) * 16 / 4
-    # In bfloat16 two layers' weights and one's gradients, which float32 reduces.
-    assert found.gathered == _LAYER * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4)
-    assert found.kept == 2 * 21 * 10 * 2
+def _training(**keys: object) -> Training:
+    return _JOB.training.model_copy(update=keys)
+
+
+def _memory(config: ModelConfig = _DENSE, ranks: int = 4, **sections: object) -> Memory:
+    return memory(_setup(config, ranks, **sections))
+
+
+def test_every_line_of_a_small_model_by_hand():
+    weights = 2 * _LAYER + 2 * _OUTPUT + 10  # The embedding is as large as the output layer.
+    tokens = 3 * 7
+    by_hand = {
+        "weights": weights / 4 * 4,
+        "gradients": weights / 4 * 4,
+        "moments": 2 * weights / 4 * 4,
+        "weights of two layers": 2 * _LAYER * 2,
+        "gradients of a layer": _LAYER * 2,
+        "gradients in reduction": _LAYER * 4,
+        "weights and gradients of the output layer": 2 * _OUTPUT * 2,
+        "its gradients in reduction": _OUTPUT * 4,
+        "inputs of recomputed layers": 2 * tokens * 10 * 2,
+        "norms and sums, with gradients": 2 * tokens * 4 * 10 * 2,
+        "attention, with gradients": 2 * tokens * (3 * 2 + 3 * 1) * 5 * 2,
+        "feed-forward, with gradients": 2 * tokens * 4 * 30 * 2,
+        # Float32 sums for 2 heads of 5, as wide as 32, and gradients of keys and values of both.
+        "workspace of FlashAttention": (tokens + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2),
+        "logits of a chunk": tokens * 100 * 2,
+        "gradients of the output layer's input": tokens * 10 * 2,
+        "gradients of its weight, and their sum": 100 * 10 * (2 + 4),
+        "buffers of NCCL": (672 + 4 * 32) * 2**20,
+    }
+    (table,) = tables(_setup())
+    rows = [(term, line, size) for term, lines in table.items() for line, size in lines.items()]
+    print("\n".join(f"{term:<14}{line:<44}{size:>16,.0f}" for term, line, size in rows))
+    assert {line: size for _, line, size in rows if size} == by_hand
+    found = _memory()
+    assert found.total == sum(by_hand.values()) - found.communicators
+
+
+def test_keys_that_change_a_small_model():
+    found = _memory()
     values = 4 * 10 + (3 * 2 + 3 * 1) * 5 + 4 * 30
-    assert found.layer == 2 * 21 * values * 2
-    # Logits, then their gradients; the gradients of the layer's input and weight.
-    assert found.logits == 21 * 100 * 2 + 21 * 10 * 2 + 100 * 10 * (4 + 2)
-    chunked = _estimate(loss_chunk_size=5)
+    chunked = _memory(training=_training(loss_chunk_size=5))
     assert found.logits - chunked.logits == (21 - 5) * 100 * 2
-    assert _estimate(loss_chunk_size=0) == found
-    # Float32 sums for 2 heads of 5, as wide as 32, and keys' and values' gradients of both, for 3
-    # rows of 7 with room for 128 tokens after each.
-    assert found.attention == (21 + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2)
-    assert _estimate(mixed_precision_param="float32").attention == 0  # FlashAttention is narrow.
-    assert found.total == sum(found.terms.values()) and found.copies == 0
-    assert _estimate("none").kept == 2 * 21 * values * 2
-    assert _estimate("selective").kept == 21 * values * 2 + 21 * 10 * 2
+    assert _memory(training=_training(loss_chunk_size=0)) == found
+    wide = _memory(training=_training(mixed_precision_param="float32"))
+    assert wide.attention == 0  # FlashAttention is narrow.
+    kept = [
+        _memory(activation_checkpoint=ActivationCheckpoint(mode=mode)).kept
+        for mode in ("none", "selective")
+    ]
+    assert kept == [2 * 21 * values * 2, 21 * values * 2 + 21 * 10 * 2]
 
 
 def test_weights_that_are_frozen_have_neither_gradients_nor_moments():
     config = model_config("deepseek_v32", "gate")
-    training = _TRAINING.model_copy(update={"indexer_stage": "dense"})
     with torch.device("meta"):
         sizes = {name: p.numel() for name, p in Decoder(config).named_parameters()}
     trained = sum(size for name, size in sizes.items() if ".indexer." in name)
-    found = memory(_PLAN._replace(config=config, training=training, world_size=1))
+    found = _memory(config, 1, training=_training(indexer_stage="dense"))
     assert found.stored == 4 * sum(sizes.values()) + 12 * trained
 
 
 def test_two_reductions_under_way_where_experts_are_apart():
-    found = memory(_PLAN._replace(parallelism=Parallelism(tensor_parallel_degree=2)))
+    found = _memory(parallelism=Parallelism(tensor_parallel_degree=2))
     # Two dense layers in a row.
     assert found.gathered == (_LAYER * (3 * 2 + 2 * 4) + _OUTPUT * (2 * 2 + 4)) / 2
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=64, top_k=2, hidden_dim=30))
-    found = memory(_PLAN._replace(config=sparse, parallelism=Parallelism(expert_parallel_degree=4)))
+    found = _memory(sparse, parallelism=Parallelism(expert_parallel_degree=4))
     # One layer's experts, and its other parameters.
     layer = _LAYER - 3 * 10 * 30 + 10 * 64 + 64 / 4 * 3 * 10 * 30
     assert found.gathered == pytest.approx(layer * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4))
@@ -104,12 +128,12 @@ def test_two_reductions_under_way_where_experts_are_apart():
 
 def test_by_operation_results_are_kept():
     section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-    found = memory(_PLAN._replace(recompute=section))
+    found = _memory(activation_checkpoint=section)
     # The input; queries, keys and values before and after rotation, attention's output and its
     # projection; gate, up and their projection.
     results = 10 + 2 * (2 + 2) * 5 + 2 * 5 + 10 + 2 * 30 + 10
     assert found.kept == 2 * 21 * results * 2
-    assert found.layer == _estimate().layer
+    assert found.layer == _memory().layer
 
 
 @pytest.mark.parametrize(
@@ -119,26 +143,25 @@ def test_by_operation_results_are_kept():
 def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: int, rows: float):
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=6))
     parallelism = Parallelism(expert_parallel_degree=ep, expert_parallel_comm_backend=backend)
-    plan = _PLAN._replace(config=sparse, parallelism=parallelism)
-    full = ActivationCheckpoint(mode="full")
-    keeping = full.model_copy(update={"keep_exchanged_rows": True})
-    kept = [memory(plan._replace(recompute=section)).kept for section in (keeping, full)]
-    assert kept[0] - kept[1] == pytest.approx(2 * 21 * rows * 10 * 2)
+    keeping = _FULL.model_copy(update={"keep_exchanged_rows": True})
+    with_rows, without = (
+        _memory(sparse, parallelism=parallelism, activation_checkpoint=section)
+        for section in (keeping, _FULL)
+    )
+    assert with_rows.kept - without.kept == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
 def test_attention_that_is_kept_takes_its_heads() -> None:
-    full = ActivationCheckpoint(mode="full")
-    keeping = full.model_copy(update={"keep_attention": True})
-    kept = [memory(_PLAN._replace(recompute=section)).kept for section in (keeping, full)]
+    keeping = _FULL.model_copy(update={"keep_attention": True})
     heads = _DENSE.attention.num_heads * _DENSE.attention.qk_dim
-    assert kept[0] - kept[1] == pytest.approx(2 * 21 * heads * 2)
+    added = _memory(activation_checkpoint=keeping).kept - _memory().kept
+    assert added == pytest.approx(2 * 21 * heads * 2)
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", 1), ("GPipe", 3)])
 def test_the_heavier_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
-    recompute = ActivationCheckpoint(mode="full")
-    found = memory(_PLAN._replace(parallelism=parallelism, recompute=recompute))
+    found = _memory(parallelism=parallelism)
     # Its second rank: a layer, the norm and the output layer, over two ranks of four.
     parameters = _LAYER + 10 + _OUTPUT
     assert found.stored == parameters * 16 / 2
@@ -156,9 +179,9 @@ _WHOLE = 2 * _LAYER + 2 * _OUTPUT + 10
 
 def _shared(free: float, word: str = "auto", **training: object) -> str:
     """Returns the choice of four ranks whose GPUs have `free` bytes beside the model."""
-    section = _TRAINING.model_copy(update={**_FOUR_MICROBATCHES, **training})
-    plan = _PLAN._replace(training=section, parallelism=Parallelism(fsdp_accumulation=word))
-    return choose_accumulation(plan, memory(plan).needed + free + MARGIN).word
+    section = _training(**_FOUR_MICROBATCHES | training)
+    setup = _setup(training=section, parallelism=Parallelism(fsdp_accumulation=word))
+    return choose_accumulation(setup, memory(setup).needed + free + MARGIN).word
 
 
 def test_the_most_is_shared_that_fits():
@@ -171,11 +194,10 @@ def test_the_most_is_shared_that_fits():
 
 
 def test_a_cpu_and_a_pipeline_share_nothing():
-    plan = _PLAN._replace(training=_TRAINING.model_copy(update=_FOUR_MICROBATCHES))
-    pipeline = Parallelism(pipeline_parallel_degree=2)
-    on_cpu = choose_accumulation(plan, None)
+    training, pipeline = _training(**_FOUR_MICROBATCHES), Parallelism(pipeline_parallel_degree=2)
+    on_cpu = choose_accumulation(_setup(training=training), None)
     assert (on_cpu.word, on_cpu.microbatches) == ("reduce_each", 4)
-    piped = choose_accumulation(plan._replace(parallelism=pipeline), 80 * GIB)
+    piped = choose_accumulation(_setup(training=training, parallelism=pipeline), 80 * GIB)
     assert (piped.word, piped.microbatches) == ("reduce_each", 1)
 
 
@@ -185,11 +207,11 @@ def test_a_config_states_its_memory_and_fits(path: Path, monkeypatch: pytest.Mon
     text = path.read_text()
     ranks = int(re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)[1])  # type: ignore[index]
     job, config, _ = prepare(["--job.config_file", str(path)], ranks, os.environ)
-    plan = _plan(job, config, ranks)
-    found = memory(plan)
+    setup = Setup(job, config, ranks)
+    found = memory(setup)
     comment = " ".join(line.removeprefix("# ") for line in text.splitlines())
     assert f"{found}; {found.needed / GIB:.1f} of 79.0 at most" in comment
-    chosen = choose_accumulation(plan, _H100).estimate
+    chosen = choose_accumulation(setup, _H100).estimate
     assert found.needed <= chosen.needed <= _H100 - MARGIN
     # A node of 8 has 2 TB.
     assert 8 * found.host < 1.9e12
@@ -197,12 +219,11 @@ def test_a_config_states_its_memory_and_fits(path: Path, monkeypatch: pytest.Mon
 
 def test_symmetric_memory_is_three_buffers():
     moe = MoEConfig(num_experts=8, top_k=2, hidden_dim=16)
-    training = Training(local_batch_size=3, seq_len=8)
-    plan = _PLAN._replace(config=replace(_DENSE, moe=moe), training=training)
+    config = replace(_DENSE, moe=moe)
     keys = {"expert_parallel_degree": 2, "data_parallel_shard_degree": 4}
     word = {"expert_parallel_comm_backend": "symmetric"}
     plain, symmetric, bounded = (
-        memory(plan._replace(parallelism=Parallelism(**keys, **more)))
+        _memory(config, training=_training(seq_len=8), parallelism=Parallelism(**keys, **more))
         for more in ({}, word, word | {"expert_parallel_capacity_factor": 1.5})
     )
     row = 10 * 2 + 64
@@ -210,11 +231,6 @@ def test_symmetric_memory_is_three_buffers():
     assert bounded.exchange == 3 * 1.5 * 24 * 2 * row
     assert symmetric.total - plain.total == symmetric.exchange
     assert "symmetric memory" in str(symmetric) and "symmetric memory" not in str(plain)
-
-
-def _plan(job, config: ModelConfig, world_size: int) -> Plan:
-    sections = (job.training, job.parallelism, job.activation_checkpoint, job.optimizer)
-    return Plan(config, *sections, world_size)
 
 
 def test_communicators_and_states_are_those_of_a_step():
@@ -231,8 +247,8 @@ def test_communicators_and_states_are_those_of_a_step():
     jobs.append(make_job("qwen3", parallelism=joined, optimizer={"name": "Muon"}))
     tasks = [(resolve(job, 16), replace(tiny(job), num_layers=2), 16, 0) for job in jobs]
     for task, facts in in_fresh_processes(measure, tasks, num_workers=1):
-        plan = _plan(*tasks[task][:3])
-        found = communicators(plan)
+        setup = Setup(*tasks[task][:3])
+        found = communicators(setup)
         send = [size > communicator_bytes(ranks, sends=False) for (ranks, _), size in found.items()]
         sent = [not {"all_to_all", "send"}.isdisjoint(ops) for ops in facts.traffic.values()]
         # And the world's. Under Muon too, all are made before the step.
@@ -241,7 +257,7 @@ def test_communicators_and_states_are_those_of_a_step():
         assert sum(send) == sum(sent) or (task == 2 and sum(send) > sum(sent))
         if task == 0:
             owned = 2 * facts.parameter_bytes + facts.optimizer_bytes
-            assert memory(plan).stored == pytest.approx(owned, rel=0.01)
+            assert memory(setup).stored == pytest.approx(owned, rel=0.01)
 
 
 _TWO_RANKS = {"expert_parallel_degree": 2}
@@ -265,11 +281,12 @@ def _kept_beyond_an_even_share() -> int:
 
 
 def test_skewed_rows_are_those_of_a_forward():
-    plan = _plan(_SKEWED, tiny(_SKEWED), 2)
-    layers = plan.config.num_layers
+    config = tiny(_SKEWED)
+    layers = config.num_layers
     # The estimate has the values of one layer more, their gradients, and two copies of its rows.
-    row = plan.config.dim + 2 * plan.config.moe.hidden_dim
-    estimate = memory(plan).skew * layers * row / ((layers + 2) * row + 2 * plan.config.dim)
+    row = config.dim + 2 * config.moe.hidden_dim
+    skew = memory(Setup(_SKEWED, config, 2)).skew
+    estimate = skew * layers * row / ((layers + 2) * row + 2 * config.dim)
     assert estimate == pytest.approx(run_on_ranks(_kept_beyond_an_even_share, 2)[0], rel=0.05)
 
 
@@ -286,7 +303,7 @@ def test_live_rows_of_a_layer_are_within_the_estimate():
     def estimate(top_k: int) -> tuple[float, float]:
         model = replace(_DENSE, dim=128, moe=replace(config, top_k=top_k))
         training = Training(local_batch_size=1, seq_len=2048, mixed_precision_param="float32")
-        found = memory(_PLAN._replace(config=model, training=training))
+        found = _memory(model, training=training)
         return found.layer, found.copies
 
     (eight, copies), (four, _) = estimate(8), estimate(4)

@@ -1,0 +1,320 @@
+"""The lines of the memory estimate: what a rank keeps, by arithmetic. Imports no torch.
+
+A line can be checked by hand against a model's config. Its factors, each with its source:
+
+- Parameters by module: `models/stats.part_sizes`, which a test compares with the modules.
+- `on_rank`: FSDP and expert parallelism cut each parameter of a stage over all its ranks but
+  replicas (arXiv 2304.11277; 2504.14960 for the two views).
+- `whole`: a gathered unit's parameters on one rank: tp cuts dense ones, ep and etp experts.
+- 2 + 1 units: FSDP2 gathers the next layer during a layer's products, and has one layer's gradients
+  before it reduces them (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+- Moments: AdamW has two for each parameter (arXiv 1711.05101), Muon one for a layer's matrices.
+- Values per token: the tensors that `models/attention.py`, `moe/experts.py` and `ops` save for the
+  backward. Tests compare them with what lives in a forward.
+- Microbatches between forward and backward: `models/stats.shares_of_ranks`, from the schedules.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.distributed.communicators import NODE, communicator_bytes
+from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims, parallel_dims
+from titan_moe.models.config import LOSS_CHUNKS, MLAConfig, ModelConfig
+from titan_moe.models.stats import Share, Size, attention_stats, flash_workspace, shares_of_ranks
+from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
+
+SKEW = 2.0
+"""Rows of a rank's experts that must fit, as a multiple of an even share."""
+# FlashAttention's backward leaves room for so many tokens after each sequence.
+_ROOM = 128
+# Float32 values of a pair of tokens that sparse attention has at once.
+_PAIR_MATRICES = 6
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+Lines = dict[str, float]
+"""Bytes, or elements, by what takes them."""
+Table = dict[str, Lines]
+"""Lines by the field of `Memory` that adds them up."""
+
+
+class Setup(NamedTuple):
+    """Holds all that the estimate reads."""
+
+    job: JobConfig
+    config: ModelConfig
+    world_size: int
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return self.job.parallelism
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Raises ValueError for degrees that do not fit the world."""
+        return parallel_dims(self.parallelism, self.world_size)
+
+    def widths(self) -> tuple[int, int, int]:
+        """Returns the bytes of an element of the weights that the optimizer updates, of gathered
+        weights and activations, and of gradients that are added up."""
+        training = self.job.training
+        stored = _BYTES[training.dtype]
+        computed = 8 if stored == 8 else _BYTES[training.mixed_precision_param]
+        return stored, computed, max(stored, 4)
+
+    def deduplicates(self, places: int) -> bool:
+        """Returns whether tokens are sent once to each of `places`, ranks or nodes."""
+        moe, backend = self.config.moe, self.parallelism.expert_parallel_comm_backend
+        if moe is None or self.parallelism.expert_parallel_capacity_factor is not None:
+            return False
+        pays = deduplication_pays(moe.top_k, places, self.parallelism.expert_parallel_degree)
+        return backend == "deduplicated" or (backend == "auto" and pays)
+
+
+def tables(setup: Setup) -> Iterator[Table]:
+    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line.
+
+    Raises ConfigError for a pipeline that this model cannot be cut into, and as `Setup.dims`.
+    """
+    nccl = {"buffers of NCCL": float(sum(communicators(setup).values()))}
+    for share in shares_of_ranks(setup.config, setup.job.training, setup.parallelism):
+        yield _of_parameters(setup, share) | _of_tokens(setup, share) | {"communicators": nccl}
+
+
+def _of_parameters(setup: Setup, share: Share) -> Table:
+    """Weights, gradients and moments: those that a rank owns, and those that it gathers."""
+    dims, parts, offload = setup.dims, share.parts, setup.job.training.enable_cpu_offload
+    stored, compute, reduced = setup.widths()
+    on_rank = dims.dp_replicate * dims.pp / setup.world_size
+
+    def whole(size: Size) -> float:
+        return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)
+
+    owned = sum(sum(size) for size in parts.values()) * on_rank
+    trained, moments = _trained(setup, share)
+    narrow = setup.job.optimizer.state_dtype == "bfloat16"
+    owns = {
+        "weights": owned * stored,
+        "gradients": trained * on_rank * stored,
+        "moments": moments * on_rank * (_BYTES["bfloat16"] if narrow else stored),
+    }
+    accumulated: Lines = {}
+    if dims.pp > 1 or setup.parallelism.fsdp_accumulation == "keep_gathered":
+        everything = sum(map(whole, parts.values()))
+        accumulated["sums of gradients"] = everything * reduced
+        accumulated["gathered weights"] = everything * compute
+        # Shards of gradients, which are counted above, are made from these sums and free them.
+        accumulated["shards made of sums"] = 0.0 if offload else -owned * stored
+    layers = [size for name, size in parts.items() if name.startswith("layers.")]
+    layer = max(map(whole, layers), default=0.0)
+    experts = max((size.routed for size in layers), default=0.0) / (dims.ep * dims.etp)
+    output = whole(parts.get("output", Size(0)))
+    return {
+        "stored": {} if offload else owns,
+        "host": owns if offload else {},
+        "gathered": {
+            "weights of two layers": 2 * layer * compute,
+            "gradients of a layer": layer * compute,
+            "experts' gradients of a second half": (
+                experts * setup.parallelism.expert_parallel_overlap * compute
+            ),
+            "gradients in reduction": _in_reduction(layers, dims, whole) * reduced,
+            "weights and gradients of the output layer": 2 * output * compute,
+            "its gradients in reduction": output * reduced,
+        },
+        "accumulated": accumulated,
+    }
+
+
+def _of_tokens(setup: Setup, share: Share) -> Table:
+    """Activations, logits and buffers of one microbatch, or of those in flight."""
+    config, training, dims = setup.config, setup.job.training, setup.dims
+    _, compute, reduced = setup.widths()
+    tokens = share.rows * training.seq_len / dims.cp
+    own_tokens = tokens / dims.tp
+    most_rows = _most_rows(config, setup.parallelism, max(round(own_tokens), 1))
+    even, skewed = (
+        _activations(setup, share, own_tokens * compute, rows) for rows in (1.0, most_rows)
+    )
+    vocabulary = config.vocab_size / dims.tp
+    chunk = training.loss_chunk_size
+    in_chunk = min(tokens, LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens)
+    logits = {
+        # Their gradients take the logits' place.
+        "logits of a chunk": in_chunk * vocabulary * compute,
+        "gradients of the output layer's input": (
+            share.losses * tokens * (1 + config.num_mtp_layers) * config.dim * compute
+        ),
+        "gradients of its weight, and their sum": (
+            share.losses * vocabulary * config.dim * (compute + reduced)
+        ),
+    }
+    room = _ROOM * share.rows / dims.tp
+    workspace = flash_workspace(config, compute) * (own_tokens + room)
+    return even | {
+        "skew": {
+            line: skewed[term][line] - size for term in even for line, size in even[term].items()
+        },
+        "attention": {"workspace of FlashAttention": workspace},
+        "logits": logits if "output" in share.parts else {},
+        "exchange": _symmetric_memory(setup, own_tokens * most_rows),
+    }
+
+
+def _trained(setup: Setup, share: Share) -> tuple[float, float]:
+    """Returns the numbers of a stage's gradients and moments."""
+    config, attention = setup.config, setup.config.attention
+    sizes = {name: sum(size) for name, size in share.parts.items()}
+    trained = sum(sizes.values())
+    dense = config.indexer is not None and setup.job.training.indexer_stage == "dense"
+    if dense and isinstance(attention, MLAConfig):
+        kinds = attention, replace(attention, indexer=None)
+        indexed, bare = (attention_stats(kind, config.dim).parameters for kind in kinds)
+        trained = share.layers * (indexed - bare)
+    inside = sum(n for name, n in sizes.items() if name.startswith(("layers.", "mtp")))
+    matrices = min(trained, inside) if setup.job.optimizer.name == "Muon" else 0
+    return trained, 2 * trained - matrices
+
+
+def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size], float]) -> float:
+    """Elements of the reductions that are under way at once: of two units in a row where experts
+    are units of their own. `whole`: a unit's parameters that a rank gathers."""
+    layer = max(map(whole, layers), default=0.0)
+    if dims.tp * dims.ep * dims.etp == 1:
+        return layer
+    apart = [part for size in layers for part in (Size(size.dense), Size(0, size.routed))]
+    return max(map(sum, pairwise(size for size in map(whole, apart) if size)), default=layer)
+
+
+def communicators(setup: Setup) -> dict[tuple[tuple[int, ...], bool], int]:
+    """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
+
+    A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`). Exchanges
+    of a change of layout, and Muon's over edp and etp joined, are left out.
+    """
+    dims, parallelism, muon = setup.dims, setup.parallelism, setup.job.optimizer.name == "Muon"
+    cp = parallelism.context_parallel_rotate_method != "allgather"
+    sends = {"ep": True, "pp": True, "cp": cp, "fsdp": muon, "edp": muon}
+    found = {(tuple(range(setup.world_size)), False): False}
+    for axis in (*GROUP_AXES, "cp", "sequence"):
+        kind = dims.group_of(0, axis), axis in TOKEN_AXES
+        found[kind] = found.get(kind, False) or sends.get(axis, False)
+    if muon and dims.tp > 1 and dims.size("fsdp") > 1:
+        found[dims.group_of(0, ("fsdp", "tp")), False] = True
+    on_node = dims.ranks_on_node(parallelism.expert_parallel_ranks_per_node or NODE)
+    if on_node and setup.deduplicates(places=dims.ep // on_node):
+        ranks = dims.group_of(0, "ep")
+        found[ranks[:on_node], True] = found[ranks[::on_node], True] = True
+    return {kind: communicator_bytes(kind[0], found[kind]) for kind in found if len(kind[0]) > 1}
+
+
+def _symmetric_memory(setup: Setup, num_tokens: float) -> Lines:
+    """Three buffers, two to send from and one to receive in. `num_tokens`: of whose rows each has
+    room."""
+    moe, parallelism = setup.config.moe, setup.parallelism
+    symmetric = parallelism.expert_parallel_comm_backend == "symmetric"
+    if moe is None or parallelism.expert_parallel_degree == 1 or not symmetric:
+        return {}
+    num_rows = 3.0 * num_tokens * moe.top_k
+    return {
+        "buffers of rows": num_rows * setup.config.dim * setup.widths()[1],
+        "routing weights, in 64 bytes each": num_rows * 64,
+    }
+
+
+def _most_rows(config: ModelConfig, parallelism: Parallelism, num_tokens: int) -> float:
+    """Rows that a rank's experts must have room for, as a multiple of an even share. Symmetric
+    memory without a bound has room for all that can come."""
+    ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
+    moe = config.moe
+    if moe is None or ep == 1:
+        return 1.0
+    if parallelism.expert_parallel_comm_backend != "symmetric":
+        factor = factor or SKEW
+    most = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
+    return max(most / (num_tokens * moe.top_k), 1.0)
+
+
+def _activations(setup: Setup, share: Share, bytes_: float, rows: float) -> Table:
+    """Values that the forward keeps for the backward, one layer's values and their gradients, and
+    the copies of its rows.
+
+    A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
+    what those return, another all its values. `bytes_`: of one value of every token. `rows`: those
+    of the rank's experts, as a multiple of an even share.
+    """
+    config, recompute, num_layers = setup.config, setup.job.activation_checkpoint, share.layers
+    values, results = _values_per_token(config, rows), _results_per_token(setup, rows)
+    recomputed: Lines = {"inputs": float(config.dim)}
+    pairs = 0.0
+    if config.indexer is not None:
+        # Matrices of all pairs, whole on each rank of tp, and a mask that takes half a value a
+        # pair; a recomputation replays a bit a pair.
+        pairs = float(setup.job.training.seq_len * setup.dims.tp)
+        values["mask of pairs"] = results["mask of pairs"] = pairs / 2
+        recomputed["bits of pairs"] = pairs / 16
+    if recompute.keep_exchanged_rows:
+        recomputed["exchanged rows"] = _exchanged_per_token(setup, rows)
+    if recompute.keep_attention:  # As wide as values, or more.
+        recomputed["attention"] = config.attention.num_heads * config.attention.qk_dim
+    by_operation = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    if recompute.mode == "none" or by_operation:
+        num_recomputed = 0
+    elif recompute.mode == "full":
+        num_recomputed = num_layers
+    else:
+        num_recomputed = -(-num_layers // int(recompute.selective_ac_option))
+    num_others = num_layers - num_recomputed
+    kept = {f"{name} of recomputed layers": num_recomputed * n for name, n in recomputed.items()}
+    others = results if by_operation else values
+    kept |= {f"{name} of other layers": num_others * n for name, n in others.items()}
+    kept["inputs and outputs of stages"] = share.streams * config.dim
+    layer = {f"{name}, with gradients": 2 * n for name, n in values.items()}
+    layer["matrices of pairs"] = _PAIR_MATRICES * 2 * pairs
+    copies = 2 * rows * config.moe.top_k * config.dim if config.moe else 0.0
+    table = {"kept": kept, "layer": layer, "copies": {"rows that go home": copies}}
+    return {term: {line: n * bytes_ for line, n in lines.items()} for term, lines in table.items()}
+
+
+def _exchanged_per_token(setup: Setup, rows: float) -> float:
+    """Elements of a token's rows that arrive at its experts' ranks; with the deduplicating
+    dispatcher, at as many ranks as a balanced router draws, at most at all of them."""
+    moe, ranks = setup.config.moe, setup.parallelism.expert_parallel_degree
+    if moe is None or ranks == 1:
+        return 0.0
+    once = min(rows * places_reached(moe.top_k, ranks), ranks)
+    return (once if setup.deduplicates(ranks) else rows * moe.top_k) * setup.config.dim
+
+
+def _values_per_token(config: ModelConfig, rows: float) -> Lines:
+    """Elements that one token's forward through the largest layer leaves for the backward."""
+    own = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
+    # Gate, up, silu(gate) and their product.
+    feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
+    if moe := config.moe:
+        # x, gate and up of a routed row are kept; the rest is computed again.
+        routed = rows * moe.top_k * (config.dim + 2 * moe.hidden_dim)
+        shared = 4 * moe.num_shared_experts * moe.hidden_dim
+        feed_forward = max(feed_forward, routed + shared)
+    # Both norms' outputs and both sums with the stream.
+    return {"norms and sums": 4 * config.dim, "attention": own, "feed-forward": feed_forward}
+
+
+def _results_per_token(setup: Setup, rows: float) -> Lines:
+    """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
+    input, attention with all it keeps, the results of products, and the exchanged rows."""
+    config = setup.config
+    own = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
+    feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
+    if moe := config.moe:
+        routed = rows * moe.top_k * (2 * moe.hidden_dim + config.dim)
+        routed += _exchanged_per_token(setup, rows)
+        shared = 2 * moe.num_shared_experts * moe.hidden_dim
+        feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
+    return {"norms and sums": 2 * config.dim, "attention": own, "feed-forward": feed_forward}
+
+
+def _has_dense_layer(config: ModelConfig) -> bool:
+    return not all(map(config.is_moe_layer, range(config.num_layers)))
