@@ -19,8 +19,7 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.verify.gradients.fixture import make_rows
-from titan_moe.verify.gradients.worker import own_batches
+from titan_moe.verify.gradients.fixture import make_batch, own_batches
 
 
 class Refused(TorchDispatchMode):
@@ -40,9 +39,9 @@ def train_on_rank(family: str) -> set[str]:
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
     config = model_of_job(job.model)
     _, step = tiny_step(job, config)
-    rows = make_rows(2, job.training.seq_len, config.vocab_size, seed=1)
+    batch = make_batch(2, job.training.seq_len, config.vocab_size, seed=1)
     with Refused() as seen:
-        step(own_batches(rows, 1, 0, 1), logged=True)
+        step(own_batches(batch, 1, 0, 1), logged=True)
     return seen.found
 
 

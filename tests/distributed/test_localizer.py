@@ -12,7 +12,7 @@ from tests.support.gates import Gates, fitting
 from tests.support.planting import Bug
 from tests.support.tiers import split, tiered
 from titan_moe.models.registry import FAMILIES
-from titan_moe.verify.layouts.layouts import depth, num_rows, parse
+from titan_moe.verify.layouts.layouts import depth, num_sequences, parse
 from titan_moe.verify.localize.capture_reader import Capture
 from titan_moe.verify.localize.localize import locate, uncompared
 
@@ -48,7 +48,7 @@ def baselines(gates: Gates, tmp_path_factory) -> Baselines:
 
     def baseline(family: str, text: str) -> Capture:
         layout = parse(text)
-        key = family, depth(layout), num_rows(layout)
+        key = family, depth(layout), num_sequences(layout)
         if key not in made:
             task = setting(gates(family), "dp_shard=1", text)
             made[key] = captured(task, tmp_path_factory.mktemp("baseline"))

@@ -2,6 +2,7 @@
 the same global batches, the same curve."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
-from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import Layout, depth, parse
 
 _V3, _QWEN = "deepseek_v3", "qwen3"
@@ -220,7 +220,7 @@ def test_what_cannot_change_is_refused_before_anything_moves(tmp_path: Path) -> 
         make_job(_QWEN, parse(layout), tmp_path, steps=LEG, optimizer=optimizer)
         for layout, optimizer in [("dp_shard=2", {}), ("dp_shard=4", {}), ("tp=2", {"lr": 0.5})]
     )
-    config = at_depth(model_config(_QWEN, "gate"), 2)
+    config = replace(model_config(_QWEN, "gate"), num_layers=2)
     for too_many, rate in run_on_ranks(refuse, 2, before, config, [wide, other]):
         assert len(too_many) == 1 and "4" in too_many[0] and "2" in too_many[0]
         expected = f"optimizer.lr=0.5, and the run has {before.optimizer.lr}: set it to that"

@@ -15,7 +15,7 @@ from titan_moe.verify.gradients.compare import TensorDifference
 from titan_moe.verify.gradients.fixture import RATES
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import LocalState, RankReport, Task, verify_on_rank
-from titan_moe.verify.layouts.layouts import depth, layout_tables, num_rows, parse, with_tables
+from titan_moe.verify.layouts.layouts import depth, layout_tables, num_sequences, parse, with_tables
 from titan_moe.verify.localize.capture.step import FOLDER, StepCapture
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 
@@ -62,7 +62,7 @@ def setting(gate: Gate, text: str, like: str) -> Task:
     path, _ = gate._fixture(other)
     job, config = gate._setting(other, "float64")
     tables = layout_tables(layout)
-    rows = num_rows(other)
+    rows = num_sequences(other)
     if layout != other:
         local = rows // layout.data_ranks // 2
         tables["training"] |= {"global_batch_size": rows, "local_batch_size": local}

@@ -9,7 +9,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
-from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import Layout, apply_layout
 from titan_moe.verify.layouts.shards import Box, Shards
 
@@ -138,7 +137,7 @@ def run(
         plant: runs on every rank before anything else.
     """
     job = make_job(family, layout, folder, steps=steps)
-    config = at_depth(model_config(family, "gate"), depth)
+    config = replace(model_config(family, "gate"), num_layers=depth)
     problems = check(job, config, layout.world_size)
     assert not problems, f"{layout}: {problems}"
     other = (make_job(family, after, folder, steps=steps), after) if after else None

@@ -12,7 +12,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.files import lock_folder
 from titan_moe.verify.gradients import gate
 from titan_moe.verify.gradients.compare import TensorDifference
-from titan_moe.verify.gradients.fixture import NUM_STEPS, make_rows
+from titan_moe.verify.gradients.fixture import NUM_STEPS, make_batch
 from titan_moe.verify.gradients.worker import RankReport, Task
 
 OWN = [
@@ -39,8 +39,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         equal = TensorDifference(NUM_STEPS, 0, "gradient", "norm.weight", 1e-15, 1.0)
         return [RankReport(equal, num_compared=9, tails=1, paddings=1)] * world_size
 
-    def fixture(job: JobConfig, _, num_rows: int) -> SimpleNamespace:
-        return SimpleNamespace(batches=[make_rows(num_rows, job.training.seq_len, 9, seed=1)])
+    def fixture(job: JobConfig, _, num_sequences: int) -> SimpleNamespace:
+        return SimpleNamespace(batches=[make_batch(num_sequences, job.training.seq_len, 9, seed=1)])
 
     monkeypatch.setattr(gate, "run_on_ranks", run)
     monkeypatch.setattr(gate, "make_fixture", fixture)

@@ -19,11 +19,12 @@ class Tolerance(NamedTuple):
     errors of larger numbers."""
 
 
-NUMBERS = ("num_targets", "loss", "balance_loss", "mtp_loss", "indexer_loss", "grad_norm")
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-BUFFERS = ("expert_bias", "previous_load")
-_CAUSES_FIRST = (*NUMBERS, "counts", "gradient", *BUFFERS, *MOMENTS, "parameter")
-"""Quantities in the order in which a step makes one from the other; first its numbers."""
+_CAUSES_FIRST = (
+    *("num_targets", "loss", "balance_loss", "mtp_loss", "indexer_loss", "grad_norm", "counts"),
+    *("gradient", "expert_bias", "previous_load"),
+    *("exp_avg", "exp_avg_sq", "momentum_buffer", "parameter"),
+)
+"""Quantities in the order in which a step makes one from the other."""
 TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
 

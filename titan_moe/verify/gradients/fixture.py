@@ -4,28 +4,26 @@ An easy configuration proves nothing: `easy` lists what would make this one easy
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.data.batch import Batch
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.parallelize import first_names
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, freeze, initial_std
-from titan_moe.ops.attention import explicit_mask, sdpa
-from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.verify.gradients.reference import (
     IGNORED,
     Reference,
-    Rows,
     Step,
     without_balance_losses,
 )
-from titan_moe.verify.gradients.selected_pairs import SelectedPairs
+from titan_moe.verify.gradients.selected_pairs import AllPairs, SelectedPairs
 from titan_moe.verify.gradients.token_by_token import TokenByToken
 
 NUM_STEPS = 2
@@ -59,13 +57,14 @@ class Fixture:
     buffers: dict[str, Tensor]
     production: dict[str, Tensor]
     """The initial weights that production draws in one process."""
-    batches: list[Rows]
+    batches: list[Batch]
+    """The global batch of each step."""
     steps: list[Step]
     idle: tuple[str, range]
     """The layer and the experts that no token chooses: the only gradients declared zero."""
 
 
-def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
+def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fixture:
     """Draw weights and batches from the job's seed and train the reference on them."""
     config = resolve_model(config, job)
     assert config.moe is not None, "the gate wants a model with experts"
@@ -78,10 +77,8 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
     first = config.moe.num_experts // 2
     idle = (layers[len(layers) // 2], range(first, first + group_size))
     buffers = seed_buffers(layers, config.moe.num_experts, idle, job.debug.seed)
-    batches = [
-        make_rows(num_rows, job.training.seq_len, config.vocab_size, seed=job.debug.seed + step)
-        for step in range(NUM_STEPS)
-    ]
+    sizes = num_sequences, job.training.seq_len, config.vocab_size
+    batches = [make_batch(*sizes, seed=job.debug.seed + step) for step in range(NUM_STEPS)]
     production = _production_weights(job, config)
     reference = Reference(
         model,
@@ -92,8 +89,8 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
         training=job.training,
     )
     steps = [
-        reference.step(rows, factor * job.optimizer.lr)
-        for rows, factor in zip(batches, RATES, strict=True)
+        reference.step(batch, factor * job.optimizer.lr)
+        for batch, factor in zip(batches, RATES, strict=True)
     ]
     return Fixture(weights, buffers, production, batches, steps, idle)
 
@@ -130,52 +127,73 @@ def seed_buffers(
     return buffers
 
 
-def make_rows(num_rows: int, seq_len: int, vocab_size: int, *, seed: int) -> Rows:
-    """Packed rows; the number of ignored targets differs from row to row and from part to part. The
-    last row is one document: a recurrent layer's chunks lie before and after one of its chunks."""
+def make_batch(num_sequences: int, seq_len: int, vocab_size: int, *, seed: int) -> Batch:
+    """Packed sequences; the number of ignored targets differs from one to the next and along each.
+    The last is one document: a recurrent layer's chunks lie before and after one of its chunks."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab_size, (num_rows, seq_len + 1), generator=generator)
-    ends = torch.rand(num_rows, seq_len, generator=generator) < 3 / seq_len
+    tokens = torch.randint(0, vocab_size, (num_sequences, seq_len + 1), generator=generator)
+    ends = torch.rand(num_sequences, seq_len, generator=generator) < 3 / seq_len
     ends[:-1, seq_len // 2] = True
     ends[-1] = False
     documents = ends.cumsum(1) - ends.long()
     labels = tokens[:, 1:].masked_fill(ends, IGNORED)
-    for row in range(num_rows):
-        labels[row, : (7 * row + seed) % (seq_len // 2)] = IGNORED
-    labels[num_rows // 3] = IGNORED
-    return Rows(tokens[:, :-1].contiguous(), labels, documents.int())
+    for number in range(num_sequences):
+        labels[number, : (7 * number + seed) % (seq_len // 2)] = IGNORED
+    labels[num_sequences // 3] = IGNORED
+    samples: list[list[str]] = [[] for _ in labels]
+    return Batch(tokens[:, :-1].contiguous(), labels, documents.int(), samples)
+
+
+def own_batches(
+    batch: Batch, local_batch_size: int, data_rank: int, data_ranks: int
+) -> list[Batch]:
+    """Returns the microbatches of one data rank."""
+    own = len(batch.samples) // data_ranks
+    tensors = batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.samples
+    return [
+        Batch(*(whole[start : start + local_batch_size] for whole in tensors))  # type: ignore[arg-type]
+        for start in range(own * data_rank, own * (data_rank + 1), local_batch_size)
+    ]
 
 
 def easy(fixture: Fixture, job: JobConfig) -> list[str]:
     """Reasons why this fixture would let a mistake pass; one line each."""
     layer, idle = fixture.idle
-    first, *later = fixture.steps
     zero = {
         f"{name}[{e}]"
         for step in fixture.steps
-        for name, norm in norms(step.gradients).items()
+        for name, norm in norms(step.tensors["gradient"]).items()
         for e in (norm == 0).nonzero().flatten().tolist()
     }
     experts = f"{layer}.moe.experts."
-    stacks = [name for name in first.gradients if name.startswith(experts)]
+    stacks = [name for name in fixture.steps[0].tensors["gradient"] if name.startswith(experts)]
     declared = {f"{name}[{e}]" for name in stacks for e in idle}
-    lengths = [(rows.labels_BS != IGNORED).sum(1) for rows in fixture.batches]
-    facts = {
-        "clipping is not active": all(s.grad_norm > job.training.max_norm for s in fixture.steps),
-        "the auxiliary losses are zero": all(s.balance_loss > 0 for s in fixture.steps),
-        "every row has the same number of targets": all(len(set(n.tolist())) > 3 for n in lengths),
-        "no row is without a target": all(n.min() == 0 for n in lengths),
-        "documents are not packed": all(r.documents_BS.max() > 1 for r in fixture.batches),
-        "idle experts have tokens": not any(
-            s.counts[layer][list(idle)].any() for s in fixture.steps
-        ),
-        f"gradients other than the declared are zero: {sorted(zero ^ declared)}": zero == declared,
-        "both steps route alike": any(
-            not torch.equal(first.counts[name], step.counts[name])
-            for step in later
-            for name in first.counts
-        ),
-    }
+    first, second = (step.tensors["counts"] for step in fixture.steps)
+    numbers = [step.numbers for step in fixture.steps]
+    lengths = [(batch.labels_BS != IGNORED).sum(1) for batch in fixture.batches]
+    return unmet(
+        {
+            "clipping is not active": all(n["grad_norm"] > job.training.max_norm for n in numbers),
+            "the auxiliary losses are zero": all(n["balance_loss"] > 0 for n in numbers),
+            "every sequence has the same number of targets": all(
+                len(set(n.tolist())) > 3 for n in lengths
+            ),
+            "no sequence is without a target": all(n.min() == 0 for n in lengths),
+            "documents are not packed": all(b.documents_BS.max() > 1 for b in fixture.batches),
+            "idle experts have tokens": not any(
+                counts[layer][list(idle)].any() for counts in (first, second)
+            ),
+            f"gradients other than the declared are zero: {sorted(zero ^ declared)}": zero
+            == declared,
+            "both steps route alike": any(
+                not torch.equal(first[name], second[name]) for name in first
+            ),
+        }
+    )
+
+
+def unmet(facts: Mapping[str, bool]) -> list[str]:
+    """Returns the keys of what is not so."""
     return [line for line, holds in facts.items() if not holds]
 
 
@@ -187,25 +205,6 @@ def norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else tensor.double().norm()[None]
         for name, tensor in tensors.items()
     }
-
-
-def at_depth(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """The flavor with another number of layers."""
-    return replace(config, num_layers=num_layers)
-
-
-class AllPairs:
-    """An attention core by an explicit mask and torch's own kernel over all pairs: the oracle."""
-
-    def __init__(self, *, mask_documents: bool) -> None:
-        self._mask_documents = mask_documents
-
-    def mask(
-        self, documents_BS: Tensor, local: LocalAttention | None = None, bounds: object = None
-    ) -> Tensor:
-        return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
-
-    __call__ = staticmethod(sdpa)
 
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,19 +19,20 @@ from titan_moe.verify.gradients.fixture import (
     MAX_NORM,
     OWN_KEYS,
     Fixture,
-    at_depth,
     easy,
     make_fixture,
+    own_batches,
+    unmet,
 )
 from titan_moe.verify.gradients.reference import IGNORED
-from titan_moe.verify.gradients.worker import RankReport, Task, own_batches, verify_on_rank
+from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.layouts import (
     AXES,
     Layout,
     Tables,
     apply_layout,
     depth,
-    num_rows,
+    num_sequences,
     with_tables,
 )
 
@@ -125,14 +126,14 @@ class Gate:
     def _setting(self, layout: Layout, dtype: str) -> tuple[JobConfig, ModelConfig]:
         types = {"dtype": dtype, "mixed_precision_param": "float32"}
         job = with_tables(apply_layout(self.job, layout, self.own_tables), {"training": types})
-        return job, at_depth(self.config, depth(layout))
+        return job, replace(self.config, num_layers=depth(layout))
 
     def _fixture(self, layout: Layout) -> tuple[Path, Fixture]:
-        key = depth(layout), num_rows(layout)
+        key = depth(layout), num_sequences(layout)
         if key not in self._fixtures:
             job, config = self._setting(layout, "float64")
-            path = self.folder / "reference-{}-layers-{}-rows.pt".format(*key)
-            fixture = make_fixture(job, config, num_rows(layout))
+            path = self.folder / "reference-{}-layers-{}-sequences.pt".format(*key)
+            fixture = make_fixture(job, config, num_sequences(layout))
             torch.save(fixture, path)
             self._fixtures[key] = path, fixture
         return self._fixtures[key]
@@ -159,16 +160,17 @@ def _headline(error: str) -> str:
 def _unpoisoned(reports: list[RankReport], layout: Layout, config: ModelConfig) -> list[str]:
     """Kinds of rows without a token of which there were none."""
     assert config.moe is not None
-    facts = {
-        # A single expert's rows have a length that is known, and so no tail.
-        "no row past the last expert's was there to be poisoned": layout.ep
-        == config.moe.num_experts
-        or any(report.tails for report in reports),
-        "no padding inside experts' rows was there to be poisoned": any(
-            report.paddings for report in reports
-        ),
-    }
-    return [line for line, holds in facts.items() if not holds]
+    # A single expert's rows have a length that is known, and so no tail.
+    has_tail = layout.ep < config.moe.num_experts
+    return unmet(
+        {
+            "no row past the last expert's was there to be poisoned": not has_tail
+            or any(report.tails for report in reports),
+            "no padding inside experts' rows was there to be poisoned": any(
+                report.paddings for report in reports
+            ),
+        }
+    )
 
 
 def _lines(wrong: list[TensorDifference], axes: Mapping[str, int]) -> list[str]:
@@ -188,15 +190,16 @@ def _easy_layout(fixture: Fixture, job: JobConfig, layout: Layout) -> list[str]:
     """Reasons why this layout's own share of the batch would let a mistake pass."""
     local = job.training.local_batch_size
     targets = {
-        int((batch.labels_BS != IGNORED).sum())
-        for rows in fixture.batches
+        int((own.labels_BS != IGNORED).sum())
+        for batch in fixture.batches
         for place in range(layout.data_ranks)
-        for batch in own_batches(rows, local, place, layout.data_ranks)
+        for own in own_batches(batch, local, place, layout.data_ranks)
     }
     pieces = local // job.parallelism.pipeline_parallel_microbatch_size if layout.pp > 1 else 1
-    runs = num_rows(layout) // layout.data_ranks // local
-    facts = {
-        "every microbatch has the same number of targets": len(targets) > 1,
-        "a step has one microbatch": runs * pieces > 1,
-    }
-    return [line for line, holds in facts.items() if not holds]
+    runs = num_sequences(layout) // layout.data_ranks // local
+    return unmet(
+        {
+            "every microbatch has the same number of targets": len(targets) > 1,
+            "a step has one microbatch": runs * pieces > 1,
+        }
+    )

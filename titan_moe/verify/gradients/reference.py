@@ -1,19 +1,21 @@
 """The training step written a second time, for one plain process.
 
-Every layout is compared with it. It shares with production the plain modules and their
-dimensions, and nothing else: cross-entropy, divisor, auxiliary losses, clipping, AdamW, Muon,
-expert bias and counts are spelled out here from their papers, one row at a time.
+Every layout is compared with it. It shares with production the plain modules, their dimensions and
+the type of a batch, and nothing else: cross-entropy, divisor, auxiliary losses, clipping, AdamW,
+Muon, expert bias and counts are spelled out here from their papers, one sequence at a time.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_moe.config.job_config import Optimizer, Training
+from titan_moe.data.batch import Batch
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
@@ -22,36 +24,16 @@ from titan_moe.moe.router import SCORES, Router, Scores
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The global batch of one step: all rows, whole. labels_BS is IGNORED where nothing is to be
-    predicted; documents_BS numbers the documents of each row."""
+class Step(NamedTuple):
+    """All that a step leaves behind."""
 
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    documents_BS: Tensor
-
-
-@dataclass
-class Step:
-    """All that a step leaves behind; tensors by the name of their parameter or layer."""
-
-    loss: float
-    grad_norm: float
-    balance_loss: float
-    mtp_loss: float | None
-    indexer_loss: float | None
-    num_targets: int
-    gradients: dict[str, Tensor]
-    """Gradients of the mean loss, before clipping."""
-    parameters: dict[str, Tensor]
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
-    momentum_buffer: dict[str, Tensor]
-    """Momentum of the matrices that Muon updates; they have no other moments."""
-    counts: dict[str, Tensor]
-    expert_bias: dict[str, Tensor]
-    previous_load: dict[str, Tensor]
+    numbers: dict[str, float]
+    """The step's numbers by their names in production: means over its targets, the norm, and the
+    number of targets."""
+    tensors: dict[str, dict[str, Tensor]]
+    """Tensors by quantity, then by the name of their parameter or layer: each "gradient" of the
+    mean loss before clipping, "parameter", the moments (a matrix that Muon updates has
+    "momentum_buffer" alone), "counts", "expert_bias" and "previous_load"."""
 
 
 def without_balance_losses(config: ModelConfig) -> ModelConfig:
@@ -111,95 +93,83 @@ class Reference:
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         matrices = {name for name in self.trained if self._is_for_muon(name)}
         zeros = {name: torch.zeros_like(p) for name, p in self.trained.items()}
-        self.momentum_buffer = {name: zeros.pop(name) for name in matrices}
-        self.exp_avg, self.exp_avg_sq = zeros, {n: zero.clone() for n, zero in zeros.items()}
+        self.moments = {"momentum_buffer": {name: zeros.pop(name) for name in matrices}}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            self.moments[moment] = {name: zero.clone() for name, zero in zeros.items()}
         self.num_steps = 0
 
-    def step(self, rows: Rows, lr: float) -> Step:
-        """Train on a global batch."""
-        num_targets = int((rows.labels_BS != IGNORED).sum())
-        loss, balance, mtp, indexer, counts = self._gradients(rows, num_targets)
+    def step(self, batch: Batch, lr: float) -> Step:
+        """Train on a global batch; labels_BS is IGNORED where nothing is to be predicted."""
+        numbers, counts = self._backward(batch)
         gradients = {name: p.grad.clone() for name, p in self.trained.items()}  # type: ignore[union-attr]
-        norm = self._norm(gradients)
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
         clip = min(1.0, self.training.max_norm / norm)
         for name, counts_E in counts.items():
             self._balance(self.routers[name], counts_E)
         self.num_steps += 1
-        for name in self.trained:
-            update = self._muon if name in self.momentum_buffer else self._adamw
-            update(name, gradients[name] * clip, lr)
-        return Step(
-            loss=loss,
-            grad_norm=norm,
-            balance_loss=balance,
-            mtp_loss=mtp if self.config.num_mtp_layers else None,
-            indexer_loss=indexer if self.config.indexer else None,
-            num_targets=num_targets,
-            gradients=self._by_every_name(gradients),
-            parameters=self._by_every_name({n: p.detach() for n, p in self.parameters.items()}),
-            exp_avg=self._by_every_name(self.exp_avg),
-            exp_avg_sq=self._by_every_name(self.exp_avg_sq),
-            momentum_buffer=self._by_every_name(self.momentum_buffer),
-            counts=counts,
-            expert_bias={name: r.expert_bias.clone() for name, r in self.routers.items()},
-            previous_load={name: r.previous_load.clone() for name, r in self.routers.items()},
-        )
+        for name, gradient in gradients.items():
+            update = self._muon if name in self.moments["momentum_buffer"] else self._adamw
+            update(name, gradient * clip, lr)
+        parameters = {name: p.detach() for name, p in self.parameters.items()}
+        buffers = {
+            buffer: {name: getattr(r, buffer).clone() for name, r in self.routers.items()}
+            for buffer in ("expert_bias", "previous_load")
+        }
+        of_parameters = {"gradient": gradients, "parameter": parameters, **self.moments}
+        copied = {which: self._by_every_name(held) for which, held in of_parameters.items()}
+        return Step(numbers | {"grad_norm": norm}, copied | {"counts": counts} | buffers)
 
     def _by_every_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         cloned = {name: tensor.clone() for name, tensor in tensors.items()}
         return cloned | {c: cloned[first] for c, first in self.copies.items() if first in cloned}
 
-    def _gradients(
-        self, rows: Rows, num_targets: int
-    ) -> tuple[float, float, float, float, dict[str, Tensor]]:
-        """Mean cross-entropy, mean auxiliary loss, mean loss of further tokens, mean loss of the
-        indexers, counts by layer; gradients in .grad."""
-        self.model.zero_grad(set_to_none=False)
+    def _backward(self, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Returns the step's numbers but its norm, and counts by layer; gradients are in .grad."""
         for parameter in self.trained.values():
             parameter.grad = torch.zeros_like(parameter)
-        loss = balance = mtp = indexer = 0.0
+        num_targets = int((batch.labels_BS != IGNORED).sum())
+        numbers = {"num_targets": float(num_targets)}
         counts = {
             name: torch.zeros(router.config.num_experts, dtype=torch.int64)
             for name, router in self.routers.items()
         }
         routed = {name: counts_E.clone() for name, counts_E in counts.items()}
-        for row in range(len(rows.tokens_BS)):
-            tokens, labels, documents = (
-                each[row : row + 1] for each in (rows.tokens_BS, rows.labels_BS, rows.documents_BS)
-            )
-            positions = torch.arange(tokens.shape[1])[None]
+        for tokens_S, labels_S, documents_S in zip(
+            batch.tokens_BS, batch.labels_BS, batch.documents_BS, strict=True
+        ):
+            positions_S = torch.arange(len(tokens_S))
             if self.training.mask_documents:
-                numbers = documents[0].tolist()
-                positions = positions - torch.tensor([numbers.index(n) for n in numbers])
-            logits, further = self._logits(tokens, documents, positions)
-            entropy = cross_entropy_sum(logits[0], labels[0])
-            ahead = self._further_loss(further, labels[0], documents[0])
-            extra = torch.zeros((), dtype=entropy.dtype)
+                numbers_S = documents_S.tolist()
+                positions_S = positions_S - torch.tensor([numbers_S.index(n) for n in numbers_S])
+            logits_SV, *further = self._logits(tokens_S, documents_S, positions_S)
+            entropy = cross_entropy_sum(logits_SV, labels_S)
+            balance = torch.zeros_like(entropy)
             for name, router in self.routers.items():
                 logits_SE = self.scores[name].logits_TE
                 experts_SK = chosen_experts(logits_SE, router)
                 routed[name] += _times_chosen(experts_SK, router)
                 # Positions that a depth of prediction has no target for are left out.
                 if (depth := _mtp_depth(name)) is not None:
-                    asked = asked_at(depth, labels[0], documents[0])
+                    asked = asked_at(depth, labels_S, documents_S)
                     logits_SE, experts_SK = logits_SE[asked], experts_SK[asked]
                 chosen_E = _times_chosen(experts_SK, router)
                 counts[name] += chosen_E
                 if len(logits_SE):
-                    extra = extra + balance_loss(
-                        logits_SE, chosen_E, router.previous_load, self.moe
-                    )
-            selection = self._indexer_loss(labels[0], documents[0], like=entropy)
-            ((entropy + extra + ahead + selection) / num_targets).backward()
-            loss += entropy.item()
-            balance += extra.item()
-            mtp += ahead.item()
-            indexer += selection.item()
+                    load_E = router.previous_load
+                    balance = balance + balance_loss(logits_SE, chosen_E, load_E, self.moe)
+            losses = {
+                "loss": entropy,
+                "balance_loss": balance,
+                "mtp_loss": self._further_loss(further, labels_S, documents_S, like=entropy),
+                "indexer_loss": self._indexer_loss(labels_S, documents_S, like=entropy),
+            }
+            (sum(losses.values()) / num_targets).backward()  # type: ignore[union-attr]
+            for name, loss in losses.items():
+                numbers[name] = numbers.get(name, 0.0) + loss.item() / num_targets
         for name, router in self.routers.items():
             assert torch.equal(router.tokens_per_expert, routed[name]), f"{name} chose otherwise"
             router.tokens_per_expert.zero_()
-        means = (total / num_targets for total in (loss, balance, mtp, indexer))
-        return *means, counts  # type: ignore[return-value]
+        return numbers, counts
 
     def _indexer_loss(self, labels_S: Tensor, documents_S: Tensor, like: Tensor) -> Tensor:
         """The sum of the losses that the core of sparse attention has kept; forgets them. Depths
@@ -215,30 +185,25 @@ class Reference:
     def _keep_scores(self, layer: str, router: Router, args: tuple, scores: Scores) -> None:
         self.scores[layer] = scores
 
-    def _logits(
-        self, tokens_1S: Tensor, documents_1S: Tensor, positions_1S: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of the decoder [1, S, V], and of each depth of prediction [K, S, V]."""
+    def _logits(self, tokens_S: Tensor, documents_S: Tensor, positions_S: Tensor) -> list[Tensor]:
+        """Returns logits_SV of the decoder, and of each depth of prediction."""
         depths = range(1, self.config.num_mtp_layers + 1)
-        tokens = [*tokens_1S[0].tolist(), *(0 for _ in depths)]
-        length = tokens_1S.shape[1]
-        ahead_1KS = torch.tensor([[tokens[k : k + length] for k in depths]])
-        hidden = self.model.hidden(tokens_1S, documents_1S, positions_1S, ahead_1KS)
-        logits, *further = [self.model.output(x_1SD) for x_1SD in hidden]
-        return logits, torch.cat(further) if further else torch.empty(0)
+        tokens = [*tokens_S.tolist(), *(0 for _ in depths)]
+        ahead_1KS = torch.tensor([[tokens[k : k + len(tokens_S)] for k in depths]])
+        sequence = tokens_S[None], documents_S[None], positions_S[None]
+        return [self.model.output(x_1SD)[0] for x_1SD in self.model.hidden(*sequence, ahead_1KS)]
 
-    def _further_loss(self, logits_KSV: Tensor, labels_S: Tensor, documents_S: Tensor) -> Tensor:
+    def _further_loss(
+        self, further: list[Tensor], labels_S: Tensor, documents_S: Tensor, like: Tensor
+    ) -> Tensor:
         """arXiv 2412.19437, equations 24 and 25, as a sum over tokens: depth k at position i is
-        asked for the label k positions on."""
-        total = torch.zeros((), dtype=logits_KSV.dtype)
-        for depth, logits_SV in enumerate(logits_KSV, 1):
+        asked for the label k positions on. `further`: logits_SV of each depth."""
+        total = torch.zeros_like(like)
+        for depth, logits_SV in enumerate(further, 1):
             asked = asked_at(depth, labels_S, documents_S)
             labels = labels_S[[i + depth for i in asked]]
             total = total + cross_entropy_sum(logits_SV[asked], labels)
         return self.config.mtp_loss_weight * total / max(self.config.num_mtp_layers, 1)
-
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
     def _balance(self, router: Router, counts_E: Tensor) -> None:
         """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
@@ -253,13 +218,14 @@ class Reference:
         config, parameter = self.optimizer, self.parameters[name]
         if parameter.ndim > 1 and name.split(".")[-1] not in _BIASES:
             parameter.mul_(1 - lr * config.weight_decay)
-        m = config.beta1 * self.exp_avg[name] + (1 - config.beta1) * gradient
-        v = config.beta2 * self.exp_avg_sq[name] + (1 - config.beta2) * gradient**2
+        first, second = self.moments["exp_avg"][name], self.moments["exp_avg_sq"][name]
+        m = config.beta1 * first + (1 - config.beta1) * gradient
+        v = config.beta2 * second + (1 - config.beta2) * gradient**2
         m_hat = m / (1 - config.beta1**self.num_steps)
         v_hat = v / (1 - config.beta2**self.num_steps)
         parameter.sub_(lr * m_hat / (v_hat.sqrt() + config.eps))
-        self.exp_avg[name].copy_(self._kept(m))
-        self.exp_avg_sq[name].copy_(self._kept(v))
+        first.copy_(self._kept(m))
+        second.copy_(self._kept(v))
 
     def _is_for_muon(self, name: str) -> bool:
         """Weights of layers that map hidden states to hidden states."""
@@ -273,14 +239,14 @@ class Reference:
         """kellerjordan.github.io/posts/muon, with weight decay and scale of arXiv 2502.16982,
         algorithm 1; each expert by itself."""
         config, parameter = self.optimizer, self.parameters[name]
-        mu = config.muon_momentum
-        m = mu * self.momentum_buffer[name] + (1 - mu) * gradient
+        mu, moment = config.muon_momentum, self.moments["momentum_buffer"][name]
+        m = mu * moment + (1 - mu) * gradient
         nesterov = mu * m + (1 - mu) * gradient
         for weight, direction in zip(_matrices(parameter), _matrices(nesterov), strict=True):
             scale = config.muon_rms * math.sqrt(max(weight.shape))
             update = scale * orthogonal(direction, config.muon_steps)
             weight.sub_(lr * (update + config.weight_decay * weight))
-        self.momentum_buffer[name].copy_(self._kept(m))
+        moment.copy_(self._kept(m))
 
     def _kept(self, moment: Tensor) -> Tensor:
         """Rounds a moment to the type of the optimizer's state."""

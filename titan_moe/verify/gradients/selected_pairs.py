@@ -1,13 +1,28 @@
-"""Sparse attention of the reference: one query after another, with the formulas of the paper."""
+"""Attention of the reference: over all pairs of tokens, and sparse, one query after another."""
 
 import torch
 from torch import Tensor
 
-from titan_moe.ops.attention import explicit_mask
+from titan_moe.ops.attention import explicit_mask, sdpa
+from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Keys, SharedKeys
 
 
-class SelectedPairs:
+class AllPairs:
+    """An attention core by an explicit mask and torch's own kernel over all pairs."""
+
+    def __init__(self, *, mask_documents: bool) -> None:
+        self._mask_documents = mask_documents
+
+    def mask(
+        self, documents_BS: Tensor, local: LocalAttention | None = None, bounds: object = None
+    ) -> Tensor:
+        return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
+
+    __call__ = staticmethod(sdpa)
+
+
+class SelectedPairs(AllPairs):
     """An attention core that takes an `Index`; arXiv 2512.02556, equations 1 to 4.
 
     Attributes:
@@ -15,14 +30,11 @@ class SelectedPairs:
     """
 
     def __init__(self, *, mask_documents: bool) -> None:
-        self._mask_documents = mask_documents
+        super().__init__(mask_documents=mask_documents)
         self.losses: list[Tensor] = []
         self._chosen = torch.empty(0, dtype=torch.bool)
 
-    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
-        return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
-
-    def __call__(  # type: ignore[no-untyped-def]
+    def __call__(  # type: ignore[no-untyped-def, override]
         self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
         assert index is not None

@@ -1,6 +1,7 @@
 """One rank of the gate: trains its part of the model, and compares all that it holds."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.plugins import import_modules
@@ -21,22 +22,14 @@ from titan_moe.moe.layer import MoE
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
 from titan_moe.train_step import StepResult, TrainStep
-from titan_moe.verify.gradients.compare import (
-    BUFFERS,
-    MOMENTS,
-    NUMBERS,
-    TOLERANCES,
-    TensorDifference,
-    compare,
-)
-from titan_moe.verify.gradients.fixture import RATES, Fixture, norms
+from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, compare
+from titan_moe.verify.gradients.fixture import RATES, Fixture, norms, own_batches
 from titan_moe.verify.gradients.poison import Poison
-from titan_moe.verify.gradients.reference import Rows
 from titan_moe.verify.layouts.layouts import Layout, stages
 from titan_moe.verify.layouts.shards import Shards
 
 Snapshot = dict[str, dict[str, Tensor]]
-"""A rank's own parts after a step, by quantity as in `Step` and by name."""
+"""A rank's own shards after a step, by quantity as in `Step` and by name."""
 
 
 class Task(NamedTuple):
@@ -135,13 +128,13 @@ class LocalState:
             layer.router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
             layer.router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
 
-    def batches(self, rows: Rows) -> list[Batch]:
+    def batches(self, batch: Batch) -> list[Batch]:
         """The microbatches of this rank."""
         layout = self.task.layout
         place = self.shards.coordinate(self.rank, "dp_replicate") * layout.dp_shard
         place += self.shards.coordinate(self.rank, "dp_shard")
         local_batch_size = self.task.job.training.local_batch_size
-        return own_batches(rows, local_batch_size, place, layout.data_ranks)
+        return own_batches(batch, local_batch_size, place, layout.data_ranks)
 
     def compare(
         self, number: int, result: StepResult, snapshot: Snapshot
@@ -149,40 +142,35 @@ class LocalState:
         """Compares everything that a step left on this rank."""
         step, floor = self.fixture.steps[number], TOLERANCES[self.task.job.training.dtype].floor
         where = number, self.rank
-        for quantity in ("gradients", "parameters", *MOMENTS):
-            for name, *pair, whole in self._pairs(snapshot[quantity], getattr(step, quantity)):
-                told = (*where, quantity.removesuffix("s"), name)
-                yield compare(told, *pair, floor=floor * whole)
         assert result.counts_LE is not None
-        snapshot["counts"] = dict(zip(step.counts, result.counts_LE.cpu(), strict=True))
-        for quantity in (*BUFFERS, "counts"):
-            theirs = getattr(step, quantity)
-            for name, ours in snapshot[quantity].items():
-                whole = theirs[name].double().norm().item()
-                yield compare((*where, quantity, name), ours, theirs[name], floor=floor * whole)
+        counts = result.counts_LE.cpu()
+        snapshot["counts"] = dict(zip(step.tensors["counts"], counts, strict=True))
+        for quantity, theirs in step.tensors.items():
+            for name, *pair, whole in self._pairs(snapshot[quantity], theirs):
+                yield compare((*where, quantity, name), *pair, floor=floor * whole)
         measured: dict[str, Any] = vars(result) | (result.metrics or {})
-        for quantity in NUMBERS:
-            ours, reference = scalar(measured.get(quantity)), scalar(getattr(step, quantity))
-            yield compare((*where, quantity, ""), ours, reference, floor=0.0)
+        for quantity, reference in step.numbers.items():
+            ours = scalar(measured.get(quantity))
+            yield compare((*where, quantity, ""), ours, scalar(reference), floor=0.0)
 
     def _pairs(
         self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yields names, parts side by side, experts one by one, and the norm of the whole that each
-        is a part of; what the reference has none of is wrong."""
+        """Yields names, this rank's tensors beside the reference's, experts one by one, and the
+        norm of the whole; what one of the two has none of is wrong."""
         missing = torch.empty(0)
+        wanted = [name for name in theirs if name in self.boxes or name in ours]
+        wholes = norms({name: theirs[name] for name in wanted})
         for name in ours.keys() - theirs.keys():
-            yield name, ours[name], missing.to(ours[name]), 0.0
-        boxes = {name: box for name, box in self.boxes.items() if name in theirs}
-        wholes = norms({name: theirs[name] for name in boxes})
-        for name, box in boxes.items():
-            part, whole = theirs[name][box], wholes[name].tolist()
-            own = ours.get(name, missing)
-            if ".experts." not in name or own.shape != part.shape:
-                yield name, own, part, max(whole)
+            yield name, ours[name], missing, 0.0
+        for name in wanted:
+            box, whole = self.boxes.get(name, ()), wholes[name].tolist()
+            own, shard = ours.get(name, missing), theirs[name][box]
+            if ".experts." not in name or own.shape != shard.shape:
+                yield name, own, shard, max(whole)
                 continue
-            for row, expert in enumerate(range(box[0].start, box[0].stop)):
-                yield f"{name}[{expert}]", own[row], part[row], whole[expert]
+            for place, expert in enumerate(range(box[0].start, box[0].stop)):
+                yield f"{name}[{expert}]", own[place], shard[place], whole[expert]
 
 
 def scalar(number: float | None) -> Tensor:
@@ -198,40 +186,25 @@ def _train(state: LocalState) -> Iterator[tuple[StepResult, Snapshot]]:
         given.update({n: _copy(p.grad) for n, p in own if p.grad is not None})
 
     state.optimizer.register_step_pre_hook(keep)
-    for rows, rate in zip(state.fixture.batches, RATES, strict=True):
+    for batch, rate in zip(state.fixture.batches, RATES, strict=True):
         set_lr(state.optimizer, rate)
         given.clear()
-        result = state.train_step(state.batches(rows))
+        result = state.train_step(state.batches(batch))
         clip = clip_factor(result.grad_norm, state.task.job.training.max_norm)
         yield result, _snapshot(state, {name: gradient / clip for name, gradient in given.items()})
 
 
-def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) -> list[Batch]:
-    """The microbatches of one data rank."""
-    own = len(rows.tokens_BS) // data_ranks
-    starts = range(own * place, own * (place + 1), local_batch_size)
-    return [
-        Batch(
-            rows.tokens_BS[start : start + local_batch_size],
-            rows.labels_BS[start : start + local_batch_size],
-            rows.documents_BS[start : start + local_batch_size],
-            [[] for _ in range(local_batch_size)],
-        )
-        for start in starts
-    ]
-
-
 def _snapshot(state: LocalState, gradients: dict[str, Tensor]) -> Snapshot:
-    parameters = state.parameters
-    taken = {"gradients": gradients, "parameters": {n: _copy(p) for n, p in parameters.items()}}
-    for which in MOMENTS:
-        held = {n: state.optimizer.state[p] for n, p in parameters.items()}
-        taken[which] = {n: _copy(moments[which]) for n, moments in held.items() if which in moments}
-    for which in BUFFERS:
-        layers = state.moe_layers.items()
-        taken[which] = {n: _copy(getattr(moe.router, which)) for n, moe in layers}
+    taken: Snapshot = defaultdict(dict, gradient=gradients)
+    for name, parameter in state.parameters.items():
+        taken["parameter"][name] = _copy(parameter)
+        for moment, value in state.optimizer.state[parameter].items():
+            taken[moment][name] = _copy(value)
+    for name, moe in state.moe_layers.items():
+        taken["expert_bias"][name] = _copy(moe.router.expert_bias)
+        taken["previous_load"][name] = _copy(moe.router.previous_load)
     return taken
 
 
-def _copy(tensor: Tensor | nn.Parameter) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     return local_part(tensor.detach()).to("cpu", copy=True)

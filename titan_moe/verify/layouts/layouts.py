@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 adds a dispatcher that a module of job.imports registers."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 SEQ_LEN = 48
-"""Tokens of the gate's rows: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
+"""Tokens of the gate's sequences: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 
 
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different rows."""
+        """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -166,8 +166,9 @@ def stages(layout: Layout) -> list[list[str]]:
     return parts
 
 
-def num_rows(layout: Layout) -> int:
-    """Rows of a global batch: 16, or the fewest above it that give each rank two microbatches."""
+def num_sequences(layout: Layout) -> int:
+    """Sequences of a global batch: 16, or the fewest above it that give each rank two
+    microbatches."""
     step = 2 * layout.data_ranks
     return -(-16 // step) * step
 
@@ -192,15 +193,15 @@ def with_tables(job: JobConfig, tables: Tables) -> JobConfig:
 def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
     """The layout as tables of a JobConfig.
 
-    A data rank takes its rows as two microbatches; under a pipeline as two runs of the schedule
-    where its rows suffice for that, with as few microbatches as the schedule allows, of more rows.
+    A data rank takes its sequences as two microbatches; under a pipeline as two runs of the
+    schedule where they suffice for that, with as few microbatches as the schedule allows.
     """
-    rows = num_rows(layout) // layout.data_ranks
-    local_batch, microbatch = rows // 2, 1
+    own = num_sequences(layout) // layout.data_ranks
+    local_batch, microbatch = own // 2, 1
     if layout.pp > 1:
         fewest = layout.num_stages
-        runs = 2 if rows >= 2 * fewest else 1
-        local_batch = max(rows // runs, fewest)
+        runs = 2 if own >= 2 * fewest else 1
+        local_batch = max(own // runs, fewest)
         microbatch = local_batch // fewest
     recompute: dict[str, Any] = {"mode": layout.recompute}
     if layout.recompute not in ("none", "full"):
@@ -229,7 +230,7 @@ def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
         "activation_checkpoint": recompute,
         "training": {
             "local_batch_size": local_batch,
-            "global_batch_size": num_rows(layout),
+            "global_batch_size": num_sequences(layout),
             "seq_len": SEQ_LEN,
         },
     }

@@ -12,10 +12,10 @@ from tests.support.tiers import tiered
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
 from titan_moe.verify.gradients import reference
-from titan_moe.verify.gradients.fixture import at_depth, easy, make_fixture
+from titan_moe.verify.gradients.fixture import easy, make_fixture
 from titan_moe.verify.layouts.layouts import SEQ_LEN
 
-_ALLOWED = ("titan_moe.models", "titan_moe.moe", "titan_moe.config.")
+_ALLOWED = ("titan_moe.models", "titan_moe.moe", "titan_moe.config.", "titan_moe.data.batch")
 
 
 def test_the_reference_imports_nothing_of_what_it_judges():
@@ -32,7 +32,7 @@ def gate_case(request):
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{request.param}.toml")])
     training = job.training.model_copy(update={"seq_len": SEQ_LEN})
     job = job.model_copy(update={"training": training})
-    config = at_depth(model_config(job.model.name, job.model.flavor), 3)
+    config = replace(model_config(job.model.name, job.model.flavor), num_layers=3)
     return job, config, make_fixture(job, config, 16)
 
 
@@ -50,7 +50,7 @@ def test_easy_names_reasons(gate_case):
         for rows, label, document in zip(case.batches, labels, documents, strict=True)
     ]
     found = easy(replace(case, batches=batches), job)
-    assert "every row has the same number of targets" in found
+    assert "every sequence has the same number of targets" in found
     assert "documents are not packed" in found
     unclipped = job.training.model_copy(update={"max_norm": 1e9})
     assert "clipping is not active" in easy(case, job.model_copy(update={"training": unclipped}))

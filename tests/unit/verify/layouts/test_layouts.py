@@ -12,7 +12,7 @@ from titan_moe.verify.layouts.layouts import (
     depth,
     layout_tables,
     legal_layouts,
-    num_rows,
+    num_sequences,
     parse,
     stages,
 )
@@ -80,9 +80,9 @@ def test_fixed_options_stay_and_refused_values_are_passed_over():
 def test_every_layout_gets_microbatches_and_layers_that_fit(world_size: int):
     for layout in cover_options(legal_layouts(world_size)):
         training = layout_tables(layout)["training"]
-        own, local = num_rows(layout) // layout.data_ranks, training["local_batch_size"]
+        own, local = num_sequences(layout) // layout.data_ranks, training["local_batch_size"]
         size = layout_tables(layout)["parallelism"]["pipeline_parallel_microbatch_size"]
-        assert num_rows(layout) % layout.data_ranks == own % local == local % size == 0
+        assert num_sequences(layout) % layout.data_ranks == own % local == local % size == 0
         assert own // size >= 2
         assert SEQ_LEN % (2 * layout.cp) == SEQ_LEN % (layout.cp * layout.tp) == 0
         names = [name for stage in stages(layout) for name in stage]
