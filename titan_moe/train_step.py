@@ -15,19 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_moe.config.job_config import Parallelism, Training
+from titan_moe.config.job_config import JobConfig, Parallelism, Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.collectives import read, sum_over_world
 from titan_moe.distributed.execution import LocalBatch
-from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import METRICS, DeviceMetrics, Layers
+from titan_moe.models.config import ModelConfig
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.ops.attention import document_starts
 from titan_moe.ops.varlen_attention import bounds_of
+from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.profiling.regions import region
 
 
@@ -266,6 +268,34 @@ class TrainStep:
     def _number(self, number: int) -> Tensor:
         """Returns a number on the device; torch.tensor would wait for the device."""
         return torch.full((), number, dtype=torch.float64, device=self._device)
+
+
+def build_step(
+    job: JobConfig,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    draw_weights: bool = True,
+    ranks_per_node: int | None = None,
+) -> tuple[ShardedModel, Optimizer, TrainStep]:
+    """Returns a job's model on this rank of an initialised world, its optimizer and its step, as a
+    run builds them. Collective; the arguments are those of `build_sharded_model`.
+
+    Without weights no number means anything, that of dropped rows neither: it stops no step.
+    """
+    sharded = build_sharded_model(
+        job,
+        config,
+        device=device,
+        world_size=dist.get_world_size(),
+        draw_weights=draw_weights,
+        ranks_per_node=ranks_per_node,
+    )
+    if not draw_weights:
+        sharded = replace(sharded, stops_on_overflow=False)
+    parameters = sharded.named_parameters()
+    optimizer = build_optimizer(job.optimizer, parameters, sharded.meshes.group)
+    return sharded, optimizer, TrainStep(sharded, optimizer, job.training, device=device)
 
 
 @torch.no_grad()

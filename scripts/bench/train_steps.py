@@ -12,12 +12,11 @@ import torch.distributed as dist
 from scripts.bench.measure import usable_gpus
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
+from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.registry import model_config
-from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.launch import Launch
-from titan_moe.train_step import StepResult, TrainStep
+from titan_moe.train_step import StepResult, TrainStep, build_step
 
 
 def first_gpu_or_cpu(wanted: str | None = None) -> torch.device:
@@ -71,10 +70,8 @@ def new_training(
         num_layers=num_layers or config.num_layers,
         vocab_size=vocab_size or config.vocab_size,
     )
-    sharded = build_sharded_model(job, config, device=device, world_size=1)
+    sharded, optimizer, step = build_step(job, config, device=device)
     sharded.train(True)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    step = TrainStep(sharded, optimizer, job.training, device=device)
     training = job.training
     batch = random_batch(training.local_batch_size, training.seq_len, config.vocab_size, seed)
     return Training(job, sharded, optimizer, step, batch)

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -15,11 +15,9 @@ from scripts.rehearsal.standins import Launch, stand_ins
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
-from titan_moe.distributed.parallelize import build_sharded_model
-from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.fake_rank import empty_batch, fake_world
-from titan_moe.train_step import StepResult, TrainStep
+from titan_moe.train_step import StepResult, build_step
 
 _GPUS_OF_A_NODE = 8
 _MICROBATCHES = 2
@@ -51,19 +49,10 @@ def rehearse(case: Case, microbatches: int = _MICROBATCHES) -> Rehearsal:
 def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal, microbatches: int) -> None:
     ledger = mode.ledger
     torch.cuda.set_device(CUDA)
-    sharded = build_sharded_model(
-        job,
-        case.config,
-        device=CUDA,
-        world_size=case.world_size,
-        ranks_per_node=_GPUS_OF_A_NODE,
-        draw_weights=False,
+    sharded, _, step = build_step(
+        job, case.config, device=CUDA, draw_weights=False, ranks_per_node=_GPUS_OF_A_NODE
     )
     mode.groups = axes_of_groups(sharded.meshes)  # No collective is counted without them.
-    # Every float that is read is 1, the number of dropped rows too: it must not stop a step.
-    sharded = replace(sharded, stops_on_overflow=False)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
-    step = TrainStep(sharded, optimizer, job.training, device=CUDA)
     waits = _waits(job) * _pieces(job) * microbatches * len(sharded.moe_layers())
     for logged in (True, False):
         mode.clear()

@@ -1,14 +1,11 @@
 """`titan-moe simulate collectives`: clean where the program is, and each planted mistake is found,
 under the routing that shows it and on the group that it parts."""
 
-from typing import NamedTuple
-
 import pytest
 
 from tests.support import planting
-from tests.support.paths import REPO
 from tests.support.tiers import tiered
-from titan_moe.config.parse import load_job, tomllib
+from titan_moe.config.parse import load_job
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.collectives import WorldReport, run_world, smallest_task
 from titan_moe.simulate.routings import ROUTINGS
@@ -21,22 +18,7 @@ _STEPS = ["start", *(routing.name for routing in ROUTINGS)]
 _DEFAULT = ["a rank without tokens leaves an exchange out", "a rank sums in another type"]
 
 
-class Desync(NamedTuple):
-    """One line of production code, written wrongly; planted_desyncs.toml explains the fields."""
-
-    where: str
-    right: str
-    wrong: str
-    part: str
-    group: str
-    says: list[str]
-    ranks: int
-    family: str
-    options: list[str]
-
-
-_TEXT = (REPO / "tests/support/planted_desyncs.toml").read_text(encoding="utf-8")
-DESYNCS = {entry.pop("name"): Desync(**entry) for entry in tomllib.loads(_TEXT)["desync"]}
+DESYNCS = planting.planted_desyncs()
 
 
 def run_with(names: list[str]) -> list[WorldReport]:

@@ -39,10 +39,33 @@ class Bug(NamedTuple):
     """The ranks' copies of one tensor must differ."""
 
 
+class Desync(NamedTuple):
+    """One line of production code, written wrongly; planted_desyncs.toml explains the fields."""
+
+    where: str
+    right: str
+    wrong: str
+    part: str
+    group: str
+    says: list[str]
+    ranks: int
+    family: str
+    options: list[str]
+
+
 def planted_bugs() -> dict[str, Bug]:
     """Reads planted_bugs.toml, by name."""
-    text = Path(__file__).with_name("planted_bugs.toml").read_text(encoding="utf-8")
-    return {entry.pop("name"): Bug(**entry) for entry in tomllib.loads(text)["bug"]}
+    return _planted("planted_bugs.toml", "bug", Bug)
+
+
+def planted_desyncs() -> dict[str, Desync]:
+    """Reads planted_desyncs.toml, by name."""
+    return _planted("planted_desyncs.toml", "desync", Desync)
+
+
+def _planted(file: str, table: str, kind: Any) -> dict[str, Any]:
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    return {entry.pop("name"): kind(**entry) for entry in tomllib.loads(text)[table]}
 
 
 def right_source(bug: Any) -> tuple[FunctionType, str]:

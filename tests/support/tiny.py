@@ -5,17 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
+from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.train_step import TrainStep
+from titan_moe.train_step import TrainStep, build_step
 
 ROWS, SEQ_LEN = 24, 32
 COMMON = {
@@ -52,10 +50,8 @@ def tiny_step(
     job: JobConfig, config: ModelConfig | None = None, device: str = "cpu"
 ) -> tuple[ShardedModel, TrainStep]:
     """Builds a job's tiny model, or another one, on this rank, and its step."""
-    own, world_size = torch.device(device), dist.get_world_size()
-    sharded = build_sharded_model(job, config or tiny(job), device=own, world_size=world_size)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    return sharded, TrainStep(sharded, optimizer, job.training, device=own)
+    sharded, _, step = build_step(job, config or tiny(job), device=torch.device(device))
+    return sharded, step
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -174,29 +174,27 @@ def run_world(task: Task) -> WorldReport:
 
 def _compare_all(task: Task) -> WorldReport:
     report = WorldReport()
-    parts = _parts(task)
-    logs: dict[str, dict[int, RankLog]] = {part: {} for part in parts}
+    waiting: dict[str, dict[int, RankLog]] = {part: {} for part in _parts(task)}
     with closing(run_ranks(partial(_run_rank, task), task.world_size)) as ranks:
         for rank, value, error, has_ended in ranks:
             if error:
                 report.errors.append(f"rank {rank}:\n{error}")
             if not has_ended:
                 part, log = value
-                logs[part][rank] = log
-            if len(logs[parts[0]]) < task.world_size:
+                waiting[part][rank] = log
+            part = next(iter(waiting))
+            if len(waiting[part]) < task.world_size:
                 continue
-            part, log = parts[0], logs.pop(parts.pop(0))
-            _compare(report, part, log)
-            if report.findings or report.errors or not parts:
+            _compare(report, part, waiting.pop(part))
+            if report.findings or report.errors or not waiting:
                 break
         else:
-            for part in parts:
-                dead = RankLog((), (), is_whole=False)
-                whole = {rank: logs[part].get(rank, dead) for rank in range(task.world_size)}
-                _compare(report, part, whole)
-    missed = [part for part in _parts(task) if part not in report.parts]
-    if not (report.findings or report.errors) and (missed or not report.collectives):
-        report.errors.append(f"nothing was compared of {', '.join(missed) or 'any part'}")
+            dead = RankLog((), (), is_whole=False)
+            for part, logs in waiting.items():
+                _compare(report, part, dict.fromkeys(range(task.world_size), dead) | logs)
+    missing = [part for part in _parts(task) if part not in report.parts]
+    if not (report.findings or report.errors) and (missing or not report.collectives):
+        report.errors.append(f"nothing was compared of {', '.join(missing) or 'any part'}")
     return report
 
 

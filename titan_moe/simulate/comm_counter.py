@@ -70,12 +70,12 @@ class CommCounter(TorchDispatchMode):
 
     def count(self, func: Any, args: tuple) -> None:
         """Add one call."""
-        name = func.__name__.partition(".")[0]
-        if name in _SENDS_NOTHING:
-            return
-        if name not in _SENDS:
+        name = _name(func)
+        if name not in _OPS:
             raise NotImplementedError(f"the bytes of {func} are not known")
-        op, bytes_sent = _SENDS[name]
+        op, bytes_sent = _OPS[name]
+        if bytes_sent is None:
+            return
         if op == "all_to_all" and _called_by_fsdp():
             op = "reduce_scatter"  # gloo makes it of an exchange of as many bytes, and a sum.
         named = arguments_of(func, args)
@@ -115,6 +115,16 @@ def axes_of_groups(meshes: Meshes) -> dict[str, str]:
     world = dist.group.WORLD
     assert world is not None
     return {world.group_name: WORLD} | {name: "+".join(axes) for name, axes in names.items()}
+
+
+def op_of(func: Any) -> str:
+    """Returns the name of a collective in reports, the same for all forms of one operation."""
+    name = _name(func)
+    return _OPS[name][0] if name in _OPS else name
+
+
+def _name(func: Any) -> str:
+    return func.__name__.partition(".")[0]
 
 
 def arguments_of(func: Any, args: tuple) -> dict[str, Any]:
@@ -181,8 +191,12 @@ def _rooted(name: str, *, sends: bool) -> _BytesSent:
     return sent
 
 
-_SENDS_NOTHING = {"wait_tensor", "barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
-_SENDS: Mapping[str, tuple[str, _BytesSent]] = {
+_OPS: Mapping[str, tuple[str, _BytesSent | None]] = {
+    "wait_tensor": ("wait", None),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+    "recv_": ("receive", None),
+    "recv_any_source_": ("receive", None),
     "allreduce_": ("all_reduce", _reduce("tensors")),
     "all_reduce": ("all_reduce", _reduce("input")),
     "all_reduce_": ("all_reduce", _reduce("input")),
@@ -200,4 +214,4 @@ _SENDS: Mapping[str, tuple[str, _BytesSent]] = {
     "gather_": ("gather", _rooted("input_tensors", sends=False)),
     "send": ("send", lambda named, group: _bytes(named["tensors"])),
 }
-"""Operation -> what it is called here, and the bytes that it sends."""
+"""Operation -> what it is called here, and the bytes that it sends; None: it sends nothing."""

@@ -60,13 +60,7 @@ def find_desyncs(logs: Mapping[int, RankLog], *, has_failed: bool = False) -> li
     return sorted(found, key=lambda finding: finding.number)
 
 
-class _Numbered(NamedTuple):
-    number: int
-    """Among all that the rank issued."""
-    issued: Issued
-
-
-_ByRank = Mapping[int, Sequence[_Numbered]]
+_ByRank = Mapping[int, Sequence[Issued]]
 
 
 def _unequally_made(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) -> Iterator[Finding]:
@@ -87,9 +81,9 @@ def _unequally_made(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) ->
 def _sequences(group: Group, logs: Mapping[int, RankLog]) -> dict[str, _ByRank]:
     """Returns calls that must be alike, by what they are and by rank: the collectives of all
     members, and for each pair and direction the sends of one rank and the receives of the other."""
-    sequences: dict[str, dict[int, list[_Numbered]]] = {"collective": {r: [] for r in group.ranks}}
+    sequences: dict[str, dict[int, list[Issued]]] = {"collective": {r: [] for r in group.ranks}}
     for rank in group.ranks:
-        for number, issued in enumerate(logs[rank].issued):
+        for issued in logs[rank].issued:
             if issued.group != group.name:
                 continue
             calls = sequences["collective"]
@@ -98,7 +92,7 @@ def _sequences(group: Group, logs: Mapping[int, RankLog]) -> dict[str, _ByRank]:
                 source, target = (rank, peer) if issued.op == "send" else (peer, rank)
                 what = f"message from rank {source} to rank {target}"
                 calls = sequences.setdefault(what, {source: [], target: []})
-            calls[rank].append(_Numbered(number, issued))
+            calls[rank].append(issued)
     return dict(sequences)
 
 
@@ -116,7 +110,7 @@ def _unequal(
         }
         sides: dict[Hashable, list[int]] = {}
         for rank, each in seen.items():
-            sides.setdefault(each and each.issued.rule, []).append(rank)
+            sides.setdefault(each and each.rule, []).append(rank)
         if len(sides) > 1:
             yield _parted(group, nth, seen, list(sides.values()))
             return
@@ -127,7 +121,7 @@ def _unequal(
 
 
 def _parted(
-    group: Group, nth: str, seen: Mapping[int, _Numbered | None], sides: list[list[int]]
+    group: Group, nth: str, seen: Mapping[int, Issued | None], sides: list[list[int]]
 ) -> Finding:
     ordered = sorted(sides, key=len)  # The usual side comes last.
     numbers = [
@@ -138,23 +132,22 @@ def _parted(
     return Finding(str(group), text, min(first))
 
 
-def _side(ranks: list[int], each: _Numbered | None, nth: str) -> str:
+def _side(ranks: list[int], each: Issued | None, nth: str) -> str:
     verb = "issues" if len(ranks) == 1 else "issue"
-    what = f"no {nth}" if each is None else f"{each.issued} as {nth} in {each.issued.place}"
+    what = f"no {nth}" if each is None else f"{each} as {nth} in {each.place}"
     return f"{ranks_in_words(ranks)} {verb} {what}"
 
 
-def _wrong_splits(group: Group, nth: str, seen: Mapping[int, _Numbered]) -> Finding | None:
+def _wrong_splits(group: Group, nth: str, seen: Mapping[int, Issued]) -> Finding | None:
     for i, sender in enumerate(group.ranks):
         for j, receiver in enumerate(group.ranks):
-            if not (sender in seen and receiver in seen and seen[sender].issued.sends):
+            if not (sender in seen and receiver in seen and seen[sender].sends):
                 continue
-            sent, received = seen[sender].issued.sends[j], seen[receiver].issued.receives[i]
-            if sent != received:
-                each = seen[sender]
+            each, received = seen[sender], seen[receiver].receives[i]
+            if (sent := each.sends[j]) != received:
                 text = (
                     f"rank {sender} sends {sent} elements to rank {receiver}, which receives "
-                    f"{received} from it, in {each.issued} as {nth}, in {each.issued.place}"
+                    f"{received} from it, in {each} as {nth}, in {each.place}"
                 )
                 return Finding(str(group), text, each.number)
     return None
@@ -162,14 +155,13 @@ def _wrong_splits(group: Group, nth: str, seen: Mapping[int, _Numbered]) -> Find
 
 def _crossed(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) -> Iterator[Finding]:
     """Yields the calls that ranks wait in for ever if each goes on when all members have come."""
-    calls: dict[int, list[tuple[tuple[str, int], _Numbered]]] = {rank: [] for rank in logs}
+    calls: dict[int, list[tuple[tuple[str, int], Issued]]] = {rank: [] for rank in logs}
     for rank, log in logs.items():
         counts: Counter[str] = Counter()
-        for number, issued in enumerate(log.issued):
+        for issued in log.issued:
             if not issued.is_pair:
                 counts[issued.group] += 1
-                node = issued.group, counts[issued.group]
-                calls[rank].append((node, _Numbered(number, issued)))
+                calls[rank].append(((issued.group, counts[issued.group]), issued))
     at = dict.fromkeys(calls, 0)
     waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     ready = list(calls)

@@ -1,6 +1,6 @@
 """One rank's whole training step in a world that has no other ranks and no memory.
 
-The program is the one that trains: `build_sharded_model`, `TrainStep`, FSDP's hooks, recomputation,
+The program is the one that trains: `build_step`, FSDP's hooks, recomputation,
 the optimizer. Beneath it, tensors of floats have shapes and no values (torch's FakeTensor), process
 groups exchange nothing (torch's FakeStore), and integers are real, because a dispatcher reads from
 them how many rows to send. So a step of 671 billion parameters on one of 1,024 ranks is counted in
@@ -13,7 +13,6 @@ would send is what this rank sends. Every number that the host reads from a floa
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,10 @@ from torch.utils._pytree import tree_leaves
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
+from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.config import ModelConfig
-from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.simulate.comm_counter import COLLECTIVES, CommCounter, Flow, Volume, axes_of_groups
-from titan_moe.train_step import StepResult, TrainStep
+from titan_moe.train_step import StepResult, build_step
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -180,17 +178,10 @@ class FakeRank:
         self._job = job
         self._counter = FakeCommCounter() if counter is None else counter
         with self._counter:
-            sharded = build_sharded_model(
-                job, config, device=CPU, world_size=dist.get_world_size(), draw_weights=False
+            self.sharded, self.optimizer, self._train_step = build_step(
+                job, config, device=CPU, draw_weights=False
             )
-        # Every number that is read is 1, that of dropped rows too: none may stop a step.
-        self.sharded = replace(sharded, stops_on_overflow=False)
         balance_routers(self.sharded)
-        with self._counter:
-            self.optimizer = build_optimizer(
-                job.optimizer, self.sharded.named_parameters(), self.sharded.meshes.group
-            )
-            self._train_step = TrainStep(self.sharded, self.optimizer, job.training, device=CPU)
         self._counter.groups = axes_of_groups(self.sharded.meshes)
 
     def step(self, num_microbatches: int = 1, batch: Batch | None = None) -> "StepVolumes":
@@ -199,8 +190,8 @@ class FakeRank:
         volumes = StepVolumes(self._counter)
         self._counter.clear()
         with self._counter:
-            self._train_step([batch] * num_microbatches, observer=volumes)
-        assert volumes.has_updated, "the step has updated nothing"
+            result = self._train_step([batch] * num_microbatches, observer=volumes)
+        assert result.accepted, "the step has updated nothing"
         volumes.total = self._counter.volumes()
         return volumes
 
@@ -212,7 +203,6 @@ class StepVolumes:
         self._counter = counter
         self._before: list[dict[Flow, Volume]] = []
         self.total: dict[Flow, Volume] = {}
-        self.has_updated = False
 
     def reads(self, batch: Batch, local: LocalBatch) -> None:
         self._before.append(self._counter.volumes())
@@ -221,7 +211,7 @@ class StepVolumes:
         pass
 
     def updated(self, result: StepResult) -> None:
-        self.has_updated = True
+        pass
 
     def of(self, num_microbatches: int) -> dict[Flow, Volume]:
         """Returns what a step of `num_microbatches` sends if every further one adds what the last

@@ -16,29 +16,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
+from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of, op_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, fake_collective
 from titan_moe.simulate.lockstep import Meeting, Peers
 from titan_moe.simulate.whereabouts import Place, Whereabouts
 
 _WAIT = "wait_tensor"
-_OPS = {
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "allreduce_": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "gather_": "gather",
-    "recv_": "receive",
-}
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda values: values.sum(0),
     "min": lambda values: values.amin(0),
@@ -64,6 +47,8 @@ class Issued(NamedTuple):
     """The other rank in the group, of a send or receive; a broadcast's root; else -1."""
     tag: int
     place: Place
+    number: int = 0
+    """Number of operations that the rank issued before, in any group."""
 
     @property
     def is_pair(self) -> bool:
@@ -115,10 +100,7 @@ class RecordingRank(FakeCommCounter):
         return issued
 
     def _described(self, func: Any, named: dict[str, Any], group: dist.ProcessGroup) -> Issued:
-        name = func.__name__.partition(".")[0]
-        op = _OPS.get(name, name)
-        own = next(named[each] for each in _OWN if each in named)
-        tensors = [own] if isinstance(own, Tensor) else list(own)
+        op, tensors = op_of(func), _own(named)
         sends, receives = _splits(named) if op == "all_to_all" else ((), ())
         return Issued(
             group=group.group_name,
@@ -130,14 +112,14 @@ class RecordingRank(FakeCommCounter):
             peer=named.get("dst", named.get("src", named.get("root_rank", -1))),
             tag=named.get("tag", 0),
             place=self._whereabouts.now(),
+            number=len(self.issued),
         )
 
     def _among_peers(
         self, func: Any, args: tuple, named: dict[str, Any], issued: Issued, group: Any
     ) -> Any:
         """The collective itself, of real numbers."""
-        own = next(named[each] for each in _OWN if each in named)
-        (x,) = [own] if isinstance(own, Tensor) else own
+        (x,) = _own(named)
         members = tuple(dist.get_process_group_ranks(group))
         key = issued.group, self._met[issued.group], issued.op
         value = (x.numpy(), named.get("input_split_sizes"))
@@ -167,6 +149,12 @@ class RecordingRank(FakeCommCounter):
         target = named.get("output", named.get("output_tensor", x))
         target.copy_(result.view(target.shape))
         return outcome
+
+
+def _own(named: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors that a rank brings."""
+    own = next(named[each] for each in _OWN if each in named)
+    return [own] if isinstance(own, Tensor) else list(own)
 
 
 def _reduction(op: Any) -> str:

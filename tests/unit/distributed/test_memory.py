@@ -44,6 +44,7 @@ _DENSE = ModelConfig(
 _JOB = JobConfig(training=Training(local_batch_size=3, seq_len=7))
 _LAYER = 2 * 10 + 2 * 10 * (10 + 5) + 3 * 10 * 30
 _OUTPUT = 100 * 10
+_WEIGHTS = 2 * _LAYER + 2 * _OUTPUT + 10  # The embedding is as large as the output layer.
 _FULL = ActivationCheckpoint(mode="full")
 
 
@@ -61,12 +62,11 @@ def _memory(config: ModelConfig = _DENSE, ranks: int = 4, **sections: object) ->
 
 
 def test_every_line_of_a_small_model_by_hand():
-    weights = 2 * _LAYER + 2 * _OUTPUT + 10  # The embedding is as large as the output layer.
     tokens = 3 * 7
     by_hand = {
-        "weights": weights / 4 * 4,
-        "gradients": weights / 4 * 4,
-        "moments": 2 * weights / 4 * 4,
+        "weights": _WEIGHTS / 4 * 4,
+        "gradients": _WEIGHTS / 4 * 4,
+        "moments": 2 * _WEIGHTS / 4 * 4,
         "weights of two layers": 2 * _LAYER * 2,
         "gradients of a layer": _LAYER * 2,
         "gradients in reduction": _LAYER * 4,
@@ -91,19 +91,34 @@ def test_every_line_of_a_small_model_by_hand():
     assert found.total == sum(by_hand.values()) - found.communicators
 
 
-def test_keys_that_change_a_small_model():
+def test_loss_chunks_and_wide_types_of_a_small_model():
     found = _memory()
-    values = 4 * 10 + (3 * 2 + 3 * 1) * 5 + 4 * 30
     chunked = _memory(training=_training(loss_chunk_size=5))
     assert found.logits - chunked.logits == (21 - 5) * 100 * 2
     assert _memory(training=_training(loss_chunk_size=0)) == found
     wide = _memory(training=_training(mixed_precision_param="float32"))
     assert wide.attention == 0  # FlashAttention is narrow.
-    kept = [
-        _memory(activation_checkpoint=ActivationCheckpoint(mode=mode)).kept
-        for mode in ("none", "selective")
-    ]
-    assert kept == [2 * 21 * values * 2, 21 * values * 2 + 21 * 10 * 2]
+
+
+_VALUES = 4 * 10 + (3 * 2 + 3 * 1) * 5 + 4 * 30
+# The input; queries, keys and values before and after rotation, attention's output and its
+# projection; gate, up and their projection.
+_RESULTS = 10 + 2 * (2 + 2) * 5 + 2 * 5 + 10 + 2 * 30 + 10
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "elements"),
+    [
+        ("none", {}, 2 * _VALUES),
+        ("selective", {}, _VALUES + 10),
+        ("selective", {"selective_ac_option": "op"}, 2 * _RESULTS),
+        ("full", {"keep_attention": True}, 2 * (10 + 2 * 5)),
+    ],
+)
+def test_elements_that_two_layers_keep_of_a_token(mode, keys: dict, elements: int):
+    found = _memory(activation_checkpoint=ActivationCheckpoint(mode=mode, **keys))
+    assert found.kept == 21 * elements * 2
+    assert found.layer == _memory().layer
 
 
 def test_weights_that_are_frozen_have_neither_gradients_nor_moments():
@@ -126,16 +141,6 @@ def test_two_reductions_under_way_where_experts_are_apart():
     assert found.gathered == pytest.approx(layer * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4))
 
 
-def test_by_operation_results_are_kept():
-    section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-    found = _memory(activation_checkpoint=section)
-    # The input; queries, keys and values before and after rotation, attention's output and its
-    # projection; gate, up and their projection.
-    results = 10 + 2 * (2 + 2) * 5 + 2 * 5 + 10 + 2 * 30 + 10
-    assert found.kept == 2 * 21 * results * 2
-    assert found.layer == _memory().layer
-
-
 @pytest.mark.parametrize(
     ("backend", "ep", "rows"),
     [("standard", 1, 0), ("standard", 4, 2), ("deduplicated", 4, 4 * (1 - (3 / 4) ** 2))],
@@ -144,18 +149,10 @@ def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: in
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=6))
     parallelism = Parallelism(expert_parallel_degree=ep, expert_parallel_comm_backend=backend)
     keeping = _FULL.model_copy(update={"keep_exchanged_rows": True})
-    with_rows, without = (
-        _memory(sparse, parallelism=parallelism, activation_checkpoint=section)
-        for section in (keeping, _FULL)
-    )
-    assert with_rows.kept - without.kept == pytest.approx(2 * 21 * rows * 10 * 2)
-
-
-def test_attention_that_is_kept_takes_its_heads() -> None:
-    keeping = _FULL.model_copy(update={"keep_attention": True})
-    heads = _DENSE.attention.num_heads * _DENSE.attention.qk_dim
-    added = _memory(activation_checkpoint=keeping).kept - _memory().kept
-    assert added == pytest.approx(2 * 21 * heads * 2)
+    setup = _setup(sparse, parallelism=parallelism, activation_checkpoint=keeping)
+    (table,) = tables(setup)
+    kept = table["kept"]["exchanged rows of recomputed layers"]
+    assert kept == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", 1), ("GPipe", 3)])
@@ -173,8 +170,6 @@ def test_the_heavier_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
 
 
 _FOUR_MICROBATCHES = {"global_batch_size": 4 * 4 * 3}
-_WHOLE = 2 * _LAYER + 2 * _OUTPUT + 10
-"""Parameters: all ranks have them all, gathered."""
 
 
 def _shared(free: float, word: str = "auto", **training: object) -> str:
@@ -186,7 +181,7 @@ def _shared(free: float, word: str = "auto", **training: object) -> str:
 
 def test_the_most_is_shared_that_fits():
     # Whole gradients where a quarter of them is counted already, and weights in bfloat16.
-    sums, weights = _WHOLE * 4 - _WHOLE * 4 / 4, _WHOLE * 2
+    sums, weights = _WEIGHTS * 4 - _WEIGHTS * 4 / 4, _WEIGHTS * 2
     assert _shared(sums + weights) == "keep_gathered"
     assert _shared(sums + weights - 1) == "reduce_each"
     assert _shared(sums + weights, global_batch_size=4 * 3) == "reduce_each"  # One microbatch.

@@ -29,7 +29,8 @@ def _logs(*broken_off: int, **by_rank: list[Issued]) -> dict[int, RankLog]:
     for rank in (4, 5, 6, 7):
         groups = [group for group in (_EP, _PP, _TP, _OTHER) if rank in group.ranks]
         issued = by_rank.get(f"r{rank}", by_rank.get("others", []))
-        logs[rank] = RankLog(issued, groups, is_whole=rank not in broken_off)
+        numbered = [each._replace(number=number) for number, each in enumerate(issued)]
+        logs[rank] = RankLog(numbered, groups, is_whole=rank not in broken_off)
     return logs
 
 

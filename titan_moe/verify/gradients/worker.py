@@ -16,12 +16,10 @@ from titan_moe.config.plugins import import_modules
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.grad_norm import clip_factor
-from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.moe.layer import MoE
-from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
-from titan_moe.train_step import StepResult, TrainStep
+from titan_moe.train_step import StepResult, build_step
 from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, compare
 from titan_moe.verify.gradients.fixture import RATES, Fixture, norms, own_batches
 from titan_moe.verify.gradients.poison import Poison
@@ -95,8 +93,8 @@ class LocalState:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.fixture: Fixture = torch.load(task.fixture_path, mmap=True, weights_only=False)
-        self.sharded = build_sharded_model(
-            task.job, task.config, device=device, world_size=dist.get_world_size()
+        self.sharded, self.optimizer, self.train_step = build_step(
+            task.job, task.config, device=device
         )
         self.shards = Shards(task.layout, stages(task.layout))
         self.parameters = dict(self.sharded.named_parameters())
@@ -112,11 +110,6 @@ class LocalState:
             # A GPU's generator draws other numbers than the reference's.
             if device.type == "cpu" and not torch.equal(local_part(parameter), expected):
                 self.problems.append(f"{name} begins with other values")
-        job = task.job
-        self.optimizer = build_optimizer(
-            job.optimizer, self.parameters.items(), self.sharded.meshes.group
-        )
-        self.train_step = TrainStep(self.sharded, self.optimizer, job.training, device=device)
 
     @torch.no_grad()
     def fill(self) -> None:

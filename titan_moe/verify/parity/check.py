@@ -6,14 +6,20 @@ are compared, in float32 or float64. In float32 the trained model is exported to
 transformers loads of that compared again. Differences are norms relative to theirs, tensor by
 tensor. Their gradients are always float64's: in float32, recurrent models of transformers are up to
 1.1e-5 off their own in float64, which says nothing of ours.
+
+Cases are tiny config.json files in cases.json: a family's base is its plain case; each option names
+the settings that differ. The borders of YaRN's blended channels lie inside a head of 8 channels,
+between two of them. As many experts as groups would never be limited by the groups of their best.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +31,52 @@ from transformers import AutoModelForCausalLM
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.read import HFSource
 from titan_moe.checkpoint.hf.write import export
+from titan_moe.data.batch import Batch
+from titan_moe.distributed.execution import LocalBatch
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.moe.router import Router
+from titan_moe.train_step import look_ahead
 from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.localize.capture.moe_hooks import choice_margins
-from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 NUM_STEPS = 3
-NUM_ROWS, SEQ_LEN = 2, 40
+NUM_SEQUENCES, SEQ_LEN = 2, 40
 SMALLEST_MARGIN = 1e-5
 """Scores nearer to each other than this may be ranked differently by two right computations."""
 _IGNORED = -100
 _LEARNING_RATE = 1e-3
-_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class ParityCase:
+    """A tiny config.json of one family with one option set."""
+
+    family: str
+    option: str
+    settings: dict[str, Any]
+    """A config.json of transformers 5, which writes `rope_parameters`."""
+    expert_scale: float = 1.0
+    """A factor on the experts' first matrices, to reach the limits of their activation."""
+    zero_gradients: tuple[str, ...] = ()
+    """Weights of ours whose gradient is nothing but rounding: its exact value is zero. Without
+    positions a bias of all keys moves each query's scores alike."""
+
+    def __str__(self) -> str:
+        return f"{self.family}: {self.option}"
+
+
+def cases() -> Iterator[ParityCase]:
+    """Yields all cases, a family's plain one first."""
+    text = (files("titan_moe.verify.parity") / "cases.json").read_text(encoding="utf-8")
+    for family, table in json.loads(text).items():
+        for option, more in table["options"].items():
+            settings = table["base"] | more.pop("settings", {})
+            yield ParityCase(family, option, settings, **more)
 
 
 @dataclass(frozen=True)
@@ -50,8 +84,10 @@ class ParityResult:
     """Differences in one case, with one seed, in one type."""
 
     logits: float
-    gradients: dict[str, float]
-    """Differences by our name of the parameter; a tied weight has the sum's."""
+    gradient: float
+    """The largest difference of a parameter's gradient; of a tied weight, the sum's."""
+    gradient_of: str
+    """That parameter, by our name."""
     losses: float
     """The largest difference of the steps."""
     exported: float | None
@@ -60,26 +96,10 @@ class ParityResult:
     """The smallest distance between a chosen expert's score and a rejected one's."""
 
     @property
-    def worst_gradient(self) -> tuple[float, str]:
-        """The largest difference and whose it is."""
-        errors = ((worst([value]), name) for name, value in self.gradients.items())
-        return max(errors, default=(worst([]), ""))
-
-    @property
     def worst(self) -> float:
         """The largest of all differences."""
         exported = [] if self.exported is None else [self.exported]
-        return worst([self.logits, self.worst_gradient[0], self.losses, *exported])
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Tokens, labels, and what multi-token prediction reads and predicts at each depth."""
-
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    ahead_tokens_BKS: Tensor | None = None
-    ahead_labels_BKS: Tensor | None = None
+        return worst([self.logits, self.gradient, self.losses, *exported])
 
 
 def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
@@ -96,27 +116,29 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     with computing_in(dtype):
         oracle = Oracle(case.settings, seed, case.expert_scale)
         found, model = _ours(oracle)
-        rows = _rows(case, seed, found.config.num_mtp_layers)
-        their_logits = [logits.detach() for logits in oracle(rows.tokens_BS, rows.ahead_tokens_BKS)]
-        theirs = _their_gradients(deepcopy(oracle).double(), found, rows)
-        their_losses = list(_steps(oracle, lambda: _their_loss(oracle, found.config, rows)))
+        batch = _batch(case, seed, found.config.num_mtp_layers)
+        their_logits = [x.detach() for x in oracle(batch.tokens_BS, batch.ahead_tokens_BKS)]
+        theirs = _their_gradients(deepcopy(oracle).double(), found, batch)
+        their_losses = list(_steps(oracle, lambda: _their_loss(oracle, found.config, batch)))
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     margins: list[float] = []
     _watch_margins(model, margins)
     model.train()
-    our_logits = _our_logits(model, rows)
+    our_logits = _our_logits(model, batch)
     our_losses: list[float] = []
     ours: dict[str, Tensor] = {}
-    for loss in _steps(model, lambda: _our_loss(model, rows)):
+    for loss in _steps(model, lambda: model(batch.tokens_BS, **batch.beside_tokens())):
         our_losses.append(loss)
         gradients = _joined(model, found.config)
         ours = ours or {name: gradient.clone() for name, gradient in gradients.items()}
     assert theirs.keys() == ours.keys()
+    gradient, gradient_of = worst_of(_gradient_distances(ours, theirs, case))
     return ParityResult(
         logits=worst(distance(a, b) for a, b in zip(our_logits, their_logits, strict=True)),
-        gradients=_gradient_distances(ours, theirs, case),
+        gradient=gradient,
+        gradient_of=gradient_of,
         losses=worst(abs(a - b) / abs(b) for a, b in zip(our_losses, their_losses, strict=True)),
-        exported=_export_distance(model, found, rows) if dtype == torch.float32 else None,
+        exported=_export_distance(model, found, batch) if dtype == torch.float32 else None,
         margin=min(margins, default=float("inf")),
     )
 
@@ -128,9 +150,7 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
             oracle.model.save_pretrained(folder)
         else:
             # Theirs saves no multi-token prediction: written as published, beside the rest.
-            oracle.model.config.save_pretrained(folder)
-            tensors = {n: t.detach().contiguous() for n, t in oracle.tensors().items()}
-            save_file(tensors, Path(folder, _WEIGHTS))
+            _write(oracle, oracle.tensors(), folder)
         found = model_of(Path(folder))
         model = Decoder(found.config, plain_core(found.config, mask_documents=True))
         load_folder(model, found, Path(folder))
@@ -138,6 +158,13 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
         # Theirs are never trained.
         parameter.requires_grad_(".indexer." not in name)
     return found, model
+
+
+def _write(oracle: Oracle, tensors: Mapping[str, Tensor], folder: str) -> None:
+    """Writes tensors under the oracle's published names, beside its config.json."""
+    oracle.model.config.save_pretrained(folder)
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, Path(folder, "model.safetensors"))
 
 
 def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
@@ -159,17 +186,17 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:
+def _batch(case: ParityCase, seed: int, depths: int) -> LocalBatch:
+    """Returns sequences of one document each."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (NUM_ROWS, SEQ_LEN + 1)
+    shape = (NUM_SEQUENCES, SEQ_LEN + 1)
     tokens = torch.randint(0, case.settings["vocab_size"], shape, generator=generator)
-    tokens_BS, labels_BS = tokens[:, :-1], tokens[:, 1:].clone()
+    labels_BS = tokens[:, 1:].clone()
     labels_BS[0, :5] = _IGNORED
-    if not depths:
-        return _Rows(tokens_BS, labels_BS)
-    ahead = [F.pad(tokens_BS[:, k:], (0, k), value=0) for k in range(1, depths + 1)]
-    labels = [F.pad(labels_BS[:, k:], (0, k), value=_IGNORED) for k in range(1, depths + 1)]
-    return _Rows(tokens_BS, labels_BS, torch.stack(ahead, 1), torch.stack(labels, 1))
+    batch = Batch(tokens[:, :-1], labels_BS, torch.zeros_like(labels_BS), [])
+    ahead = look_ahead(batch, depths) if depths else (None, None)
+    positions_BS = torch.arange(SEQ_LEN).expand_as(labels_BS)
+    return LocalBatch(batch.tokens_BS, labels_BS, batch.documents_BS, positions_BS, *ahead)
 
 
 def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Iterator[float]:
@@ -185,57 +212,38 @@ def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Iterator[float]:
         optimizer.step()
 
 
-def _their_loss(oracle: Oracle, config: ModelConfig, rows: _Rows) -> Tensor:
+def _their_loss(oracle: Oracle, config: ModelConfig, batch: LocalBatch) -> Tensor:
     """The loss of the next token, as our model returns it; losses further ahead add gradients."""
-    logits, *ahead = oracle(rows.tokens_BS, rows.ahead_tokens_BKS)
-    loss = _cross_entropy(logits, rows.labels_BS)
-    if rows.ahead_labels_BKS is not None:
+    logits, *ahead = oracle(batch.tokens_BS, batch.ahead_tokens_BKS)
+    loss = _cross_entropy(logits, batch.labels_BS)
+    if batch.ahead_labels_BKS is not None:
         weight = config.mtp_loss_weight / config.num_mtp_layers
         for depth, logits in enumerate(ahead):
-            ahead_loss = weight * _cross_entropy(logits, rows.ahead_labels_BKS[:, depth])
+            ahead_loss = weight * _cross_entropy(logits, batch.ahead_labels_BKS[:, depth])
             loss = loss + ahead_loss - ahead_loss.detach()
     return loss
 
 
-def _their_gradients(oracle: Oracle, found: HFModel, rows: _Rows) -> dict[str, Tensor]:
+def _their_gradients(oracle: Oracle, found: HFModel, batch: LocalBatch) -> dict[str, Tensor]:
     """Returns the gradients of an oracle in float64 by our names: writes them and the buffers as a
     folder, and imports it."""
     with computing_in(torch.float64), TemporaryDirectory() as folder:
-        _their_loss(oracle, found.config, rows).backward()
+        _their_loss(oracle, found.config, batch).backward()
         holder = Decoder(found.config)
         tensors = {n: t if t.grad is None else t.grad for n, t in oracle.tensors().items()}
-        oracle.model.config.save_pretrained(folder)
-        save_file({n: t.detach().contiguous() for n, t in tensors.items()}, Path(folder, _WEIGHTS))
+        _write(oracle, tensors, folder)
         load_folder(holder, found, Path(folder))
     left_out = {name for group in tied_weights(found.config) for name in group[1:]}
     left_out |= {name for name, _ in holder.named_parameters() if ".indexer." in name}
     return {name: p.detach() for name, p in holder.named_parameters() if name not in left_out}
 
 
-def _our_loss(model: Decoder, rows: _Rows) -> Tensor:
-    ahead = rows.ahead_tokens_BKS, rows.ahead_labels_BKS
-    loss: Tensor = model(rows.tokens_BS, *_one_document(rows), rows.labels_BS, *ahead)
-    return loss
-
-
 @torch.no_grad()
-def _our_logits(model: Decoder, rows: _Rows) -> list[Tensor]:
+def _our_logits(model: Decoder, batch: LocalBatch) -> list[Tensor]:
     """Logits of the decoder and of each depth of multi-token prediction."""
-    hidden = model.hidden(rows.tokens_BS, *_one_document(rows), rows.ahead_tokens_BKS)
+    sequences = batch.tokens_BS, batch.documents_BS, batch.positions_BS
+    hidden = model.hidden(*sequences, batch.ahead_tokens_BKS)
     return [model.output(x_BSD) for x_BSD in hidden]
-
-
-@torch.no_grad()
-def _export_distance(model: Decoder, found: HFModel, rows: _Rows) -> float:
-    model.eval()
-    ours = model(rows.tokens_BS, *_one_document(rows))
-    return distance(ours, _exported_logits(model, found, rows.tokens_BS))
-
-
-def _one_document(rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Returns documents_BS and positions_BS of rows of one document each."""
-    positions_BS = torch.arange(rows.tokens_BS.shape[1]).expand_as(rows.tokens_BS)
-    return torch.zeros_like(rows.tokens_BS), positions_BS
 
 
 def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
@@ -271,6 +279,11 @@ def _gradient_distances(
     }
 
 
+def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:
+    """Returns the largest error and its name; NaN and no error at all are infinite."""
+    return max(((worst([error]), name) for name, error in errors.items()), default=(worst([]), ""))
+
+
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """Returns the norm of the difference over the norm of `theirs`; infinite for NaN in either."""
     assert ours.shape == theirs.shape
@@ -282,35 +295,27 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 # --- the export, and ties of the routing ----------------------------------------------------------
 
 
-def _exported_logits(decoder: Decoder, model: HFModel, tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, V] of the model that transformers loads from a float32 export."""
+@torch.no_grad()
+def _export_distance(decoder: Decoder, model: HFModel, batch: LocalBatch) -> float:
+    """Compares logits with those of the model that transformers loads from a float32 export."""
     tensors = _tensors(decoder)
     with TemporaryDirectory() as folder:
         target = Path(folder, "exported")
-        with _alone():
-            read = lambda name, box: tensors[name].detach()[box]  # noqa: E731
+        read = lambda name, box: tensors[name].detach()[box]  # noqa: E731
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
             export(model, _shapes(tensors), read, target, dtype=torch.float32)
+        finally:
+            dist.destroy_process_group()
         theirs = AutoModelForCausalLM.from_pretrained(
             target,
             dtype=torch.float32,
             attn_implementation="eager",
             experts_implementation="eager",
         )
-    with torch.no_grad(), FirstOfEqual():
-        return theirs.eval()(tokens_BS, use_cache=False).logits
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """A world of one process, which saving needs."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    ours = decoder.eval()(batch.tokens_BS, batch.documents_BS, batch.positions_BS)
+    with FirstOfEqual():
+        return distance(ours, theirs.eval()(batch.tokens_BS, use_cache=False).logits)
 
 
 def _watch_margins(model: Decoder, margins: list[float]) -> None:

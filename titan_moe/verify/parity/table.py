@@ -1,6 +1,7 @@
 """Agreement with `transformers` over all cases, as markdown and as records."""
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -8,8 +9,7 @@ import transformers
 from tqdm import tqdm
 
 from titan_moe.verify.gradients.compare import worst
-from titan_moe.verify.parity.cases import ParityCase, cases
-from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
+from titan_moe.verify.parity.check import BOUNDS, ParityCase, ParityResult, cases, compare
 
 _TYPES = (torch.float32, torch.float64)
 _HEADER = """\
@@ -55,7 +55,7 @@ def markdown(found: Found, num_seeds: int) -> str:
 def _cells(differences: list[ParityResult], bound: float) -> list[str]:
     cells = [
         worst(each.logits for each in differences),
-        worst(each.worst_gradient[0] for each in differences),
+        worst(each.gradient for each in differences),
         worst(each.losses for each in differences),
     ]
     exported = [each.exported for each in differences if each.exported is not None]
@@ -71,12 +71,7 @@ def records(found: Found) -> list[dict[str, Any]]:
             "option": case.option,
             "dtype": str(dtype).removeprefix("torch."),
             "seed": seed,
-            "logits": each.logits,
-            "gradient": each.worst_gradient[0],
-            "gradient_of": each.worst_gradient[1],
-            "losses": each.losses,
-            "exported": each.exported,
-            "margin": each.margin,
+            **asdict(each),
         }
         for case, by_type in found.items()
         for dtype, differences in by_type.items()

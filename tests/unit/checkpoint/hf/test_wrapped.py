@@ -18,8 +18,7 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import model_of
 from titan_moe.models.hf_settings import WRAPPERS
 from titan_moe.runtime.errors import RunError
-from titan_moe.verify.parity.cases import cases
-from titan_moe.verify.parity.check import distance, load_folder
+from titan_moe.verify.parity.check import cases, distance, load_folder
 from titan_moe.verify.parity.oracle import computing_in
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
