@@ -7,7 +7,6 @@ gathers and reductions, Patarasuk and Yuan 2009): an all-gather of n own bytes a
 """
 
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -38,8 +37,8 @@ class Flow(NamedTuple):
 class Volume(NamedTuple):
     """Holds the number of calls and the bytes that left this rank."""
 
-    calls: int
-    bytes: float
+    calls: int = 0
+    bytes: float = 0.0
 
 
 class CommCounter(TorchDispatchMode):
@@ -54,8 +53,7 @@ class CommCounter(TorchDispatchMode):
         super().__init__()
         self.groups: dict[str, str] = {}
         """Group name -> its axes, as `axes_of_groups` has them; others go by their description."""
-        self._calls: Counter[Flow] = Counter()
-        self._bytes: dict[Flow, float] = defaultdict(float)
+        self._sent: dict[Flow, Volume] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if any(issubclass(kind, DTensor) for kind in types):
@@ -81,17 +79,16 @@ class CommCounter(TorchDispatchMode):
         named = arguments_of(func, args)
         group = group_of(named)
         flow = Flow(self._axis(group), op)
-        self._calls[flow] += 1
-        self._bytes[flow] += bytes_sent(named, group)
+        calls, sent = self._sent.get(flow, Volume())
+        self._sent[flow] = Volume(calls + 1, sent + bytes_sent(named, group))
 
     def volumes(self) -> dict[Flow, Volume]:
         """All that was counted."""
-        return {flow: Volume(self._calls[flow], self._bytes[flow]) for flow in sorted(self._calls)}
+        return dict(sorted(self._sent.items()))
 
     def clear(self) -> None:
         """Forget what was counted."""
-        self._bytes.clear()
-        self._calls.clear()
+        self._sent.clear()
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         # The world's group serves the sums that end a step and, where all ranks shard them,

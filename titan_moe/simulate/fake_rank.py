@@ -224,7 +224,7 @@ class StepVolumes:
         first, second = self._before[-2:]
         found = {}
         for flow, (calls, sent) in self.total.items():
-            before, after = (each.get(flow, Volume(0, 0.0)) for each in (first, second))
+            before, after = (each.get(flow, Volume()) for each in (first, second))
             found[flow] = Volume(
                 calls + further * (after.calls - before.calls),
                 sent + further * (after.bytes - before.bytes),
