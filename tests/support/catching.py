@@ -11,7 +11,7 @@ from tests.support.planting import Bug, plant, planted_bugs
 from titan_moe.optim.schedules import set_lr
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import gate as gate_module
-from titan_moe.verify.gradients.compare import TensorDifference
+from titan_moe.verify.gradients.compare import TensorDifference, above_bound
 from titan_moe.verify.gradients.fixture import RATES
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import LocalState, RankReport, Task, verify_on_rank
@@ -36,7 +36,8 @@ def judge(
 
     def run_with_bug(fn: object, world_size: int, task: Task, **how: Any) -> list[RankReport]:
         reports = run_on_ranks(with_bug, world_size, bug, task, **how)
-        found.extend(difference for report in reports for difference in report.wrong)
+        for report in reports:
+            found.extend(above_bound(report.differences, task.job.training.dtype))
         return reports
 
     monkeypatch.setattr(gate_module, "run_on_ranks", run_with_bug)

@@ -15,14 +15,8 @@ from titan_moe.verify.gradients.compare import TensorDifference
 from titan_moe.verify.gradients.fixture import NUM_STEPS, make_batch
 from titan_moe.verify.gradients.worker import RankReport, Task
 
-OWN = [
-    "--config",
-    "configs/debug/compare.toml",
-    "--model.name",
-    "mixtral",
-    "--model.flavor",
-    "gate",
-]
+OWN = ["--config", "configs/debug/compare.toml"]
+OWN += ["--model.name", "mixtral", "--model.flavor", "gate"]
 UNFIT = [
     *("--training.max_norm", "inf", "--optimizer.weight_decay", "0", "--moe.z_loss_weight", "0"),
     *("--moe.row_alignment", "1", "--debug.moe_force_load_balance", "true"),
@@ -37,7 +31,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def run(_, world_size: int, task: Task, *, device: str, share_gpus: bool) -> list[RankReport]:
         given.append(task)
         equal = TensorDifference(NUM_STEPS, 0, "gradient", "norm.weight", 1e-15, 1.0)
-        return [RankReport(equal, num_compared=9, tails=1, paddings=1)] * world_size
+        return [RankReport([equal], [], tails=1, paddings=1)] * world_size
 
     def fixture(job: JobConfig, _, num_sequences: int) -> SimpleNamespace:
         return SimpleNamespace(batches=[make_batch(num_sequences, job.training.seq_len, 9, seed=1)])

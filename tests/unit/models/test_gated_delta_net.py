@@ -14,7 +14,7 @@ from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
 from titan_moe.ops.attention import choose_core
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule
-from titan_moe.verify.gradients.token_by_token import recur
+from titan_moe.verify.gradients.cores import recur
 
 CONFIG = replace(model_config("qwen3_next", "gate"), num_layers=4)
 KIMI = replace(model_config("kimi_linear", "gate"), num_layers=4)

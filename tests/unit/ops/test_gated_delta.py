@@ -18,7 +18,7 @@ from titan_moe.ops.gated_delta import (
     fla_rule,
     short_convolution,
 )
-from titan_moe.verify.gradients.token_by_token import TokenByToken, recur
+from titan_moe.verify.gradients.cores import TokenByToken, recur
 
 # Sequence length, chunk size, key heads, value heads of each, channels of keys, of values; and
 # whether the channels of a key decay apart.

@@ -17,7 +17,7 @@ from titan_moe.ops.sparse_attention import (
     select_keys,
     unpack_keys,
 )
-from titan_moe.verify.gradients.selected_pairs import SelectedPairs
+from titan_moe.verify.gradients.cores import SelectedPairs
 
 ROWS, LENGTH, HEADS, INDEX_HEADS = 2, 23, 3, 4
 DOCUMENTS_BS = torch.tensor([[0] * 9 + [1] * 14, [0] + [1] * 2 + [2] * 20])

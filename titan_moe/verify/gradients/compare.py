@@ -54,6 +54,11 @@ def worst(errors: Iterable[float]) -> float:
     return max((math.inf if math.isnan(each) else each for each in errors), default=math.inf)
 
 
+def above_bound(differences: Iterable[TensorDifference], dtype: str) -> list[TensorDifference]:
+    """Returns the differences that do not count as equal in a type, NaN among them."""
+    return [each for each in differences if not each.error <= TOLERANCES[dtype].bound]
+
+
 def by_cause(difference: TensorDifference) -> tuple[int, int, float]:
     """Sorts causes before what follows from them, the largest error of a quantity first."""
     return difference.step, _CAUSES_FIRST.index(difference.quantity), -difference.error

@@ -17,14 +17,13 @@ from titan_moe.distributed.parallelize import first_names
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, freeze, initial_std
+from titan_moe.verify.gradients.cores import AllPairs, SelectedPairs, TokenByToken
 from titan_moe.verify.gradients.reference import (
     IGNORED,
     Reference,
     Step,
     without_balance_losses,
 )
-from titan_moe.verify.gradients.selected_pairs import AllPairs, SelectedPairs
-from titan_moe.verify.gradients.token_by_token import TokenByToken
 
 NUM_STEPS = 2
 RATES = (1.0, 0.5)

@@ -14,7 +14,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-from titan_moe.verify.gradients.compare import TensorDifference, by_cause
+from titan_moe.verify.gradients.compare import TensorDifference, above_bound, by_cause
 from titan_moe.verify.gradients.fixture import (
     MAX_NORM,
     OWN_KEYS,
@@ -143,11 +143,13 @@ def _problems(result: Result, layout: Layout, reports: list[RankReport]) -> list
     """Fill in the result from the ranks' reports; returns a line for each problem."""
     axes = {axis: layout.size(axis) for axis in AXES}
     axes |= {"edp": layout.edp, "fsdp": layout.dp_shard * layout.cp, "batch": layout.data_ranks}
-    worst = max((report.worst for report in reports), key=lambda d: d.error)
-    result.num_compared = sum(report.num_compared for report in reports)
-    result.worst, result.worst_tensor = worst.error, f"{worst.quantity} {worst.name}".rstrip()
+    found = [difference for report in reports for difference in report.differences]
+    if found:
+        worst = max(found, key=lambda d: d.error)
+        result.worst, result.worst_tensor = worst.error, f"{worst.quantity} {worst.name}".rstrip()
+    result.num_compared = len(found)
     lines = [line for report in reports for line in report.problems]
-    lines += _lines([d for report in reports for d in report.wrong], axes)
+    lines += _lines(above_bound(found, result.dtype), axes)
     return lines
 
 

@@ -3,7 +3,6 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,15 +41,12 @@ class Task(NamedTuple):
     """"cuda": a rank trains on the GPU that is its current one."""
 
 
-@dataclass
-class RankReport:
-    """The differences on one rank."""
+class RankReport(NamedTuple):
+    """Holds the differences on one rank."""
 
-    worst: TensorDifference
-    wrong: list[TensorDifference] = field(default_factory=list)
-    """Differences above the bound."""
-    num_compared: int = 0
-    problems: list[str] = field(default_factory=list)
+    differences: list[TensorDifference]
+    """All that was compared."""
+    problems: list[str]
     """Problems that no error measures: a foreign parameter, other first weights."""
     tails: int = 0
     paddings: int = 0
@@ -64,9 +60,7 @@ def verify_on_rank(task: Task) -> RankReport:
     import_modules(task.job.job.imports)  # The process that read the configuration could.
     state = LocalState(task)
     if state.problems:
-        return RankReport(
-            TensorDifference(0, state.rank, "", "", 0.0, 1.0), problems=state.problems
-        )
+        return RankReport([], state.problems)
     state.fill()
     poison = Poison()
     poison.apply(state.moe_layers.values())
@@ -75,13 +69,7 @@ def verify_on_rank(task: Task) -> RankReport:
         for number, (result, snapshot) in enumerate(_train(state))
         for difference in state.compare(number, result, snapshot)
     ]
-    return RankReport(
-        worst=max(found, key=lambda d: d.error),
-        wrong=[d for d in found if not d.error <= TOLERANCES[task.job.training.dtype].bound],
-        num_compared=len(found),
-        tails=poison.tails,
-        paddings=poison.paddings,
-    )
+    return RankReport(found, [], poison.tails, poison.paddings)
 
 
 class LocalState:

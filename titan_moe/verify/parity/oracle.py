@@ -4,7 +4,7 @@ Imported where parity is checked only: `transformers` is a test dependency.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,10 +53,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        if dtype == torch.float64:
-            with _Lifted():
-                yield
-        else:
+        with _Lifted() if dtype == torch.float64 else nullcontext():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -101,21 +98,15 @@ class Oracle(nn.Module):
         """Logits [B, S, V], then those of each multi-token prediction layer, which reads the tokens
         k positions on: ahead_BKS."""
         with FirstOfEqual():
-            return self._logits(tokens_BS, ahead_BKS)
-
-    def _logits(self, tokens_BS: Tensor, ahead_BKS: Tensor | None) -> list[Tensor]:
-        hidden_BSD = self.model.model(tokens_BS, use_cache=False).last_hidden_state
-        logits = [self.model.lm_head(hidden_BSD)]
-        if self.mtp is None:
-            return logits
-        assert ahead_BKS is not None
-        positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-        for depth in range(self.mtp.num_mtp_layers):
-            hidden_BSD = self.mtp.forward_layer(
-                depth, hidden_BSD, positions_BS, None, input_ids=ahead_BKS[:, depth]
-            )
-            logits.append(self.model.lm_head(hidden_BSD))
-        return logits
+            hidden = [self.model.model(tokens_BS, use_cache=False).last_hidden_state]
+            positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+            for depth, ahead_BS in enumerate([] if ahead_BKS is None else ahead_BKS.unbind(1)):
+                assert self.mtp is not None
+                more = self.mtp.forward_layer(
+                    depth, hidden[-1], positions_BS, None, input_ids=ahead_BS
+                )
+                hidden.append(more)
+            return [self.model.lm_head(hidden_BSD) for hidden_BSD in hidden]
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
 """Our models against those of `transformers`, on tiny random weights."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ import torch
 from tests.support.tiers import split
 from titan_moe.cli.main import main
 from titan_moe.data.batch import Batch
-from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 from titan_moe.train_step import local_batch
@@ -47,55 +46,40 @@ def test_model_agrees_with_transformers_for_more_seeds(name: str, dtype: str, se
     _check(_CASES[name], seed, _TYPES[dtype])
 
 
-def _attention(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: replace(config, attention=replace(config.attention, **changes))
-
-
-def _moe(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: replace(config, moe=replace(config.moe, **changes))
-
-
-def _scaling(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
-    def change(config: ModelConfig) -> ModelConfig:
-        scaling = replace(config.rope.scaling, **changes)
-        return replace(config, rope=replace(config.rope, scaling=scaling))
-
-    return change
-
-
-def _local(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: replace(config, local=replace(config.local, **changes))
-
-
-def _indexer(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: _attention(indexer=replace(config.indexer, **changes))(config)
+def _changed(config: Any, path: str, changes: dict[str, Any]) -> Any:
+    """Returns a config with other fields in one of its parts, such as "rope.scaling"."""
+    first, _, rest = path.partition(".")
+    if first:
+        changes = {first: _changed(getattr(config, first), rest, changes)}
+    return replace(config, **changes)
 
 
 # Dimensions that may be wrong without a change of a weight's shape.
+_YARN = "deepseek_v2: YaRN, beyond its original length"
 _MISTAKES = {
-    "norm_eps": ("mixtral: plain", lambda config: replace(config, norm_eps=1e-4)),
-    "window": ("gpt_oss: plain", _local(size=11)),
-    "chunk": ("llama4: plain", _local(size=15)),
-    "positions everywhere": ("llama4: plain", _local(global_rotary=True)),
-    "QK norm": ("llama4: plain", _attention(qk_norm="none")),
-    "route_scale": ("deepseek_v3: plain", _moe(route_scale=1.0)),
-    "groups": ("deepseek_v3: plain", _moe(num_groups=1, top_groups=1)),
-    "rotated half": ("glm4_moe: plain", _attention(partial_rotary_factor=1.0)),
-    "bias in the choice of groups": ("glm4_moe: groups", _moe(group_score_top=1)),
-    "indexer's rope": ("deepseek_v32: plain", _indexer(pairing="neighbours")),
-    "indexer's rope of GLM-5": ("glm_moe_dsa: plain", _indexer(pairing="halves")),
-    "mscale": ("deepseek_v2: YaRN, beyond its original length", _scaling(mscale_all_dim=0.0)),
+    "norm_eps": ("mixtral: plain", "", {"norm_eps": 1e-4}),
+    "window": ("gpt_oss: plain", "local", {"size": 11}),
+    "chunk": ("llama4: plain", "local", {"size": 15}),
+    "positions everywhere": ("llama4: plain", "local", {"global_rotary": True}),
+    "QK norm": ("llama4: plain", "attention", {"qk_norm": "none"}),
+    "route_scale": ("deepseek_v3: plain", "moe", {"route_scale": 1.0}),
+    "groups": ("deepseek_v3: plain", "moe", {"num_groups": 1, "top_groups": 1}),
+    "rotated half": ("glm4_moe: plain", "attention", {"partial_rotary_factor": 1.0}),
+    "bias in the choice of groups": ("glm4_moe: groups", "moe", {"group_score_top": 1}),
+    "indexer's rope": ("deepseek_v32: plain", "attention.indexer", {"pairing": "neighbours"}),
+    "indexer's rope of GLM-5": ("glm_moe_dsa: plain", "attention.indexer", {"pairing": "halves"}),
+    "mscale": (_YARN, "rope.scaling", {"mscale_all_dim": 0.0}),
 }
 
 
 @pytest.mark.parametrize("mistake", split(_MISTAKES, ["window", "route_scale"]))
 def test_parity_sees_wrong_dimension(mistake: str, monkeypatch: pytest.MonkeyPatch):
-    name, change = _MISTAKES[mistake]
+    name, path, changes = _MISTAKES[mistake]
     right = parity.model_of
 
     def wrong(folder: Path) -> HFModel:
         model = right(folder)
-        return replace(model, config=change(model.config))
+        return replace(model, config=_changed(model.config, path, changes))
 
     monkeypatch.setattr(parity, "model_of", wrong)
     assert compare(_CASES[name], 0, torch.float64).worst > 1e-4
