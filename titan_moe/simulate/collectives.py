@@ -126,8 +126,7 @@ def smallest_task(
     microbatch = training.local_batch_size * parallel_dims(parallelism, world_size).size("batch")
     microbatches = min(2, training.global_batch_size // microbatch)
     training = training.model_copy(update={"seq_len": seq_len})
-    tables = {"training": training, "parallelism": parallelism}
-    small = whole.model_copy(update=tables | {"stages": []})
+    small = whole.model_copy(update={"training": training, "stages": []})
     config = replace(config, num_layers=layers)
     if problems := check(small, config, world_size):
         raise ConfigError(problems)

@@ -12,10 +12,10 @@ class Tolerance(NamedTuple):
     """The largest difference that counts as equal."""
 
     bound: float
-    """Largest relative error of a rank's part of a tensor."""
+    """Largest relative error of a rank's shard of a tensor."""
     floor: float
-    """The error of a rank's part is divided by the part's norm, but at least by this share of the
-    whole tensor's norm (of one expert's, for experts): a part that should be zero holds rounding
+    """The error of a rank's shard is divided by the shard's norm, but at least by this share of the
+    whole tensor's norm (of one expert's, for experts): a shard that should be zero holds rounding
     errors of larger numbers."""
 
 
@@ -29,7 +29,7 @@ TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
 
 class TensorDifference(NamedTuple):
-    """The difference of one rank's part of one tensor from the reference's, after one step."""
+    """The difference of one rank's shard of one tensor from the reference's, after one step."""
 
     step: int
     rank: int
@@ -67,9 +67,9 @@ def by_cause(difference: TensorDifference) -> tuple[int, int, float]:
 def compare(
     where: tuple[int, int, str, str], ours: Tensor, theirs: Tensor, *, floor: float
 ) -> TensorDifference:
-    """Compares a part as held with what it should be.
+    """Compares a shard as held with what it should be.
 
-    A part of another shape, or with NaN, is infinitely far off.
+    A shard of another shape, or with NaN, is infinitely far off.
 
     Args:
         where: step, rank, quantity and name.

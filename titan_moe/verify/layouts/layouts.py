@@ -159,11 +159,11 @@ def stages(layout: Layout) -> list[list[str]]:
     """The modules of each pipeline stage; one layer each, and the last takes what is left."""
     if layout.pp == 1:
         return []
-    parts = [[f"layers.{stage}"] for stage in range(layout.num_stages)]
-    parts[0].insert(0, "tok_embeddings")
-    parts[-1] += [f"layers.{layer}" for layer in range(layout.num_stages, depth(layout))]
-    parts[-1] += ["norm", "output"]
-    return parts
+    modules = [[f"layers.{stage}"] for stage in range(layout.num_stages)]
+    modules[0].insert(0, "tok_embeddings")
+    modules[-1] += [f"layers.{layer}" for layer in range(layout.num_stages, depth(layout))]
+    modules[-1] += ["norm", "output"]
+    return modules
 
 
 def num_sequences(layout: Layout) -> int:

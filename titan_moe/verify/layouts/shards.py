@@ -1,4 +1,4 @@
-"""The part of each parameter that each rank holds, from the layout's numbers alone.
+"""The shard of each parameter that each rank holds, from the layout's numbers alone.
 
 A second description of what titan_moe.distributed does with DTensors, to test it against:
 no mesh, no placement, no torch.
@@ -13,7 +13,7 @@ from titan_moe.models.decoder import TENSOR_PLAN
 from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
-"""The place of a part in the whole tensor."""
+"""The place of a shard in the whole tensor."""
 HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1}
 """The dim of a stack that etp cuts: the hidden dim; for b2 [E, D] the model's."""
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
@@ -69,7 +69,7 @@ class Shards:
         return list(range(place, len(self.stages), pp))
 
     def box(self, rank: int, name: str, shape: Sequence[int]) -> Box:
-        """The part of a parameter that a rank holds; it must be on one of its stages."""
+        """The place of a rank's shard of a parameter, which must be on one of its stages."""
         assert self.holds(rank, name), f"{name} is on no stage of rank {rank}"
         whole = [(0, size) for size in shape]
         if ".experts." in name:
@@ -91,10 +91,10 @@ class Shards:
         self, rank: int, held: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
     ) -> list[str]:
         """Returns a line for each parameter that a rank lacks, that belongs to another rank, or of
-        which it has a part of another shape.
+        which it has a shard of another shape.
 
         Args:
-            held: the shape of the part of each parameter that the rank holds.
+            held: the shape of each shard that the rank holds, by the name of its parameter.
             shapes: the shape of every parameter of the whole model.
         """
         wanted = {name for name in shapes if self.holds(rank, name)}
