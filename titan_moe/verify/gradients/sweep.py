@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.device import describe_device
 from titan_moe.runtime.revision import PACKAGE, code_in_words, package_hash, running_code
 from titan_moe.verify.gradients.gate import Gate, Result
@@ -34,9 +35,11 @@ def sweep(gate: Gate, tasks: Sequence[tuple[Layout, str]], folder: Path) -> Iter
     passed ones that `folder` knows from the same code are not repeated."""
     fingerprint = code_fingerprint(gate.job, gate.device)
     path = folder / RESULTS_FILE
+    path.touch()
     # The fingerprint does not cover modules from outside.
-    loaded = [] if gate.job.job.imports else _load(path, fingerprint)
-    known = {(r.layout, r.dtype): r for r in loaded if r.passed}
+    loaded = [] if gate.job.job.imports else read_json_lines(path)
+    same = [Result(**fields) for fields in loaded if fields.pop("code", None) == fingerprint]
+    known = {(result.layout, result.dtype): result for result in same if result.passed}
     with path.open("a", encoding="utf-8") as file:
         for layout, dtype in tasks:
             result = known.get((str(layout), dtype))
@@ -85,16 +88,3 @@ def gate_page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -
         facts=facts,
         made=made,
     )
-
-
-def _load(path: Path, fingerprint: str) -> list[Result]:
-    """Results of the same code; a line cut off by a kill is none."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if fields.pop("code", None) == fingerprint:
-            found.append(Result(**fields))
-    return found
