@@ -3,65 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from titan_moe.runtime.revision import code_in_words
+from titan_moe.verify.compare.cost import CostCheck
+from titan_moe.verify.compare.noise.band import Band, BandCheck
+from titan_moe.verify.compare.outcome import FirstDifference, Verdict
 from titan_moe.verify.compare.pinned_routes import Flips, flip_rows
-from titan_moe.verify.compare.records import RunRecord, relative_difference
-
-if TYPE_CHECKING:
-    from titan_moe.verify.compare.cost import CostCheck
-    from titan_moe.verify.compare.noise.band import Band, BandCheck
-
-
-_MAIN = ("loss", "grad_norm")
-_EXIT_CODES = {"IDENTICAL": 0, "INSIDE": 3, "DIFFERENT": 1, "UNJUDGED": 5}
-_EXIT_CODES |= {"TOO_SLOW": 6, "TOO_LARGE": 6, "COST_UNJUDGED": 5}
-
-
-class Verdict(Enum):
-    """The outcome of a comparison."""
-
-    IDENTICAL = "identical bits"
-    INSIDE = "inside the noise band"
-    DIFFERENT = "different"
-    UNJUDGED = "not identical, and nothing says how much rounding may do"
-    TOO_SLOW = "too slow"
-    TOO_LARGE = "too large"
-    COST_UNJUDGED = "its cost cannot be told from noise"
-
-    @property
-    def exit_code(self) -> int:
-        return _EXIT_CODES[self.name]
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """The step at which the candidate first left the band; without a band, the baseline's bits."""
-
-    step: int
-    quantity: str
-    """"loss", "grad_norm", "load of layers.1", ..."""
-    baseline: float
-    """The baseline's value; with a band, the middle of the band."""
-    candidate: float
-    mean_over: int = 1
-    """Steps, this one the last, whose mean is what left the band."""
-    distance: float | None = None
-    """Distance at this step, in limits of the band; None without a band."""
-
-    def line(self) -> str:
-        mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
-        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
-        if self.distance is None:
-            return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
-        return (
-            f"first outside {here}, the control runs have {self.baseline:.8g}; that is "
-            f"{self.distance:,.3g} times as far as rounding takes it"
-        )
+from titan_moe.verify.compare.records import COMPARED, RunRecord, compared, relative_difference
 
 
 @dataclass(frozen=True)
@@ -75,11 +26,11 @@ class Comparison:
     """The verdict on the curves."""
     first: FirstDifference | None = None
     """None if the verdict is IDENTICAL or INSIDE."""
-    band: "Band | None" = None
-    band_check: "BandCheck | None" = None
+    band: Band | None = None
+    band_check: BandCheck | None = None
     caveats: Sequence[str] = field(default_factory=list)
     """Reasons to trust the verdict less: another device, another torch, fewer steps, ..."""
-    costs: Sequence["CostCheck"] = ()
+    costs: Sequence[CostCheck] = ()
     """Time and memory, as far as they have limits."""
     free: "Comparison | None" = None
     """The same comparison with free routes, where this one is with pinned routes."""
@@ -131,18 +82,17 @@ class Comparison:
         found = [] if self.first is None else [self.first.line()]
         if self.band_check is not None and self.band is not None:
             found += _band_lines(self.band, self.band_check)
-        return found + [cost.line() for cost in self.costs]
+        return [*found, *(cost.line() for cost in self.costs)]
 
     def largest(self) -> dict[str, tuple[int, float]]:
         """Returns the step at which loss and gradient norm differ most, and by what share of the
         baseline's value; infinite where one run alone is finite."""
         first, second = self.baseline.curve, self.candidate.curve
         found = {}
-        for quantity in _MAIN:
-            if quantity in first.scalars and quantity in second.scalars:
-                share_S = relative_difference(first.scalars[quantity], second.scalars[quantity])
-                at = int(np.nan_to_num(share_S, nan=-1.0).argmax())
-                found[quantity] = first.steps[at], float(share_S[at])
+        for quantity in compared(first, second):
+            share_S = relative_difference(first.scalars[quantity], second.scalars[quantity])
+            at = int(np.nan_to_num(share_S, nan=-1.0).argmax())
+            found[quantity] = first.steps[at], float(share_S[at])
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -169,10 +119,13 @@ class Comparison:
         }
 
 
-def _band_lines(band: "Band", check: "BandCheck") -> list[str]:
+def _band_lines(band: Band, check: BandCheck) -> list[str]:
     """Lines on the candidate's largest distance, and on differences that the band cannot see."""
     step, quantity = check.furthest
-    widths = [f"{q} by {_half_width(band, q):.1e}" for q in _MAIN if q in band.quantities]
+    widths = []
+    for scalar in [q for q in COMPARED if q in band.quantities]:
+        low, high = band.edges(scalar)
+        widths.append(f"{scalar} by {math.sqrt(high[-1] / low[-1]) - 1:.1e}")
     return [
         f"largest distance of all steps: {check.statistic:,.3g} times as far as rounding takes it "
         f"(limit {check.limit:.3g}), at step {step}, by {quantity}; measured by the baseline and "
@@ -180,9 +133,3 @@ def _band_lines(band: "Band", check: "BandCheck") -> list[str]:
         "fails",
         f"too small to see at the last step: {' or '.join(widths)} of its value",
     ]
-
-
-def _half_width(band: "Band", quantity: str) -> float:
-    """Half the width of the band at its last step, as a share of the value."""
-    low, high = band.edges(quantity)
-    return float(math.sqrt(high[-1] / low[-1]) - 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.records import RunRecord
 
 WARM_UP = 5

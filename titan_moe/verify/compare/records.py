@@ -17,8 +17,10 @@ from titan_moe.runtime.errors import reason
 
 Array = NDArray[np.float64]
 
+COMPARED = ("loss", "grad_norm")
+"""Scalars that are compared bit by bit, and by their distance from a noise band."""
 LOAD_OF = "load of "
-_SCALARS = ("loss", "grad_norm", "mtp_loss", "validation_loss", "lr", "tokens_per_second")
+_SCALARS = (*COMPARED, "mtp_loss", "validation_loss", "lr", "tokens_per_second")
 _BUSIEST = "/max_over_mean"
 
 
@@ -57,6 +59,15 @@ class RunRecord:
 def moved_share(first_SE: Array, second_SE: Array) -> Array:
     """The share of rows that went to other experts, [S], if experts' rows are the same."""
     return np.abs(second_SE - first_SE).sum(1) / (2 * np.maximum(first_SE.sum(1), 1.0))
+
+
+def compared(ours: Curve, theirs: Curve) -> list[str]:
+    """Returns the scalars to compare: loss, and the gradient norm if it is in both. Raises
+    ConfigError without a common loss."""
+    both = [key for key in COMPARED if key in ours.scalars and key in theirs.scalars]
+    if "loss" not in both:
+        raise ConfigError(f"{ours.name} and {theirs.name} have no loss in common")
+    return both
 
 
 def relative_difference(first: Array, second: Array) -> Array:

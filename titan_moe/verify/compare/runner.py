@@ -15,12 +15,13 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.runtime import launch
 from titan_moe.train import check_all
 from titan_moe.verify.compare import cost
-from titan_moe.verify.compare.comparison import Comparison, Verdict
+from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.compare.launch import Launcher, num_nodes
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import (
     ROUTES,
     read_flips,

@@ -12,9 +12,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Section
 from titan_moe.config.parse import tomllib
-from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.plan import Plan, plan_of
 from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words

@@ -7,11 +7,18 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.stages import tokens_in_words
-from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
+from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
-from titan_moe.verify.compare.records import LOAD_OF, Array, Curve, RunRecord, moved_share
+from titan_moe.verify.compare.outcome import FirstDifference, Verdict
+from titan_moe.verify.compare.records import (
+    COMPARED,
+    LOAD_OF,
+    Curve,
+    RunRecord,
+    compared,
+    moved_share,
+)
 
-_COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
 """Control runs that a verdict should rest on. The bound of a band from 7 is several times that of
 a band from 24; from 12 it is 1.5 times as large."""
@@ -49,18 +56,17 @@ def compare_runs(
     _refuse_other_rows(ours, theirs)
     if first is not None:
         verdict = Verdict.UNJUDGED
-    curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
-    if len(controls) >= FEWEST_CONTROLS:
+    if first is not None and len(controls) >= FEWEST_CONTROLS:
+        curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
-        if first is not None and _is_blind(band, first):
+        if first.quantity not in band.quantities or _is_too_wide(band):
             caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
             band = None
-    if first is not None and band is not None:
-        band_check = band.check(theirs)
-        first = band_check.first
-        verdict = Verdict.INSIDE if first is None else Verdict.DIFFERENT
-        if verdict is Verdict.INSIDE:
-            caveats += _weak(band)
+        else:
+            band_check = band.check(theirs)
+            first = band_check.first
+            verdict = Verdict.INSIDE if first is None else Verdict.DIFFERENT
+            caveats += _weaknesses(band) if first is None else []
     return Comparison(
         title,
         replace(baseline, curve=ours),
@@ -90,37 +96,22 @@ def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:
 
 def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
     """The first step at which a number that both have is not the same; of a step, loss first."""
-    found: list[tuple[int, int, FirstDifference]] = []
-
-    def look(order: int, quantity: str, a_S: Array, b_S: Array) -> None:
-        other = np.flatnonzero(~((a_S == b_S) | (np.isnan(a_S) & np.isnan(b_S))))
-        if len(other):
-            at = int(other[0])
-            difference = FirstDifference(ours.steps[at], quantity, float(a_S[at]), float(b_S[at]))
-            found.append((at, order, difference))
-
-    keys = compared(ours, theirs)
-    for order, key in enumerate(keys):
-        look(order, key, ours.scalars[key], theirs.scalars[key])
-    layers = [layer for layer in ours.loads if layer in theirs.loads]
-    for order, layer in enumerate(layers, len(keys)):
+    pairs = {key: (ours.scalars[key], theirs.scalars[key]) for key in compared(ours, theirs)}
+    for layer in [layer for layer in ours.loads if layer in theirs.loads]:
         a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
         if a_SE.shape != b_SE.shape:
             raise ConfigError(
                 f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"
             )
         moved_S = moved_share(a_SE, b_SE)
-        look(order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
-    return min(found, key=lambda each: each[:2])[2] if found else None
-
-
-def compared(ours: Curve, theirs: Curve) -> list[str]:
-    """Returns the scalars to compare: loss, and the gradient norm if it is in both. Raises
-    ConfigError without a common loss."""
-    both = [key for key in _COMPARED if key in ours.scalars and key in theirs.scalars]
-    if "loss" not in both:
-        raise ConfigError(f"{ours.name} and {theirs.name} have no loss in common")
-    return both
+        pairs[f"{LOAD_OF}{layer}"] = np.zeros_like(moved_S), moved_S
+    found = []
+    for quantity, (a_S, b_S) in pairs.items():
+        differs_S = ~((a_S == b_S) | (np.isnan(a_S) & np.isnan(b_S)))
+        if differs_S.any():
+            at = int(differs_S.argmax())
+            found.append(FirstDifference(ours.steps[at], quantity, float(a_S[at]), float(b_S[at])))
+    return min(found, key=lambda each: each.step, default=None)
 
 
 def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
@@ -134,26 +125,23 @@ def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
 
 
 def common_steps(ours: Curve, theirs: Curve) -> list[int]:
+    """Returns the steps that both logged. Raises ConfigError without one, or where the first curve
+    is not finite at one: bits of NaN may agree, and that says nothing."""
     common = sorted(set(ours.steps) & set(theirs.steps))
     if not common:
         raise ConfigError(
             f"{ours.name} and {theirs.name} have no logged step in common: "
             "run both with metrics.log_freq=1"
         )
-    _refuse_not_finite(ours, common)
-    return common
-
-
-def _refuse_not_finite(baseline: Curve, steps: Sequence[int]) -> None:
-    """Bits of NaN may agree; that says nothing."""
-    curve = on_steps(baseline, steps)
+    curve = on_steps(ours, common)
     for key in compared(curve, curve):
-        broken = np.flatnonzero(~np.isfinite(curve.scalars[key]))
-        if len(broken):
-            step = steps[int(broken[0])]
+        finite_S = np.isfinite(curve.scalars[key])
+        if not finite_S.all():
+            step = common[int(finite_S.argmin())]
             raise ConfigError(
                 f"{curve.name}: {key} of step {step} is not finite: compare fewer --steps"
             )
+    return common
 
 
 def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
@@ -171,7 +159,10 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
             f"{others.get(name)} in {candidate.name}: start both from one seed checkpoint (without "
             "seed = false or --no-seed), or with one debug.seed"
         )
-    ours, theirs = _data(baseline.curve), _data(candidate.curve)
+    ours, theirs = (
+        dict(zip(run.curve.steps, run.curve.data or (), strict=False))
+        for run in (baseline, candidate)
+    )
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
     if other:
         raise ConfigError(
@@ -186,10 +177,6 @@ def _tokens_per_step(run: RunRecord) -> str:
         return ""
     stages = [{"from_step": 1, **run.facts}, *run.facts.get("stages", [])]
     return tokens_in_words({stage["from_step"]: stage["tokens_per_step"] for stage in stages})
-
-
-def _data(curve: Curve) -> dict[int, int]:
-    return {} if curve.data is None else dict(zip(curve.steps, curve.data, strict=True))
 
 
 def _sources(run: RunRecord) -> str:
@@ -217,7 +204,7 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
         if a != b:
             lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
     mine, other = set(quantities_of(ours)), set(quantities_of(theirs))
-    for kind in (*_COMPARED, LOAD_OF):
+    for kind in (*COMPARED, LOAD_OF):
         lacking = sorted(q for q in mine ^ other if q.startswith(kind))
         if lacking:
             names = {(theirs if q in mine else ours).name for q in lacking}
@@ -228,13 +215,12 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
     return lines
 
 
-def _is_blind(band: Band, first: FirstDifference) -> bool:
-    """Says whether this band says nothing about the difference."""
+def _is_too_wide(band: Band) -> bool:
     low, high = band.edges(band.quantities[0])
-    return first.quantity not in band.quantities or bool(np.log(high / low).max() > _TOO_WIDE)
+    return bool(np.log(high / low).max() > _TOO_WIDE)
 
 
-def _weak(band: Band) -> list[str]:
+def _weaknesses(band: Band) -> list[str]:
     """Returns the reasons why the band shows less than it could."""
     lines, number = [], len(band.curves) - 1
     if number < _ENOUGH:

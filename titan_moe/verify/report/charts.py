@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from titan_moe.verify.compare.comparison import Comparison, FirstDifference
+from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import Band
+from titan_moe.verify.compare.outcome import FirstDifference
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import Array, RunRecord, relative_difference
 from titan_moe.verify.report.data import Load, equal_steps

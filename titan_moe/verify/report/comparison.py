@@ -4,7 +4,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from titan_moe.verify.compare.comparison import Comparison, Verdict
+from titan_moe.verify.compare.comparison import Comparison
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.report.charts import (
     Panel,

@@ -10,9 +10,9 @@ import numpy as np
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
-from titan_moe.verify.compare.comparison import Comparison, Verdict
-from titan_moe.verify.compare.records import RunRecord
-from titan_moe.verify.compare.verdict import compared
+from titan_moe.verify.compare.comparison import Comparison
+from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.records import RunRecord, compared
 from titan_moe.verify.report.render import Table
 
 ABSENT = "\N{EM DASH}"

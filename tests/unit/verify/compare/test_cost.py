@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.cost import MEMORY, PAIRS, TIME, CostCheck, measure
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.records import read_run
 
 NOISY = Verdict.COST_UNJUDGED

@@ -17,9 +17,9 @@ from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
-from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher, TrainingError
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.plan import Plan, plan_of
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 from titan_moe.verify.compare.runner import Runner, compare, update_golden

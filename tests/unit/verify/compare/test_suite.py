@@ -18,11 +18,12 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare import forecast as forecast_module
 from titan_moe.verify.compare import suite as suite_module
-from titan_moe.verify.compare.comparison import Comparison, Verdict
+from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
 
 COSTS = {

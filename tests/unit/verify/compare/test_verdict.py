@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.verdict_cases import STEPS, changed, controls, run
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.verdict import compare_runs, on_steps
 

@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.comparison import FirstDifference
 from titan_moe.verify.compare.noise.fit import RESOLUTION, Array, Loads, Quantities, Scalar, shares
+from titan_moe.verify.compare.outcome import FirstDifference
 from titan_moe.verify.compare.records import LOAD_OF, Curve
 
 FEWEST_CONTROLS = 4

@@ -1,0 +1,49 @@
+"""Outcomes of a comparison: verdicts with their exit codes, and the first step that differs."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+_EXIT_CODES = {"IDENTICAL": 0, "INSIDE": 3, "DIFFERENT": 1, "UNJUDGED": 5}
+_EXIT_CODES |= {"TOO_SLOW": 6, "TOO_LARGE": 6, "COST_UNJUDGED": 5}
+
+
+class Verdict(Enum):
+    """The outcome of a comparison."""
+
+    IDENTICAL = "identical bits"
+    INSIDE = "inside the noise band"
+    DIFFERENT = "different"
+    UNJUDGED = "not identical, and nothing says how much rounding may do"
+    TOO_SLOW = "too slow"
+    TOO_LARGE = "too large"
+    COST_UNJUDGED = "its cost cannot be told from noise"
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES[self.name]
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The step at which the candidate first left the band; without a band, the baseline's bits."""
+
+    step: int
+    quantity: str
+    """"loss", "grad_norm", "load of layers.1", ..."""
+    baseline: float
+    """The baseline's value; with a band, the middle of the band."""
+    candidate: float
+    mean_over: int = 1
+    """Steps, this one the last, whose mean is what left the band."""
+    distance: float | None = None
+    """Distance at this step, in limits of the band; None without a band."""
+
+    def line(self) -> str:
+        mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
+        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
+        if self.distance is None:
+            return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
+        return (
+            f"first outside {here}, the control runs have {self.baseline:.8g}; that is "
+            f"{self.distance:,.3g} times as far as rounding takes it"
+        )
