@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> Answer:
     """
     from titan_moe.runtime.files import write_whole
     from titan_moe.verify.compare.records import read_run
-    from titan_moe.verify.report.runs import runs_page
+    from titan_moe.verify.report.pages import runs_page
 
     several, first = len(options.runs) > 1, options.runs[0]
     runs = [read_run(path, name=str(path) if several else "") for path in options.runs]

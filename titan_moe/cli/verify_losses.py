@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.launch import Launcher, workplace
     from titan_moe.verify.compare.runner import compare, update_golden
-    from titan_moe.verify.report.comparison import write_comparison
+    from titan_moe.verify.report.pages import write_comparison
 
     limits = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
     plan = replace(

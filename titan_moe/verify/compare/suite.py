@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,11 @@ from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.plan import Plan, plan_of
-from titan_moe.verify.compare.records import RunRecord
+from titan_moe.verify.compare.records import COMPARED, RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
 from titan_moe.verify.compare.runner import Progress, Runner
-from titan_moe.verify.report.charts import Panel, charts, run_panel
-from titan_moe.verify.report.comparison import write_comparison
+from titan_moe.verify.report.pages import write_comparison
+from titan_moe.verify.report.plots import Panel, charts, draw_curves
 from titan_moe.verify.report.render import render
 from titan_moe.verify.report.sections import layout_words
 
@@ -210,8 +211,10 @@ def _overlays(rows: Sequence[SuiteRow]) -> dict[str, Panel]:
             group = groups.setdefault(baseline.folder, [first])
             group.append(replace(candidate, name=row.name))
     return {
-        f"{quantity} of {', '.join(run.name for run in group)}": run_panel(group, quantity)
+        f"{key} of {', '.join(run.name for run in group)}": partial(
+            draw_curves, runs=group, quantity=key
+        )
         for group in groups.values()
         if len(group) > 2
-        for quantity in ("loss", "grad_norm")
+        for key in COMPARED
     }

@@ -75,15 +75,6 @@ def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:
     return Load("candidate - baseline", first.kind, first.steps, layers, signed=True)
 
 
-def equal_steps(comparison: Comparison, quantity: str) -> int:
-    """The number of steps if the quantity is the same in all of them and there is no band to draw
-    either; otherwise 0."""
-    first, second = comparison.baseline.curve.scalars, comparison.candidate.curve.scalars
-    if comparison.band is not None or quantity not in first or quantity not in second:
-        return 0
-    return len(first[quantity]) if np.array_equal(first[quantity], second[quantity]) else 0
-
-
 def over_mean(load_SE: Array) -> Array:
     """Rows of each expert over the step's mean of all experts; 0 in a step without rows."""
     mean_S = load_SE.mean(1, keepdims=True)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 PALETTE = {
     "ink": ("#222222", "#e4e4e4"),
@@ -15,14 +14,14 @@ PALETTE = {
     "bad": ("#cc2222", "#ff7b72"),
     "good": ("#118833", "#5fc97e"),
     "warn": ("#a05a00", "#f0b455"),
-    "one": ("#0072b2", "#5cb8f0"),
-    "two": ("#d55e00", "#ff9350"),
-    "three": ("#009e73", "#3fd1a4"),
-    "four": ("#b5559a", "#e493c8"),
-    "five": ("#8a6d00", "#d8bb3c"),
-    "six": ("#3aa0dd", "#9fd8ff"),
-    "seven": ("#5b4bc4", "#a99bff"),
-    "eight": ("#555555", "#bbbbbb"),
+    "series-1": ("#0072b2", "#5cb8f0"),
+    "series-2": ("#d55e00", "#ff9350"),
+    "series-3": ("#009e73", "#3fd1a4"),
+    "series-4": ("#b5559a", "#e493c8"),
+    "series-5": ("#8a6d00", "#d8bb3c"),
+    "series-6": ("#3aa0dd", "#9fd8ff"),
+    "series-7": ("#5b4bc4", "#a99bff"),
+    "series-8": ("#555555", "#bbbbbb"),
     "band": ("#56b4e9", "#3f8fc4"),
 }
 """Colours by name, in the light and in the dark scheme; neighbours can be told apart without colour
@@ -46,9 +45,8 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    folder = files("titan_moe.verify.report") / "templates"
     return Environment(
-        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        loader=PackageLoader("titan_moe.verify.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

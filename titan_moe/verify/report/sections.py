@@ -10,9 +10,7 @@ import numpy as np
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
-from titan_moe.verify.compare.comparison import Comparison
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import RunRecord, compared
+from titan_moe.verify.compare.records import COMPARED, RunRecord
 from titan_moe.verify.report.render import Table
 
 ABSENT = "\N{EM DASH}"
@@ -28,20 +26,23 @@ _DRAWN = 2
 _QUIET = ("job.", "metrics.", "profiling.", "comm.", "debug.routing_record", "debug.capture_step")
 
 
-# --- what runs are --------------------------------------------------------------------------------
-
-
-def all_notes(runs: Sequence[RunRecord]) -> list[str]:
-    """Lines that a reader must know before trusting the runs' curves."""
-    return [line for run in runs for line in _notes(run)]
+def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Returns what the templates of all pages are given about their runs."""
+    return {
+        "notes": [line for run in runs for line in _notes(run)],
+        "layouts": _layouts(runs),
+        "configuration": _configuration(runs),
+        "environment": _environment(runs),
+    }
 
 
 def _notes(run: RunRecord) -> list[str]:
+    """Returns lines that a reader must know before trusting the run's curves."""
     found = []
     curve, planned = run.curve, run.config.get("training", {}).get("steps")
     if planned is not None and curve.steps[-1] < planned:
         found.append(f"{run.name}: its last step is {curve.steps[-1]} of {planned}")
-    for quantity in ("loss", "grad_norm"):
+    for quantity in COMPARED:
         if quantity not in curve.scalars:
             found.append(f"{run.name}: no {quantity} was logged")
             continue
@@ -51,10 +52,8 @@ def _notes(run: RunRecord) -> list[str]:
                 f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
                 f"{len(curve.steps)} steps, first in step {curve.steps[int(broken[0])]}"
             )
-    missing = [
-        file for file, had in (("run.json", run.facts), ("config.toml", run.config)) if not had
-    ]
-    if missing:
+    files = {"run.json": run.facts, "config.toml": run.config}
+    if missing := [file for file, content in files.items() if not content]:
         found.append(f"{run.name}: left no {' and no '.join(missing)}")
     return found
 
@@ -68,54 +67,24 @@ def layout_words(run: RunRecord) -> str:
     return ", ".join(words) or "one rank"
 
 
-def labelled(comparison: Comparison) -> Comparison:
-    """The comparison, with "baseline" and "candidate" in the names of its runs."""
-    baseline, candidate = (
-        run if run.name == role else replace(run, name=f"{role} {run.name}")
-        for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
-    )
-    return replace(comparison, baseline=baseline, candidate=candidate)
-
-
-def detail(comparison: Comparison) -> str:
-    """The reasons of the verdict, as the command prints them; or what was compared."""
-    words = [f"{line[0].upper()}{line[1:]}." for line in comparison.reasons()]
-    if comparison.verdict is Verdict.IDENTICAL:
-        first, second = comparison.baseline.curve, comparison.candidate.curve
-        loads = sum(layer in second.loads for layer in first.loads)
-        known = compared(first, second)
-        known += [f"loads of {loads} layers"] if loads else []
-        words.append(f"Compared in {len(first.steps)} steps: {', '.join(known)}.")
-    return " ".join(words)
-
-
-# --- tables ---------------------------------------------------------------------------------------
-
-
-def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def _configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The keys that are not the same in all runs; of one run, those that are not the defaults."""
-    known = [run for run in runs if run.config]
     lines = [
         f"{run.name}: the configuration is unknown, for there is no config.toml."
         for run in runs
         if not run.config
     ]
-    if not known:
-        return {"lines": lines, "table": None}
-    if len(known) == 1:
+    known = [run for run in runs if run.config]
+    if is_one := len(known) == 1:
         defaults = JobConfig().model_dump(mode="json", exclude_none=True)
-        pair = known[0], replace(known[0], config=defaults)
-        rows = [row for row in differing_keys(pair) if row[1] != ABSENT]
-        said = f"{len(rows)} keys of {known[0].name} are not at their defaults."
-        return {"lines": [*lines, said], "table": Table(["key", "value", "default"], rows)}
-    rows = differing_keys(known)
-    if not rows:
-        return {"lines": [*lines, "All keys are the same."], "table": None}
+        known.append(replace(known[0], name="default", config=defaults))
+    rows = [row for row in differing_keys(known) if not is_one or row[1] != ABSENT]
     kinds = ["quiet" if row[0].startswith(_QUIET) else "" for row in rows]
     quiet = kinds.count("quiet")
-    said = f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}."
-    heads = ["key", *(run.name for run in known)]
-    return {"lines": [*lines, said], "table": Table(heads, rows, kinds=kinds)}
+    if known:
+        lines.append(f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}.")
+    table = Table(["key", *(run.name for run in known)], rows, kinds=kinds) if rows else None
+    return {"lines": lines, "table": table}
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
@@ -129,7 +98,7 @@ def differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
     return sorted(rows, key=lambda row: row[0].startswith(_QUIET))
 
 
-def environment(runs: Sequence[RunRecord]) -> Table:
+def _environment(runs: Sequence[RunRecord]) -> Table:
     """Code, torch, device, data, ...; facts that are not the same in all runs are marked."""
     tables = [_flat({k: v for k, v in run.facts.items() if k != "layout"}) for run in runs]
     keys = dict.fromkeys(key for facts in tables for key in facts)
@@ -153,31 +122,22 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-# --- layouts --------------------------------------------------------------------------------------
-
-
-def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Every run's ranks in both views, each rank once in each; above 64 ranks the first of each
     axis. A layout that several runs share is drawn once."""
-    groups: dict[object, list[RunRecord]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        sizes = run.facts.get("layout") or {}
-        groups.setdefault(tuple(sizes.items()) or id(run), []).append(run)
-    return [
-        {
-            "names": ", ".join(run.name for run in alike),
-            "words": layout_words(alike[0]),
-            "views": [_mesh_view(name, sizes) for name in _VIEWS] if sizes else [],
-        }
-        for alike in groups.values()
-        for sizes in [alike[0].facts.get("layout")]
-    ]
-
-
-def _mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a world in one of _VIEWS, and how many boxes to draw of each axis."""
-    axes, modules = _VIEWS[name]
-    larger = [(axis, int(sizes[axis])) for axis in axes if sizes.get(axis, 1) > 1]
-    world = prod(size for _, size in larger)
-    most = world if world <= _ALL_DRAWN else _DRAWN
-    return {"name": name, "modules": modules, "axes": larger, "world": world, "most": most}
+        groups.setdefault(layout_words(run), []).append(run)
+    found = []
+    for words, alike in groups.items():
+        sizes, views = alike[0].facts.get("layout") or {}, []
+        for name, (axes, modules) in _VIEWS.items() if sizes else ():
+            larger = [(axis, sizes[axis]) for axis in axes if sizes.get(axis, 1) > 1]
+            world = prod(size for _, size in larger)
+            most = world if world <= _ALL_DRAWN else _DRAWN
+            views.append(
+                {"name": name, "modules": modules, "axes": larger, "world": world, "most": most}
+            )
+        names = ", ".join(run.name for run in alike)
+        found.append({"names": names, "words": words, "views": views})
+    return found

@@ -11,7 +11,7 @@ from tests.support.paths import REPO
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
-from titan_moe.verify.report.runs import runs_page
+from titan_moe.verify.report.pages import runs_page
 
 
 def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Path:
