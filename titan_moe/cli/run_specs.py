@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_moe.cli.command import add_ranks, not_negative, positive
 
@@ -24,8 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     add_ranks(parser, default=None, says="ranks of each run; default: the GPUs found, else 2")
 
 
-def read_plan(options: argparse.Namespace) -> "Plan":
-    """Returns what to compare; raises ConfigError."""
+def read_plan(options: argparse.Namespace, **more: Any) -> "Plan":
+    """Returns what to compare; raises ConfigError.
+
+    Args:
+        more: fields of the plan that these arguments do not have.
+    """
     from titan_moe.config.named import find_config
     from titan_moe.verify.compare.plan import plan_of
     from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides
@@ -43,4 +47,5 @@ def read_plan(options: argparse.Namespace) -> "Plan":
         num_control_runs=options.repeats,
         steps=options.steps,
         control_layouts=options.control_layouts,
+        **more,
     )

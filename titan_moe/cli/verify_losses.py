@@ -23,7 +23,6 @@ error in titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
-from dataclasses import replace
 
 from titan_moe.cli import run_specs
 from titan_moe.cli.command import Answer, Command, add_out, path_of
@@ -51,13 +50,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.runner import compare, update_golden
     from titan_moe.verify.report.pages import write_comparison
 
-    limits = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
-    plan = replace(
-        run_specs.read_plan(options),
-        seed=not options.no_seed,
-        pin_routing=options.pin_routing,
-        **limits,
-    )
+    more = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
+    more |= {"seed": not options.no_seed, "pin_routing": options.pin_routing}
+    plan = run_specs.read_plan(options, **more)
     launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:

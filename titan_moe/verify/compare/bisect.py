@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.plan import Plan
-from titan_moe.verify.compare.records import Curve, RunRecord
+from titan_moe.verify.compare.records import COMPARED, Curve, relative_difference
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
@@ -21,6 +23,9 @@ from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.finding import Finding
 from titan_moe.verify.localize.localize import locate, uncompared
+
+_ROUTES = "routing"
+"""The folder of the baseline's routing record, in the run's own."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,13 @@ def bisect(
 class Bisection(Runner):
     """Runs with captures of one step."""
 
-    def check(self) -> None:
+    def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run."""
         for spec in (self.plan.baseline, self.plan.candidate):
             if spec.path is not None:
                 remedy = f"config={spec.path / 'config.toml'} ranks=N"
                 raise ConfigError(f"{spec.path} is a finished run: train it again, as {remedy}")
-        super().check()
+        super().check(*more)
 
     def steps(self) -> list[int]:
         """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
@@ -102,107 +107,86 @@ class Bisection(Runner):
 
     def at(self, step: int) -> StepFinding:
         """Train this step of both runs from the baseline's state before it, and compare."""
-        before = self._baseline(step)
-        start = self._start(before, step)
-        candidate = self._captured(self.plan.candidate, f"step-{step}/candidate", step, *start)
-        baseline = _read(before)
-        controls = self._controls(step, start)
-        finding, alone = locate(baseline, candidate, controls), uncompared(baseline, candidate)
-        if finding is None or not finding.is_tie:
-            return StepFinding(step, finding, uncompared=alone)
-        words = (*start, *self._replay(step))
-        name = f"step-{step}/candidate-replayed"
-        candidate = self._captured(self.plan.candidate, name, step, *words)
-        return StepFinding(step, finding, locate(baseline, candidate, controls), alone)
-
-    def _baseline(self, step: int) -> RunRecord:
-        """Trains the baseline from the first step to this one, with a checkpoint before it."""
-        words: Words = ()
-        if step > 1:
-            words = (
-                ("checkpoint.enable", "true"),
-                ("checkpoint.load_only", "false"),
-                ("checkpoint.interval", str(step - 1)),
-                ("checkpoint.keep_latest_k", "0"),
-            )
-        if self._routes():
-            words = (*words, ("debug.routing_record", str(self._record_of(step))))
-        name = f"step-{step}/baseline"
-        return self._run(self.plan.baseline, name, *self._until(step), *words)
-
-    def _start(self, baseline: RunRecord, step: int) -> Words:
-        """Returns the keys that start a run from the baseline's state."""
-        if step == 1:
-            return ()
-        assert baseline.folder is not None
-        return (
-            ("checkpoint.enable", "true"),
-            ("checkpoint.load_only", "true"),
-            (
-                "checkpoint.initial_load_path",
-                str(baseline.folder / "checkpoint" / f"step-{step - 1}"),
-            ),
-            ("checkpoint.initial_load_model_only", "false"),
-            ("checkpoint.initial_load_in_hf", "false"),
-        )
-
-    def _controls(self, step: int, start: Words) -> list[Capture]:
-        """Captures the step in other orders and layouts, and in float32 for a run of low precision:
-        the effect of rounding. All keep the baseline's routing, because one other choice would hide
-        all later differences."""
-        baseline = self.plan.baseline
-        variations = self.variations() if self.plan.num_control_runs else []
-        if variations and self._bound() > ROUNDING["float32"].bound:
-            variations.append((baseline, (("training.mixed_precision_param", "float32"),)))
-        return [
-            self._captured(
-                spec, f"step-{step}/control-{number}", step, *start, *words, *self._replay(step)
-            )
-            for number, (spec, words) in enumerate(variations, 1)
-        ]
-
-    def _captured(self, spec: RunSpec, name: str, step: int, *more: tuple[str, str]) -> Capture:
-        return _read(self._run(spec, name, *self._until(step), *more))
-
-    def _until(self, step: int) -> Words:
-        """End with this step, at the learning rate that it has in the whole training."""
         job = self._job(self.plan.baseline)
         total = job.lr_scheduler.total_steps or self.plan.steps or job.training.steps
-        return (
+        # It ends with this step, at the learning rate that it has in the whole training.
+        ends = (
             ("training.steps", str(step)),
             ("lr_scheduler.total_steps", str(total)),
             ("debug.capture_step", str(step)),
         )
 
+        def train(spec: RunSpec, name: str, *words: tuple[str, str]) -> Path:
+            folder = self._run(spec, f"step-{step}/{name}", *ends, *words).folder
+            assert folder is not None
+            return folder
+
+        record: Words = ()
+        replay: Words = ()
+        if model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance:
+            record = (("debug.routing_record", _ROUTES),)
+        before = train(self.plan.baseline, "baseline", *_saved(step - 1), *record)
+
+        def capture(spec: RunSpec, name: str, *words: tuple[str, str]) -> Capture:
+            return read_capture(train(spec, name, *_loaded(before, step - 1), *words) / FOLDER)
+
+        if record:
+            replay = (("debug.routing_replay", str(before / _ROUTES)),)
+        baseline = read_capture(before / FOLDER)
+        candidate = capture(self.plan.candidate, "candidate")
+        # All keep the baseline's routing: one other choice would hide all later differences.
+        controls = [
+            capture(spec, f"control-{number}", *words, *replay)
+            for number, (spec, words) in enumerate(self._variations(), 1)
+        ]
+        finding, alone = locate(baseline, candidate, controls), uncompared(baseline, candidate)
+        if finding is None or not finding.is_tie:
+            return StepFinding(step, finding, uncompared=alone)
+        candidate = capture(self.plan.candidate, "candidate-replayed", *replay)
+        return StepFinding(step, finding, locate(baseline, candidate, controls), alone)
+
+    def _variations(self) -> list[tuple[RunSpec, Words]]:
+        """Returns the baseline in other orders and layouts, and in float32 for a run of low
+        precision, which show the effect of rounding."""
+        found = [(spec, words) for spec, _, words in self.control_plan()]
+        if found and self._bound() > ROUNDING["float32"].bound:
+            found.append((self.plan.baseline, (("training.mixed_precision_param", "float32"),)))
+        return found
+
     def _bound(self) -> float:
         return ROUNDING[compute_dtype(self._job(self.plan.baseline))].bound
 
-    def _record_of(self, step: int) -> Path:
-        return (self.launcher.folder / f"step-{step}" / "baseline" / "routing").resolve()
 
-    def _replay(self, step: int) -> Words:
-        if not self._routes():
-            return ()
-        return (("debug.routing_replay", str(self._record_of(step))),)
+def _saved(step: int) -> Words:
+    """Returns the keys of a run that saves its state after a step; none before the first."""
+    if not step:
+        return ()
+    return (
+        ("checkpoint.enable", "true"),
+        ("checkpoint.load_only", "false"),
+        ("checkpoint.interval", str(step)),
+        ("checkpoint.keep_latest_k", "0"),
+    )
 
-    def _routes(self) -> bool:
-        """Says whether there is a routing that could change."""
-        job = self._job(self.plan.baseline)
-        return model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
 
-
-def _read(run: RunRecord) -> Capture:
-    assert run.folder is not None
-    return read_capture(run.folder / FOLDER)
+def _loaded(folder: Path, step: int) -> Words:
+    """Returns the keys of a run that starts from what `_saved` makes a run in this folder save."""
+    if not step:
+        return ()
+    return (
+        ("checkpoint.enable", "true"),
+        ("checkpoint.load_only", "true"),
+        ("checkpoint.initial_load_path", str(folder / "checkpoint" / f"step-{step}")),
+        ("checkpoint.initial_load_model_only", "false"),
+        ("checkpoint.initial_load_in_hf", "false"),
+    )
 
 
 def _first_beyond(ours: Curve, theirs: Curve, bound: float) -> int | None:
     """The first step at which the loss or the gradient norm is off by more than this share."""
     steps = sorted(set(ours.steps) & set(theirs.steps))
     a, b = on_steps(ours, steps), on_steps(theirs, steps)
-    for place, step in enumerate(steps):
-        for key in ("loss", "grad_norm"):
-            x, y = float(a.scalars[key][place]), float(b.scalars[key][place])
-            if not abs(x - y) <= bound * abs(x):
-                return step
-    return None
+    beyond_S = np.zeros(len(steps), bool)
+    for key in COMPARED:
+        beyond_S |= ~(relative_difference(a.scalars[key], b.scalars[key]) <= bound)
+    return steps[int(beyond_S.argmax())] if beyond_S.any() else None

@@ -20,11 +20,13 @@ class Training:
     """A training that a comparison may need, finished or not."""
 
     place: Place
-    is_control: bool
-    ranks: int
     steps: int
     flops: float
     """Matrix products of all steps, forward and backward, without recomputation."""
+
+    @property
+    def ranks(self) -> int:
+        return self.place.spec.world_size
 
 
 class Forecast:
@@ -53,11 +55,12 @@ class Forecast:
         self._todo.append((name, [each for each, seconds in pairs if seconds is None]))
 
     @contextmanager
-    def training(self, training: Training) -> Iterator[str]:
+    def training(self, place: Place) -> Iterator[str]:
         """Measures a training. Yields its number, and the time that it and the rest may take; "" if
         it is finished already, or not counted."""
         todo, started = self._all, time.perf_counter()
-        if training.place.seconds is not None or not todo:
+        training = next((each for each in todo if each.place.folder == place.folder), None)
+        if place.seconds is not None or training is None:
             yield ""
             return
         left = self._time(todo[self._begun :])
@@ -68,7 +71,7 @@ class Forecast:
 
     def line(self) -> str:
         """Returns the number of trainings, an estimate of their time, and what it rests on."""
-        controls, found = sum(each.is_control for each in self._all), len(self._measured)
+        controls, found = _num_controls(self._all), len(self._measured)
         line = f"at most {len(self._all)} trainings, {controls} of them control runs"
         basis = f"if they reach {MFU:.0%} of {self._gpu} peak, start-up aside"
         if found:
@@ -82,7 +85,7 @@ class Forecast:
             {
                 "comparison": name,
                 "trainings": len(todo),
-                "control runs": sum(each.is_control for each in todo),
+                "control runs": _num_controls(todo),
                 "ranks": " ".join(map(str, sorted({each.ranks for each in todo}))),
                 "steps": " ".join(map(str, sorted({each.steps for each in todo}))),
                 "estimate": self._time(todo),
@@ -112,6 +115,10 @@ class Forecast:
         gpu_hours = sum(each.flops for each in trainings) * spent / flops / 3600
         on_gpus = self._here or not self._measured
         return duration(seconds) + (f" ({gpu_hours:,.1f} GPU hours)" if on_gpus else "")
+
+
+def _num_controls(trainings: Sequence[Training]) -> int:
+    return sum("control/" in each.place.name for each in trainings)
 
 
 def duration(seconds: float) -> str:

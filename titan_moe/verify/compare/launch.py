@@ -51,8 +51,11 @@ class TrainingError(RunError):
 
 @dataclass(frozen=True)
 class Place:
-    """A run's folder, which need not exist yet."""
+    """A training and its folder, which need not exist yet."""
 
+    spec: RunSpec
+    name: str
+    """Its name in a comparison: "baseline", "control/03", ..."""
     folder: Path
     mark: str
     """Hash of everything that determines the run."""
@@ -82,18 +85,29 @@ class Launcher:
             )
         return code
 
-    def run(
-        self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False
-    ) -> RunRecord:
-        """Train in the folder `name`, unless it has been done.
+    def place(self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False) -> Place:
+        """Returns where a run trains or has trained, and starts nothing.
 
         Args:
             more: keys that override the run's own.
-            fresh: train now, in a folder that no other comparison shares.
+            fresh: train in any case, in a folder that no other comparison shares.
+        """
+        code = self.code(spec)
+        arguments = spec.arguments(*more)
+        mark = _mark(spec, code, arguments)
+        shared = None if fresh else self.shared
+        folder = self.folder / name if shared is None else shared / mark[:16]
+        seconds = None if fresh else _seconds(folder, mark)
+        return Place(spec, name, folder.resolve(), mark, arguments, seconds)
+
+    def run(self, place: Place) -> RunRecord:
+        """Trains, unless it has been done, and reads the run.
 
         Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
         """
-        record = read_run(self._ensure(spec, name, *more, fresh=fresh).folder, name=name)
+        self.ensure(place)
+        name, spec = place.name, place.spec
+        record = read_run(place.folder, name=name)
         ranks = record.facts.get("world_size")
         if None not in (ranks, spec.ranks) and ranks != spec.ranks:
             raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
@@ -102,43 +116,21 @@ class Launcher:
             raise TrainingError(f"{name} is not what was asked for: {problem}")
         return replace(record, facts={**record.facts, "told": code.description})
 
-    def seed(self, spec: RunSpec, name: str, *more: tuple[str, str], write: bool = True) -> Path:
-        """A run's initial weights as a checkpoint, in the folder `name`.
-
-        Args:
-            write: False: returns only the path.
-        """
-        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
-        make = self._ensure if write else self.place
-        return make(spec, name, *more, *switches).folder / "checkpoint" / "step-0"
-
-    def place(self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False) -> Place:
-        """Returns where `run` trains or has trained, and starts nothing."""
-        code = self.code(spec)
-        arguments = spec.arguments(*more)
-        mark = _mark(spec, code, arguments)
-        shared = None if fresh else self.shared
-        folder = self.folder / name if shared is None else shared / mark[:16]
-        seconds = None if fresh else _seconds(folder, mark)
-        return Place(folder.resolve(), mark, arguments, seconds)
-
-    def _ensure(
-        self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False
-    ) -> Place:
-        place = self.place(spec, name, *more, fresh=fresh)
+    def ensure(self, place: Place) -> None:
+        """Trains in a place, unless it has been done."""
         if place.seconds is None:
             _clear(place.folder)
             _note(place, seconds=None)
             started = time.perf_counter()
-            self._train(spec, self.code(spec), place.folder, place.arguments)
-            self.code(spec)
+            self._train(place)
+            self.code(place.spec)
             _note(place, seconds=time.perf_counter() - started)
-        return place
 
-    def _train(self, spec: RunSpec, code: CodeTree, folder: Path, arguments: list[str]) -> None:
+    def _train(self, place: Place) -> None:
+        spec, code, folder = place.spec, self.code(place.spec), place.folder
         command, variables = _command(spec, code.folder)
         # What a run writes lies in its own folder, unless it is named elsewhere.
-        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        pairs = zip(place.arguments[::2], place.arguments[1::2], strict=True)
         placed = [w for k, v in pairs for w in (k, str(folder / v) if k in _WRITTEN else v)]
         words = [*command, *spec.file(), *placed, "--job.dump_folder", str(folder)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
@@ -19,7 +18,7 @@ from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
-from titan_moe.verify.compare.launch import Launcher, num_nodes
+from titan_moe.verify.compare.launch import Launcher, Place, num_nodes
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import (
@@ -106,23 +105,23 @@ class Runner:
                 f"baseline={plan.baseline.text!r} and candidate={plan.candidate.text!r} are the "
                 "same training: say what differs, such as revision=main or layout=tp=2"
             )
-        try:
-            self.check()
-        except ConfigError as error:
-            lines += error.lines
-        if lines:
-            raise ConfigError(lines)
+        self.check(*lines)
+        trainings = list(self._trainings())
+        if plan.pin_routing:
+            self._refuse_routes(trainings)
         self.forecast = forecast
-        forecast.add(plan.title, self._trainings())
+        forecast.add(plan.title, trainings)
 
-    def check(self) -> None:
-        """Raises ConfigError with a line for everything wrong that is known before a run."""
-        lines: list[str] = []
+    def check(self, *more: str) -> None:
+        """Raises ConfigError with a line for everything wrong that is known before a run.
+
+        Args:
+            more: lines of the caller's.
+        """
+        lines, pair = list(more), (self.plan.baseline, self.plan.candidate)
         tokens: dict[str, None] = {}
         steps: set[int] = set()
-        for spec in (self.plan.baseline, self.plan.candidate):
-            if spec.path is not None:
-                continue
+        for spec in [spec for spec in pair if spec.path is None]:
             try:
                 code = self.launcher.code(spec)
                 job = self._job(spec)
@@ -156,8 +155,8 @@ class Runner:
             self.progress("the baseline is a finished run: only bits are compared")
         if self.plan.limits and (self.plan.steps or steps):
             lines += self._cost_problems(self.plan.steps or min(steps, default=0))
-        if self.plan.pin_routing and not lines:
-            lines = self._routing_problems()
+        if self.plan.pin_routing and any(spec.path is not None for spec in pair):
+            lines.append("--pin-routing trains both runs: name no finished run and no golden")
         if lines:
             raise ConfigError(lines)
 
@@ -167,7 +166,7 @@ class Runner:
         if self.plan.pin_routing:
             size_mb = record_bytes(self._job(self.plan.baseline)) / 1e6
             self.progress(f"both runs record their routes: {size_mb:,.3g} MB a step")
-        pairs = self._pairs()
+        pairs = [(self.baseline(at), self.candidate(at)) for at in self._folders()]
         baseline, candidate = pairs[0]
         costs = self._costs(pairs)
         free, _ = self._judge(baseline, candidate)
@@ -175,10 +174,8 @@ class Runner:
             return replace(free, costs=costs)
         if free.verdict is Verdict.IDENTICAL:
             return replace(free, free=free, costs=costs)
-        assert baseline.folder is not None
-        routes = ("debug.routing_replay", str(baseline.folder / ROUTES))
-        candidate = self._run(self.plan.candidate, "pinned/candidate", routes)
-        found, controls = self._judge(baseline, candidate, routes)
+        candidate = self._run(self.plan.candidate, "pinned/candidate", *self._routes)
+        found, controls = self._judge(baseline, candidate, *self._routes)
         flips = [read_flips(run) for run in (candidate, *controls)]
         # Of all or none: the first are the candidate's.
         known = [each for each in flips if each is not None and None not in flips]
@@ -207,19 +204,10 @@ class Runner:
         # Recorded too, for routers run alike in both, compiled or not.
         return self._run(self.plan.candidate, f"{folder}candidate", *self._recorded)
 
-    def _pairs(self) -> list[tuple[RunRecord, RunRecord]]:
-        """Returns one pair of runs, or `cost.PAIRS` trained in turn where time is judged."""
-        return [(self.baseline(folder), self.candidate(folder)) for folder in self._folders()]
-
     def _folders(self) -> list[str]:
         """The folder of each pair of runs, with a slash at its end."""
         again = cost.PAIRS if cost.TIME in self.plan.limits else 1
         return ["", *(f"timed/{number}/" for number in range(2, again + 1))]
-
-    def _is_fresh(self, name: str) -> bool:
-        """Returns whether a run is trained now in any case: a timed one, and one that follows the
-        routes of a timed one."""
-        return cost.TIME in self.plan.limits and not name.startswith("control/")
 
     def _costs(self, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> list[cost.CostCheck]:
         if not (limits := self.plan.limits):
@@ -255,49 +243,53 @@ class Runner:
             return ()
         return ("debug.routing_record", ROUTES), ("debug.routing_record_gb", "1e6")
 
-    def _routing_problems(self) -> list[str]:
-        pair, out = (self.plan.baseline, self.plan.candidate), self.launcher.folder
-        if any(spec.path is not None for spec in pair):
-            return ["--pin-routing trains both runs: name no finished run and no golden"]
+    @cached_property
+    def _routes(self) -> Words:
+        """Keys of runs that follow the baseline's routes."""
+        start = self._initial_weights(write=False)
+        place = self._place(self.plan.baseline, "baseline", *start, *self._recorded)
+        return (("debug.routing_replay", str(place.folder / ROUTES)),)
+
+    def _refuse_routes(self, trainings: Sequence[Training]) -> None:
+        """Raises ConfigError where the candidate cannot follow the baseline's routes."""
+        plan, out = self.plan, self.launcher.folder
         out.mkdir(parents=True, exist_ok=True)
-        baseline, candidate = map(self._job, pair)
-        steps = self.plan.steps or baseline.training.steps
-        recording = islice(self._trainings(), 2 * len(self._folders()))
+        baseline, candidate = self._job(plan.baseline), self._job(plan.candidate)
+        # The pairs come first, and record their routes.
+        recording = trainings[: 2 * len(self._folders())]
         todo = sum(each.place.seconds is None for each in recording)
-        return routing_problems(baseline, candidate, steps, todo, out)
+        steps = recording[0].steps
+        if lines := routing_problems(baseline, candidate, steps, todo, out):
+            raise ConfigError(lines)
 
     def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
         """Yields the plan's control runs so far at each early look, and at last all of them; those
         of a golden at once."""
-        spec = self.plan.baseline
+        number = self.plan.num_control_runs
         if self.golden is not None:
             yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
-        elif spec.path is None and self.plan.num_control_runs:
-            runs = self._control_runs(*routes)
-            number = len(runs)
+        elif self.plan.baseline.path is None and number:
             self.progress(
                 f"the bits differ: up to {number} control runs measure how much rounding may do"
             )
             controls: list[RunRecord] = []
-            for spec, name, words in runs:
+            for spec, name, words in self.control_plan(*routes):
                 controls.append(self._run(spec, name, *words))
                 if len(controls) in (*EARLY_LOOKS, number):
                     yield controls
 
-    def variations(self) -> list[tuple[RunSpec, Words]]:
-        """Returns the control runs' specs and keys."""
-        return control_specs(
+    def control_plan(self, *routes: tuple[str, str]) -> list[tuple[RunSpec, str, Words]]:
+        """Returns spec, name and keys of each control run."""
+        found = control_specs(
             self.plan.baseline,
             self.plan.num_control_runs,
             layouts=self.plan.control_layouts,
             num_gpus=launch.count_gpus(os.environ),
         )
-
-    def _control_runs(self, *routes: tuple[str, str]) -> list[tuple[RunSpec, str, Words]]:
-        at, named = "pinned/" if routes else "", enumerate(self.variations(), 1)
+        at = "pinned/control" if routes else "control"
         return [
-            (spec, f"{at}control/{number:02d}", (*words, *routes))
-            for number, (spec, words) in named
+            (spec, f"{at}/{number:02d}", (*words, *routes))
+            for number, (spec, words) in enumerate(found, 1)
         ]
 
     def _trainings(self) -> Iterator[Training]:
@@ -309,34 +301,32 @@ class Runner:
             (spec, f"{at}{name}", self._recorded) for at in self._folders() for spec, name in pair
         ]
         if plan.baseline.path is None:
-            runs += self._control_runs()
+            runs += self.control_plan()
         if plan.pin_routing:
-            words = *self._words(plan.baseline), *start, *self._recorded
-            fresh = self._is_fresh("baseline")
-            place = self.launcher.place(plan.baseline, "baseline", *words, fresh=fresh)
-            routes = ("debug.routing_replay", str(place.folder / ROUTES))
-            runs += [(plan.candidate, "pinned/candidate", (routes,)), *self._control_runs(routes)]
-        for spec, name, more in runs:
+            runs.append((plan.candidate, "pinned/candidate", self._routes))
+            runs += self.control_plan(*self._routes)
+        for spec, name, words in runs:
             if spec.path is None:
-                yield self._training(spec, name, *self._words(spec), *start, *more)
+                job = self._job(spec)
+                steps = plan.steps or job.training.steps
+                flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
+                tokens = tokens_per_step(job)[1] * steps
+                yield Training(self._place(spec, name, *start, *words), steps, flops * tokens)
 
-    def _training(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> Training:
-        job = self._job(spec)
-        steps = self.plan.steps or job.training.steps
-        flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
-        tokens = tokens_per_step(job)[1] * steps
-        place = self.launcher.place(spec, name, *words, fresh=self._is_fresh(name))
-        return Training(place, "control/" in name, spec.world_size, steps, flops * tokens)
+    def _place(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> Place:
+        """Returns where a run of this name trains. Where time is judged it is trained in any case,
+        and so is one that follows the routes of a timed one."""
+        fresh = cost.TIME in self.plan.limits and not name.startswith("control/")
+        return self.launcher.place(spec, name, *self._words(spec), *words, fresh=fresh)
 
-    def _run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
+    def _run(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> RunRecord:
         if spec.path is not None:
             return read_run(spec.path)
-        words = (*self._words(spec), *self._seed, *more)
         order = " (rows in another order)" if "debug.permute_rows" in dict(words) else ""
-        says = f"{name}: {spec.text or 'working tree'}{order}"
-        with self.forecast.training(self._training(spec, name, *words)) as number:
-            self.progress(number + says)
-            return self.launcher.run(spec, name, *words, fresh=self._is_fresh(name))
+        place = self._place(spec, name, *self._seed, *words)
+        with self.forecast.training(place) as number:
+            self.progress(f"{number}{name}: {spec.text or 'working tree'}{order}")
+            return self.launcher.run(place)
 
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""
@@ -379,9 +369,12 @@ class Runner:
         sections = [self._job(spec).checkpoint for spec in (baseline, candidate)]
         if any(each.initial_load_path or each.initial_load_in_hf for each in sections):
             return ()
+        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
+        place = self.launcher.place(baseline, "seed", *self._words(baseline), *switches)
         if write:
             self.progress("seed checkpoint")
-        path = self.launcher.seed(baseline, "seed", *self._words(baseline), write=write)
+            self.launcher.ensure(place)
+        path = place.folder / "checkpoint" / "step-0"
         return (*load_only, ("checkpoint.initial_load_path", str(path)))
 
     def _with_config_of(self, golden: Golden, plan: Plan) -> Plan:

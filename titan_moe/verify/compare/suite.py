@@ -32,6 +32,8 @@ _ACCEPTED = {
     "too slow": {Verdict.TOO_SLOW},
     "too large": {Verdict.TOO_LARGE},
 }
+_PLANNED = ("steps", "control_layouts", "seed", "max_slowdown", "max_memory_growth", "pin_routing")
+"""Keys of an entry that its plan has too."""
 
 
 class Entry(Section):
@@ -125,18 +127,14 @@ def entry_plan(entry: Entry) -> Plan:
         ranks=entry.ranks,
         overrides=parse_overrides(split_words(entry.overrides)),
     )
+    options = {key: getattr(entry, key) for key in _PLANNED}
     return plan_of(
         entry.name,
         common,
         entry.baseline,
         entry.candidate,
         num_control_runs=entry.repeats,
-        steps=entry.steps,
-        control_layouts=entry.control_layouts,
-        seed=entry.seed,
-        max_slowdown=entry.max_slowdown,
-        max_memory_growth=entry.max_memory_growth,
-        pin_routing=entry.pin_routing,
+        **options,
     )
 
 

@@ -24,6 +24,7 @@ from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
 from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
 
 COSTS = {
@@ -148,8 +149,8 @@ def test_time_is_estimated_by_what_was_measured_or_by_an_assumed_share_of_the_pe
     monkeypatch.setattr(forecast_module, "peak_flops", lambda _: 1e12)
 
     def training(name: str, seconds: float | None = None) -> Training:
-        place = Place(Path(name), name, [], seconds)
-        return Training(place, is_control=name != "a", ranks=8, steps=5, flops=8 * 0.3e12 * 3600)
+        place = Place(RunSpec(ranks=8), name, Path(name), name, [], seconds)
+        return Training(place, steps=5, flops=8 * 0.3e12 * 3600)
 
     forecast = Forecast()
     forecast.add("x", [training("a"), training("b")])
