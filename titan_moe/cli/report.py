@@ -1,6 +1,7 @@
 """report run, bench, profile and hang: pages and tables about runs."""
 
 import argparse
+from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_out, make_folder, path_of, write_json
 
@@ -26,10 +27,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.records import read_run
     from titan_moe.verify.report.pages import runs_page
 
-    several, first = len(options.runs) > 1, options.runs[0]
+    several = len(options.runs) > 1
     runs = [read_run(path, name=str(path) if several else "") for path in options.runs]
-    out = make_folder(options.out or (first if first.is_dir() else first.parent))
-    page = out / "report.html"
+    page = _folder(options, options.runs[0]) / "report.html"
     write_whole(page, runs_page(options.title or ", ".join(each.name for each in runs), runs))
     return Answer([str(page)], [str(page)])
 
@@ -50,8 +50,7 @@ def bench(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.report.bench import card, markdown
 
     cards = {str(run): card(read_run(run, name=str(run))) for run in options.runs}
-    first = options.runs[0]
-    path = make_folder(options.out or (first if first.is_dir() else first.parent)) / "card.md"
+    path = _folder(options, options.runs[0]) / "card.md"
     write_whole(path, page := markdown(options.title or ", ".join(cards), cards))
     return Answer(cards, [page, str(path)])
 
@@ -73,11 +72,10 @@ def profile(options: argparse.Namespace) -> Answer:
     """
     from titan_moe.profiling.trace import read_profiles, summary, table
 
-    trace = options.trace
-    facts = summary(read_profiles(trace))
-    out = make_folder(options.out or (trace if trace.is_dir() else trace.parent))
-    write_json(out / "summary.json", facts)
-    return Answer(facts, [table(facts), "", str(out / "summary.json")])
+    facts = summary(read_profiles(options.trace))
+    path = _folder(options, options.trace) / "summary.json"
+    write_json(path, facts)
+    return Answer(facts, [table(facts), "", str(path)])
 
 
 def _hang_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +97,11 @@ def hang(options: argparse.Namespace) -> Answer:
 
     path, found = read_report(options.folder)
     return Answer(found, [str(path), *describe(found)])
+
+
+def _folder(options: argparse.Namespace, first: Path) -> Path:
+    """Returns the folder of --out, or else the one that is read."""
+    return make_folder(options.out or (first if first.is_dir() else first.parent))
 
 
 COMMANDS = {

@@ -36,10 +36,8 @@ def run(options: argparse.Namespace) -> Answer:
     launcher = Launcher(options.out)
     with workplace(options.out):
         findings = bisect(plan, launcher, options.step)
-        code = {
-            "baseline": str(launcher.code(plan.baseline)),
-            "candidate": str(launcher.code(plan.candidate)),
-        }
+        sides = {"baseline": plan.baseline, "candidate": plan.candidate}
+        code = {role: str(launcher.code(spec)) for role, spec in sides.items()}
     data = [
         {"step": each.step, "named": each.named, "lines": each.lines(), "code": code}
         for each in findings
@@ -47,9 +45,8 @@ def run(options: argparse.Namespace) -> Answer:
     write_json(options.out / "finding.json", data)
     lines = [line for each in findings for line in each.lines()] or ["identical bits"]
     lines += [f"{role} ran {words}" for role, words in code.items()]
-    if not findings:
-        return Answer(data, lines)
-    return Answer(data, lines, 1 if any(each.named or each.uncompared for each in findings) else 3)
+    differs = any(each.named or each.uncompared for each in findings)
+    return Answer(data, lines, 1 if differs else 3 if findings else 0)
 
 
 COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

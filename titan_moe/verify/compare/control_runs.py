@@ -73,9 +73,7 @@ def _neighbours(own: Layout, *, on_cpu: bool) -> list[Layout]:
 
 def _is_legal(spec: RunSpec, job: JobConfig) -> bool:
     try:
-        words = [*spec.file(), *spec.arguments(*batch_words(spec, job))]
-        laid_out = load_job(words)
+        laid_out = load_job([*spec.file(), *spec.arguments(*batch_words(spec, job))])
     except ConfigError:
         return False
-    model = model_of_job(laid_out.model)
-    return not check(laid_out, model, spec.world_size)
+    return not check(laid_out, model_of_job(laid_out.model), spec.world_size)

@@ -102,16 +102,19 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     return RunRecord(
         name,
         curve,
-        read_table(facts, json.loads) if facts.is_file() else {},
-        read_table(config, tomllib.loads) if config.is_file() else {},
+        _read_table(facts, json.loads),
+        _read_table(config, tomllib.loads),
         folder,
         _steps(decided) if decided.is_file() else (),
-        read_table(weights, json.loads) if weights.is_file() else {},
+        _read_table(weights, json.loads),
     )
 
 
-def read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """A run's run.json or config.toml. Raises ConfigError where it is damaged."""
+def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns a table of a run; empty where there is no file. Raises ConfigError for a damaged
+    one."""
+    if not path.is_file():
+        return {}
     try:
         found = parse(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -130,21 +133,12 @@ def _read_curve(folder: Path, name: str) -> Curve:
         if key in _SCALARS or key.endswith(_BUSIEST)
     }
     data = [lines[step]["data"] for step in steps if "data" in lines[step]]
-    loads = _details(folder / "expert_counts.jsonl", steps)
+    path, loads = folder / "expert_counts.jsonl", {}
+    counts = {line.pop("step"): line for line in _steps(path)} if path.is_file() else {}
+    if steps and counts.keys() >= set(steps):
+        for layer in counts[steps[0]]:
+            loads[layer] = np.array([counts[step][layer] for step in steps], dtype=np.float64)
     return Curve(name, steps, scalars, loads, data if len(data) == len(steps) else None)
-
-
-def _details(path: Path, steps: list[int]) -> dict[str, Array]:
-    """Lists of numbers by name, [S, ...]; nothing where some of the steps are missing."""
-    if not path.is_file():
-        return {}
-    lines = {line.pop("step"): line for line in _steps(path)}
-    if not steps or any(step not in lines for step in steps):
-        return {}
-    return {
-        key: np.array([[_number(v) for v in lines[step][key]] for step in steps])
-        for key in lines[steps[0]]
-    }
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -29,10 +29,10 @@ _PATHS = keys_that_read()
 INPUT_KEYS = frozenset(key.partition(".")[2] for key in _PATHS)
 """Keys of any table that name what a training reads."""
 _OPTION_KEYS = {
-    "schedule": ("pipeline_parallel_schedule",),
-    "cp_method": ("context_parallel_rotate_method",),
-    "cp_balancer": ("context_parallel_load_balancer",),
-    "reshard": ("fsdp_reshard_after_forward",),
+    "schedule": "pipeline_parallel_schedule",
+    "cp_method": "context_parallel_rotate_method",
+    "cp_balancer": "context_parallel_load_balancer",
+    "reshard": "fsdp_reshard_after_forward",
 }
 
 
@@ -96,14 +96,15 @@ class RunSpec:
     def _layout_words(self) -> Words:
         if self.layout is None:
             return ()
-        table = layout_tables(self.layout)["parallelism"]
+        tables = layout_tables(self.layout)
+        table = tables["parallelism"]
         keys = [key for key in table if key.endswith("_degree")]
-        keys += [key for option in sorted(self.named) for key in _OPTION_KEYS.get(option, ())]
-        words = {f"parallelism.{key}": str(table[key]) for key in keys}
+        keys += [key for option, key in _OPTION_KEYS.items() if option in self.named]
+        words = [(f"parallelism.{key}", str(table[key])) for key in keys]
         if "recompute" in self.named:
-            section = layout_tables(self.layout)["activation_checkpoint"]
-            words |= {f"activation_checkpoint.{key}": value for key, value in section.items()}
-        return tuple(words.items())
+            section = tables["activation_checkpoint"]
+            words += [(f"activation_checkpoint.{key}", value) for key, value in section.items()]
+        return tuple(words)
 
 
 def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> RunSpec:
@@ -134,10 +135,12 @@ def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> Run
     )
     if "config" in values:
         spec = replace(spec, config=existing(Path(find_config(values["config"])), "config="))
-    if "ranks" in values:
-        spec = replace(spec, ranks=_positive("ranks", values["ranks"]))
+    if ranks := values.get("ranks"):
+        if not ranks.isdecimal() or int(ranks) < 1:
+            raise ConfigError(f"ranks={ranks} must be a positive number")
+        spec = replace(spec, ranks=int(ranks))
     if "layout" in values:
-        spec = _laid_out(spec, values["layout"], ranks=spec.ranks)
+        spec = _laid_out(spec, values["layout"])
     return spec if spec.ranks is not None else replace(spec, ranks=default_ranks)
 
 
@@ -185,9 +188,9 @@ def _finished(text: str, path: Path, overrides: list[str]) -> RunSpec:
     return RunSpec(text, path=path)
 
 
-def _laid_out(spec: RunSpec, text: str, *, ranks: int | None) -> RunSpec:
+def _laid_out(spec: RunSpec, text: str) -> RunSpec:
     """Lays a spec out. A missing dp_shard takes the rest of the ranks, or what ep and etp need."""
-    words = [word.partition("=") for word in text.split(",")]
+    words, ranks = [word.partition("=") for word in text.split(",")], spec.ranks
     sizes = {key: int(value) for key, _, value in words if value.isdecimal() and int(value)}
     if "dp_shard" not in sizes:
         degrees = dict.fromkeys(DEGREES, 1) | sizes | {"dp_shard": -1}
@@ -199,9 +202,3 @@ def _laid_out(spec: RunSpec, text: str, *, ranks: int | None) -> RunSpec:
         raise ConfigError(f"ranks={ranks}: layout={text} is of {layout.world_size} ranks")
     named = frozenset(key for key, _, _ in words)
     return replace(spec, layout=layout, ranks=layout.world_size, named=named)
-
-
-def _positive(key: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{key}={value} must be a positive number")
-    return int(value)

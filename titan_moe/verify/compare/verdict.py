@@ -59,7 +59,8 @@ def compare_runs(
     if first is not None and len(controls) >= FEWEST_CONTROLS:
         curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
-        if first.quantity not in band.quantities or _is_too_wide(band):
+        low, high = band.edges("loss")
+        if first.quantity not in band.quantities or np.log(high / low).max() > _TOO_WIDE:
             caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
             band = None
         else:
@@ -213,11 +214,6 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
                 f"not compared: {lacking[0]}{more}: {' and '.join(names)} did not record it"
             )
     return lines
-
-
-def _is_too_wide(band: Band) -> bool:
-    low, high = band.edges(band.quantities[0])
-    return bool(np.log(high / low).max() > _TOO_WIDE)
 
 
 def _weaknesses(band: Band) -> list[str]:

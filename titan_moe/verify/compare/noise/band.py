@@ -40,7 +40,7 @@ import numpy as np
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.noise.fit import RESOLUTION, Array, Loads, Quantities, Scalar, shares
 from titan_moe.verify.compare.outcome import FirstDifference
-from titan_moe.verify.compare.records import LOAD_OF, Curve
+from titan_moe.verify.compare.records import COMPARED, LOAD_OF, Curve
 
 FEWEST_CONTROLS = 4
 EARLY_LOOKS = (6, 12)
@@ -97,19 +97,18 @@ class Band:
         """"loss", "grad_norm", "load of LAYER", in this order."""
         if not self.quantities:
             raise ConfigError("the control runs have no quantity in common that could be compared")
-        self._parts = {
-            kind: self._part(kind) for kind in dict.fromkeys(map(_kind, self.quantities))
-        }
+        kinds = dict.fromkeys(map(_kind, self.quantities))
+        self._noise = {kind: self._measure(kind) for kind in kinds}
         self.bounds: dict[str, float] = {}
         """Bounds in spreads, by kind of quantity; correct curves exceed one at the stated rate."""
         own_KN = []
-        rate = self.false_alarms / len(self._parts)
-        for kind, part in self._parts.items():
+        rate = self.false_alarms / len(self._noise)
+        for kind, noise in self._noise.items():
             # The bound needs logarithms of distances, which controls with equal bits do not have.
-            own_KN.append(np.maximum(1.0, part.largest))
+            own_KN.append(np.maximum(1.0, noise.largest))
             self.bounds[kind] = max(
                 prediction_bound(own_KN[-1].tolist(), rate),
-                NormalDist().inv_cdf(1 - rate / (2 * part.fit.num_compared)),
+                NormalDist().inv_cdf(1 - rate / (2 * noise.fit.num_compared)),
             )
         bounds_K = np.array(list(self.bounds.values()))
         self.statistics: list[float] = (np.stack(own_KN) / bounds_K[:, None]).max(0).tolist()
@@ -121,9 +120,9 @@ class Band:
         the band; a value that is not finite is outside."""
         statistic, furthest = 0.0, (self.steps[0], self.quantities[0])
         hits: list[tuple[int, int, float, str]] = []
-        for kind, part in self._parts.items():
+        for kind, noise in self._noise.items():
             names = self._names(kind)
-            for window, distance_QS in part.distances(self._compared(candidate, kind)):
+            for window, distance_QS in noise.distances(self._compared(candidate, kind)):
                 distance_QS = distance_QS / self.bounds[kind]
                 if (largest := float(distance_QS.max())) > statistic:
                     row, column = np.unravel_index(distance_QS.argmax(), distance_QS.shape)
@@ -152,8 +151,8 @@ class Band:
         """The distance of each of the band's quantities at each step alone, [S] each: above 1 is
         outside."""
         found: dict[str, Array] = {}
-        for kind, part in self._parts.items():
-            _, distance_QS = part.distances(self._compared(curve, kind))[0]
+        for kind, noise in self._noise.items():
+            _, distance_QS = noise.distances(self._compared(curve, kind))[0]
             reach_QS = distance_QS / (self.bounds[kind] * self.limit)
             found |= dict(zip(self._names(kind), reach_QS, strict=True))
         return found
@@ -161,29 +160,24 @@ class Band:
     def values(self, curve: Curve, quantity: str) -> Array:
         """The compared values at each step, [S]: the scalar, or for a load the share of rows that
         went to other experts than in the controls' mean."""
-        row, part = self._find(quantity)
-        if isinstance(part, Loads):
-            return part.size(self._compared(curve, "load") - part.fit.location)[row]
-        return np.asarray(curve.scalars[quantity], dtype=np.float64)
+        if (kind := _kind(quantity)) != "load":
+            return np.asarray(curve.scalars[quantity], dtype=np.float64)
+        off_LES = self._compared(curve, kind) - self._noise[kind].fit.location
+        return Loads.size(off_LES)[self._names(kind).index(quantity)]
 
     def location(self, quantity: str) -> Array:
         """The middle of the band at each step, [S], in the units of `values`."""
-        row, part = self._find(quantity)
-        if isinstance(part, Loads):
-            return part.fit.middles[0][row] * part.fit.scale[row]
-        return np.exp(part.fit.location[row, 0])
+        kind = _kind(quantity)
+        fit, row = self._noise[kind].fit, self._names(kind).index(quantity)
+        if kind == "load":
+            return fit.middles[0][row] * fit.scale[row]
+        return np.exp(fit.location[row, 0])
 
-    def edges(self, quantity: str) -> tuple[Array, Array]:
-        """The lowest and the highest values inside the band at each step, [S] each."""
-        row, part = self._find(quantity)
-        limit = self.limit * self.bounds[_kind(quantity)]
-        if isinstance(part, Loads):
-            highest = part.fit.middles[0][row] + limit * part.fit.spreads[0][row]
-            return np.zeros_like(highest), np.minimum(highest * part.fit.scale[row], 1.0)
-        reach, middle = (
-            np.minimum(limit * part.fit.scale[row], _FARTHEST),
-            part.fit.location[row, 0],
-        )
+    def edges(self, scalar: str) -> tuple[Array, Array]:
+        """The lowest and the highest values of a scalar inside the band at each step, [S] each."""
+        fit = self._noise[scalar].fit
+        reach = np.minimum(self.limit * self.bounds[scalar] * fit.scale[0], _FARTHEST)
+        middle = fit.location[0, 0]
         return np.exp(middle - reach), np.exp(middle + reach)
 
     def as_json(self) -> dict[str, Any]:
@@ -204,7 +198,7 @@ class Band:
     def _names(self, kind: str) -> list[str]:
         return [q for q in self.quantities if _kind(q) == kind]
 
-    def _part(self, kind: str) -> Quantities:
+    def _measure(self, kind: str) -> Quantities:
         values = [self._compared(curve, kind) for curve in self.curves]
         for curve, values_QES in zip(self.curves, values, strict=True):
             if not np.isfinite(values_QES).all():
@@ -225,15 +219,10 @@ class Band:
             raise ConfigError(f"{curve.name}: its layers have not all {num_experts} experts")
         return np.stack([shares(counts_SE).T for counts_SE in counts])
 
-    def _find(self, quantity: str) -> tuple[int, Quantities]:
-        """A quantity's row, and what holds it. ValueError for what the band has not."""
-        kind = _kind(quantity)
-        return self._names(kind).index(quantity), self._parts[kind]
-
 
 def quantities_of(curve: Curve) -> list[str]:
     """The quantities of a curve that a band can compare."""
-    scalars = [q for q in ("loss", "grad_norm") if q in curve.scalars]
+    scalars = [q for q in COMPARED if q in curve.scalars]
     return [*scalars, *(LOAD_OF + layer for layer in curve.loads)]
 
 
