@@ -21,7 +21,8 @@ COMPARED = ("loss", "grad_norm")
 """Scalars that are compared bit by bit, and by their distance from a noise band."""
 LOAD_OF = "load of "
 _SCALARS = (*COMPARED, "mtp_loss", "validation_loss", "lr", "tokens_per_second")
-_BUSIEST = "/max_over_mean"
+BUSIEST = "/max_over_mean"
+"""The end of the scalars "moe/LAYER/max_over_mean"."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _read_curve(folder: Path, name: str) -> Curve:
     scalars = {
         key: np.array([_number(lines[step].get(key)) for step in steps])
         for key in dict.fromkeys(key for line in lines.values() for key in line)
-        if key in _SCALARS or key.endswith(_BUSIEST)
+        if key in _SCALARS or key.endswith(BUSIEST)
     }
     data = [lines[step]["data"] for step in steps if "data" in lines[step]]
     path, loads = folder / "expert_counts.jsonl", {}

@@ -81,12 +81,12 @@ class SuiteRow:
     name: str
     expected: str
     """The verdict that the suite expects, in words."""
-    verdict: str
+    verdict: str = "failed"
     """The one that was found, in words; "failed" where there is none."""
-    ok: bool
-    detail: str
+    ok: bool = False
+    detail: str = ""
     """The first difference, or the reason of a failure; may have several lines."""
-    seconds: float
+    seconds: float = 0.0
     href: str = ""
     """The comparison's own page, relative to the suite's; empty if there is none."""
     runs: Sequence[RunRecord] = ()
@@ -162,27 +162,22 @@ def run_suite(suite: Suite, runners: Sequence[Runner]) -> Iterator[SuiteRow]:
     """Run every comparison and yield its row; one that fails does not stop the others."""
     for entry, runner in zip(suite.comparison, runners, strict=True):
         started, own = time.perf_counter(), runner.launcher.folder
-        verdict, ok, lines = "failed", False, [""]
-        runs: Sequence[RunRecord] = ()
+        row = SuiteRow(entry.name, entry.expect)
         try:
             found = runner.compare()
             write_comparison(found, own)
-            verdict, ok = found.words, found.outcome in _ACCEPTED[entry.expect]
-            lines, runs = found.lines()[1:], (found.baseline, found.candidate)
-        except ConfigError as error:
-            lines = error.lines
+            row = replace(
+                row,
+                verdict=found.words,
+                ok=found.outcome in _ACCEPTED[entry.expect],
+                detail="\n".join(found.lines()[1:]),
+                href=f"{own.name}/report.html",
+                runs=(found.baseline, found.candidate),
+            )
         except Exception as error:  # Whatever one has, the others are to be run.
-            lines = [f"{type(error).__name__}: {error}"]
-        yield SuiteRow(
-            name=entry.name,
-            expected=entry.expect,
-            verdict=verdict,
-            ok=ok,
-            detail="\n".join(lines),
-            seconds=time.perf_counter() - started,
-            href=f"{own.name}/report.html" if verdict != "failed" else "",
-            runs=runs,
-        )
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            row = replace(row, detail=f"{kind}{error}")
+        yield replace(row, seconds=time.perf_counter() - started)
 
 
 def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.records import (
+    BUSIEST,
     LOAD_OF,
     Array,
     RunRecord,
@@ -31,10 +32,10 @@ class Deviation:
     """NaN for loads, which are many numbers."""
     relative: float
     """|candidate - baseline| / |baseline|; for a load, the share of rows at other experts."""
-    reach: float | None
+    reach: float
     """Distance from the band's middle in half widths of the band, each step alone; above 1 is
-    outside. None without a band."""
-    steps_outside: int | None
+    outside. NaN without a band."""
+    steps_outside: int
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,16 @@ class Load:
 def load_of(run: RunRecord) -> Load:
     """Expert load from the counts of rows if the run wrote them, else from its metrics."""
     curve = run.curve
-    layers = {name: over_mean(load_SE).T for name, load_SE in curve.loads.items()}
+    layers = {
+        name: (load_SE / np.maximum(load_SE.mean(1, keepdims=True), 1e-9)).T
+        for name, load_SE in curve.loads.items()
+    }
     if layers and sum(map(len, layers.values())) <= _MOST_ROWS:
         return Load(run.name, "expert load", curve.steps, layers)
     busiest = {name: rows_ES.max(0, keepdims=True) for name, rows_ES in layers.items()}
-    prefix, suffix = "moe/", "/max_over_mean"
     for key, values in curve.scalars.items():
-        if key.startswith(prefix) and key.endswith(suffix):
-            busiest.setdefault(key[len(prefix) : -len(suffix)], values[None])
+        if key.endswith(BUSIEST):
+            busiest.setdefault(key.removeprefix("moe/").removesuffix(BUSIEST), values[None])
     return Load(run.name, "busiest experts", curve.steps, busiest)
 
 
@@ -75,33 +78,27 @@ def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:
     return Load("candidate - baseline", first.kind, first.steps, layers, signed=True)
 
 
-def over_mean(load_SE: Array) -> Array:
-    """Rows of each expert over the step's mean of all experts; 0 in a step without rows."""
-    mean_S = load_SE.mean(1, keepdims=True)
-    return np.divide(load_SE, mean_S, out=np.zeros_like(load_SE, dtype=float), where=mean_S > 0)
-
-
 def deviations(comparison: Comparison) -> list[Deviation]:
     """Every quantity that both runs have, the one furthest out first."""
     first, second = comparison.baseline.curve, comparison.candidate.curve
     reaches = {} if comparison.band is None else comparison.band.reaches(second)
-    nothing = np.full(len(first.steps), np.nan)
-    found = []
-
-    def add(key: str, ours: Array, theirs: Array, relative: Array) -> None:
-        """Adds the step that is furthest out of the band, or, without one, differs most."""
-        reach = reaches.get(key)
-        at = int((np.nan_to_num(relative, nan=-1.0) if reach is None else reach).argmax())
-        place = key, first.steps[at], float(ours[at]), float(theirs[at]), float(relative[at])
-        outside = None if reach is None else int((reach > 1).sum())
-        found.append(Deviation(*place, None if reach is None else float(reach.max()), outside))
-
-    for key, ours in first.scalars.items():
-        if not key.startswith(_NOT_COMPARED) and key in second.scalars:
-            theirs = second.scalars[key]
-            add(key, ours, theirs, relative_difference(ours, theirs))
+    nothing_S = np.full(len(first.steps), np.nan)
+    pairs = {
+        key: (ours_S, second.scalars[key], relative_difference(ours_S, second.scalars[key]))
+        for key, ours_S in first.scalars.items()
+        if not key.startswith(_NOT_COMPARED) and key in second.scalars
+    }
     for layer, ours_SE in first.loads.items():
         theirs_SE = second.loads.get(layer)
         if theirs_SE is not None and theirs_SE.shape == ours_SE.shape:
-            add(LOAD_OF + layer, nothing, nothing, moved_share(ours_SE, theirs_SE))
-    return sorted(found, key=lambda one: (-(one.reach or 0.0), -np.nan_to_num(one.relative)))
+            pairs[LOAD_OF + layer] = nothing_S, nothing_S, moved_share(ours_SE, theirs_SE)
+    found = []
+    for key, numbers in pairs.items():
+        reach_S = reaches.get(key, nothing_S)
+        # The step that is furthest out of the band, or, without one, differs most.
+        furthest_S = reach_S if key in reaches else numbers[-1]
+        at = int(np.nan_to_num(furthest_S, nan=-1.0).argmax())
+        ours, theirs, relative, reach = (float(each_S[at]) for each_S in (*numbers, reach_S))
+        outside = int((reach_S > 1).sum())
+        found.append(Deviation(key, first.steps[at], ours, theirs, relative, reach, outside))
+    return sorted(found, key=lambda one: tuple(-np.nan_to_num([one.reach, one.relative])))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Panel = Callable[["Axes"], None]
 """Draws one chart."""
 
-INK, SOFT, GRID, BAD, BAND = (PALETTE[name][0] for name in ("ink", "soft", "grid", "bad", "band"))
+SOFT, GRID, BAD, BAND = (PALETTE[name][0] for name in ("soft", "grid", "bad", "band"))
 SERIES = [PALETTE[f"series-{number}"][0] for number in range(1, 9)]
 FLOAT32 = float(np.finfo(np.float32).eps)
 """Losses and norms are added up in float32: smaller differences mean nothing."""
@@ -35,11 +35,8 @@ _STYLE: Any = {
     "figure.facecolor": "none",
     "figure.constrained_layout.use": True,
     "font.size": 8,
-    "text.color": INK,
     "text.parse_math": False,
     "axes.facecolor": "none",
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK,
     "axes.titlelocation": "left",
     "axes.titlesize": "medium",
     "axes.titleweight": "bold",
@@ -48,11 +45,6 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.color": GRID,
     "grid.linewidth": 0.5,
-    **{
-        f"{axis}tick.{key}": value
-        for axis in "xy"
-        for key, value in (("color", SOFT), ("labelcolor", INK))
-    },
     "legend.frameon": False,
     "legend.fontsize": "small",
     "svg.fonttype": "none",

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 PALETTE = {
-    "ink": ("#222222", "#e4e4e4"),
+    "ink": ("#000000", "#e4e4e4"),  # The colour of all that a chart gives none.
     "soft": ("#767676", "#a0a0a0"),
     "grid": ("#dddddd", "#444444"),
     "bad": ("#cc2222", "#ff7b72"),
