@@ -69,7 +69,7 @@ class Comparison:
         found.append(f"largest relative difference: {', '.join(largest)}")
         for _, number, share, others, mean, most in flip_rows(self.flips)[:1]:
             found.append(
-                f"flips: {number}, {share} % of all layers' tokens (control runs: {others} %), "
+                f"flipped tokens: {number}, {share} % of all layers' (control runs: {others} %), "
                 f"mean margin {mean}, largest {most}"
             )
         if self.free is not None:

@@ -109,7 +109,7 @@ def read_flips(run: RunRecord) -> Flips | None:
     return Flips(steps, layers, total_S, flipped_SL, margins_SL2[..., 0], margins_SL2[..., 1])
 
 
-FLIP_HEADS = ("layer", "flips", "% of tokens", "control runs, %", "mean margin", "largest margin")
+FLIP_HEADS = ("layer", "flipped", "% of tokens", "control runs, %", "mean margin", "largest margin")
 
 
 def flip_rows(flips: Sequence[Flips]) -> list[list[str]]:

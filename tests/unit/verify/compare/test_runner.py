@@ -171,7 +171,7 @@ def test_pinned_routes_show_what_flips_hide(launcher):
     assert {run["debug.routing_replay"] for run in runs[True]} == {routes["baseline"]}
     assert [run.get("debug.permute_rows", "0") for run in runs[True]] == list("0123456")
     assert found.flips[0].summary() == (1, 1 / 256, 0.01, 0.25) and len(found.flips) == 7
-    line = "flips: 1, 0.39 % of all layers' tokens (control runs: 0.39 to 2.7 %), mean margin 0.01"
+    line = "tokens: 1, 0.39 % of all layers' (control runs: 0.39 to 2.7 %), mean margin 0.01"
     assert any(line in each for each in found.lines())
     equal = compare(plan(baseline="revision=main", pin_routing=True), launcher, silent)
     assert equal.verdict is Verdict.IDENTICAL and equal.free is not None
