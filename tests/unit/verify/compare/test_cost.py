@@ -7,10 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.stub_runs import (
+    CAPABILITY,
+    Stubbed,
+    calls,
+    num_counted,
+    plan,
+    silent,
+)
 from titan_moe.config.errors import ConfigError
+from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare.cost import MEMORY, PAIRS, TIME, CostCheck, measure
 from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import read_run
+from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
+from titan_moe.verify.compare.runner import compare, update_golden
 
 NOISY = Verdict.COST_UNJUDGED
 
@@ -62,3 +74,50 @@ def test_a_slow_step_and_the_warm_up_leave_a_run_s_figures_as_they_are(tmp_path:
     path.write_text(path.read_text().replace("memory/", "other/"))
     with pytest.raises(ConfigError, match="has no 'memory/peak_gib'"):
         measure([read_run(tmp_path)])
+
+
+LIMITS = {"steps": 12, "max_slowdown": 0.1, "max_memory_growth": 0.1}
+SLOW = "--activation_checkpoint.mode full"
+
+
+def test_time_is_judged_by_runs_in_turn_that_are_all_trained_now(launcher):
+    within = compare(plan(baseline="revision=main", **LIMITS), launcher, silent)
+    assert within.outcome is Verdict.IDENTICAL and not any(c.verdict for c in within.costs)
+    before, again = len(calls(launcher)), plan(SLOW, **LIMITS)
+    shared = Stubbed(launcher.folder, shared=launcher.folder / "runs")
+    for launching in (launcher, launcher, shared):
+        found = compare(again, launching, silent)
+        assert found.verdict is Verdict.IDENTICAL and found.outcome is Verdict.TOO_SLOW
+        assert [cost.growth for cost in found.costs] == pytest.approx([0.3, 0.3])
+        assert found.lines()[0] == "test: identical bits, but too slow"
+        assert sum(": too large;" in line for line in found.lines()) == 1
+        assert found.as_json()["exit_code"] == 6 and found.as_json()["curves"] == "identical"
+    runs = [run["folder"] for run in calls(launcher)[before:]]
+    assert [name for name in runs if name in ("baseline", "candidate")] == runs[-6:] * 3
+    assert runs[-6:] == ["baseline", "candidate"] * 3 and num_counted(again, launcher) == 6
+
+
+def test_memory_alone_takes_one_pair_and_other_curves_stay_different(launcher):
+    limits = {**LIMITS, "max_slowdown": None}
+    found = compare(plan(SLOW, **limits), launcher, silent)
+    assert found.outcome is Verdict.TOO_LARGE and len(calls(launcher)) == 3
+    found = compare(plan(f"{SLOW} --optimizer.lr 6e-3", **limits), launcher, silent)
+    assert found.outcome is Verdict.DIFFERENT and "too large" in " ".join(found.lines()[1:])
+
+
+def test_a_gpu_s_golden_holds_costs_for_candidates_on_the_same_gpu(launcher, monkeypatch):
+    facts = {"device": "NVIDIA H100", "capability": CAPABILITY}
+    script = launcher.folder.parent / "code" / "run_train.sh"
+    named = '"device": "NVIDIA H100", "layout": {}'
+    script.write_text(script.read_text().replace('"device": "cpu"', named))
+    monkeypatch.setattr(goldens, "describe_device", lambda _: facts)
+    path = update_golden(plan(steps=12), launcher, launcher.folder / "g", "a first one", silent)
+    no_config = RunSpec(overrides=(("training.steps", "12"),))
+    runs = parse_run_spec(str(path), no_config), parse_run_spec(SLOW, no_config)
+    against, before = Plan("g", *runs, 8, max_slowdown=0.1), len(calls(launcher))
+    found = compare(against, launcher, silent)
+    assert found.outcome is Verdict.TOO_SLOW and num_counted(against, launcher) == 3
+    assert len(calls(launcher)) == before + 3
+    monkeypatch.setattr(goldens, "describe_device", lambda _: {**facts, "device": "NVIDIA H200"})
+    with pytest.raises(ConfigError, match=r"this machine is torch-.*H200"):
+        compare(against, launcher, silent)

@@ -6,112 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.paths import DEBUG_CONFIGS
+from tests.support.stub_runs import (
+    COMMON,
+    COMPARE,
+    calls,
+    num_counted,
+    plan,
+    silent,
+)
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime import launch as device_count
-from titan_moe.runtime.device import describe_device
-from titan_moe.runtime.revision import package_hash
-from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
-from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher, TrainingError
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.plan import Plan, plan_of
-from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
-from titan_moe.verify.compare.runner import Runner, compare, update_golden
-
-CPU = torch.device("cpu")
-COMPARE = DEBUG_CONFIGS / "compare.toml"
-COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "6"),))
-
-STUB = """#!/usr/bin/env python3
-import json, os, sys
-from pathlib import Path
-words = sys.argv[1:]
-keys = {a[2:]: b for a, b in zip(words[::2], words[1::2])}
-folder = Path(keys["job.dump_folder"])
-with open(Path(__file__).with_name("calls"), "a") as calls:
-    print(json.dumps({"folder": folder.name, "ranks": os.environ["NGPU"], **keys}), file=calls)
-if keys.get("debug.seed") == "13":
-    print("torchrun says much")
-    print("error: rank 0: the loss is unlucky")
-    sys.exit(1)
-if "checkpoint.create_seed_checkpoint" in keys:
-    seed = folder / "checkpoint" / "step-0"
-    seed.mkdir(parents=True)
-    seed.joinpath("weights").write_text("w")
-    sys.exit()
-seed = int(keys.get("debug.permute_rows", "0")) + int(os.environ["NGPU"]) - 1
-factor = float(keys.get("optimizer.lr", "3e-3")) / 3e-3
-pinned = "debug.routing_replay" in keys
-flips = 1000 if keys.get("model.name") == "mixtral" else 0
-factor *= 1.5 if "moe.z_loss_weight" in keys and not pinned else 1
-lines = []
-for step in range(1, int(keys["training.steps"]) + 1):
-    own, pins = (((s * 7919 + step * 104729) % 17 - 8) for s in (seed, 0 if pinned else seed))
-    noise = 1 + 1e-6 * (own + flips * pins)
-    loss = 5 / step * noise * factor
-    seconds = 1.3 if keys.get("activation_checkpoint.mode") == "full" else 1.0
-    seconds *= 9 if step == 8 else 1
-    costs = {"tokens": 8 * step, "tokens_per_second": 8 / seconds, "memory/peak_gib": seconds}
-    lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step, **costs})
-if pinned:
-    flips = {"step": 1, "queries": 256, "tokens": {"layers.1": seed}}
-    flips["margins"] = {"layers.1": [0.01, 0.25]}
-    folder.joinpath("routing_flips.jsonl").write_text(json.dumps(flips) + "\\n")
-folder.joinpath("metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
-if "metrics.log_initial_weights" in keys:
-    weights = {"a": "00", "b": keys.get("debug.seed", "0")}
-    folder.joinpath("initial_weights.json").write_text(json.dumps(weights))
-facts = {"tokens_per_step": 8, "world_size": int(os.environ["NGPU"]), "torch": "2"}
-facts |= {"device": "cpu", "capability": CAPABILITY, "code": {"sha256": SHA256}}
-folder.joinpath("run.json").write_text(json.dumps(facts))
-folder.joinpath("config.toml").write_text("[model]\\nname = 'deepseek_v3'\\n")
-"""
-
-
-class Stubbed(Launcher):
-    """Every revision is the stub."""
-
-    def code(self, side: RunSpec) -> CodeTree:
-        return CodeTree(self.folder.parent / "code", side.revision or "work", side.revision)
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
-    (tmp_path / "code").mkdir()
-    script = tmp_path / "code" / "run_train.sh"
-    facts = {
-        "CAPABILITY": describe_device(CPU)["capability"],
-        "SHA256": package_hash(tmp_path / "code" / "titan_moe"),
-    }
-    text = STUB
-    for name, value in facts.items():
-        text = text.replace(name, repr(value))
-    script.write_text(text)
-    script.chmod(0o755)
-    return Stubbed(tmp_path / "out")
-
-
-def calls(launcher: Launcher) -> list[dict[str, str]]:
-    path = launcher.folder.parent / "code" / "calls"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def plan(candidate: str = "", baseline: str = "", **changes) -> Plan:
-    specs = parse_run_spec(baseline, COMMON), parse_run_spec(candidate, COMMON)
-    return replace(Plan("test", *specs, num_control_runs=8), **changes)
-
+from titan_moe.verify.compare.run_spec import parse_run_spec
+from titan_moe.verify.compare.runner import compare
 
 PIN = {"pin_routing": True}
-
-
-def silent(_: str) -> None:
-    pass
 
 
 def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(launcher):
@@ -332,91 +247,3 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
         compare(replace(finished, pin_routing=True), launcher, silent)
     assert len(calls(launcher)) == before
-
-
-LIMITS = {"steps": 12, "max_slowdown": 0.1, "max_memory_growth": 0.1}
-SLOW = "--activation_checkpoint.mode full"
-
-
-def num_counted(plan: Plan, launcher: Launcher) -> int:
-    """Returns the trainings that are counted beforehand, control runs apart."""
-    Runner(plan, launcher, silent).prepare(forecast := Forecast())
-    (row,) = forecast.rows()
-    return row["trainings"] - row["control runs"]
-
-
-def test_time_is_judged_by_runs_in_turn_that_are_all_trained_now(launcher):
-    within = compare(plan(baseline="revision=main", **LIMITS), launcher, silent)
-    assert within.outcome is Verdict.IDENTICAL and not any(c.verdict for c in within.costs)
-    before, again = len(calls(launcher)), plan(SLOW, **LIMITS)
-    shared = Stubbed(launcher.folder, shared=launcher.folder / "runs")
-    for launching in (launcher, launcher, shared):
-        found = compare(again, launching, silent)
-        assert found.verdict is Verdict.IDENTICAL and found.outcome is Verdict.TOO_SLOW
-        assert [cost.growth for cost in found.costs] == pytest.approx([0.3, 0.3])
-        assert found.lines()[0] == "test: identical bits, but too slow"
-        assert sum(": too large;" in line for line in found.lines()) == 1
-        assert found.as_json()["exit_code"] == 6 and found.as_json()["curves"] == "identical"
-    runs = [run["folder"] for run in calls(launcher)[before:]]
-    assert [name for name in runs if name in ("baseline", "candidate")] == runs[-6:] * 3
-    assert runs[-6:] == ["baseline", "candidate"] * 3 and num_counted(again, launcher) == 6
-
-
-def test_memory_alone_takes_one_pair_and_other_curves_stay_different(launcher):
-    limits = {**LIMITS, "max_slowdown": None}
-    found = compare(plan(SLOW, **limits), launcher, silent)
-    assert found.outcome is Verdict.TOO_LARGE and len(calls(launcher)) == 3
-    found = compare(plan(f"{SLOW} --optimizer.lr 6e-3", **limits), launcher, silent)
-    assert found.outcome is Verdict.DIFFERENT and "too large" in " ".join(found.lines()[1:])
-
-
-def test_a_gpu_s_golden_holds_costs_for_candidates_on_the_same_gpu(launcher, monkeypatch):
-    facts = {"device": "NVIDIA H100", "capability": describe_device(CPU)["capability"]}
-    script = launcher.folder.parent / "code" / "run_train.sh"
-    named = '"device": "NVIDIA H100", "layout": {}'
-    script.write_text(script.read_text().replace('"device": "cpu"', named))
-    monkeypatch.setattr(goldens, "describe_device", lambda _: facts)
-    path = update_golden(plan(steps=12), launcher, launcher.folder / "g", "a first one", silent)
-    no_config = RunSpec(overrides=(("training.steps", "12"),))
-    runs = parse_run_spec(str(path), no_config), parse_run_spec(SLOW, no_config)
-    against, before = Plan("g", *runs, 8, max_slowdown=0.1), len(calls(launcher))
-    found = compare(against, launcher, silent)
-    assert found.outcome is Verdict.TOO_SLOW and num_counted(against, launcher) == 3
-    assert len(calls(launcher)) == before + 3
-    monkeypatch.setattr(goldens, "describe_device", lambda _: {**facts, "device": "NVIDIA H200"})
-    with pytest.raises(ConfigError, match=r"this machine is torch-.*H200"):
-        compare(against, launcher, silent)
-
-
-def test_suite_s_comparisons_share_runs(launcher):
-    (launcher.folder / "code").parent.mkdir()
-    (launcher.folder / "code").symlink_to(launcher.folder.parent / "code")
-    for name in ("a", "b"):
-        one = Stubbed(launcher.folder / name, shared=launcher.folder / "runs")
-        compare(plan("layout=tp=2"), one, silent)
-    assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11
-
-
-def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Path):
-    golden = tmp_path / "goldens" / "tiny"
-    path = update_golden(plan(), launcher, golden, "a first one", silent)
-    assert path.parent == golden and len(calls(launcher)) == 10
-    no_config = RunSpec(overrides=(("training.steps", "6"),))
-    sides = parse_run_spec(str(golden), no_config), parse_run_spec("", no_config)
-    against = Plan("g", *sides, num_control_runs=8)
-    assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
-    assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
-    wrong = replace(against, candidate=parse_run_spec("--optimizer.lr 3.1e-3", no_config))
-    with pytest.raises(ConfigError, match="holds no cost"):
-        compare(replace(wrong, max_slowdown=0.1), launcher, silent)
-    assert compare(wrong, launcher, silent).verdict is Verdict.DIFFERENT
-    with pytest.raises(ConfigError, match="has its own configuration"):
-        compare(replace(against, candidate=COMMON), launcher, silent)
-    with pytest.raises(ConfigError, match="a golden is a baseline"):
-        compare(Plan("g", no_config, parse_run_spec(str(golden), no_config), 8), launcher, silent)
-
-
-def test_a_golden_wants_a_reason_before_anything_runs(launcher, tmp_path: Path):
-    with pytest.raises(ConfigError, match="needs --reason"):
-        update_golden(plan(), launcher, tmp_path / "g", " ", silent)
-    assert not calls(launcher)

@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 
 from tests.support.paths import REPO
+from tests.support.stub_runs import (
+    Stubbed,
+    calls,
+    plan,
+    silent,
+)
 from tests.support.verdict_cases import run
 from titan_moe.cli.main import main
 from titan_moe.config.checks.job import check
@@ -25,6 +31,7 @@ from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.run_spec import RunSpec
+from titan_moe.verify.compare.runner import compare
 from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
 
 COSTS = {
@@ -192,3 +199,12 @@ def test_a_side_that_fails_is_a_row_and_stops_nothing(tmp_path: Path):
     runners = [runner(tmp_path, fail)] * 2
     rows = list(run_suite(make_suite(a="inside", b="different"), runners))
     assert [row.ok for row in rows] == [False, False] and "last line" in rows[1].detail
+
+
+def test_suite_s_comparisons_share_runs(launcher):
+    (launcher.folder / "code").parent.mkdir()
+    (launcher.folder / "code").symlink_to(launcher.folder.parent / "code")
+    for name in ("a", "b"):
+        one = Stubbed(launcher.folder / name, shared=launcher.folder / "runs")
+        compare(plan("layout=tp=2"), one, silent)
+    assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11
