@@ -42,12 +42,9 @@ class Page(HTMLParser):
         if tag in ("td", "th"):
             self.tables[self.section][-1].append("")
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in _VOID:
-            self.open.pop()
-
     def handle_endtag(self, tag: str) -> None:
+        if tag in _VOID:
+            return
         while self.open[-1][0] != tag:
             # Only these may be left open.
             assert self.open[-1][0] == "p", (self.open, tag)

@@ -101,20 +101,17 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
     """
     try:
         found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8-sig"))
+        more = {} if config is None else {"config": existing(config, "--config ")}
         with suppress(KeyError, TypeError):  # The validation names what is wrong.
-            found["comparison"] = [found["defaults"] | each for each in found["comparison"]]
-        suite = Suite.model_validate(found)
+            defaults = found.get("defaults", {})
+            found["comparison"] = [defaults | each | more for each in found["comparison"]]
+        return Suite.model_validate(found)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(
             [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
-    if config is None:
-        return suite
-    other = {"config": existing(config, "--config ")}
-    entries = [entry.model_copy(update=other) for entry in suite.comparison]
-    return suite.model_copy(update={"comparison": entries})
 
 
 def entry_plan(entry: Entry) -> Plan:

@@ -49,11 +49,7 @@ def assert_alone(page: Page) -> None:
     "verdict, make, words",
     [
         (Verdict.IDENTICAL, lambda: run("base", noise=1e-6), "loads of 2 layers"),
-        (
-            Verdict.INSIDE,
-            lambda: run("other", noise=1e-6),
-            "the baseline and 8 control runs",
-        ),
+        (Verdict.INSIDE, lambda: run("other", noise=1e-6), "the baseline and 8 control runs"),
         (
             Verdict.DIFFERENT,
             lambda: scaled(run("other", noise=1e-6), "grad_norm", 1.01, 20),
@@ -85,14 +81,8 @@ def test_comparison_page_has_a_row_for_each_cost_that_has_a_limit():
     assert "Identical bits, but too slow" in page.text[""]
     time, memory = page.tables["costs"][1:]
     assert time[:5] == ["time per step", "1 s", "1.3 s", "+30.0 %", "+10 %"]
-    assert time[-1] == "too slow" and memory[2:] == [
-        "2 GiB",
-        "+0.0 %",
-        "+10 %",
-        "2 ",
-        "2 ",
-        "within the limit",
-    ]
+    assert time[-1] == "too slow"
+    assert memory[2:] == ["2 GiB", "+0.0 %", "+10 %", "2 ", "2 ", "within the limit"]
     assert "costs" not in Page(comparison_page(against(run("base")))).tables
 
 
