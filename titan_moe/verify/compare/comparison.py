@@ -52,10 +52,10 @@ class Comparison:
     @property
     def words(self) -> str:
         """The outcome in words, with the verdict on the curves."""
-        curves = f"{self.verdict.value}{'' if self.free is None else ' with pinned routes'}"
+        curves = f"{self.verdict.words}{'' if self.free is None else ' with pinned routes'}"
         free = " with free ones" if self.outcome is Verdict.DIFFERENT else ""
         return (
-            curves if self.outcome is self.verdict else f"{curves}, but {self.outcome.value}{free}"
+            curves if self.outcome is self.verdict else f"{curves}, but {self.outcome.words}{free}"
         )
 
     def lines(self) -> list[str]:
@@ -73,7 +73,7 @@ class Comparison:
                 f"mean margin {mean}, largest {most}"
             )
         if self.free is not None:
-            words = [f"with free routes: {self.free.verdict.value}", *self.free.reasons()]
+            words = [f"with free routes: {self.free.verdict.words}", *self.free.reasons()]
             found.append("; ".join(words))
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
 

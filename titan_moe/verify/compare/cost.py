@@ -71,7 +71,7 @@ class CostCheck:
     def line(self) -> str:
         """Returns the check for a reader."""
         ours, theirs = self.medians
-        verdict = "within the limit" if self.verdict is None else self.verdict.value
+        verdict = "within the limit" if self.verdict is None else self.verdict.words
         spreads = [
             f"the {role}'s {len(runs)} runs differ by {100 * self.spreads[role]:.1f} %"
             for role, runs in (("baseline", self.baseline), ("candidate", self.candidate))

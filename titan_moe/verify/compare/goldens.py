@@ -20,10 +20,9 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device, pick_device
 from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.verify.compare.noise.band import Band, quantities_of
-from titan_moe.verify.compare.records import Curve, RunRecord
+from titan_moe.verify.compare.records import COMPARED, Curve, RunRecord
 
 _FORMAT = 1
-_SCALARS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _read(path: Path) -> Golden:
 
 def _as_json(curve: Curve) -> dict[str, Any]:
     return {
-        **{key: curve.scalars[key].tolist() for key in _SCALARS},
+        **{key: curve.scalars[key].tolist() for key in COMPARED},
         "loads": {layer: rows.astype(int).tolist() for layer, rows in curve.loads.items()},
     }
 
@@ -157,7 +156,7 @@ def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) 
     return Curve(
         name,
         steps,
-        {key: np.array(found[key]) for key in _SCALARS},
+        {key: np.array(found[key]) for key in COMPARED},
         {layer: np.array(rows, dtype=np.float64) for layer, rows in found["loads"].items()},
         data,
     )

@@ -3,24 +3,20 @@
 from dataclasses import dataclass
 from enum import Enum
 
-_EXIT_CODES = {"IDENTICAL": 0, "INSIDE": 3, "DIFFERENT": 1, "UNJUDGED": 5}
-_EXIT_CODES |= {"TOO_SLOW": 6, "TOO_LARGE": 6, "COST_UNJUDGED": 5}
-
 
 class Verdict(Enum):
-    """The outcome of a comparison."""
+    """The outcome of a comparison, and the exit code of a command that ends with it."""
 
-    IDENTICAL = "identical bits"
-    INSIDE = "inside the noise band"
-    DIFFERENT = "different"
-    UNJUDGED = "not identical, and nothing says how much rounding may do"
-    TOO_SLOW = "too slow"
-    TOO_LARGE = "too large"
-    COST_UNJUDGED = "its cost cannot be told from noise"
+    IDENTICAL = "identical bits", 0
+    INSIDE = "inside the noise band", 3
+    DIFFERENT = "different", 1
+    UNJUDGED = "not identical, and nothing says how much rounding may do", 5
+    TOO_SLOW = "too slow", 6
+    TOO_LARGE = "too large", 6
+    COST_UNJUDGED = "its cost cannot be told from noise", 5
 
-    @property
-    def exit_code(self) -> int:
-        return _EXIT_CODES[self.name]
+    def __init__(self, words: str, exit_code: int) -> None:
+        self.words, self.exit_code = words, exit_code
 
 
 @dataclass(frozen=True)

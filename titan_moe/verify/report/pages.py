@@ -44,8 +44,7 @@ def comparison_page(comparison: Comparison) -> str:
         run if run.name == role else replace(run, name=f"{role} {run.name}")
         for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
     ]
-    free, flips, verdict = comparison.free, comparison.flips, comparison.words
-    first, second = (run.curve.scalars for run in pair)
+    flips, (first, second) = comparison.flips, (run.curve.scalars for run in pair)
     panels: dict[str, Panel] = {}
     more: dict[str, Panel] = {}
     for key in [key for key in first if key in second and not key.startswith("moe/")]:
@@ -64,23 +63,16 @@ def comparison_page(comparison: Comparison) -> str:
     return render(
         "comparison.html",
         title=comparison.title,
-        color=_color(comparison.outcome),
-        verdict=verdict[0].upper() + verdict[1:],
-        detail=_detail(comparison),
+        comparison=comparison,
+        color=_color,
+        detail=_detail,
         runs=f"Runs: {runs}.",
-        free=free,
-        free_color=_color(free.verdict) if free else "",
-        free_detail=_detail(free) if free else "",
         flips=Table(FLIP_HEADS, flip_rows(flips)) if flips else None,
         flip_charts=charts({"flips": partial(draw_flips, flips=flips)} if flips else {}),
-        caveats=comparison.caveats,
         charts=charts(panels),
-        more=more,
-        more_charts=charts(more),
+        more=charts(more),
         load=charts(load_panels([load_of(pair[1]), load_difference(*pair)])),
-        costs=comparison.costs,
         quantities=deviations(comparison),
-        band=comparison.band,
         **shared_sections(pair),
     )
 
@@ -101,8 +93,7 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         title=title,
         last=[_last(run) for run in runs],
         charts=charts(main),
-        more=panels,
-        more_charts=charts(panels),
+        more=charts(panels),
         events=[(run.name, event) for run in runs for event in run.events],
         load=charts(load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
         **shared_sections(runs),

@@ -65,7 +65,7 @@ _HEAD = re.compile(r'.*?<svg [^>]*?viewBox="([^"]+)"[^>]*>', re.DOTALL)
 # --- charts of a page -----------------------------------------------------------------------------
 
 
-def charts(panels: Mapping[str, Panel]) -> list[Markup]:
+def charts(panels: Mapping[str, Panel]) -> dict[str, Markup]:
     """Returns one SVG element a panel, by the names that screen readers read out.
 
     Text stays text, colours follow the page's scheme, and no two charts share an id.
@@ -74,7 +74,7 @@ def charts(panels: Mapping[str, Panel]) -> list[Markup]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    found = []
+    found = {}
     for name, panel in panels.items():
         written = io.StringIO()
         with rc_context({**_STYLE, "svg.hashsalt": name}):
@@ -90,7 +90,7 @@ def charts(panels: Mapping[str, Panel]) -> list[Markup]:
         svg = f'{head}"{size[1]}">{svg[size.end() :]}'
         for key, (light, _) in PALETTE.items():
             svg = svg.replace(light, f"var(--{key})")
-        found.append(Markup(svg))
+        found[name] = Markup(svg)
     return found
 
 

@@ -45,7 +45,7 @@ def test_a_limit_is_judged_where_equal_runs_agree_or_all_pairs_do(baseline, cand
     assert check.verdict is verdict
     grown = CostCheck(MEMORY, baseline, candidate, 0.05).verdict
     assert grown is {Verdict.TOO_SLOW: Verdict.TOO_LARGE}.get(verdict, verdict)
-    word = "within the limit" if verdict is None else verdict.value
+    word = "within the limit" if verdict is None else verdict.words
     assert f"(limit 5 %): {word}" in check.line()
     several = f"; the baseline's {len(baseline)} runs differ by" in check.line()
     assert several is (len(baseline) > 1)

@@ -64,7 +64,7 @@ def test_comparison_page_begins_with_verdict(verdict: Verdict, make: Callable, w
     page = Page(html)
     top = page.text[""]
     # Before anything but the title.
-    assert top.index("A change") < top.lower().index(verdict.value) < top.index("Curves")
+    assert top.index("A change") < top.lower().index(verdict.words) < top.index("Curves")
     assert words in top
     assert_alone(page)
     said = ["no band"] if verdict is Verdict.IDENTICAL else ["its 8 control runs", "0.01 %"]
