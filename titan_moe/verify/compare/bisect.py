@@ -107,17 +107,10 @@ class Bisection(Runner):
 
     def at(self, step: int) -> StepFinding:
         """Train this step of both runs from the baseline's state before it, and compare."""
-        job = self._job(self.plan.baseline)
-        total = job.lr_scheduler.total_steps or self.plan.steps or job.training.steps
-        # It ends with this step, at the learning rate that it has in the whole training.
-        ends = (
-            ("training.steps", str(step)),
-            ("lr_scheduler.total_steps", str(total)),
-            ("debug.capture_step", str(step)),
-        )
+        job, until = self._job(self.plan.baseline), self._until(step)
 
         def train(spec: RunSpec, name: str, *words: tuple[str, str]) -> Path:
-            folder = self._run(spec, f"step-{step}/{name}", *ends, *words).folder
+            folder = self._run(spec, f"step-{step}/{name}", *until, *words).folder
             assert folder is not None
             return folder
 
@@ -152,6 +145,16 @@ class Bisection(Runner):
         if found and self._bound() > ROUNDING["float32"].bound:
             found.append((self.plan.baseline, (("training.mixed_precision_param", "float32"),)))
         return found
+
+    def _until(self, step: int) -> Words:
+        """End with this step, at the learning rate that it has in the whole training."""
+        job = self._job(self.plan.baseline)
+        total = job.lr_scheduler.total_steps or self.plan.steps or job.training.steps
+        return (
+            ("training.steps", str(step)),
+            ("lr_scheduler.total_steps", str(total)),
+            ("debug.capture_step", str(step)),
+        )
 
     def _bound(self) -> float:
         return ROUNDING[compute_dtype(self._job(self.plan.baseline))].bound
