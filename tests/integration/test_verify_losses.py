@@ -117,17 +117,9 @@ def test_comparison_on_two_machines_ends_with_its_verdict_on_both(tmp_path: Path
     golden = REPO / "tests" / "goldens" / "mixtral"
     sides = ["--baseline", golden, "--candidate", "ranks=2 --optimizer.lr 3.06e-3"]
     words = [REPO / "scripts" / "regression.sh", "losses", *sides, "--out", tmp_path / "out"]
-    pods = [
-        start_process(
-            words,
-            env=environment(
-                PET_NNODES=2, PET_NODE_RANK=node, PET_MASTER_ADDR="localhost", PET_MASTER_PORT=port
-            ),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
+    env = {"PET_NNODES": 2, "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
+    envs = [environment(PET_NODE_RANK=node, **env) for node in range(2)]
+    pods = [start_process(words, env=env, stdout=subprocess.PIPE, text=True) for env in envs]
     told = [pod.communicate(timeout=2 * TIMEOUT_S)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [1, 1], told
     assert "different" in told[0] and told[1].startswith("starting 1 rank(s)")

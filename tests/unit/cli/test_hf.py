@@ -34,21 +34,9 @@ def garbage(folder):
     (folder / "model.safetensors").write_bytes(b"\x10" + bytes(7) + b"garbage, garbage")
 
 
-def settings(**changes):
-    def change(folder):
-        table = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps(table))
-
-    return change
-
-
 def index(file):
     table = json.dumps({"weight_map": {"model.norm.weight": file}})
     return lambda folder: (folder / "model.safetensors.index.json").write_text(table)
-
-
-def moved(target):
-    return lambda folder: (folder / "model.safetensors").rename(folder / target)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +45,10 @@ def moved(target):
         (lambda folder: folder.rename(folder.parent / "other"), "does not exist"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (moved("pytorch_model.bin"), r"no safetensors but pytorch_model.bin.*convert it first"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "no safetensors but pytorch_model.bin.*convert it first",
+        ),
         (garbage, "damaged, or no safetensors file"),
         (index("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors is missing"),
         (index("../other.safetensors"), "index.json is damaged: it names a file in another folder"),
@@ -65,7 +56,6 @@ def moved(target):
             tensors_that_do_not_fit,
             r"1 tensor missing: .*self_attn.q_norm.*model.extra.*\[5\] \(wanted \[32\]",
         ),
-        (settings(model_type="gpt2"), "model_type='gpt2' is not supported: only"),
         (
             lambda folder: (folder.parent / "out").mkdir(),
             "out exists: name another folder, or remove it",

@@ -7,18 +7,15 @@ import pytest
 from titan_moe.verify.compare.launch import EVERY_NODE, _command
 from titan_moe.verify.compare.run_spec import RunSpec
 
+ALL = {EVERY_NODE: "env all"}
+
 
 @pytest.mark.parametrize(
     ("variables", "ranks", "words", "found"),
     [
         ({"NNODES": "2"}, 8, "code/run_train.sh", {"NGPU": "8", "NNODES": "1"}),
-        ({EVERY_NODE: "env all", "NGPU": "8"}, None, "env all code/run_train.sh", {}),
-        (
-            {EVERY_NODE: "env all", "NGPU": "8"},
-            12,
-            "env all code/run_train.sh",
-            {"NGPU": "6", "NNODES": "2"},
-        ),
+        (ALL | {"NGPU": "8"}, None, "env all code/run_train.sh", {}),
+        (ALL | {"NGPU": "8"}, 12, "env all code/run_train.sh", {"NGPU": "6", "NNODES": "2"}),
         (
             {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "4"},
             8,
@@ -28,11 +25,7 @@ from titan_moe.verify.compare.run_spec import RunSpec
     ],
 )
 def test_run_starts_on_as_many_machines_as_its_ranks_need(
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    ranks: int | None,
-    words: str,
-    found: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch, variables: dict, ranks: int | None, words: str, found: dict
 ) -> None:
     for name in ("NGPU", "NNODES", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", EVERY_NODE):
         monkeypatch.delenv(name, raising=False)

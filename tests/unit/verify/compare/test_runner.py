@@ -245,5 +245,5 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     found = compare(finished, launcher, told.append)
     assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
     with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
-        compare(replace(finished, pin_routing=True), launcher, silent)
+        compare(plan("layout=tp=2", finished.baseline.text, **PIN), launcher, silent)
     assert len(calls(launcher)) == before
