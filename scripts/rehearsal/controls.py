@@ -119,7 +119,7 @@ def _source_on_host(copy_rows: Any) -> Any:
     return lambda x_TD, source_R: copy_rows(x_TD, source_R.cpu())
 
 
-_WEIGHTS = "titan_moe.moe.router:Router.gating_weights"
+_WEIGHTS = "titan_moe.moe.router:GatingWeights.forward"
 CONTROLS = [
     Control(
         "a copy to the host",

@@ -15,7 +15,7 @@ from tests.support.tiny import make_job
 from titan_moe.distributed import activation_checkpoint
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.registry import model_config
-from titan_moe.moe.layer import DecisionMemo
+from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops import attention
 from titan_moe.runtime.ranks import run_on_ranks
 

@@ -15,7 +15,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import model_config
-from titan_moe.moe.layer import DecisionMemo
+from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.train_step import look_ahead
 
 NARROW, WIDE = torch.bfloat16, torch.float32

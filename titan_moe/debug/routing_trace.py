@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from titan_moe.config.job_config import JobConfig
@@ -65,15 +64,15 @@ class RoutingTrace:
         self._replayed: Record | None = None
         self._writer: RecordWriter | None = None
         self._flips: JsonLines | None = None
+        self._replays: dict[str, Replay] = {}
+        self._kept: dict[str, Kept] = {}
         replay, record = job.debug.routing_replay, job.debug.routing_record
         if replay is None and record is None:
             return
         dims = trace_dims(job, sharded.config)
         queries = job.training.global_batch_size * job.training.seq_len
         self._totals = {"slots": queries * dims.top_k, "queries": queries}
-        self._names, self._num_moe = dims.layers, len(dims.layers)
-        if dims.index_top_k:
-            self._names = [*dims.layers, *_indexers(sharded)]
+        self._experts, self._keys = dims.layers, _indexers(sharded) if dims.index_top_k else []
         if replay is not None:
             self._replayed = Record(Path(replay))
             steps = range(resume_step + 1, job.training.steps + 1)
@@ -87,19 +86,23 @@ class RoutingTrace:
             on_rank_zero(start, doing=f"starting {folder}")
             ranks = {"rank": process.rank, "world_size": process.world_size}
             self._writer = RecordWriter(folder, **ranks, limit_gb=limit_gb)
-        self._layers = self._own_layers(dims, job.training.seq_len)
-
-    def _own_layers(self, dims: Dims, seq_len: int) -> "dict[str, _Layer]":
-        """Decides in the place of this rank's layers; returns who decides, by layer."""
-        layers: dict[str, _Layer] = {}
-        for name, moe in self._sharded.moe_layers().items():
-            layers[_short(name)] = moe.routing_fn = _Experts(moe, moe.routing_fn, dims.experts)
-        modules = [each for part in self._sharded.parts for each in part.named_modules()]
-        for name, module in modules if dims.index_top_k else []:
+        for name, moe in sharded.moe_layers().items():
+            self._trace(_short(name), moe.router, dims.experts, flipped_experts)
+        modules = [each for part in sharded.parts for each in part.named_modules()]
+        for name, module in modules if self._keys else []:
             if isinstance(module, Indexer):
-                keys = _Keys(module, module.select_fn, form_of_keys(seq_len), self._own)
-                layers[_short(name)] = module.select_fn = keys
-        return layers
+                form = form_of_keys(job.training.seq_len)
+                self._trace(_short(name), module, form, self._flipped_keys)
+
+    def _trace(
+        self, name: str, layer: Router | Indexer, form: Form, count_flips: Callable[..., Tensor]
+    ) -> None:
+        """Lets a layer decide as the record says, and keeps what it decides."""
+        if self._replayed is not None:
+            replay = Replay(layer.select, self._replayed, name, form, count_flips)
+            layer.select = self._replays[name] = replay
+        if self._writer is not None:
+            self._kept[name] = Kept(layer.select, form)
 
     def _own(self, x_BP: Tensor) -> Tensor:
         """Returns this rank's part of the positions, which the ranks of `tp` share out."""
@@ -115,40 +118,43 @@ class RoutingTrace:
         whole = self._tokens(batches)
         own_BP = self._own(torch.from_numpy(whole.positions)[None])
         own = whole._replace(positions=own_BP[0].numpy())
-        for name, layer in self._layers.items():
-            if self._replayed is not None:
-                tokens = whole if isinstance(layer, _Keys) else own
-                numbers_RPW = self._replayed.decisions(step, name, tokens, layer.form)
-                layer.follow(numbers_RPW, self._device)
+        for name, replay in self._replays.items():  # Indexers select keys for all positions.
+            replay.follow(step, whole if name in self._keys else own, self._device)
         yield
         if self._replayed is not None:
             self._count_flips(step)
-        taken = {name: layer.take(len(own.rows)) for name, layer in self._layers.items()}
         if self._writer is not None:
-            self._writer.write(step, own, taken)
+            taken = {name: kept.take(len(own.rows)) for name, kept in self._kept.items()}
+            taken |= {name: self._own(taken[name]) for name in self._keys if name in taken}
+            numbers = {name: numbers_RPW.cpu().numpy() for name, numbers_RPW in taken.items()}
+            self._writer.write(step, own, numbers)
 
     def _count_flips(self, step: int) -> None:
         """Write how many decisions of each layer the run itself would make otherwise."""
-        sums_L3 = torch.zeros(len(self._names), 3, dtype=torch.float64, device=self._device)
+        names = [*self._experts, *self._keys]
+        sums_L3 = torch.zeros(len(names), 3, dtype=torch.float64, device=self._device)
         largest_L = torch.zeros_like(sums_L3[:, 0])
-        for name, layer in self._layers.items():
-            flips = layer.take_flips()
-            sums_L3[self._names.index(name)] = flips[:3]
-            largest_L[self._names.index(name)] = flips[3]
+        for name, replay in self._replays.items():
+            flips = replay.take_flips()
+            sums_L3[names.index(name)] = flips[:3]
+            largest_L[names.index(name)] = flips[3]
         dist.all_reduce(sums_L3)
         dist.all_reduce(largest_L, op=dist.ReduceOp.MAX)
-        if self._flips is not None:
-            slots, tokens, margins = sums_L3.T.tolist()
-            means = [total / max(number, 1) for total, number in zip(margins, tokens, strict=True)]
-            by_layer = {
-                "flips": map(int, slots),
-                "tokens": map(int, tokens[: self._num_moe]),
-                "margins": [[*pair] for pair in zip(means, largest_L.tolist(), strict=True)][
-                    : self._num_moe
-                ],
-            }
-            found = {k: dict(zip(self._names, v, strict=False)) for k, v in by_layer.items()}
-            self._flips.write(step, {**self._totals, **found})
+        if self._flips is None:
+            return
+        by_layer: dict[str, dict[str, Any]] = {"flips": {}, "tokens": {}, "margins": {}}
+        found = zip(names, sums_L3.tolist(), largest_L.tolist(), strict=True)
+        for name, (slots, tokens, margins), largest in found:
+            by_layer["flips"][name] = int(slots)
+            if name in self._experts:
+                by_layer["tokens"][name] = int(tokens)
+                by_layer["margins"][name] = [margins / max(tokens, 1), largest]
+        self._flips.write(step, {**self._totals, **by_layer})
+
+    def _flipped_keys(self, live: Tensor, ahead: Tensor, scores_BST: Tensor) -> Tensor:
+        """Counts this rank's queries whose set of keys was recorded otherwise."""
+        flips = self._own((live != ahead).any(-1)).sum().double()
+        return F.pad(flips[None], (0, 3))
 
     def _tokens(self, batches: Sequence[Batch]) -> Tokens:
         """Returns what this rank's attention reads in a step, in order: microbatches run forward
@@ -164,98 +170,87 @@ class RoutingTrace:
         return Tokens(name_rows(own.tolist(), before.flatten().tolist()), positions.numpy())
 
 
-class _Layer:
-    """Decides in the place of a layer: scores in, W numbers per token out. In training it follows
-    the numbers ahead, if any, and keeps its numbers on the device, without a host sync in the step.
+class Kept:
+    """Keeps the decisions that a layer makes in training, on the device, without a host sync."""
+
+    def __init__(self, select: nn.Module, form: Form) -> None:
+        self._width, self._taken = form.width, list[Tensor]()
+        self._dtype = torch.from_numpy(np.empty(0, form.dtype)).dtype
+        select.register_forward_hook(self._keep)
+
+    def _keep(self, select: nn.Module, args: Any, numbers: Tensor) -> None:
+        if select.training:
+            self._taken.append(numbers.flatten(0, -2).to(self._dtype))
+
+    def take(self, num_rows: int) -> Tensor:
+        """Returns the numbers of the step that ends, [R, P, W]."""
+        taken_TW, self._taken = torch.cat(self._taken), []
+        return taken_TW.view(num_rows, -1, self._width)
+
+
+class Replay(nn.Module):
+    """Takes the place of the module that decides in a layer, `own`: in training it returns the
+    recorded decisions instead, and counts how the layer's own differ from them.
 
     Args:
-        select: the layer's own decision.
-        own: cuts [B, P, ...], the positions that the layer decides on, to those of this rank.
+        count_flips: takes the layer's own decisions, the recorded ones, and the arguments of `own`.
+            Returns [4]: flips, and of MoE layers flipped tokens, the sum and the largest of their
+            margins.
     """
-
-    decided: type[np.integer[Any]]
-    """Type of the numbers that the layer reads."""
-    kept: torch.dtype
-    """Type of the numbers until they are recorded; has as many bits as the record's."""
 
     def __init__(
         self,
-        module: nn.Module,
-        select: Callable[[Tensor], Tensor],
+        own: nn.Module,
+        record: Record,
+        layer: str,
         form: Form,
-        own: Callable[[Tensor], Tensor] = lambda x_BP: x_BP,
+        count_flips: Callable[..., Tensor],
     ) -> None:
-        self._module, self._select, self.form, self._own = module, select, form, own
-        self._taken: list[Tensor] = []
+        super().__init__()
+        self.own, self._record, self._layer, self._form = own, record, layer, form
+        self._count_flips = count_flips
         self._flips: list[Tensor] = []
-        self._ahead_TW: Tensor | None = None
 
-    def follow(self, numbers_RPW: NDArray[Any], device: torch.device) -> None:
-        """Sets the numbers of the step that begins."""
-        ahead_TW = torch.from_numpy(numbers_RPW.astype(self.decided)).flatten(0, 1)
-        self._ahead_TW = ahead_TW.to(device, non_blocking=True)
+    def extra_repr(self) -> str:
+        return f"decisions of {self._record.folder}"
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        numbers = self._select(scores)
-        if not self._module.training:
-            return numbers
-        if self._ahead_TW is not None:
-            live, num_tokens = numbers, numbers.shape[:-1].numel()
-            ahead_TW, self._ahead_TW = self._ahead_TW[:num_tokens], self._ahead_TW[num_tokens:]
-            numbers = ahead_TW.view_as(live)
-            self._flips.append(self._differences(scores, live, numbers))
-        self._taken.append(numbers.flatten(0, -2).to(self.kept))
+    def follow(self, step: int, tokens: Tokens, device: torch.device) -> None:
+        """Reads the decisions of the step that begins, in the order of its microbatches."""
+        numbers_RPW = self._record.decisions(step, self._layer, tokens, self._form)
+        self._ahead_TW = torch.from_numpy(numbers_RPW).flatten(0, 1).to(device, non_blocking=True)
+
+    def forward(self, scores: Tensor, *others: Tensor) -> Tensor:
+        live = self.own(scores, *others)
+        if not self.training:
+            return live
+        num_tokens = live.shape[:-1].numel()
+        ahead_TW, self._ahead_TW = self._ahead_TW[:num_tokens], self._ahead_TW[num_tokens:]
+        numbers = ahead_TW.view_as(live).to(live.dtype)
+        self._flips.append(self._count_flips(live, numbers, scores, *others))
         return numbers
 
-    def _differences(self, scores: Tensor, live: Tensor, ahead: Tensor) -> Tensor:
-        """Returns [4]: flips, and of MoE layers flipped tokens, the sum and the largest of their
-        margins."""
-        raise NotImplementedError
-
-    def take(self, num_rows: int) -> NDArray[Any]:
-        """Returns the numbers of the step that ends, [R, P, W]."""
-        taken_TW, self._taken = torch.cat(self._taken), []
-        own_RPW = self._own(taken_TW.view(num_rows, -1, self.form.width))
-        return own_RPW.cpu().numpy().view(self.form.dtype)
-
     def take_flips(self) -> Tensor:
-        """Returns the `_differences` of the step that ends, [4] float64."""
-        assert self._ahead_TW is not None and not len(self._ahead_TW), "tokens without a decision"
+        """Returns the sum of what `count_flips` returned in the step that ends, [4] float64; of the
+        largest margins the largest."""
+        assert not len(self._ahead_TW), "tokens without a decision"
         found_M4, self._flips = torch.stack(self._flips), []
         return torch.cat([found_M4[:, :3].sum(0), found_M4[:, 3:].amax(0)])
 
 
-class _Experts(_Layer):
-    """Chooses a token's experts. A flip is a choice of an expert that was not recorded."""
-
-    decided, kept = np.int64, torch.int16
-
-    def _differences(self, scores: Tensor, live: Tensor, ahead: Tensor) -> Tensor:
-        router = self._module.router
-        assert isinstance(router, Router)
-        scores_TE = scores.detach() + router.expert_bias
-        differs_TKK = live[:, :, None] != ahead[:, None]
-        flips_TK, passed_over_TK = differs_TKK.all(2), differs_TKK.all(1)
-        flipped_T = flips_TK.any(1)
-        # The pair furthest apart, of a token with several flips.
-        best_T = scores_TE.gather(1, live).masked_fill(~flips_TK, -torch.inf).amax(1)
-        worst_T = scores_TE.gather(1, ahead).masked_fill(~passed_over_TK, torch.inf).amin(1)
-        spread_T = scores_TE.std(1).clamp_min(torch.finfo(scores_TE.dtype).tiny)
-        # A recorded expert of a group that is not chosen may have the higher score.
-        margins_T = torch.where(flipped_T, (best_T - worst_T).abs() / spread_T, 0.0)
-        found = [flips_TK.sum(), flipped_T.sum(), margins_T.sum(), margins_T.amax()]
-        return torch.stack([each.double() for each in found])
-
-
-class _Keys(_Layer):
-    """Selects a query's keys, on each rank of `tp` for all positions. A flip is a query whose set
-    of keys was recorded otherwise."""
-
-    decided, kept = np.uint8, torch.uint8
-
-    def _differences(self, scores: Tensor, live: Tensor, ahead: Tensor) -> Tensor:
-        flips = self._own((live != ahead).any(-1)).sum().double()
-        return F.pad(flips[None], (0, 3))
+def flipped_experts(live: Tensor, ahead: Tensor, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+    """Counts choices of experts that were not recorded, their tokens, and the tokens' margins."""
+    scores_TE = scores_TE.detach() + bias_E
+    differs_TKK = live[:, :, None] != ahead[:, None]
+    flips_TK, passed_over_TK = differs_TKK.all(2), differs_TKK.all(1)
+    flipped_T = flips_TK.any(1)
+    # The pair furthest apart, of a token with several flips.
+    best_T = scores_TE.gather(1, live).masked_fill(~flips_TK, -torch.inf).amax(1)
+    worst_T = scores_TE.gather(1, ahead).masked_fill(~passed_over_TK, torch.inf).amin(1)
+    spread_T = scores_TE.std(1).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+    # A recorded expert of a group that is not chosen may have the higher score.
+    margins_T = torch.where(flipped_T, (best_T - worst_T).abs() / spread_T, 0.0)
+    found = [flips_TK.sum(), flipped_T.sum(), margins_T.sum(), margins_T.amax()]
+    return torch.stack([each.double() for each in found])
 
 
 def trace_dims(job: JobConfig, config: ModelConfig) -> Dims:

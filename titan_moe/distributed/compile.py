@@ -137,7 +137,7 @@ def _options(backend: str, by_operation: bool) -> dict[str, Any]:
 
 def _compile_pieces(moe: MoE, options: dict[str, Any]) -> None:
     moe.router.compile(**options)
-    moe.gating_weights = torch.compile(moe.gating_weights, **options)
+    moe.router.weigh.compile(**options)
     moe.experts.compute.compile(dynamic=True, **options)
     if moe.shared_experts is not None:
         moe.shared_experts.compile(**options)

@@ -30,10 +30,24 @@ Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 class Attention(nn.Module):
     """A base of all variants: `forward(x_BSD, rotation, mask, counted_BS)`, where indexers' losses
-    leave out queries that do not count, as `MoE.forward` says; and the strategy `core`, called
-    between the projections as an AttentionCore, which the model's layout may set."""
+    leave out queries that do not count, as `MoE.forward` says; and the strategy `core`, an
+    AttentionCore that the model's layout may set. `attend(core, ...)` calls it between the
+    projections."""
 
     core: Callable[..., Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attend()
+
+
+class Attend(nn.Module):
+    """Calls a core. A module, so that hooks see what the core is given and what it returns."""
+
+    def forward(
+        self, core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any
+    ) -> Tensor:
+        return core(q, k, v, *args)
 
 
 @singledispatch
@@ -120,7 +134,7 @@ class GQA(Attention):
         q_BSHC, k_BSHC = self.place(q_BSHC, k_BSHC, rotation)
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
         sinks_H = None if self.sinks is None else self.sinks()
-        o_BHSC = self.core(q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
+        o_BHSC = self.attend(self.core, q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
         o_BSD = o_BHSC.transpose(1, 2).flatten(2)
         return self.wo(o_BSD * gate.sigmoid() if self.output_gate else o_BSD)
 
@@ -198,7 +212,7 @@ class MLA(Attention):
         index: tuple[Any, ...] = ()
         if self.indexer is not None:
             index = None, self.indexer(x_BSD, q_latent, rotation, counted_BS)
-        o_BHSC = self.core(q_BHSC, k_BHSC, v_BHSC, mask, self.scale, *index)
+        o_BHSC = self.attend(self.core, q_BHSC, k_BHSC, v_BHSC, mask, self.scale, *index)
         return self.wo(o_BHSC.transpose(1, 2).flatten(2))
 
 

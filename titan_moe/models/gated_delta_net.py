@@ -23,7 +23,7 @@ class GatedDeltaNet(Attention):
     Kimi Delta Attention has a decay for each channel of a head's keys, multiplies by sigmoid(z x),
     and projects a and z through a few channels, `narrow`.
 
-    Two strategies, which the layout of the tokens sets: `core`, called as a RecurrentCore, and
+    Two strategies, which the layout of the tokens sets: `core`, a RecurrentCore, and
     `convolve`, its method.
     """
 
@@ -68,7 +68,8 @@ class GatedDeltaNet(Attention):
         a, z = (self.narrow[x](x_BSD) if self.narrow else x_BSD for x in ("a", "z"))
         decay = self.decay(self.gates["a"](a), wide, config.key_dim if self.narrow else None)
         beta_BSH = self.gates["b"](x_BSD).to(wide).sigmoid()
-        o_BHSV = self.core(q, k, v, mask, decay.transpose(1, 2), beta_BSH.transpose(1, 2))
+        rates = decay.transpose(1, 2), beta_BSH.transpose(1, 2)
+        o_BHSV = self.attend(self.core, q, k, v, mask, *rates)
         o_BSHV = self.out_norm(o_BHSV.transpose(1, 2))
         z_BSHV = self.in_proj["z"](z).unflatten(-1, (-1, config.value_dim))
         opened_BSHV = z_BSHV.sigmoid() if self.narrow else F.silu(z_BSHV)

@@ -1,6 +1,5 @@
 """The lightning indexer: selects the keys that a layer's attention sees (arXiv 2512.02556, 2.1)."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +9,7 @@ from titan_moe.models.config import IndexerConfig
 from titan_moe.models.output import LayerNorm
 from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.balance import attach_loss
-from titan_moe.moe.layer import DecisionMemo
+from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops.sparse_attention import Index, SharedKeys, select_keys
 
 
@@ -21,13 +20,28 @@ class Selection:
     keys_BSW: Tensor | None = None
 
 
+class BestKeys(nn.Module):
+    """Selects the keys of each query with the largest scores."""
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+
+    def forward(self, scores_BST: Tensor) -> Tensor:
+        """Returns keys_BSW, as `select_keys` packs them."""
+        return select_keys(scores_BST, self.top_k)
+
+    def extra_repr(self) -> str:
+        return str(self.top_k)
+
+
 class Indexer(nn.Module):
     """Queries of several heads from the query's latent; from the stream one key for all heads, and
     the weight of each head.
 
     What it reads is detached: its own loss trains its parameters and nothing else, and they get no
-    other gradient. `select_fn` is a strategy that routing traces set: scores_BST -> the keys, as
-    `select_keys` packs them. `memo` replays the selection in a recomputation.
+    other gradient. `select` picks keys by their scores; a replay of recorded keys takes its place.
+    `memo` replays the selection in a recomputation.
 
     Buffer: `loss_sum` adds up this step's losses.
     """
@@ -41,7 +55,7 @@ class Indexer(nn.Module):
         self.wk = nn.Linear(dim, config.head_dim, bias=False)
         self.k_norm = LayerNorm(config.head_dim, eps=1e-6)
         self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
-        self.select_fn: Callable[[Tensor], Tensor] = partial(select_keys, top_k=config.top_k)
+        self.select: nn.Module = BestKeys(config.top_k)
         self.memo, self.selection = DecisionMemo(), Selection()
         self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
         self.init_buffers()
@@ -77,7 +91,7 @@ class Indexer(nn.Module):
         )
 
     def _select(self, scores_BST: Tensor) -> Tensor:
-        keys_BSW = self.selection.keys_BSW = self.select_fn(scores_BST)
+        keys_BSW = self.selection.keys_BSW = self.select(scores_BST)
         return keys_BSW
 
 

@@ -1,9 +1,8 @@
 """The mixture-of-experts layer."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,14 +11,12 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from titan_moe.moe.experts import Experts, Part
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
 from titan_moe.profiling.regions import region
-
-Given = TypeVar("Given")
-Decision = TypeVar("Decision")
 
 
 class Choice(NamedTuple):
@@ -32,59 +29,13 @@ class Choice(NamedTuple):
     """Results of `Dispatcher.start_counts`, one for each part of the tokens."""
 
 
-class DecisionMemo(nn.Module):
-    """Replays the decisions of a checkpointed forward pass in its recomputation: the routing of a
-    layer, or the keys that its attention sees.
-
-    Routing anew could send a token elsewhere (rounding), would count it again, and would wait for
-    split sizes again. Outside the two contexts of `contexts` every decision is made anew. A module,
-    so that activation checkpointing finds it in a block.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._recorded: list[Any] | None = None
-        self._replayed: Iterator[Any] | None = None
-
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Returns a context for a forward pass, which records decisions, and one for its
-        recomputation, which replays them in the same order."""
-        decisions: list[Any] = []
-        return self._record(decisions), self._replay(decisions)
-
-    def decide(self, choose: Callable[[Given], Decision], given: Given) -> Decision:
-        """`choose(given)`, or in a recomputation what that returned in the forward pass."""
-        if self._replayed is not None:
-            return next(self._replayed)
-        decision = choose(given)
-        if self._recorded is not None:
-            self._recorded.append(decision)
-        return decision
-
-    @contextmanager
-    def _record(self, decisions: list[Any]) -> Iterator[None]:
-        self._recorded = decisions
-        try:
-            yield
-        finally:
-            self._recorded = None
-
-    @contextmanager
-    def _replay(self, decisions: list[Any]) -> Iterator[None]:
-        self._replayed = iter(decisions)
-        try:
-            yield
-        finally:
-            self._replayed = None
-
-
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    Three attributes are strategies, each set once when the model is built. Expert parallelism sets
-    `dispatcher`, routing traces set `routing_fn` (scores_TE -> experts_TK), and compile sets
-    `gating_weights`. `memo` replays routing in a recomputation;
-    `sequence_group` are the ranks that hold parts of the same sequences, None: this one alone.
+    `dispatcher` is a strategy, which expert parallelism sets. `memo` replays routing in a
+    recomputation. `to_experts` and `from_experts` pass on the tokens that the dispatcher is given
+    and the sums that it returns: places for hooks. `sequence_group` are the ranks that hold parts
+    of the same sequences, None: this one alone.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads; where a
     graph holds the whole layer it is measured always.
@@ -104,8 +55,7 @@ class MoE(nn.Module):
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.sequence_group: ProcessGroup | None = None
-        self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
-        self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.gating_weights
+        self.to_experts, self.from_experts = nn.Identity(), nn.Identity()
         self.memo = DecisionMemo()
         self.counts_traffic = True
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
@@ -126,14 +76,15 @@ class MoE(nn.Module):
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
         choice = self.memo.decide(partial(self.choose, counted_BS=counted_BS), scores_BSE)
         with region("route"):
-            weights_TK = self.gating_weights(scores.scores_TE, choice.experts_TK)
+            weights_TK = self.router.weigh(scores.scores_TE, choice.experts_TK)
         if self.training:
             loss = self._balance_loss(scores, choice.chosen_BE, x_BSD.shape[0], counted_BS)
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
         with region("dispatch"):
-            parts = zip(self._parts(x_TD), self._parts(weights_TK), choice.drafts, strict=True)
+            routed_TD = self.to_experts(x_TD)
+            parts = zip(self._parts(routed_TD), self._parts(weights_TK), choice.drafts, strict=True)
             sent = [self._send(*part) for part in parts]
         # While rows travel, here and in the backward.
         shared_TD = None
@@ -148,7 +99,7 @@ class MoE(nn.Module):
         with region("combine"):
             pairs = zip(home, choice.drafts, strict=True)
             sums = [self.dispatcher.add_up(*pair) for pair in pairs]
-            y_TD = sums[0] if len(sums) == 1 else torch.cat(sums)
+            y_TD = self.from_experts(sums[0] if len(sums) == 1 else torch.cat(sums))
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
     def _send(self, x_TD: Tensor, weights_TK: Tensor, draft: Any) -> tuple[Any, Any]:
@@ -165,7 +116,7 @@ class MoE(nn.Module):
     def choose(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
         with region("route"):
-            experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
+            experts_TK = self.router.select(scores_BSE.flatten(0, 1), self.router.expert_bias)
         parts = [
             (part_TK, count_experts(part_TK, self.config.num_experts))
             for part_TK in self._parts(experts_TK)

@@ -1,6 +1,7 @@
 """The router: scores, the selection of experts, their gating weights, and the routing bias."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,11 @@ SCORES: dict[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid":
 
 
 class Router(nn.Module):
-    """Scores tokens against experts and picks top_k of them.
+    """Scores tokens against experts; by the scores `select` picks top_k experts of each token, and
+    `weigh` makes their gating weights.
+
+    Forced, replayed and simulated routes take the place of `select`, and a printed model shows them
+    there.
 
     Buffers: `expert_bias` [E] enters the selection but not the weights (arXiv 2408.15664);
     `previous_load` [E] holds each expert's share of the previous step's tokens; `tokens_per_expert`
@@ -54,6 +59,10 @@ class Router(nn.Module):
         self.config = config
         self.score = SCORES[config.score]
         self.gate = nn.Linear(dim, config.num_experts, bias=config.router_bias)
+        self.select: nn.Module = BestExperts(config)
+        if config.force_load_balance:
+            self.select = GivenExperts("each in turn", partial(_in_turn, config))
+        self.weigh = GatingWeights(config)
         num_experts = config.num_experts
         self.register_buffer("expert_bias", torch.empty(num_experts, dtype=torch.float32))
         self.register_buffer("previous_load", torch.empty(num_experts, dtype=torch.float32))
@@ -81,20 +90,58 @@ class Router(nn.Module):
         bias_E = None if self.gate.bias is None else self.gate.bias.to(dtype)
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
 
-    def select_experts(self, scores_TE: Tensor) -> Tensor:
-        """The top_k experts of each token: experts_TK, best first. Has no gradient."""
-        config = self.config
-        num_tokens = scores_TE.shape[0]
-        if config.force_load_balance:
-            slots = torch.arange(num_tokens * config.top_k, device=scores_TE.device)
-            return (slots % config.num_experts).view(num_tokens, config.top_k)
-        scores_TE = scores_TE.detach() + self.expert_bias
-        if config.num_groups > 1:
-            scores_TE = _keep_top_groups(scores_TE, config)
-        return scores_TE.topk(config.top_k, dim=-1).indices
 
-    def gating_weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """The weights of the selected experts: weights_TK."""
+class BestExperts(nn.Module):
+    """Selects the top_k experts of each token by score and bias, maybe of its best groups alone."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+        """Returns experts_TK, best first. Has no gradient."""
+        scores_TE = scores_TE.detach() + bias_E
+        if self.config.num_groups > 1:
+            scores_TE = _keep_top_groups(scores_TE, self.config)
+        return scores_TE.topk(self.config.top_k, dim=-1).indices
+
+    def extra_repr(self) -> str:
+        return f"{self.config.top_k} of {self.config.num_experts}"
+
+
+class GivenExperts(nn.Module):
+    """Takes the place of `BestExperts`: scores have no say in where tokens go.
+
+    Args:
+        name: says in a printed model where they go.
+        choose: takes scores_TE, for their number and device, and returns experts_TK.
+    """
+
+    def __init__(self, name: str, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.name, self.choose = name, choose
+
+    def forward(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+        return self.choose(scores_TE)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+def _in_turn(config: MoEConfig, scores_TE: Tensor) -> Tensor:
+    num_tokens = len(scores_TE)
+    slots = torch.arange(num_tokens * config.top_k, device=scores_TE.device)
+    return (slots % config.num_experts).view(num_tokens, config.top_k)
+
+
+class GatingWeights(nn.Module):
+    """The weights of the selected experts: weights_TK of scores_TE and experts_TK."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
         weights_TK = _GatherSelected.apply(scores_TE, experts_TK)
         if self.config.normalize_top_k:
             # Sigmoid scores may all underflow; DeepSeek's reference adds as much.

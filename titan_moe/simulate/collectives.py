@@ -22,6 +22,7 @@ from titan_moe.config.pipeline import num_stages
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
+from titan_moe.moe.router import GivenExperts
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process_pool import in_fresh_processes
@@ -264,7 +265,7 @@ def _step(task: Task, fake: FakeRank, routing: Routing, num_microbatches: int) -
     dims, rank = fake.sharded.meshes.dims, dist.get_rank()
     for layer, moe in fake.sharded.moe_layers().items():
         about = LayerOfRank(rank, layer, moe.config.num_experts, moe.config.top_k)
-        moe.routing_fn = routing.choice(about)
+        moe.router.select = GivenExperts(routing.name, routing.choice(about))
     batch = empty_batch(task.job)
     if routing.masks_a_rank and dims.coordinate(rank, "batch") == 0:
         # The positions that the first cp rank reads: the ranks that read them have no target.

@@ -30,6 +30,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.config import ModelConfig
+from titan_moe.moe.router import GivenExperts
 from titan_moe.simulate.comm_counter import COLLECTIVES, CommCounter, Flow, Volume, axes_of_groups
 from titan_moe.train_step import StepResult, build_step
 
@@ -159,7 +160,8 @@ def balanced_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
 def balance_routers(sharded: ShardedModel) -> None:
     """Let every MoE layer select experts by `balanced_choice`."""
     for moe in sharded.moe_layers().values():
-        moe.routing_fn = balanced_choice(moe.config.num_experts, moe.config.top_k)
+        choose = balanced_choice(moe.config.num_experts, moe.config.top_k)
+        moe.router.select = GivenExperts("balanced", choose)
 
 
 def empty_batch(job: JobConfig) -> Batch:

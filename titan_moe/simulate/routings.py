@@ -12,7 +12,7 @@ from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.simulate.fake_rank import balanced_choice
 
 _Choice = Callable[[Tensor], Tensor]
-"""scores_TE -> experts_TK, as `MoE.routing_fn`."""
+"""scores_TE -> experts_TK, as `GivenExperts` takes it."""
 
 
 class LayerOfRank(NamedTuple):

@@ -17,7 +17,7 @@ from titan_moe.debug.routing_record import (
     name_rows,
     start_record,
 )
-from titan_moe.debug.routing_trace import _Experts
+from titan_moe.debug.routing_trace import Kept, Replay, flipped_experts
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.runtime.errors import RunError
@@ -156,28 +156,35 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
         Record(tmp_path / "across").check(across._replace(across_documents=False), key="k")
 
 
-def test_layer_follows_microbatches_one_after_the_other() -> None:
+def test_layer_follows_microbatches_one_after_the_other(tmp_path: Path) -> None:
     torch.manual_seed(0)
     moe = MoE(8, MoEConfig(num_experts=4, top_k=2, hidden_dim=8), None)
     for parameter in moe.parameters():
         parameter.data.normal_()
-    live = moe.routing_fn
-    moe.routing_fn = layer = _Experts(moe, live, Dims(["layers.1"], 4, 2).experts)
+    dims, tokens = Dims(["layers.1"], 4, 2), Tokens(name_rows([1]), np.arange(5))
     ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 1]]
-    layer.follow(np.array([ahead], np.uint16), torch.device("cpu"))
+    start_record(tmp_path, dims, after=0)
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, limit_gb=1)
+    writer.write(1, tokens, {"layers.1": np.array([ahead], np.uint16)})
+    select = moe.router.select
+    replay = Replay(select, Record(tmp_path), "layers.1", dims.experts, flipped_experts)
+    moe.router.select = replay
+    assert f"Replay(\n      decisions of {tmp_path}" in repr(moe), "a printed model says it"
+    kept = Kept(replay, dims.experts)
+    replay.follow(1, tokens, torch.device("cpu"))
     x_BSD = torch.randn(1, 5, 8)
     moe(x_BSD[:, :2])
     moe.train(False)
     moe(x_BSD)
     moe.train(True)
     with pytest.raises(AssertionError, match="tokens without a decision"):
-        layer.take_flips()
+        replay.take_flips()
     moe(x_BSD[:, 2:])
-    assert layer.take(1).tolist() == [ahead]
-    own = [set(chosen) for chosen in live(moe.router(x_BSD[0]).scores_TE).tolist()]
-    flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
-    slots, tokens, margins, largest = layer.take_flips().tolist()
+    assert kept.take(1).tolist() == [ahead]
     scores_TE = moe.router(x_BSD[0]).scores_TE.detach()
+    own = [set(chosen) for chosen in select(scores_TE, moe.router.expert_bias).tolist()]
+    flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
+    slots, tokens, margins, largest = replay.take_flips().tolist()
     found = [
         max(s[e] for e in mine - set(theirs)) - min(s[e] for e in set(theirs) - mine)
         for s, mine, theirs in zip(scores_TE / scores_TE.std(1)[:, None], own, ahead, strict=True)

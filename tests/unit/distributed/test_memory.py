@@ -22,6 +22,7 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
+from titan_moe.moe.router import GivenExperts
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import balanced_choice
@@ -267,7 +268,8 @@ def _kept_beyond_an_even_share() -> int:
     for ranks in (2, 1):
         saved: list[torch.Tensor] = []
         for moe in model.moe_layers().values():
-            moe.routing_fn = balanced_choice(moe.config.num_experts * ranks // 2, moe.config.top_k)
+            choose = balanced_choice(moe.config.num_experts * ranks // 2, moe.config.top_k)
+            moe.router.select = GivenExperts("balanced", choose)
         with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # noqa: B023
             model(tokens_BS, tokens_BS.int(), torch.arange(256)[None])
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}

@@ -35,7 +35,7 @@ def test_group_limited_choice_matches_a_loop(group_score_top: int):
     router = _router(config)
     router.expert_bias.normal_()
     scores_TE = torch.rand(50, 8)
-    experts_TK = router.select_experts(scores_TE)
+    experts_TK = router.select(scores_TE, router.expert_bias)
     for scores, experts in zip(scores_TE + router.expert_bias, experts_TK, strict=True):
         groups = scores.view(4, 2)
         worth = [sum(sorted(group.tolist())[-group_score_top:]) for group in groups]
@@ -48,10 +48,10 @@ def test_group_limited_choice_matches_a_loop(group_score_top: int):
 def test_weights_are_normalised_scaled_and_differentiable():
     router = _router(replace(CONFIG, normalize_top_k=True, route_scale=2.5))
     scores_TE = torch.rand(6, 8, dtype=torch.float64, requires_grad=True)
-    experts_TK = router.select_experts(scores_TE)
-    weights_TK = router.gating_weights(scores_TE, experts_TK)
+    experts_TK = router.select(scores_TE, router.expert_bias)
+    weights_TK = router.weigh(scores_TE, experts_TK)
     torch.testing.assert_close(weights_TK.sum(-1), torch.full((6,), 2.5, dtype=torch.float64))
-    assert torch.autograd.gradcheck(lambda s: router.gating_weights(s, experts_TK), scores_TE)
+    assert torch.autograd.gradcheck(lambda s: router.weigh(s, experts_TK), scores_TE)
 
 
 def test_product_on_tensor_cores_rounds_the_gradient_of_logits_alone(

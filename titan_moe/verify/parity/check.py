@@ -37,10 +37,9 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
-from titan_moe.moe.router import Router
 from titan_moe.train_step import look_ahead
 from titan_moe.verify.gradients.compare import worst
-from titan_moe.verify.localize.capture.moe_hooks import choice_margins
+from titan_moe.verify.localize.capture.hooks import choice_margins
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -320,10 +319,9 @@ def _export_distance(decoder: Decoder, model: HFModel, batch: LocalBatch) -> flo
 
 def _watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
+
+    def watch(select: nn.Module, args: tuple[Tensor, Tensor], experts_TK: Tensor) -> None:
+        margins.append(choice_margins(*args, select.config).min().item())  # type: ignore[arg-type]
+
     for moe in model.moe_layers().values():
-
-        def watched(scores_TE: Tensor, router: Router = moe.router) -> Tensor:
-            margins.append(choice_margins(scores_TE.detach(), router).min().item())
-            return router.select_experts(scores_TE)
-
-        moe.routing_fn = watched
+        moe.router.select.register_forward_hook(watch)

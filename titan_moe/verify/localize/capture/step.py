@@ -6,7 +6,6 @@ parts. So captures of any two layouts can be put side by side, and their size is
 and tensor 8 numbers. verify/localize/capture_reader.py reads them.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,6 @@ class StepCapture:
         self._sharded, self._optimizer = sharded, optimizer
         self._step, self._dtype = step, compute_dtype
         self._records = Records()
-        self._watches = ExitStack()
         self._rows: list[int] = []
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank = rank
@@ -84,9 +82,10 @@ class StepCapture:
         self._stages = [_stage(part, sharded.stages) for part in sharded.parts]
         self._parameters("start", "parameter", lambda parameter: parameter)
         self._routers("start")
+        self._hooks = []
         for part, stage in zip(sharded.parts, self._stages, strict=True):
             watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
-            self._watches.enter_context(watch(sharded, part, watcher))
+            self._hooks += watch(sharded, part, watcher)
 
     def reads(self, batch: Batch, local: LocalBatch) -> None:
         """Before the forward of a batch: what this rank reads of it."""
@@ -113,7 +112,8 @@ class StepCapture:
 
     def accumulated(self) -> None:
         """Records gradients after all sums over ranks, before clipping."""
-        self._watches.close()
+        for hook in self._hooks:
+            hook.remove()
         self._parameters("gradient", "gradient", lambda parameter: parameter.grad)
         for name, moe in self._sharded.moe_layers().items():
             # Every rank has the loss of its own tokens.

@@ -44,7 +44,6 @@ class Microbatch:
         *,
         of: Callable[[Tensor], Tensor],
         cut: bool,
-        part: tuple[int, int],
         gradient: bool,
     ) -> Sketches | None:
         """Sketches of a tensor [B, S, ...] or [T, F]; None for one that is not by token.
@@ -52,11 +51,9 @@ class Microbatch:
         Args:
             of: makes what is sketched of the tensor.
             cut: whether each tp rank has its columns of it, if it has all tokens of it.
-            part: a number and how many; x has this part of the rank's own tokens.
             gradient: True for a gradient, of which a tp rank with all columns has a part of a sum.
         """
-        x, all_T, (number, parts) = of(x), self._gathered_keys_T, part
-        own_T = self._own_keys_BS.flatten().tensor_split(parts)[number]
+        x, all_T, own_T = of(x), self._gathered_keys_T, self._own_keys_BS.flatten()
         if x.ndim > 2:
             if x.shape[:2] not in (self._own_keys_BS.shape, self._keys_BS.shape):
                 return None
@@ -69,10 +66,6 @@ class Microbatch:
         first = self._tp_rank * x_TF.shape[1] if cut else 0
         summand = first if cut else self._tp_rank * gradient
         return Sketches(TOKENS, all_T, sketch_rows(x_TF, first), summand)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class Watcher:
@@ -109,16 +102,10 @@ class Watcher:
         """Numbers places as a forward comes by them."""
         return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
-    def by_token(
-        self,
-        of: Callable[[Tensor], Tensor] = _itself,
-        *,
-        cut: bool = False,
-        part: tuple[int, int] = (0, 1),
-    ) -> Lay:
-        """Returns the sketch of tensors that have a row for each token of this microbatch, or of
-        a part of them (see `Microbatch.lay`)."""
-        return partial(self.now.lay, of=of, cut=cut, part=part)
+    def by_token(self, of: Callable[[Tensor], Tensor] = lambda x: x, *, cut: bool = False) -> Lay:
+        """Returns the sketch of tensors that have a row for each token of this microbatch (see
+        `Microbatch.lay`)."""
+        return partial(self.now.lay, of=of, cut=cut)
 
     def forward(self, module: str, tensor: str, x: Tensor, lay: Lay) -> None:
         """Records a tensor."""
