@@ -83,7 +83,7 @@ def is_exchange(operation: object) -> bool:
 
 def plant(bug: str) -> None:
     if bug == "routed again":
-        DecisionMemo._replay = DecisionMemo._record
+        DecisionMemo.decide = lambda memo, choose, given: choose(given)
     elif bug == "rows of other tokens handed back":
         hand_back = activation_checkpoint._HandBack.__torch_dispatch__
 

@@ -12,7 +12,7 @@ import torch
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
 from tests.support.trainings import train_curve
-from titan_moe.debug.routing_record import Record, RowName, Tokens, form_of_keys
+from titan_moe.debug.routing_record import Record, RowName, Tokens, opened_part
 from titan_moe.debug.routing_trace import FLIPS_FILE, RoutingTrace
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics.jsonl import read_json_lines
@@ -81,16 +81,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]:
     """(row, position) -> its experts, in their order, or its keys."""
-    record, found = Record(path), {}
-    form = form_of_keys(SEQ_LEN) if layer.endswith("indexer") else record.dims.experts
-    for part in record.steps[step]:
-        if part.has(layer):
-            rows, positions = part.tokens
-            experts_RPK = part.read(layer, form).tolist()
-            for row, experts_PK in zip(rows, experts_RPK, strict=True):
-                for position, experts in zip(positions.tolist(), experts_PK, strict=True):
-                    assert (row, position) not in found, "recorded twice"
-                    found[row, position] = tuple(experts)
+    found: dict[tuple[RowName, int], tuple] = {}
+    for file in Record(path).steps[step]:
+        with opened_part(file) as ((rows, positions), arrays):
+            numbers_RPW = arrays[layer].tolist() if layer in arrays else []
+        for row, numbers_PW in zip(rows, numbers_RPW, strict=False):
+            for position, numbers in zip(positions.tolist(), numbers_PW, strict=True):
+                assert (row, position) not in found, "recorded twice"
+                found[row, position] = tuple(numbers)
     return found
 
 

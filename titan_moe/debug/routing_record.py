@@ -17,7 +17,6 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -34,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 _HEADER = "record.json"
 _PART = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
-_UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile, zlib.error)
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),  # Of a single array too.
+    *(BadZipFile, zlib.error),
+)
 
 
 class RowName(NamedTuple):
@@ -157,11 +159,11 @@ class Record:
                 step, rank, ranks = map(int, match.groups())
                 found[step][rank, ranks] = path
         self.steps = {
-            step: [Part(paths[rank]) for rank in sorted(paths)]
+            step: [paths[rank] for rank in sorted(paths)]
             for step, paths in sorted(found.items())
             if all(ranks == len(paths) for _, ranks in paths)
         }
-        """The parts of each step of which every rank's part is there."""
+        """The files of each step of which every rank's part is there."""
 
     def check(self, dims: Dims, *, key: str, steps: range = range(0)) -> None:
         """Raise ConfigError if the record, a folder that `key` names, is of another kind of run or
@@ -180,74 +182,63 @@ class Record:
         if lines:
             raise ConfigError(lines)
 
-    def decisions(self, step: int, layer: str, tokens: Tokens, form: Form) -> NDArray[Any]:
-        """Returns a layer's decisions about these tokens, [R, P, W].
+    def decisions(
+        self, step: int, wanted: Mapping[str, tuple[Tokens, Form]]
+    ) -> dict[str, NDArray[Any]]:
+        """Returns the decisions [R, P, W] of each wanted layer about these tokens.
 
         Raises RunError for a damaged part and for tokens that the record does not have.
         """
-        missing_RP = np.ones((len(tokens.rows), len(tokens.positions)), dtype=bool)
-        out_RPW = np.empty((*missing_RP.shape, form.width), form.dtype)
-        for part in self.steps[step]:
-            ours, theirs = part.find(tokens)
-            if part.has(layer) and missing_RP[ours].size:
-                out_RPW[ours] = part.read(layer, form)[theirs]
-                missing_RP[ours] = False
-        if missing_RP.any():
-            row, position = np.argwhere(missing_RP)[0]
-            raise RunError(
-                f"step {step} of {self.folder} has no routing of {layer} for the row "
-                f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: it "
-                f"is of other data"
-            )
-        return out_RPW
-
-
-class Part:
-    """One rank's file of a step; its arrays are read when they are asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _arrays(self) -> Mapping[str, NDArray[Any]]:
-        with _readable(self._path):
-            opened = np.load(self._path)
-            if not isinstance(opened, NpzFile):  # It may be a single array.
-                raise ValueError("it is no archive of arrays")
-            return opened
-
-    @cached_property
-    def tokens(self) -> Tokens:
-        with _readable(self._path):
-            rows = [RowName(*row) for row in self._arrays["rows"].tolist()]
-            return Tokens(rows, self._arrays["positions"])
-
-    def has(self, layer: str) -> bool:
-        return layer in self._arrays
-
-    def find(self, tokens: Tokens) -> tuple[Any, Any]:
-        """Returns two indices of [R, P] arrays: which of the tokens are in this part, and where."""
-        known = {row: place for place, row in enumerate(self.tokens.rows)}
-        rows = [(i, known[row]) for i, row in enumerate(tokens.rows) if row in known]
-        ours_R, theirs_R = np.array(rows, dtype=np.int64).reshape(-1, 2).T
-        _, ours_P, theirs_P = np.intersect1d(
-            tokens.positions, self.tokens.positions, assume_unique=True, return_indices=True
-        )
-        return np.ix_(ours_R, ours_P), np.ix_(theirs_R, theirs_P)
-
-    def read(self, layer: str, form: Form) -> NDArray[Any]:
-        """Returns a layer's decisions about `tokens`; a CRC32 in the archive covers them."""
-        shape = len(self.tokens.rows), len(self.tokens.positions), form.width
-        with _readable(self._path):
-            numbers_RPW = self._arrays[layer]
-            if numbers_RPW.shape != shape or numbers_RPW.max(initial=0) >= form.limit:
-                raise ValueError(f"{layer} has other tokens or choices than its record")
-            return numbers_RPW
+        found = {
+            layer: np.empty((len(tokens.rows), len(tokens.positions), form.width), form.dtype)
+            for layer, (tokens, form) in wanted.items()
+        }
+        missing = {layer: np.ones(out_RPW.shape[:2], bool) for layer, out_RPW in found.items()}
+        for path in self.steps[step]:
+            with opened_part(path) as (there, arrays):
+                for layer, (tokens, form) in wanted.items():
+                    ours, theirs = _shared(tokens, there)
+                    if layer in arrays and missing[layer][ours].size:
+                        found[layer][ours] = _read(arrays[layer], there, form)[theirs]
+                        missing[layer][ours] = False
+        for layer, missing_RP in missing.items():
+            if missing_RP.any():
+                tokens, _ = wanted[layer]
+                row, position = np.argwhere(missing_RP)[0]
+                raise RunError(
+                    f"step {step} of {self.folder} has no routing of {layer} for the row "
+                    f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: "
+                    f"it is of other data"
+                )
+        return found
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def opened_part(path: Path) -> Iterator[tuple[Tokens, NpzFile]]:
+    """Gives a part's tokens, and its arrays, which are read when they are asked for; a CRC32 in the
+    file covers each. Raises RunError for a damaged part, also from within."""
     try:
-        yield
+        with np.load(path) as arrays:
+            rows = [RowName(*row) for row in arrays["rows"].tolist()]
+            yield Tokens(rows, arrays["positions"]), arrays
     except _UNREADABLE as error:
         raise RunError(f"{path} is damaged, or no part of a record: {reason(error)}") from None
+
+
+def _read(numbers_RPW: NDArray[Any], tokens: Tokens, form: Form) -> NDArray[Any]:
+    """Returns a layer's decisions about these tokens. Raises ValueError if they are none."""
+    shape = len(tokens.rows), len(tokens.positions), form.width
+    if numbers_RPW.shape != shape or numbers_RPW.max(initial=0) >= form.limit:
+        raise ValueError("a layer has other tokens or choices than its record")
+    return numbers_RPW
+
+
+def _shared(ours: Tokens, theirs: Tokens) -> tuple[Any, Any]:
+    """Returns two indices of [R, P] arrays: where the tokens that both have are in either."""
+    known = {row: place for place, row in enumerate(theirs.rows)}
+    rows = [(i, known[row]) for i, row in enumerate(ours.rows) if row in known]
+    ours_R, theirs_R = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+    _, ours_P, theirs_P = np.intersect1d(
+        ours.positions, theirs.positions, assume_unique=True, return_indices=True
+    )
+    return np.ix_(ours_R, ours_P), np.ix_(theirs_R, theirs_P)

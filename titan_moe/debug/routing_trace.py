@@ -99,8 +99,8 @@ class RoutingTrace:
     ) -> None:
         """Lets a layer decide as the record says, and keeps what it decides."""
         if self._replayed is not None:
-            replay = Replay(layer.select, self._replayed, name, form, count_flips)
-            layer.select = self._replays[name] = replay
+            folder = self._replayed.folder
+            layer.select = self._replays[name] = Replay(layer.select, form, folder, count_flips)
         if self._writer is not None:
             self._kept[name] = Kept(layer.select, form)
 
@@ -118,8 +118,14 @@ class RoutingTrace:
         whole = self._tokens(batches)
         own_BP = self._own(torch.from_numpy(whole.positions)[None])
         own = whole._replace(positions=own_BP[0].numpy())
-        for name, replay in self._replays.items():  # Indexers select keys for all positions.
-            replay.follow(step, whole if name in self._keys else own, self._device)
+        if self._replayed is not None:
+            # Indexers select keys for all positions.
+            wanted = {
+                name: (whole if name in self._keys else own, replay.form)
+                for name, replay in self._replays.items()
+            }
+            for name, numbers_RPW in self._replayed.decisions(step, wanted).items():
+                self._replays[name].follow(torch.from_numpy(numbers_RPW).to(self._device))
         yield
         if self._replayed is not None:
             self._count_flips(step)
@@ -193,31 +199,25 @@ class Replay(nn.Module):
     recorded decisions instead, and counts how the layer's own differ from them.
 
     Args:
+        folder: the record's, for a printed model.
         count_flips: takes the layer's own decisions, the recorded ones, and the arguments of `own`.
             Returns [4]: flips, and of MoE layers flipped tokens, the sum and the largest of their
             margins.
     """
 
     def __init__(
-        self,
-        own: nn.Module,
-        record: Record,
-        layer: str,
-        form: Form,
-        count_flips: Callable[..., Tensor],
+        self, own: nn.Module, form: Form, folder: Path, count_flips: Callable[..., Tensor]
     ) -> None:
         super().__init__()
-        self.own, self._record, self._layer, self._form = own, record, layer, form
-        self._count_flips = count_flips
+        self.own, self.form, self.folder, self._count_flips = own, form, folder, count_flips
         self._flips: list[Tensor] = []
 
     def extra_repr(self) -> str:
-        return f"decisions of {self._record.folder}"
+        return f"decisions of {self.folder}"
 
-    def follow(self, step: int, tokens: Tokens, device: torch.device) -> None:
-        """Reads the decisions of the step that begins, in the order of its microbatches."""
-        numbers_RPW = self._record.decisions(step, self._layer, tokens, self._form)
-        self._ahead_TW = torch.from_numpy(numbers_RPW).flatten(0, 1).to(device, non_blocking=True)
+    def follow(self, numbers_RPW: Tensor) -> None:
+        """Takes the decisions of the step that begins, in the order of its microbatches."""
+        self._ahead_TW = numbers_RPW.flatten(0, 1)
 
     def forward(self, scores: Tensor, *others: Tensor) -> Tensor:
         live = self.own(scores, *others)

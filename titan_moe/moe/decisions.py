@@ -28,7 +28,7 @@ class DecisionMemo(nn.Module):
         """Returns a context for a forward pass, which records decisions, and one for its
         recomputation, which replays them in the same order."""
         decisions: list[Any] = []
-        return self._record(decisions), self._replay(decisions)
+        return self._within(decisions, None), self._within(None, iter(decisions))
 
     def decide(self, choose: Callable[[Given], Decision], given: Given) -> Decision:
         """`choose(given)`, or in a recomputation what that returned in the forward pass."""
@@ -40,17 +40,9 @@ class DecisionMemo(nn.Module):
         return decision
 
     @contextmanager
-    def _record(self, decisions: list[Any]) -> Iterator[None]:
-        self._recorded = decisions
+    def _within(self, recorded: list[Any] | None, replayed: Iterator[Any] | None) -> Iterator[None]:
+        self._recorded, self._replayed = recorded, replayed
         try:
             yield
         finally:
-            self._recorded = None
-
-    @contextmanager
-    def _replay(self, decisions: list[Any]) -> Iterator[None]:
-        self._replayed = iter(decisions)
-        try:
-            yield
-        finally:
-            self._replayed = None
+            self._recorded = self._replayed = None

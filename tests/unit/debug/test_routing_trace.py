@@ -1,6 +1,8 @@
 """Routing records: any ranks read what others wrote, and a layer follows its tokens."""
 
+import io
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,11 @@ def write(folder: Path, parts: list, steps: int = 1, limit_gb: float = 1.0) -> N
             writer.write(step, tokens_of(rows, positions), experts)
 
 
+def experts(record: Record, layer: str, tokens: Tokens) -> np.ndarray:
+    """Returns the record's decisions of step 1 about these tokens."""
+    return record.decisions(1, {layer: (tokens, DIMS.experts)})[layer]
+
+
 @pytest.mark.parametrize("written", PARTS)
 @pytest.mark.parametrize("read", PARTS)
 def test_record_is_read_by_other_ranks(tmp_path: Path, written: str, read: str) -> None:
@@ -68,7 +75,7 @@ def test_record_is_read_by_other_ranks(tmp_path: Path, written: str, read: str) 
     assert record.dims == DIMS and list(record.steps) == [1]
     for rows, positions in PARTS[read]:
         for name, x_RPK in whole().items():
-            experts_RPK = record.decisions(1, name, tokens_of(rows, positions), DIMS.experts)
+            experts_RPK = experts(record, name, tokens_of(rows, positions))
             assert (experts_RPK == x_RPK[np.ix_(rows, positions)]).all()
 
 
@@ -81,7 +88,7 @@ def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
         writer.write(1, EVERYTHING, {layer: whole()[layer] for layer in layers})
     record = Record(tmp_path)
     for name, x_RPK in whole().items():
-        assert (record.decisions(1, name, EVERYTHING, DIMS.experts) == x_RPK).all()
+        assert (experts(record, name, EVERYTHING) == x_RPK).all()
     part = tmp_path / "step-1.rank-1-of-3.npz"
     part.rename(tmp_path / f".{part.name}.tmp")
     assert list(Record(tmp_path).steps) == [], "half written"
@@ -125,12 +132,21 @@ def test_damaged_record_is_one_line(tmp_path: Path) -> None:
     content = part.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 3] ^= 1
-    for damaged in (content[:-100], b"", b"text", bytes(flipped)):
+    np.save(single := io.BytesIO(), np.zeros(3))
+    for damaged in (content[:-100], b"", b"text", bytes(flipped), single.getvalue()):
         part.write_bytes(damaged)
         with pytest.raises(RunError, match=r"0-of-1.npz is damaged, or no part of a ") as error:
             for layer in DIMS.layers:
-                Record(tmp_path).decisions(1, layer, EVERYTHING, DIMS.experts)
+                experts(Record(tmp_path), layer, EVERYTHING)
         assert "\n" not in str(error.value)
+
+
+def test_reading_a_record_leaves_no_file_open(tmp_path: Path) -> None:
+    write(tmp_path, PARTS["one"], steps=3)
+    record, before = Record(tmp_path), len(os.listdir("/proc/self/fd"))
+    for step in record.steps:
+        record.decisions(step, {"layers.1": (EVERYTHING, DIMS.experts)})
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_record_names_what_it_lacks(tmp_path: Path) -> None:
@@ -140,12 +156,12 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
     record = Record(tmp_path)
     stranger = Tokens([RowName(0xBAD, 0)], np.arange(P))
     with pytest.raises(RunError, match=r"step 1 of .* no routing of layers.1 for the row 00000bad"):
-        record.decisions(1, "layers.1", stranger, DIMS.experts)
+        experts(record, "layers.1", stranger)
     further = Tokens(name_rows(FINGERPRINTS), np.arange(P + 1))
     with pytest.raises(RunError, match=r"for the row 00000007 at position 8: it is of other data"):
-        record.decisions(1, "layers.1", further, DIMS.experts)
+        experts(record, "layers.1", further)
     with pytest.raises(RunError, match=r"no routing of layers.2"):
-        record.decisions(1, "layers.2", EVERYTHING, DIMS.experts)
+        experts(record, "layers.2", EVERYTHING)
     assert "index_top_k" not in (tmp_path / "record.json").read_text()
     line = r"routing_replay=.* was recorded with index_top_k=0, this run has 6: name a record"
     with pytest.raises(ConfigError, match=line):
@@ -161,17 +177,12 @@ def test_layer_follows_microbatches_one_after_the_other(tmp_path: Path) -> None:
     moe = MoE(8, MoEConfig(num_experts=4, top_k=2, hidden_dim=8), None)
     for parameter in moe.parameters():
         parameter.data.normal_()
-    dims, tokens = Dims(["layers.1"], 4, 2), Tokens(name_rows([1]), np.arange(5))
-    ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 1]]
-    start_record(tmp_path, dims, after=0)
-    writer = RecordWriter(tmp_path, rank=0, world_size=1, limit_gb=1)
-    writer.write(1, tokens, {"layers.1": np.array([ahead], np.uint16)})
-    select = moe.router.select
-    replay = Replay(select, Record(tmp_path), "layers.1", dims.experts, flipped_experts)
-    moe.router.select = replay
+    select, form = moe.router.select, Dims(["layers.1"], 4, 2).experts
+    moe.router.select = replay = Replay(select, form, tmp_path, flipped_experts)
     assert f"Replay(\n      decisions of {tmp_path}" in repr(moe), "a printed model says it"
-    kept = Kept(replay, dims.experts)
-    replay.follow(1, tokens, torch.device("cpu"))
+    kept = Kept(replay, form)
+    ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 1]]
+    replay.follow(torch.tensor([ahead], dtype=torch.uint16))
     x_BSD = torch.randn(1, 5, 8)
     moe(x_BSD[:, :2])
     moe.train(False)
