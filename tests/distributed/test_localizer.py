@@ -77,7 +77,7 @@ def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: s
     assert place.phase == phase, said
     assert matches(place.module, module), said
     assert matches(place.tensor, tensor), said
-    assert not finding.is_tie, said
+    assert not finding.tie, said
     wrong, places = finding.of_phase()
     assert wrong == places if bug.whole_phase else wrong <= places, said
     assert finding.first.copies or not bug.copies, said
@@ -91,7 +91,7 @@ def test_keys_that_rounding_selects_are_a_tie(gates: Gates, baselines: Baselines
     bug = Bug("titan_moe.ops.sparse_attention:SparseAttention.__call__", right, wrong)
     task = setting(gates("deepseek_v32"), "tp=2", "tp=2")
     finding = locate(baselines("deepseek_v32", "tp=2"), captured(task, tmp_path, bug))
-    assert finding is not None and finding.is_tie
+    assert finding is not None and finding.tie
     assert finding.first.place == ("forward", "layers.0.attention.indexer", "choice")
 
 

@@ -21,8 +21,7 @@ from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_
 from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
-from titan_moe.verify.localize.finding import Finding
-from titan_moe.verify.localize.localize import locate, uncompared
+from titan_moe.verify.localize.localize import Finding, locate, uncompared
 
 _ROUTES = "routing"
 """The folder of the baseline's routing record, in the run's own."""
@@ -43,7 +42,7 @@ class StepFinding:
     @property
     def named(self) -> bool:
         """Says whether something differs that rounding does not explain."""
-        found = self.replayed if self.finding is not None and self.finding.is_tie else self.finding
+        found = self.replayed if self.finding is not None and self.finding.tie else self.finding
         return found is not None
 
     def lines(self) -> list[str]:
@@ -52,7 +51,7 @@ class StepFinding:
             where = " where both runs have a place" if self.uncompared else ""
             return [f"step {self.step}: nothing differs beyond rounding{where}", *self.uncompared]
         lines = [f"step {self.step}:", *self.finding.lines()]
-        if self.finding.is_tie:
+        if self.finding.tie:
             lines.append(f"step {self.step}, with the baseline's routing:")
             nothing = ["nothing differs beyond rounding"]
             lines += nothing if self.replayed is None else self.replayed.lines()
@@ -133,7 +132,7 @@ class Bisection(Runner):
             for number, (spec, words) in enumerate(self._variations(), 1)
         ]
         finding, alone = locate(baseline, candidate, controls), uncompared(baseline, candidate)
-        if finding is None or not finding.is_tie:
+        if finding is None or not finding.tie:
             return StepFinding(step, finding, uncompared=alone)
         candidate = capture(self.plan.candidate, "candidate-replayed", *replay)
         return StepFinding(step, finding, locate(baseline, candidate, controls), alone)

@@ -7,32 +7,106 @@ differs first has no earlier cause in the step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from titan_moe.verify.gradients.compare import fingerprint
+from titan_moe.verify.localize.capture.records import EXPERTS, PHASES, POSITION_BITS, TOKENS, Place
 from titan_moe.verify.localize.capture_reader import Capture, norms
-from titan_moe.verify.localize.difference import differences
-from titan_moe.verify.localize.finding import Finding, first_few, place_line
+from titan_moe.verify.localize.difference import PlaceDifference, differences
+
+_MOST_SHOWN = 5
 
 
 def locate(
     baseline: Capture, candidate: Capture, controls: Sequence[Capture] = ()
-) -> Finding | None:
+) -> "Finding | None":
     """The first place where two captures differ beyond rounding; None if there is none.
 
     Args:
         controls: of the baseline with its sequences in other orders, in other layouts: what
             rounding does at each place.
     """
-    axes = _axes(baseline.facts["layout"], candidate.facts["layout"])
-    finding = Finding(differences(baseline, candidate, controls), baseline.rows, axes)
-    if not finding.wrong:
+    compared = differences(baseline, candidate, controls)
+    wrong = [each for each in compared if each.error > each.bound]
+    if not wrong:
         return None
-    place = finding.first.place
-    if (place.phase, place.tensor) == ("forward", "choice"):
-        return replace(finding, tie=_tie(finding, baseline))
-    return finding
+    axes = _axes(baseline.facts["layout"], candidate.facts["layout"])
+    return Finding(compared, wrong, baseline.rows, axes, _tie(wrong[0], compared, baseline))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first difference, and what there is to know about it."""
+
+    compared: Sequence[PlaceDifference]
+    """All places, in causal order."""
+    wrong: Sequence[PlaceDifference]
+    """Those that differ beyond rounding, one at least."""
+    rows: Sequence[int]
+    """Fingerprints of the baseline's rows."""
+    axes: Mapping[str, int]
+    """Axes of which one run has more ranks, by how many times."""
+    tie: str
+    """If rounding chose other experts or keys, and nothing is known to be wrong: how far apart
+    their scores were."""
+
+    @property
+    def first(self) -> PlaceDifference:
+        return self.wrong[0]
+
+    def lines(self) -> list[str]:
+        """Returns lines for a reader: the first place, its error, what precedes and follows it."""
+        first, *later = self.wrong
+        phase = first.place.phase
+        lines = [f"first difference: {_place_line(first.place)}", *self._keys_line()]
+        if first.copies:
+            lines.append("  copies   ranks hold other values of the same part")
+        if phase != "data":
+            cause = "" if first.copies else fingerprint(first.ratio, self.axes)
+            lines += [
+                f"  norms    about {first.norms[0]:.8g} and {first.norms[1]:.8g}, "
+                f"ratio {first.ratio:.8g}{cause}",
+                f"  off by   {first.off_by:.1e} of the norm, {first.error:.1e} at the worst; "
+                f"rounding may do {first.bound:.1e}",
+            ]
+        if self.tie:
+            lines.append(
+                f"  a tie    {self.tie}: rounding alone chooses there. Compare with "
+                "debug.routing_replay, where no choice can change"
+            )
+        num_wrong, num_places = self.of_phase()
+        lines.append(f"  {num_wrong} of {num_places} places of this phase differ: {PHASES[phase]}")
+        phases = [each for each in PHASES if any(d.place.phase == each for d in self.compared)]
+        if equal := phases[: phases.index(phase)]:
+            lines.append(f"  equal before it: {'; '.join(PHASES[each] for each in equal)}")
+        then = [
+            f"{_place_line(d.place)}: off by {d.off_by:.1e}, ratio {d.ratio:.6g}" for d in later
+        ]
+        if then:
+            lines += ["  then:", *(f"    {line}" for line in _first_few(then))]
+        return lines
+
+    def of_phase(self) -> tuple[int, int]:
+        """Returns how many places of the first difference's phase differ, and how many it has."""
+        alike = [each for each in self.compared if each.place.phase == self.first.place.phase]
+        return sum(each.error > each.bound for each in alike), len(alike)
+
+    def _keys_line(self) -> list[str]:
+        kind, keys = self.first.kind, self.first.keys
+        if kind not in (TOKENS, EXPERTS):
+            return []
+        shown = [str(key) for key in keys.tolist()]
+        if kind == TOKENS:
+            key_rows, positions = np.divmod(keys, 1 << POSITION_BITS)
+            number = {row: place for place, row in enumerate(self.rows)}
+            by_row = {row: positions[key_rows == row] for row in np.unique(key_rows).tolist()}
+            shown = [
+                f"row {number.get(row, '?')} ({row:08x}): {len(at)}, first at position {at.min()}"
+                for row, at in sorted(by_row.items(), key=lambda each: number.get(each[0], 0))
+            ]
+        return [f"  {kind:<8} {'all' if self.first.whole else '; '.join(_first_few(shown))}"]
 
 
 def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
@@ -51,7 +125,7 @@ def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
         only = [place for place in only if place.phase not in counted_elsewhere]
         if only:
             count = f"{len(only)} of its {len(ours.places)} places"
-            shown = "; ".join(first_few([place_line(place) for place in only]))
+            shown = "; ".join(_first_few([_place_line(place) for place in only]))
             lines.append(f"not compared: {count} only the {name} has: {shown}")
     if not any(len(baseline.places[p].keys) for p in baseline.places.keys() & candidate.places):
         lines.append("not compared: the runs have no place in common")
@@ -65,18 +139,34 @@ def _axes(baseline: Mapping[str, int], candidate: Mapping[str, int]) -> dict[str
     return {axis: round(max(size, 1 / size)) for axis, size in sizes.items()}
 
 
-def _tie(finding: Finding, baseline: Capture) -> str:
+def _tie(choice: PlaceDifference, compared: Sequence[PlaceDifference], baseline: Capture) -> str:
     """Says how far apart the scores were of tokens that chose otherwise, if that is rounding.
 
     Nothing is known to be a tie if one run lacks scores.
     """
-    choice = finding.first
+    if (choice.place.phase, choice.place.tensor) != ("forward", "choice"):
+        return ""
     scores = choice.place._replace(tensor="scores")
     margins = baseline.places[choice.place._replace(tensor="margin")]
     margin = norms(margins.values[np.isin(margins.keys, choice.keys)])
-    for each in finding.compared:
+    for each in compared:
         if each.place == scores and len(margin) == len(choice.keys):
             usual = norms(baseline.places[scores].values).mean()
             if margin.max() <= 2 * each.bound * usual:
                 return f"scores are at most {margin.max():.1e} apart"
     return ""
+
+
+def _first_few(items: Sequence[str]) -> list[str]:
+    """Returns the first items and, in a last one, how many others there are."""
+    more = len(items) - _MOST_SHOWN
+    return [*items[:_MOST_SHOWN], f"and {more} more"] if more > 0 else list(items)
+
+
+def _place_line(place: Place) -> str:
+    """A place in words: module, tensor and direction."""
+    phase, module, tensor = place
+    where = f"{module}, {tensor}" if module else tensor
+    if phase == "backward":
+        where = f"{module}, gradient of its {tensor}"
+    return f"{where} ({PHASES[phase]})"

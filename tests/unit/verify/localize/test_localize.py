@@ -163,7 +163,7 @@ def test_another_choice_is_a_tie_or_a_mistake(tmp_path: Path, margin: float, is_
     theirs["scores"][4, :2] = torch.tensor([0.99 - 1e-13, 0.99], dtype=torch.float64)
     baseline = write(tmp_path / "baseline", [ours], margin=margin)
     finding = locate(baseline, write(tmp_path / "candidate", [theirs], margin=margin))
-    assert finding is not None and finding.first.place == CHOICE and finding.is_tie == is_tie
+    assert finding is not None and finding.first.place == CHOICE and bool(finding.tie) == is_tie
     said = "\n".join(finding.lines())
     assert "row 0 (0000000b): 1, first at position 4" in said and ("a tie" in said) == is_tie
 
@@ -179,7 +179,7 @@ def test_another_choice_without_scores_is_no_tie(tmp_path: Path, only: str):
     if only != "candidate":
         candidate = without(candidate, SCORES)
     finding = locate(baseline, candidate)
-    assert finding is not None and finding.first.place == CHOICE and not finding.is_tie
+    assert finding is not None and finding.first.place == CHOICE and not finding.tie
 
 
 def test_a_missing_rank_and_a_missing_capture(tmp_path: Path):
