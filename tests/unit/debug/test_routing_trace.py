@@ -62,21 +62,21 @@ def write(folder: Path, parts: list, steps: int = 1, limit_gb: float = 1.0) -> N
             writer.write(step, tokens_of(rows, positions), experts)
 
 
-def experts(record: Record, layer: str, tokens: Tokens) -> np.ndarray:
-    """Returns the record's decisions of step 1 about these tokens."""
-    return record.decisions(1, {layer: (tokens, DIMS.experts)})[layer]
+def experts(record: Record, tokens: Tokens, layers: list[str] = DIMS.layers) -> dict:
+    """Returns the record's decisions of step 1 about these tokens, by layer."""
+    return record.decisions(1, dict.fromkeys(layers, (tokens, DIMS.experts)))
 
 
 @pytest.mark.parametrize("written", PARTS)
 @pytest.mark.parametrize("read", PARTS)
 def test_record_is_read_by_other_ranks(tmp_path: Path, written: str, read: str) -> None:
     write(tmp_path, PARTS[written])
-    record = Record(tmp_path)
+    record, open_files = Record(tmp_path), len(os.listdir("/proc/self/fd"))
     assert record.dims == DIMS and list(record.steps) == [1]
     for rows, positions in PARTS[read]:
-        for name, x_RPK in whole().items():
-            experts_RPK = experts(record, name, tokens_of(rows, positions))
-            assert (experts_RPK == x_RPK[np.ix_(rows, positions)]).all()
+        for name, experts_RPK in experts(record, tokens_of(rows, positions)).items():
+            assert (experts_RPK == whole()[name][np.ix_(rows, positions)]).all()
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
@@ -86,9 +86,8 @@ def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
         assert list(Record(tmp_path).steps) == []
         writer = RecordWriter(tmp_path, rank=rank, world_size=3, limit_gb=1)
         writer.write(1, EVERYTHING, {layer: whole()[layer] for layer in layers})
-    record = Record(tmp_path)
-    for name, x_RPK in whole().items():
-        assert (experts(record, name, EVERYTHING) == x_RPK).all()
+    for name, experts_RPK in experts(Record(tmp_path), EVERYTHING).items():
+        assert (experts_RPK == whole()[name]).all()
     part = tmp_path / "step-1.rank-1-of-3.npz"
     part.rename(tmp_path / f".{part.name}.tmp")
     assert list(Record(tmp_path).steps) == [], "half written"
@@ -136,17 +135,8 @@ def test_damaged_record_is_one_line(tmp_path: Path) -> None:
     for damaged in (content[:-100], b"", b"text", bytes(flipped), single.getvalue()):
         part.write_bytes(damaged)
         with pytest.raises(RunError, match=r"0-of-1.npz is damaged, or no part of a ") as error:
-            for layer in DIMS.layers:
-                experts(Record(tmp_path), layer, EVERYTHING)
+            experts(Record(tmp_path), EVERYTHING)
         assert "\n" not in str(error.value)
-
-
-def test_reading_a_record_leaves_no_file_open(tmp_path: Path) -> None:
-    write(tmp_path, PARTS["one"], steps=3)
-    record, before = Record(tmp_path), len(os.listdir("/proc/self/fd"))
-    for step in record.steps:
-        record.decisions(step, {"layers.1": (EVERYTHING, DIMS.experts)})
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_record_names_what_it_lacks(tmp_path: Path) -> None:
@@ -156,12 +146,12 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
     record = Record(tmp_path)
     stranger = Tokens([RowName(0xBAD, 0)], np.arange(P))
     with pytest.raises(RunError, match=r"step 1 of .* no routing of layers.1 for the row 00000bad"):
-        experts(record, "layers.1", stranger)
+        experts(record, stranger)
     further = Tokens(name_rows(FINGERPRINTS), np.arange(P + 1))
     with pytest.raises(RunError, match=r"for the row 00000007 at position 8: it is of other data"):
-        experts(record, "layers.1", further)
+        experts(record, further)
     with pytest.raises(RunError, match=r"no routing of layers.2"):
-        experts(record, "layers.2", EVERYTHING)
+        experts(record, EVERYTHING, ["layers.2"])
     assert "index_top_k" not in (tmp_path / "record.json").read_text()
     line = r"routing_replay=.* was recorded with index_top_k=0, this run has 6: name a record"
     with pytest.raises(ConfigError, match=line):

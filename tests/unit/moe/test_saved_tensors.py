@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan_moe.models.decoder import FeedForward
@@ -16,7 +15,7 @@ ROWS, SEQ_LEN, D, HIDDEN, SHARED, EXPERTS, TOP_K = 2, 30, 16, 8, 24, 4, 2
 TOKENS = ROWS * SEQ_LEN
 
 
-def kept(ep: int, **settings) -> tuple[Counter, int]:
+def kept(ep: int, settings: dict) -> tuple[Counter, int]:
     """Returns the number of floating-point storages by size, and this rank's number of rows."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
     from titan_moe.distributed.parallel_dims import ParallelDims
@@ -33,8 +32,9 @@ def kept(ep: int, **settings) -> tuple[Counter, int]:
     found: dict[int, tuple] = {}
     ours = {p.untyped_storage().data_ptr() for p in layer.parameters()} if ep == 1 else set()
     num_rows = []
-    compute = layer.experts.compute
-    compute.register_forward_pre_hook(lambda _, args: num_rows.append(len(args[0].x_RD)))
+    layer.experts.compute.register_forward_pre_hook(
+        lambda _, args: num_rows.append(len(args[0].x_RD))
+    )
 
     def pack(x):
         storage = x.untyped_storage()
@@ -49,11 +49,6 @@ def kept(ep: int, **settings) -> tuple[Counter, int]:
     # All are alive until here: no two had one address.
     sizes = Counter(size for _, size in found.values())
     return Counter({size: n for size, n in sizes.items() if size >= rows * HIDDEN}), rows
-
-
-def kept_on_rank(ep: int, settings: dict) -> tuple[Counter, int]:
-    assert dist.get_world_size() == ep
-    return kept(ep, **settings)
 
 
 SETTINGS = {
@@ -76,10 +71,7 @@ def expected(rows: int) -> Counter:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_of_a_routed_row_x_gate_and_up_are_kept(ep: int, name: str):
-    if ep == 1:
-        results = [kept(1, **SETTINGS[name])]
-    else:
-        results = run_on_ranks(kept_on_rank, ep, ep, SETTINGS[name])
-    for sizes, rows in results:
+    arguments = ep, SETTINGS[name]
+    for sizes, rows in [kept(*arguments)] if ep == 1 else run_on_ranks(kept, ep, *arguments):
         wanted = expected(rows)
         assert sizes == Counter({n: c for n, c in wanted.items() if n >= rows * HIDDEN}), rows
