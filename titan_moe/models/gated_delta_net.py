@@ -23,7 +23,7 @@ class GatedDeltaNet(Attention):
     Kimi Delta Attention has a decay for each channel of a head's keys, multiplies by sigmoid(z x),
     and projects a and z through a few channels, `narrow`.
 
-    Two strategies, which the layout of the tokens sets: `core`, a RecurrentCore, and
+    Two strategies, which the layout of the tokens sets: `core`, called as a RecurrentCore, and
     `convolve`, its method.
     """
 
