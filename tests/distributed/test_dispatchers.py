@@ -44,7 +44,7 @@ CASES = {
         Case(2, name=CAPACITY, capacity_factor=9),
         Case(2, name=SYMMETRIC, capacity_factor=None),
         Case(2, name=SYMMETRIC, capacity_factor=1.9),
-        Case(1, 2, SYMMETRIC, capacity_factor=None),
+        Case(1, 2),
     ],
     4: [
         *(Case(*degrees, name) for name in ("standard", DEDUPLICATED) for degrees in _FOUR),

@@ -7,7 +7,7 @@ its own, so nothing here needs to know how the dense part of the model was cut.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
@@ -91,34 +91,22 @@ def apply_expert_parallel(
         moe.dispatcher.num_parts = options.num_parts
 
 
-def _standard(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    return AllToAllDispatcher(meshes.group("ep"), meshes.group("etp"), config)
-
-
-def _deduplicated(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    nodes = nodes_of(meshes, options.ranks_per_node or meshes.dims.world_size)
-    return DeduplicatedDispatcher(meshes.group("ep"), meshes.group("etp"), config, nodes)
-
-
-def _capacity(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    groups = meshes.group("ep"), meshes.group("etp")
-    assert options.capacity_factor is not None
-    return CapacityDispatcher(*groups, config, options.capacity_factor)
-
-
-def _symmetric(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    if meshes.dims.ep == 1:  # Nothing travels over ep.
-        return _standard(config, meshes, options)
-    groups = meshes.group("ep"), meshes.group("etp")
-    return SymmetricDispatcher(*groups, config, options.capacity_factor)
-
-
 DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher]] = {
-    "standard": _standard,
-    "deduplicated": _deduplicated,
-    "capacity": _capacity,
-    "symmetric": _symmetric,
+    "standard": lambda config, meshes, _: AllToAllDispatcher(*_groups(meshes), config),
+    "deduplicated": lambda config, meshes, options: DeduplicatedDispatcher(
+        *_groups(meshes), config, nodes_of(meshes, options.ranks_per_node)
+    ),
+    "capacity": lambda config, meshes, options: CapacityDispatcher(
+        *_groups(meshes), config, cast(float, options.capacity_factor)
+    ),
+    "symmetric": lambda config, meshes, options: SymmetricDispatcher(
+        *_groups(meshes), config, options.capacity_factor
+    ),
 }
+
+
+def _groups(meshes: Meshes) -> tuple[ProcessGroup, ProcessGroup]:
+    return meshes.group("ep"), meshes.group("etp")
 
 
 def most_tokens(training: Training, validation: Validation, parallelism: Parallelism) -> int:
@@ -158,9 +146,14 @@ def _own_shards(
     return rows, own
 
 
-def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
-    """Returns None as `ParallelDims.ranks_on_node` does. Collective over the group."""
-    dims, size = meshes.dims, meshes.dims.ranks_on_node(ranks_per_node)
+def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:
+    """Makes the groups of ranks that an ep group has on this node and across nodes; collective.
+
+    Returns None if there is nothing to deduplicate between nodes: all ranks of an ep group are on
+    one node, each node has one of them, or nodes cut the group unevenly.
+    """
+    dims = meshes.dims
+    size = dims.ranks_on_node(ranks_per_node or dims.world_size)
     if size is None:
         return None
 

@@ -63,7 +63,8 @@ def dispatch_options(
     backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
     factor = parallelism.expert_parallel_capacity_factor
     if backend == "symmetric":
-        return DispatchOptions(backend, capacity_factor=factor)
+        # Nothing travels over an ep group of one.
+        return DispatchOptions(backend if dims.ep > 1 else "standard", capacity_factor=factor)
     if factor is not None:
         return DispatchOptions("capacity", capacity_factor=factor)
     on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or dims.world_size
