@@ -44,12 +44,9 @@ class _Script(torch.nn.Module):
         super().__init__()
         self.config = model_config("qwen3", "gate")
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.recurrence = None
+        self.core, self.layers = None, torch.nn.ModuleDict()
         self.output = torch.nn.Identity()
         self._tokens = iter(tokens)
-
-    def blocks(self) -> dict[str, Any]:
-        return {}
 
     def hidden(self, *_: torch.Tensor) -> list[torch.Tensor]:
         return [functional.one_hot(torch.tensor([[next(self._tokens)]]), 600)]

@@ -273,7 +273,6 @@ def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
 
 def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
     cut_parameter(output, "weight", mesh, [0])
-    output.local_weight = local_part
     return _gathered(output, mesh, group)
 
 

@@ -5,7 +5,11 @@ where it is latent, with an indexer that one's keys too; a recurrent layer its s
 that its convolutions look back to. Windows and chunks keep the past that they no longer see.
 """
 
+from collections import deque
 from copy import deepcopy
+from functools import partial
+from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +23,11 @@ from titan_moe.ops.sparse_attention import Index, Keys, SparseAttention
 
 
 class KeptKeys:
-    """An AttentionCore of one layer: each call's tokens follow those of the calls before."""
+    """An AttentionCore of layers that take turns: the tokens of a layer's call follow those of its
+    calls before."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+    def __init__(self, num_layers: int) -> None:
+        self._layers = cycle([dict[str, Tensor]() for _ in range(num_layers)])
         self._sparse = SparseAttention(mask_documents=False)
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> LocalAttention | None:  # type: ignore[no-untyped-def]
@@ -31,33 +36,38 @@ class KeptKeys:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
-        k_BHTC, v_BHTC = self._joined("k", k_BHSC), self._joined("v", v_BHSC)
+        joined = partial(_joined, next(self._layers))
+        k_BHTC, v_BHTC = joined("k", k_BHSC), joined("v", v_BHSC)
         keys_T = torch.arange(k_BHTC.shape[2], device=k_BHTC.device)
         queries_S = keys_T[-q_BHSC.shape[2] :]
         seen_1ST = is_seen(queries_S, keys_T, first_seen(queries_S, mask)[None])
         if index is None:
             return sdpa(q_BHSC, k_BHTC, v_BHTC, seen_1ST[:, None], scale, sinks_H)
         if isinstance(index, Index):
-            index = index._replace(k_BSC=self._joined("index", index.k_BSC[:, None])[:, 0])
+            index = index._replace(k_BSC=joined("index", index.k_BSC[:, None])[:, 0])
         return self._sparse(q_BHSC, k_BHTC, v_BHTC, seen_1ST, scale, None, index)
 
-    def _joined(self, name: str, new_BHSC: Tensor) -> Tensor:
-        before = [self._kept[name]] if name in self._kept else []
-        self._kept[name] = torch.cat([*before, new_BHSC], 2)
-        return self._kept[name]
+
+def _joined(kept: dict[str, Tensor], name: str, new_BHSC: Tensor) -> Tensor:
+    before = [kept[name]] if name in kept else []
+    kept[name] = torch.cat([*before, new_BHSC], 2)
+    return kept[name]
 
 
 class KeptState:
-    """A RecurrentCore of one layer: each call's tokens follow those of the calls before."""
+    """A RecurrentCore of layers that take turns: the tokens of a layer's call follow those of its
+    calls before."""
 
-    def __init__(self, rule: DeltaRule) -> None:
+    def __init__(self, rule: DeltaRule, num_layers: int) -> None:
         self._rule = rule
         self._before: dict[int, Tensor] = {}
-        self._state_BHKV: Tensor | None = None
+        self._states: deque[Tensor | None] = deque([None] * num_layers)
         self._length = 0
 
     def mask(self, documents_BS: Tensor) -> Tensor:
-        return torch.arange(documents_BS.shape[1], device=documents_BS.device)[None]
+        place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device) + self._length
+        self._length += len(place_S)
+        return place_S[None]
 
     def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
         key = id(weight_C1W)  # A layer has a convolution for queries, one for keys, one for values.
@@ -66,16 +76,16 @@ class KeptState:
             self._before[key] = x_BSC.new_zeros(len(x_BSC), back, x_BSC.shape[2])
         before = self._before[key]
         self._before[key] = torch.cat([before, x_BSC], 1)[:, x_BSC.shape[1] :]
-        return short_convolution(x_BSC, weight_C1W, place_BS + self._length, before)
+        return short_convolution(x_BSC, weight_C1W, place_BS, before)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
     ) -> Tensor:
         tensors = q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS
         q, k, v, decay, beta = (x.transpose(1, 2) for x in tensors)
-        place_BS = place_BS + self._length
-        o_BSHV, self._state_BHKV = self._rule(q, k, v, decay, beta, place_BS, self._state_BHKV)
-        self._length += v.shape[1]
+        before_BHKV = self._states.popleft()
+        o_BSHV, after_BHKV = self._rule(q, k, v, decay, beta, place_BS, before_BHKV)
+        self._states.append(after_BHKV)
         return o_BSHV.transpose(1, 2)
 
 
@@ -85,16 +95,10 @@ def with_cache(model: Decoder) -> Decoder:
 
     For evaluation, in one process, of one batch of texts without padding.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    cached = deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    rule = model.recurrence.rule if isinstance(model.recurrence, Recurrence) else None
-    cached.core = KeptKeys()
-    for block in cached.blocks().values():
-        layer = block.attention
-        if isinstance(layer, GatedDeltaNet):
-            assert rule is not None, "a recurrence of rows that are cut keeps no state"
-            layer.core = state = KeptState(rule)
-            layer.convolve, cached.recurrence = state.convolve, state
-        else:
-            layer.core = KeptKeys()
-    return cached
+    instead: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    recurs = [isinstance(layer.attention, GatedDeltaNet) for layer in model.layers.values()]
+    instead[id(model.core)] = KeptKeys(recurs.count(False))
+    if any(recurs):
+        assert isinstance(model.recurrence, Recurrence), "rows that are cut keep no state"
+        instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurs.count(True))
+    return deepcopy(model, instead)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
@@ -55,15 +56,14 @@ class Output(nn.Linear):
     """A projection to the vocabulary that, given labels, goes on to the loss itself.
 
     So no logits leave it, and the loss can be computed in chunks of tokens. Chosen when the model
-    is laid out: `chunk_size` and `cross_entropy`, as `linear_cross_entropy` names them (None: the
-    device's size), and `local_weight`, by which tensor parallelism hands over this rank's rows.
+    is laid out: `chunk_size` and the strategy `cross_entropy`, as `linear_cross_entropy` names them
+    (None: the device's size).
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_size: int | None = 0
         self.cross_entropy: CrossEntropy = cross_entropy
-        self.local_weight: Callable[[Tensor], Tensor] = _whole
 
     def forward(
         self,
@@ -80,7 +80,9 @@ class Output(nn.Linear):
             further: gets the losses of the further parts, each times its factor, added.
         """
         with region("loss"):
-            weight_VD = self.local_weight(self.weight)
+            weight_VD = self.weight
+            if isinstance(weight_VD, DTensor):  # Tensor parallelism cuts it: this rank's rows.
+                weight_VD = weight_VD.to_local()
             if labels_BS is None:
                 return nn.functional.linear(x_BSD, weight_VD)
             chunk_size = self.chunk_size
@@ -98,7 +100,3 @@ class Output(nn.Linear):
                 with torch.no_grad():
                     further += losses.further
             return losses.loss
-
-
-def _whole(weight_VD: Tensor) -> Tensor:
-    return weight_VD

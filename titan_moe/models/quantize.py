@@ -12,6 +12,7 @@ from torch import nn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Quantize
+from titan_moe.moe.experts import ExpertOutputs
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.ops.float8 import ALIGNMENTS, Float8Linear, float8_grouped_mm, float8_linear
@@ -68,9 +69,12 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
         if converter not in converters:
             continue
         product = float8_grouped_mm(recipe, emulate=emulate)
-        for name, module in model.named_modules():
+        for name, module in list(model.named_modules()):
             if isinstance(module, MoE) and _has_word(f"{name}.experts", fqns):
-                module.experts.compute.grouped_mm = product
+                plain = module.experts.compute
+                module.experts.compute = ExpertOutputs(
+                    plain.activation, scale_inputs=plain.scale_inputs, multiply=product
+                )
                 names.append(name)
     return names
 

@@ -49,16 +49,17 @@ class ExpertOutputs(nn.Module):
     float32 arithmetic anyway; the projection is linear, so this is exact. Rows past the last offset
     are neither read nor given a meaning.
 
-    `grouped_mm` is a strategy: the product of the projections, which quantisation sets.
+    `multiply` is a strategy: the product of the projections, another one in float8.
     """
 
-    def __init__(self, activation: str, *, scale_inputs: bool) -> None:
+    def __init__(
+        self, activation: str, *, scale_inputs: bool, multiply: GroupedMM = grouped_mm
+    ) -> None:
         super().__init__()
-        self.activation, self.scale_inputs = activation, scale_inputs
-        self.grouped_mm: GroupedMM = grouped_mm
+        self.activation, self.scale_inputs, self.multiply = activation, scale_inputs, multiply
 
     def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
-        offsets_E, multiply = rows.offsets_E, self.grouped_mm
+        offsets_E, multiply = rows.offsets_E, self.multiply
         weights_R1 = rows.weights_R[:, None]
         # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
         before_R1 = weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else None
