@@ -90,8 +90,7 @@ def _trace(family: str, ep: int) -> None:
         model = Decoder(config, Sdpa()).bfloat16()
     options = DispatchOptions("capacity", capacity_factor=1.5)
     apply_expert_parallel(list(model.moe_layers().values()), meshes, options)
-    blocks = dict(model.layers.items())
-    apply_compile(blocks, section, _BY_OPERATION, eager_attention=False, eager_routing=False)
+    apply_compile(model.layers.values(), section, _BY_OPERATION)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=CUDA)
         tokens = torch.zeros(rows, dtype=torch.int64, device=CUDA)

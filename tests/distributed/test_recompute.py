@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from tests.support.tiny import make_job
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed import activation_checkpoint
 from titan_moe.distributed.parallelize import build_sharded_model
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops import attention
@@ -185,6 +187,22 @@ def test_planted_bugs_are_seen():
     assert distance(mixed, reference) > 1e-3
     forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
+
+
+def test_recomputed_layers_change_no_name_and_show_when_a_model_is_printed():
+    with torch.device("meta"):
+        model = Decoder(replace(model_config("deepseek_v3", "gate"), num_mtp_layers=1))
+
+    def names() -> list[list[str]]:
+        kinds = model.named_parameters(), model.named_buffers(), model.named_modules()
+        return [*([name for name, _ in kind] for kind in kinds), list(model.state_dict())]
+
+    before = names()
+    activation_checkpoint.apply_activation_checkpoint(model, ActivationCheckpoint(mode="full"))
+    assert names() == before
+    blocks = model.blocks().values()
+    assert str(model).count("Recomputed(") == len(blocks) == model.config.num_layers + 1
+    model.load_state_dict(model.state_dict())
 
 
 class Float8Product(torch.autograd.Function):

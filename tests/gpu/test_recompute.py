@@ -3,7 +3,7 @@
 import torch
 
 from titan_moe.config.job_config import ActivationCheckpoint
-from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.distributed.activation_checkpoint import KeptAttention, apply_activation_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.ops.attention import AttentionCore, FlexCore
@@ -27,11 +27,11 @@ def backward(mode: str, device: str, core: AttentionCore) -> tuple[dict[str, tor
     counted = Counted(core)
     torch.manual_seed(0)
     with torch.device(device):
-        model = Decoder(model_config("qwen3", "debugmodel_moe"), counted)
+        model = Decoder(model_config("qwen3", "debugmodel_moe"), KeptAttention(counted))
         for parameter in model.parameters():
             parameter.data = torch.nn.init.normal_(parameter.data, std=0.02).bfloat16()
         section = ActivationCheckpoint(mode=mode, selective_ac_option="op")
-        apply_activation_checkpoint(dict(model.layers.items()), section)
+        apply_activation_checkpoint(model, section)
         tokens_BS = torch.randint(0, 2048, (ROWS, SEQ_LEN))
         documents_BS = torch.randint(0, 2, (ROWS, SEQ_LEN)).cumsum(1).int() // 40
         positions_BS = torch.arange(SEQ_LEN).expand(ROWS, -1)

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -265,10 +266,12 @@ def mark_layers(parts: Iterable[nn.Module]) -> None:
             part.tok_embeddings.register_forward_hook(partial(_leave, "the embedding"))
 
 
+@torch.compiler.disable  # Hooks of a compiled block run before and after its graph, eagerly.
 def _enter(layer: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
     POSITION.enter_layer(layer)
 
 
+@torch.compiler.disable
 def _leave(layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Leave the forward. The layer's backward begins with the gradient of its output."""
     POSITION.enter_layer("")

@@ -16,15 +16,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 import titan_moe.ops.grouped_mm  # noqa: F401  Registers its operation.
 from titan_moe.config.job_config import ActivationCheckpoint
@@ -60,32 +60,29 @@ def recomputes_by_operation(section: ActivationCheckpoint) -> bool:
     return section.mode == "selective" and section.selective_ac_option == "op"
 
 
-def is_recomputed_whole(number: str, section: ActivationCheckpoint) -> bool:
+def is_recomputed_whole(layer: int, section: ActivationCheckpoint) -> bool:
     """Returns whether the layer of this number in the whole model is recomputed whole."""
     if section.mode == "none" or recomputes_by_operation(section):
         return False
-    return section.mode == "full" or int(number) % int(section.selective_ac_option) == 0
+    return section.mode == "full" or layer % int(section.selective_ac_option) == 0
 
 
 def apply_activation_checkpoint(
-    blocks: Mapping[str, Any], section: ActivationCheckpoint, *, compiled: bool = False
+    model: Any, section: ActivationCheckpoint, *, compiled: bool = False
 ) -> None:
-    """Let the decoder's blocks execute as the section says.
+    """Put `Recomputed` around the decoder's blocks that the section names.
 
     Args:
-        blocks: the layers of this rank by their number in the whole model, so that every n-th layer
-            is the same one however a pipeline cuts the model.
-        section: which layers, and whether whole or by operation.
+        section: which layers, and whether whole or by operation. Every n-th layer is the same one
+            however a pipeline cuts the model.
         compiled: whether blocks are compiled: they recompute by operation within their graphs.
     """
     by_operation = recomputes_by_operation(section)
     if by_operation and compiled:
         return
-    for number, block in blocks.items():
-        if by_operation or is_recomputed_whole(number, section):
-            block.execute = _recomputed(block, _kept(section))
-            if by_operation:
-                block.attention.core = KeptAttention(block.attention.core)
+    for name, block in model.blocks().items():
+        if by_operation or is_recomputed_whole(block.layer, section):
+            model.set_submodule(name, Recomputed(block, _kept(section)))
 
 
 def _kept(section: ActivationCheckpoint) -> set[Any]:
@@ -96,38 +93,53 @@ def _kept(section: ActivationCheckpoint) -> set[Any]:
     return kept | _ATTENTION | {varlen_operation()} if section.keep_attention else kept
 
 
-def _recomputed(block: Any, kept: set[Any]) -> Callable[..., Tensor]:
-    compute = block.execute
-    # Each has its own order of decisions: a kept attention replays none.
-    memos = [module for module in block.modules() if isinstance(module, DecisionMemo)]
+class Recomputed(CheckpointWrapper):
+    """Runs a block, compiled or not, and runs it again in the backward.
 
-    @cache  # Not before the first recomputation: the model has no memory yet.
-    def buffers() -> dict[str, Tensor]:
-        return dict(block.named_buffers())
+    It stands in the block's place: parameters, buffers and modules inside have the names that they
+    have without it, and hooks on a module of the block's name are this one's, so that they do not
+    run again. torch's wrapper does so for the names in state dicts.
 
-    def contexts() -> Contexts:
-        decisions = [memo.contexts() for memo in memos]
-        recorded = _entered(*(record for record, _ in decisions))
-        both = recorded, _entered(*(replay for _, replay in decisions), _unchanged(buffers))
-        return _both(both, _kept_results(kept)) if kept else both
+    Args:
+        kept: operations whose results are kept, not computed again.
+    """
 
-    def execute(*args: object) -> Tensor:
+    def __init__(self, block: nn.Module, kept: set[Any]) -> None:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
-        return checkpoint(
-            compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        super().__init__(block, preserve_rng_state=False, context_fn=self._contexts)
+        self.kept = kept
+        assert not list(block.parameters(recurse=False)), "named_modules leaves the block out"
+        # Each has its own order of decisions: a kept attention replays none.
+        self.memos = [module for module in block.modules() if isinstance(module, DecisionMemo)]
 
-    return execute
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        inside = self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+        for name, module in inside:
+            yield name, self if module is self._checkpoint_wrapped_module else module
+
+    def _contexts(self) -> Contexts:
+        decisions = [memo.contexts() for memo in self.memos]
+        recorded = _entered(*(record for record, _ in decisions))
+        replays = (replay for _, replay in decisions)
+        both = recorded, _entered(*replays, _unchanged(self._counters))
+        return _both(both, _kept_results(self.kept)) if self.kept else both
+
+    @cached_property  # Not before the first forward: the model has no memory yet.
+    def _counters(self) -> dict[str, Tensor]:
+        return dict(self.named_buffers())
 
 
 @contextmanager
-def _unchanged(buffers: Callable[[], Mapping[str, Tensor]]) -> Iterator[None]:
+def _unchanged(buffers: Mapping[str, Tensor]) -> Iterator[None]:
     """Raises RuntimeError when a buffer was written to."""
-    versions = {name: buffer._version for name, buffer in buffers().items()}
+    versions = {name: buffer._version for name, buffer in buffers.items()}
     try:
         yield
     finally:  # torch ends a recomputation early by an exception of its own.
-        changed = [name for name, buffer in buffers().items() if buffer._version != versions[name]]
+        changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
         if changed:
             raise RuntimeError(
                 f"a recomputed forward changed {', '.join(changed)}, which would count twice: add "
@@ -158,10 +170,15 @@ def _kept_results(operations: set[Any]) -> Contexts:
 
 
 class KeptAttention:
-    """An attention core that a recomputation by operation does not call again."""
+    """An attention core, or a recurrence, that a recomputation by operation does not call again."""
 
-    def __init__(self, core: Callable[..., Tensor]) -> None:
-        self.core = core
+    def __init__(self, core: Any) -> None:
+        self.core, self.mask = core, core.mask
+
+    @property
+    def convolve(self) -> Callable[..., Tensor]:
+        """Convolves for a recurrence, in every recomputation."""
+        return self.core.convolve
 
     def __call__(self, *args: Any) -> Tensor:
         keeping = _keeping.get()

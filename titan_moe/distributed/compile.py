@@ -1,26 +1,28 @@
 """torch.compile, block by block.
 
-A block is traced on its own, so that a model of many equal layers is compiled once. Where the
-dispatcher's sizes are fixed, a layer with a mixture of experts is one graph like any other: its
-exchanges are functional collectives, and moves of rows are operations that no graph looks into.
+A block is traced on its own, by `Module.compile`, so that a model of many equal layers is compiled
+once. Its hooks, such as FSDP's, run outside of the graph. Where the dispatcher's sizes are fixed, a
+layer with a mixture of experts is one graph like any other: its exchanges are functional
+collectives, and moves of rows are operations that no graph looks into.
 
 Where the host waits for split sizes, or where the layer is recomputed whole and its choice of
-experts replayed, the pieces that compute are compiled each by itself: router, weights, experts,
-shared experts. What lies between them stays eager. Only the experts' rows change in number from
-step to step: their piece alone is compiled for any number of rows, so that nothing is compiled
-again. Where FSDP gathers the experts apart, its hooks end a graph too.
+experts replayed, the layer is an `EagerMoE`, and the pieces of it that compute are compiled each by
+itself: router, weights, experts, shared experts. What lies between them stays eager. Only the
+experts' rows change in number from step to step: their piece alone is compiled for any number of
+rows, so that nothing is compiled again. Where FSDP gathers the experts apart, its hooks end a graph
+too.
 
 Recompute by operation is the graphs' affair (`graph_recompute.py`): no checkpoint is around the
 block, and what lies between two graphs is not made again.
 
-Attention under context parallelism stays eager, for its collectives; so does compiled flex
-attention, which is compiled already.
+Attention cores that exchange tensors, are compiled already or loop over a row stay eager: they say
+so where they are defined.
 
 Asynchronous tensor parallelism is torch's micro-pipeline pass over the graphs: products hide the
 collectives next to them, part by part, through symmetric memory. It has not been seen on hardware.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +41,10 @@ _RECOMPILE_LIMIT = 64
 
 
 def apply_compile(
-    blocks: Mapping[str, Any],
+    blocks: Iterable[Any],
     section: Compile,
     recompute: ActivationCheckpoint,
     *,
-    eager_attention: bool,
     eager_routing: bool = False,
     pipelined_tp: ProcessGroup | None = None,
 ) -> None:
@@ -51,10 +52,8 @@ def apply_compile(
     are not yet recomputed: a recomputation runs the compiled block again.
 
     Args:
-        blocks: as `apply_activation_checkpoint` takes them.
         recompute: how they will be recomputed.
-        eager_attention: whether attention cores must not be traced.
-        eager_routing: whether the choice of experts must not be, as where it is recorded.
+        eager_routing: whether the choice of experts must not be traced, as where it is recorded.
         pipelined_tp: the tp group whose collectives products hide; None: they stay apart.
     """
     if not section.compiles_layers:
@@ -65,10 +64,6 @@ def apply_compile(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT
     )
 
-    @torch.compiler.disable
-    def call_untraced(moe: MoE, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
-        return moe(x_BSD, counted_BS)
-
     options = _options(section.backend, recomputes_by_operation(recompute))
     if pipelined_tp is not None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -76,14 +71,12 @@ def apply_compile(
         enable_symm_mem_for_group(pipelined_tp.group_name)
         of_inductor = {"_micro_pipeline_tp": True, **options.get("options", {})}
         options = {**options, "options": of_inductor}
-    for number, block in blocks.items():
-        if eager_attention:
-            block.attention.core = torch.compiler.disable(block.attention.core.__call__)
-        in_pieces = eager_routing or is_recomputed_whole(number, recompute)
+    for block in blocks:
+        in_pieces = eager_routing or is_recomputed_whole(block.layer, recompute)
         if block.moe is not None and (in_pieces or block.moe.dispatcher.waits_for_host):
             _compile_pieces(block.moe, options)
-            block.call_moe = call_untraced
-        block.execute = torch.compile(block.execute, **options)
+            block.moe.__class__ = EagerMoE  # The way in which fully_shard makes units of modules.
+        block.compile(**options)
 
 
 def compile_loss(
@@ -133,6 +126,14 @@ def _options(backend: str, by_operation: bool) -> dict[str, Any]:
     if backend == "aot_eager":
         return {"backend": aot_eager_keeping_results}
     return {"backend": backend, "options": {"custom_partitioner_fn": keep_results}}
+
+
+class EagerMoE(MoE):
+    """A MoE layer that the graph of its block leaves out."""
+
+    @torch.compiler.disable
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args)
 
 
 def _compile_pieces(moe: MoE, options: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ distributed."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,11 @@ from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.distributed.activation_checkpoint import (
+    KeptAttention,
+    apply_activation_checkpoint,
+    recomputes_by_operation,
+)
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import (
     Positions,
@@ -41,7 +45,7 @@ from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention import plain_core, takes_flex
-from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.models.config import GatedDeltaConfig, ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     TENSOR_PLAN,
     Decoder,
@@ -58,7 +62,7 @@ from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, FlexCore
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
 from titan_moe.optim.optimizers import make_joined_groups
 from titan_moe.runtime.log import logger
@@ -180,7 +184,7 @@ def _counts_targets(meshes: Meshes) -> bool:
 
 
 def first_names(config: ModelConfig) -> dict[str, str]:
-    """Maps each further copy of a tied parameter to the name of the first copy."""
+    """Returns, for each further copy of a tied parameter, the name of its first copy."""
     return {copy: first for first, *copies in tied_weights(config) for copy in copies}
 
 
@@ -228,8 +232,13 @@ def lay_out(
     `device` is where the model will run.
     """
     # 2. The plain model, without memory, and the stages of it that this rank holds.
-    cores = _attention_core(job, config, meshes, device), _recurrence(job, config, meshes, device)
-    plain = _plain_model(job, config, *cores)
+    core: Any = _attention_core(job, config, meshes, device)
+    recurrence: Any = None
+    if config.recurrent is not None:
+        recurrence = _recurrence(job, config.recurrent, meshes, device)
+    if recomputes_by_operation(job.activation_checkpoint) and not job.compile.compiles_layers:
+        core, recurrence = KeptAttention(core), recurrence and KeptAttention(recurrence)
+    plain = _plain_model(job, config, core, recurrence)
     copies = first_names(config)
     names = [name for name, _ in plain.named_parameters() if name not in copies]
     stages = _stages(job, config)
@@ -257,38 +266,20 @@ def lay_out(
 
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
-        blocks = _numbered_blocks(part)
         recompute = job.activation_checkpoint
         pipelines_tp = job.parallelism.enable_async_tensor_parallel and device.type == "cuda"
         apply_compile(
-            blocks,
+            part.blocks().values(),
             job.compile,
             recompute,
-            eager_attention=_is_eager(part, meshes),
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
             pipelined_tp=meshes.group("tp") if pipelines_tp and meshes.dims.tp > 1 else None,
         )
-        apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
+        apply_activation_checkpoint(part, recompute, compiled=job.compile.compiles_layers)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy, wide_units(part))
     return Parts(parts, partial_over_tp, names, stages, accumulation)
-
-
-def _is_eager(part: Decoder, meshes: Meshes) -> bool:
-    """Returns whether attention must not be traced: it exchanges tensors, is compiled already, or
-    is a loop over a row."""
-    loops = part.config.recurrent is not None or part.config.indexer is not None
-    return meshes.dims.cp > 1 or isinstance(part.core, FlexCore) or loops
-
-
-def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
-    """Returns blocks by their number in the whole model; multi-token prediction's come last."""
-    blocks: dict[str, nn.Module] = dict(part.layers.items())
-    if part.mtp is not None:
-        for depth, layer in part.mtp.layers.items():
-            blocks[str(part.config.num_layers + int(depth))] = layer.get_submodule("block")
-    return blocks
 
 
 def _plain_model(
@@ -325,11 +316,9 @@ def _attention_core(
 
 
 def _recurrence(
-    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
-) -> RecurrentCore | None:
-    if config.recurrent is None:
-        return None
-    rule = choose_rule(device.type, compute_dtype(job), config.recurrent.key_dim)
+    job: JobConfig, config: GatedDeltaConfig, meshes: Meshes, device: torch.device
+) -> RecurrentCore:
+    rule = choose_rule(device.type, compute_dtype(job), config.key_dim)
     masked = job.training.mask_documents
     if meshes.dims.cp == 1:
         return Recurrence(rule, mask_documents=masked)

@@ -3,7 +3,7 @@
 Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention.wq.weight`, ...
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -101,16 +101,15 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention or recurrence, then a dense or MoE feed-forward, each added to the stream.
 
-    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. Two
-    attributes are strategies, set once when the model is laid out: `execute` runs `compute`, maybe
-    compiled, or recomputed in the backward; `call_moe` calls the MoE layer, outside of a compiled
-    block's graph.
+    `layer` is the block's number in the whole model, where multi-token prediction's come last.
+    `sees` says which of the decoder's masks is the block's: "state", or how far it attends.
     """
 
     def __init__(
         self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
     ) -> None:
         super().__init__()
+        self.layer = layer
         self.sees: Sees = "state" if config.recurs(layer) else config.local_in(layer)
         self.attention = _mixer(layer, config, core, recurrence)
         self.attention_norm = norm_of(config)(config.dim)
@@ -125,25 +124,18 @@ class Block(nn.Module):
             self.moe = MoE(config.dim, config.moe, shared)
         else:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim)
-        self.execute: Callable[[Tensor, Rotation, Any, Tensor | None], Tensor] = self.compute
-        self.call_moe: Callable[[MoE, Tensor, Tensor | None], Tensor] = _call
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
     ) -> Tensor:
         """Returns the stream after the block. `counted_BS`: as `MoE.forward` takes it."""
-        return self.execute(x_BSD, rotation, mask, counted_BS)
-
-    def compute(
-        self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None
-    ) -> Tensor:
         h_BSD = self.attention_norm(x_BSD)
         with region("attention"):
             h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
         x_BSD = x_BSD + h_BSD
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
-            return x_BSD + self.call_moe(self.moe, h_BSD, counted_BS)
+            return x_BSD + self.moe(h_BSD, counted_BS)
         assert self.feed_forward is not None
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
@@ -157,10 +149,6 @@ def _mixer(
     if isinstance(mixer, GatedDeltaConfig):
         return GatedDeltaNet(config.dim, mixer, norm_eps=config.norm_eps, core=recurrence)
     return build_attention(mixer, config, layer, core)
-
-
-def _call(moe: MoE, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
-    return moe(x_BSD, counted_BS)
 
 
 class Decoder(nn.Module):

@@ -23,8 +23,7 @@ class GatedDeltaNet(Attention):
     Kimi Delta Attention has a decay for each channel of a head's keys, multiplies by sigmoid(z x),
     and projects a and z through a few channels, `narrow`.
 
-    Two strategies, which the layout of the tokens sets: `core`, called as a RecurrentCore, and
-    `convolve`, its method.
+    `core` is a strategy, a RecurrentCore, which the layout of the tokens decides.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class GatedDeltaNet(Attention):
     ) -> None:
         super().__init__()
         self.config = config
-        self.core, self.convolve = core, core.convolve
+        self.core: RecurrentCore = core
         heads = config.num_value_heads
         keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
         widths = {"q": keys, "k": keys, "v": values}
@@ -60,7 +59,8 @@ class GatedDeltaNet(Attention):
     ) -> Tensor:
         config, wide = self.config, at_least_float32(x_BSD)
         widths = ("q", config.key_dim), ("k", config.key_dim), ("v", config.value_dim)
-        mixed = [self.convolve(self.in_proj[x](x_BSD), self.conv[x](), mask) for x, _ in widths]
+        convolve = self.core.convolve
+        mixed = [convolve(self.in_proj[x](x_BSD), self.conv[x](), mask) for x, _ in widths]
         q, k, v = (
             x.unflatten(-1, (-1, channels)).transpose(1, 2)
             for x, (_, channels) in zip(mixed, widths, strict=True)

@@ -5,7 +5,7 @@ keys from some first position up to its own. So a mask is that first position fo
 ascends along a row, so the edges of a block say whether any query sees it.
 
 A core (`AttentionCore`) makes its masks once per microbatch, for all layers, and is chosen when the
-model is built.
+model is built. Its calls may be closed to torch.compile's graphs.
 
 A sink is one more logit in a head's softmax that brings no value: it takes a share of the weights
 away (attention sinks: arXiv 2309.17453; a learned one: gpt-oss).
@@ -255,6 +255,7 @@ class FlexCore:
             first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         )
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
     ) -> Tensor:

@@ -104,6 +104,7 @@ class Recurrence:
     def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
         return short_convolution(x_BSC, weight_C1W, place_BS)
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
     ) -> Tensor:

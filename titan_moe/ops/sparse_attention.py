@@ -76,6 +76,7 @@ class SparseAttention:
         """Keys or values of whole rows, of those of this process's tokens."""
         return x_BHSC
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:

@@ -61,7 +61,7 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
     recompute = ActivationCheckpoint(
         mode="selective" if by_operation else "none", selective_ac_option="op"
     )
-    apply_compile(dict(model.layers.items()), section, recompute, eager_attention=False)
+    apply_compile(model.layers.values(), section, recompute)
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN))
     positions = torch.arange(SEQ_LEN).expand_as(tokens)
     kept = {p.data_ptr(): 0 for p in model.parameters()}

@@ -75,7 +75,7 @@ def test_layers_are_compiled_once_whatever_the_documents(local: LocalAttention |
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Decoder(config, VarlenCore(mask_documents=True))
         section, recompute = Compile(enable=True, backend="aot_eager"), ActivationCheckpoint()
-        apply_compile(dict(model.layers.items()), section, recompute, eager_attention=False)
+        apply_compile(model.layers.values(), section, recompute)
         tokens_BS = torch.zeros(2, 64, dtype=torch.int64)
         for each in zip(per_row, longest, strict=True):
             model(tokens_BS, tokens_BS, bounds=DocumentBounds(*each)).sum().backward()

@@ -105,6 +105,7 @@ class AllGather:
         keys_S = self._positions(seq_len, 1, 0, device=documents_BS.device)
         return self._attention.blocks(documents_BS, queries_S, keys_S, local)
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
     ) -> Tensor:
@@ -130,6 +131,7 @@ class Ulysses:
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
         return self._plain.mask(documents_BS, local, bounds)
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
     ) -> Tensor:
@@ -175,6 +177,7 @@ class RingAttention:
             for source in sources
         ]
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[list[Block]], scale: float, sinks_H=None
     ) -> Tensor:

@@ -58,6 +58,7 @@ class SegmentedRecurrence:
         place_NS = self._places(place_BS, len(x_BSC))
         return self._join(short_convolution(x_NSC, weight_C1W, place_NS, before_NWC))
 
+    @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
     ) -> Tensor:
