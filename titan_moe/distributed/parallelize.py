@@ -276,10 +276,21 @@ def lay_out(
             pipelined_tp=meshes.group("tp") if pipelines_tp and meshes.dims.tp > 1 else None,
         )
         apply_activation_checkpoint(part, recompute, compiled=job.compile.compiles_layers)
+        _choose_loss(part.output, job, meshes, device)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy, wide_units(part))
     return Parts(parts, partial_over_tp, names, stages, accumulation)
+
+
+def _choose_loss(output: nn.Module, job: JobConfig, meshes: Meshes, device: torch.device) -> None:
+    """Sets what the output layer, if the stage has it, computes of logits, and of how many."""
+    if not isinstance(output, Output):
+        return
+    cut = meshes.dims.tp > 1
+    loss = VocabParallelCrossEntropy(meshes.group("tp")) if cut else output.cross_entropy
+    output.cross_entropy = compile_loss(loss, job.compile, device)
+    output.chunk_size = job.training.loss_chunk_size
 
 
 def _plain_model(
@@ -365,14 +376,7 @@ def _execution(
     device: torch.device,
     accumulation: str,
 ) -> Execution:
-    dims = meshes.dims
-    for part in parts:
-        if isinstance(part.output, Output):
-            part.output.chunk_size = job.training.loss_chunk_size
-            if dims.tp > 1:
-                part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
-            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
-    if dims.pp == 1:
+    if meshes.dims.pp == 1:
         offloads = job.training.enable_cpu_offload
         sync = StepSync(parts[0], meshes, accumulation, cpu_offload=offloads)
         return WholeModel(parts[0], sync)
