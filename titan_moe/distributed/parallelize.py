@@ -232,13 +232,7 @@ def lay_out(
     `device` is where the model will run.
     """
     # 2. The plain model, without memory, and the stages of it that this rank holds.
-    core: Any = _attention_core(job, config, meshes, device)
-    recurrence: Any = None
-    if config.recurrent is not None:
-        recurrence = _recurrence(job, config.recurrent, meshes, device)
-    if recomputes_by_operation(job.activation_checkpoint) and not job.compile.compiles_layers:
-        core, recurrence = KeptAttention(core), recurrence and KeptAttention(recurrence)
-    plain = _plain_model(job, config, core, recurrence)
+    plain = _plain_model(job, config, *_cores(job, config, meshes, device))
     copies = first_names(config)
     names = [name for name, _ in plain.named_parameters() if name not in copies]
     stages = _stages(job, config)
@@ -301,6 +295,17 @@ def _plain_model(
     for name, parameter in model.named_parameters():  # Buffers keep their types: biases of 1e-3.
         parameter.data = parameter.data.to(stored_in(name, stored_dtype(job)))
     return model
+
+
+def _cores(
+    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> tuple[Any, Any]:
+    """Returns an AttentionCore, and a RecurrentCore if layers recur, which all layers share."""
+    core: Any = _attention_core(job, config, meshes, device)
+    recurrence: Any = config.recurrent and _recurrence(job, config.recurrent, meshes, device)
+    if recomputes_by_operation(job.activation_checkpoint) and not job.compile.compiles_layers:
+        core, recurrence = KeptAttention(core), recurrence and KeptAttention(recurrence)
+    return core, recurrence
 
 
 def _attention_core(
