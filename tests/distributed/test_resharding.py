@@ -195,7 +195,7 @@ def test_run_changes_its_layout_before_its_first_step_and_after_its_last(
     before, after = parse("dp_shard=2"), parse("tp=2")
     there = undisturbed(_QWEN, after, 2)
     jobs = [make_job(_QWEN, layout, tmp_path, steps=2 * LEG) for layout in (before, after)]
-    config = at_depth(model_config(_QWEN, "gate"), 2)
+    config = replace(model_config(_QWEN, "gate"), num_layers=2)
     for trained, moved in run_on_ranks(reshard_around_training, 2, jobs[0], config, jobs[1]):
         assert trained == moved
     ours = Run(tmp_path, [])

@@ -191,8 +191,8 @@ def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size]
 def communicators(setup: Setup) -> dict[tuple[tuple[int, ...], bool], int]:
     """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
 
-    A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`). Exchanges
-    of a change of layout, and Muon's over edp and etp joined, are left out.
+    A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`).
+    Exchanges of a change of layout, and Muon's over edp and etp joined, are left out.
     """
     dims, parallelism, muon = setup.dims, setup.parallelism, setup.job.optimizer.name == "Muon"
     cp = parallelism.context_parallel_rotate_method != "allgather"
