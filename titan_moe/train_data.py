@@ -87,10 +87,6 @@ class TrainData:
         state = continue_state(merge_states(states), before, self.loader.identity)
         self.loader.load_state_dict(state)
 
-    def close(self) -> None:
-        """End the loader."""
-        self.loader.close()
-
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on at a checkpoint's position. RunError if the position is one of other data, or of a
         stage that the run did not have at that step."""

@@ -26,7 +26,6 @@ from titan_moe.data.batch import Batch
 from titan_moe.data.reader import documents_without_text, merge_states
 from titan_moe.data.tokenizer import loss_unit, token_ends
 from titan_moe.debug.bad_step_causes import bad_step_causes
-from titan_moe.debug.hang import mark_layers
 from titan_moe.debug.routing_trace import RoutingTrace
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
@@ -43,6 +42,7 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.position import mark_layers
 from titan_moe.runtime.process import (
     Process,
     collect_everything,
@@ -170,7 +170,7 @@ class Trainer:
         return stopped
 
     def _close(self, *, draws: bool) -> None:
-        self.data.close()
+        self.data.loader.close()
         self.log.close(*loss_unit(self.data.tokenizer), draws=draws)
 
     def _end_first_step(self) -> None:

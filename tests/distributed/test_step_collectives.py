@@ -2,7 +2,6 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,51 +14,39 @@ from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import run_on_ranks
 
-STEPS = {
-    "not logged": {"logged": False},
-    "logged": {"logged": True},
-    "norms": {"logged": True, "parameter_norms": True},
-}
 
-
-def count_collectives(note: Callable[[str], object]) -> None:
-    """Calls `note` with the name of each collective over the world, from now on."""
+def collectives_of_training(job: JobConfig) -> dict[int, list[str]]:
+    """Trains; returns the collectives over the world in each step from the second on, in which the
+    communicators and timeouts of the first are made."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
 
     def counted(function):
         def call(*args, **kwargs):
             if kwargs.get("group") in (None, dist.group.WORLD):
-                note(function.__name__)
+                found[POSITION.last().step].append(function.__name__)
             return function(*args, **kwargs)
 
         return call
 
     for name in ("all_reduce", "broadcast", "all_gather_object", "all_gather", "barrier"):
         setattr(dist, name, counted(getattr(dist, name)))
+    trainings.train_here(job)
+    return {step: found[step] for step in range(2, job.training.steps)}
 
 
-def collectives_by_step(job: JobConfig) -> dict[str, list[str]]:
-    """The collectives over the world, by kind of step, and the result's figures."""
-    _, step = tiny_step(job)
-    batches = [batch_of(0, slice(2))] * 2
-    names: list[str] = []
-    count_collectives(names.append)
-    found = {}
-    for kind, asked in STEPS.items():
-        names.clear()
-        result = step(batches, **asked)
-        found[kind] = list(names)
-        assert result.finite and result.counts_LE is not None
-        assert (result.metrics is not None) == asked["logged"]
-        assert not asked["logged"] or {"data", "balance_loss"} <= result.metrics.keys()
-        assert (result.parameter_norms is not None) == ("parameter_norms" in asked)
-    return found
-
-
-def test_a_step_is_one_all_reduce():
-    parallelism = {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
-    job = make_job("deepseek_v3", parallelism=parallelism)
-    expected = {step: ["all_reduce"] for step in STEPS}
-    assert run_on_ranks(collectives_by_step, 2, job) == [expected] * 2
+def test_a_step_is_one_all_reduce_also_if_it_is_logged_with_all_norms(tmp_path: Path):
+    job = trainings.make_job(
+        tmp_path,
+        steps=5,
+        metrics={"log_freq": 2, "log_parameter_norms": True},
+        parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+        checkpoint={"enable": False},
+    )
+    expected = {step: ["all_reduce"] for step in (2, 3, 4)}
+    assert run_on_ranks(collectives_of_training, 2, job) == [expected] * 2
+    for name, key in {"metrics": "data", "parameter_norms": "output.weight"}.items():
+        lines = read_json_lines(tmp_path / f"{name}.jsonl")
+        assert [line["step"] for line in lines if key in line] == [1, 2, 4, 5]
 
 
 def figures(job: JobConfig, logged: bool) -> list[float]:
@@ -76,25 +63,6 @@ def test_whether_a_step_is_logged_changes_nothing():
     """The layers' sums start again from zero after each step, logged or not."""
     job = make_job("deepseek_v3")
     assert run_on_ranks(figures, 1, job, True) == run_on_ranks(figures, 1, job, False)
-
-
-def collectives_of_training(job: JobConfig) -> dict[int, list[str]]:
-    """Trains; returns the collectives over the world in each step from the second on, in which the
-    communicators and timeouts of the first are made."""
-    found: defaultdict[int, list[str]] = defaultdict(list)
-    count_collectives(lambda name: found[POSITION.last().step].append(name))
-    trainings.train_here(job)
-    return {step: found[step] for step in range(2, job.training.steps)}
-
-
-def test_a_logged_step_of_a_training_has_no_more_collectives(tmp_path: Path):
-    job = trainings.make_job(
-        tmp_path, steps=5, metrics={"log_freq": 2}, checkpoint={"enable": False}
-    )
-    for steps in run_on_ranks(collectives_of_training, 2, job):
-        assert steps[2] == steps[3] == steps[4] == ["all_reduce"]
-    logged = [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")]
-    assert logged == [1, 2, 4, 5]
 
 
 def train_and_listen(job: JobConfig) -> list[str]:

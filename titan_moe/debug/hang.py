@@ -18,21 +18,17 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from titan_moe.config.job_config import Comm
 from titan_moe.debug.hang_report import analyse, write_report
-from titan_moe.models.decoder import Decoder
 from titan_moe.runtime.errors import report
 from titan_moe.runtime.position import POSITION, Move, at
 from titan_moe.runtime.process import BACKEND_GRACE_S, Process
@@ -250,34 +246,3 @@ def _frames(frames: traceback.StackSummary) -> list[str]:
         f"{frame.filename.removeprefix(_ABOVE)}:{frame.lineno} in {frame.name}"
         for frame in frames[-_FRAMES_KEPT:]
     ]
-
-
-def mark_layers(parts: Iterable[nn.Module]) -> None:
-    """Let the blocks of decoders tell POSITION when a rank enters and leaves them, forward and
-    backward. Changes no value."""
-    for part in parts:
-        assert isinstance(part, Decoder)
-        for name, block in part.blocks().items():
-            words = name.replace(".block", "").replace("layers.", "layer ").replace(".", " ")
-            # First of the block's hooks: what FSDP gathers for it is the layer's own.
-            block.register_forward_pre_hook(partial(_enter, words), prepend=True)
-            block.register_forward_hook(partial(_leave, words))
-        if not isinstance(part.tok_embeddings, nn.Identity):
-            part.tok_embeddings.register_forward_hook(partial(_leave, "the embedding"))
-
-
-@torch.compiler.disable  # Hooks of a compiled block run before and after its graph, eagerly.
-def _enter(layer: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    POSITION.enter_layer(layer)
-
-
-@torch.compiler.disable
-def _leave(layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Leave the forward. The layer's backward begins with the gradient of its output."""
-    POSITION.enter_layer("")
-    if output.requires_grad:
-        output.register_hook(partial(_enter_backward, layer))
-
-
-def _enter_backward(layer: str, gradient: Tensor) -> None:
-    POSITION.enter_layer(f"{layer}'s backward")

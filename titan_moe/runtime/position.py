@@ -8,7 +8,12 @@ pipeline's microbatches take turns, and share one position.
 import time
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 _MOVES = 8192
 _PHASES = {
@@ -117,3 +122,29 @@ class Inside:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             POSITION.enter_region(self._outer)
+
+
+def mark_layers(parts: Iterable[Any]) -> None:
+    """Let the blocks of decoders tell POSITION when a rank enters and leaves them, forward and
+    backward. Changes no value."""
+    for part in parts:
+        for name, block in part.blocks().items():
+            words = name.replace(".block", "").replace("layers.", "layer ").replace(".", " ")
+            # First of the block's hooks: what FSDP gathers for it is the layer's own.
+            block.register_forward_pre_hook(partial(_enter, words), prepend=True)
+            block.register_forward_hook(partial(_leave, words))
+        if not isinstance(part.tok_embeddings, nn.Identity):
+            part.tok_embeddings.register_forward_hook(partial(_leave, "the embedding"))
+
+
+@torch.compiler.disable  # Hooks of a compiled block run before and after its graph, eagerly.
+def _enter(layer: str, *_: Any) -> None:
+    POSITION.enter_layer(layer)
+
+
+@torch.compiler.disable
+def _leave(layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Leave the forward. The layer's backward begins with the gradient of its output."""
+    POSITION.enter_layer("")
+    if output.requires_grad:
+        output.register_hook(partial(_enter, f"{layer}'s backward"))

@@ -54,12 +54,20 @@ def process_group(
         torch.cuda.set_device(device)
         use_flash_attention_3(device)
         torch._C._set_sm_carveout_experimental(comm.parameter_sms)
-        if deterministic:
-            _leave_nvls_out()
+        if deterministic and "NCCL_ALGO" not in os.environ:
+            # NVLink's switches add in an order that varies. NCCL reads this when it makes its first
+            # communicator; torch would choose too, but for groups made after `seed_everything`, and
+            # leaves the trees that add in switches.
+            os.environ["NCCL_ALGO"] = "^NVLS,NVLSTree"
+            logger.info("debug.deterministic: NCCL_ALGO=^NVLS,NVLSTree, for sums in a fixed order")
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
     if backend == HOST_GLOO:
-        _share_gpus(launch, device)
+        ranks, gpus = launch.local_world_size, torch.cuda.device_count()
+        if launch.rank == 0:
+            logger.info("%d ranks share %d GPU(s); collectives go through the host", ranks, gpus)
+        if device.type == "cuda":  # As much of its memory for each, so that none fails for another.
+            torch.cuda.set_per_process_memory_fraction(1 / -(-ranks // gpus), device)
     # torch reads it when it makes the first group. The environment's size goes first.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
@@ -81,26 +89,6 @@ def process_group(
         raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error
     yield Process(**asdict(launch), device=device)
     dist.destroy_process_group()
-
-
-def _leave_nvls_out() -> None:
-    """Keep NCCL from adding in NVLink's switches, in an order that varies, unless the user chose.
-
-    NCCL reads its choice when it makes its first communicator. torch would choose too, but for
-    groups made after `seed_everything`, and leaves the trees that add in switches.
-    """
-    if "NCCL_ALGO" not in os.environ:
-        os.environ["NCCL_ALGO"] = "^NVLS,NVLSTree"
-        logger.info("debug.deterministic: NCCL_ALGO=^NVLS,NVLSTree, for sums in a fixed order")
-
-
-def _share_gpus(launch: Launch, device: torch.device) -> None:
-    """Gives each rank of a GPU as much of its memory, so that none fails for another's sake."""
-    ranks, gpus = launch.local_world_size, torch.cuda.device_count()
-    if launch.rank == 0:
-        logger.info("%d ranks share %d GPU(s); collectives go through the host", ranks, gpus)
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1 / -(-ranks // gpus), device)
 
 
 def backend_timeout(seconds: int) -> timedelta:

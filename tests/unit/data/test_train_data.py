@@ -51,5 +51,5 @@ def test_documents_without_a_text_are_counted_across_a_resume_in_another_stage(
     assert documents_without_text(later.loader.state_dict()) == counted > 0
     later.loader.next_step()
     assert documents_without_text(later.loader.state_dict()) > counted
-    data.close()
-    later.close()
+    data.loader.close()
+    later.loader.close()
