@@ -23,12 +23,7 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import read_job, resolve
 from titan_moe.load_checks import check_loading
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import (
-    HFModel,
-    as_record,
-    export_problems,
-    model_of_job,
-)
+from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside, report
 from titan_moe.runtime.files import lock_folder
 from titan_moe.runtime.launch import (

@@ -12,11 +12,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step
 from titan_moe.data.build import build_reader, build_validation, data_notes
 from titan_moe.data.loader import Loader
-from titan_moe.data.reader import (
-    StepReader,
-    continue_state,
-    merge_states,
-)
+from titan_moe.data.reader import StepReader, continue_state, merge_states
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.sequences import Identity
 from titan_moe.data.tokenizer import load_tokenizer

@@ -43,12 +43,7 @@ from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.position import mark_layers
-from titan_moe.runtime.process import (
-    Process,
-    collect_everything,
-    seed_everything,
-    set_timeouts,
-)
+from titan_moe.runtime.process import Process, collect_everything, seed_everything, set_timeouts
 from titan_moe.runtime.stopping import StopRequest
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss

@@ -26,14 +26,7 @@ data that cannot be trained on.
 import argparse
 import os
 
-from titan_moe.cli.command import (
-    Answer,
-    Command,
-    add_ranks,
-    job_arguments,
-    path_of,
-    positive,
-)
+from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, path_of, positive
 
 _LEFT = (
     "left to the ranks: GPUs and their memory (titan-moe memory), checksums and the optimizer of a "

@@ -24,17 +24,11 @@ stopped before the last step and saved, by a signal: start it again; 130 or
 import argparse
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
-from titan_moe.cli.command import (
-    Answer,
-    Command,
-    add_ranks,
-    job_arguments,
-    not_negative,
-    positive,
-)
+from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, not_negative, positive
 from titan_moe.config.errors import ConfigError
 
 
@@ -75,9 +69,11 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
-    from titan_moe.runtime.torchrun import Nodes, hold_requests, start_ranks
+    from titan_moe.runtime.torchrun import Nodes, start_ranks
 
-    hold_requests()  # Checks may take long, and so may what they import.
+    # Until the launcher answers it: checks may take long. Before there is a thread, which inherits
+    # the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     from titan_moe.runtime.launch import default_ranks
     from titan_moe.train import check_all
 

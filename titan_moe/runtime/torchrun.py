@@ -56,12 +56,6 @@ class Nodes:
     """The number of restarts of all ranks after one has failed."""
 
 
-def hold_requests() -> None:
-    """Block SIGUSR1 until `_Torchrun.run` answers it. Must run before there is a thread, which
-    inherits the mask."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-
-
 def start_ranks(
     words: Sequence[str],
     *,
@@ -216,10 +210,9 @@ def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str,
         # each sign of life, every 5 s by default, which one machine does not need.
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(records / "meeting")]
         return [*torchrun, *meeting, "--rdzv-conf", "store_type=file,keep_alive_interval=3600"]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
-    name = ["--rdzv-id", environment.get("SLURM_JOB_ID", "titan_moe")]
-    host = ["--rdzv-conf", f"is_host={int(nodes.this == 0)}"]
-    return [*torchrun, "--nnodes", str(nodes.number), *meeting, *name, *host]
+    job, is_host = environment.get("SLURM_JOB_ID", "titan_moe"), f"is_host={int(nodes.this == 0)}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint, "--rdzv-id", job]
+    return [*torchrun, "--nnodes", str(nodes.number), *meeting, "--rdzv-conf", is_host]
 
 
 def can_bind(ranks: int, environment: Mapping[str, str]) -> bool:
