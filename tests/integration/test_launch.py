@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import EMPTY, Job, command, environment, until
+from tests.support.jobs import EMPTY, Job, command, environment, run_among, until
 from tests.support.paths import REPO
 from tests.support.processes import start_process
 from tests.support.tiers import tiered
@@ -36,18 +36,11 @@ def test_torchrun_trains_as_torchtitan_users_type_it(tmp_path: Path) -> None:
 
 
 def test_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None:
-    stub = tmp_path / "python3"
-    stub.write_text(
-        "#!/usr/bin/env bash\n"
-        "case $1 in\n"
-        '    -c) echo "$0" ;;\n'
-        "    *has_dependencies.py) kill -USR1 $PPID ;;\n"
-        "    -m) kill -USR1 $$; kill -INT $$; exit 7 ;;\n"
-        "esac\n"
+    python = (
+        'case $1 in -c) echo "$0" ;; *has_dependencies.py) kill -USR1 $PPID ;;'
+        " -m) kill -USR1 $$; kill -INT $$; exit 7 ;; esac"
     )
-    stub.chmod(0o755)
-    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert subprocess.run([REPO / "run_train.sh"], env=variables).returncode == 7
+    assert run_among({"python3": python}, tmp_path, REPO / "run_train.sh").returncode == 7
 
 
 def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
@@ -163,27 +156,13 @@ def _with_echo(
     folder: Path, script: str, *words: str, **variables: Any
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script in whose place of Python a program prints its arguments."""
-    stub = folder / "python3"
-    stub.write_text(
-        '#!/usr/bin/env bash\n[[ $1 == -c ]] && echo "$0" && exit\n'
-        '[[ $1 == *has_dependencies.py ]] || echo "${@//"$0"/PYTHON}"\n'
-    )
-    stub.chmod(0o755)
-    kept = {name: value for name, value in environment().items() if name != "NGPU"}
-    more = {name: str(value) for name, value in variables.items()}
-    return subprocess.run(
-        [REPO / script, *words],
-        env=kept | more | {"PATH": f"{folder}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    python = '[[ $1 == -c ]] && echo "$0" && exit; '
+    python += '[[ $1 == *has_dependencies.py ]] || echo "${@//"$0"/PYTHON}"'
+    return run_among({"python3": python}, folder, REPO / script, *words, NGPU="", **variables)
 
 
 def _slurm(folder: Path, programs: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     scontrol = 'if [[ $1 == show ]]; then printf "%s\\n" node7 node8; else echo "$@"; fi'
-    for name, script in (programs | {"scontrol": scontrol}).items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (folder / name).chmod(0o755)
     slurm = {
         "SLURM_SUBMIT_DIR": folder,
         "SLURM_JOB_ID": 99,
@@ -192,12 +171,8 @@ def _slurm(folder: Path, programs: dict[str, str], *words: str) -> subprocess.Co
         "SLURM_CPUS_ON_NODE": 104,
         "SLURM_GPUS_PER_NODE": "h100:4",
     }
-    return subprocess.run(
-        [REPO / "scripts" / "slurm_train.sh", *words],
-        env=environment(**slurm, PATH=f"{folder}:{os.environ['PATH']}"),
-        capture_output=True,
-        text=True,
-    )
+    script = REPO / "scripts" / "slurm_train.sh"
+    return run_among(programs | {"scontrol": scontrol}, folder, script, *words, **slurm)
 
 
 def test_run_goes_on_when_the_reader_of_its_output_leaves(tmp_path: Path) -> None:
@@ -215,19 +190,14 @@ def test_tests_of_another_torch_run_in_an_environment_of_their_own(tmp_path: Pat
     (tmp_path / "scripts").mkdir()
     for name in ("environment.sh", "test_torch.sh"):
         shutil.copy(REPO / "scripts" / name, tmp_path / "scripts")
-    stub = tmp_path / "python3"
-    stub.write_text(
-        f'#!/usr/bin/env bash\necho "$0 $@" >> {tmp_path}/calls\n'
-        'case "$1 $2" in\n'
-        '    "-c import sys; print"*) echo "$0" ;;\n'
-        '    "-m venv") install -D "$0" "$3/bin/python" ;;\n'
-        "esac\n"
-        "[[ $1 != *has_dependencies.py ]]\n"
+    python = (
+        f'echo "$0 $@" >> {tmp_path}/calls\n'
+        'case "$1 $2" in "-c import sys; print"*) echo "$0" ;;'
+        ' "-m venv") install -D "$0" "$3/bin/python" ;; esac\n'
+        "[[ $1 != *has_dependencies.py ]]"
     )
-    stub.chmod(0o755)
-    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", TEST_PROCESSES=3)
-    script = tmp_path / "scripts" / "test_torch.sh"
-    subprocess.run([script, "2.11.0", "-k", "router"], env=variables, check=True)
+    words = tmp_path / "scripts" / "test_torch.sh", "2.11.0", "-k", "router"
+    assert run_among({"python3": python}, tmp_path, *words, TEST_PROCESSES=3).returncode == 0
     python = tmp_path / ".venv-torch-2.11.0" / "bin" / "python"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert f"{python} -m pip install --editable {tmp_path}[dev] torch==2.11.0" in calls

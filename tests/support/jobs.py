@@ -37,6 +37,18 @@ def command(folder: Path, **overrides: Any) -> list[str]:
     return [str(REPO / "run_train.sh"), *(f"--{key}={value}" for key, value in keys.items())]
 
 
+def run_among(
+    programs: Mapping[str, str], folder: Path, *words: object, **variables: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command that finds these programs in `folder`, by their bash scripts, before all
+    others."""
+    for name, script in programs.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    env = environment(PATH=f"{folder}:{os.environ['PATH']}", **variables)
+    return subprocess.run([str(w) for w in words], env=env, capture_output=True, text=True)
+
+
 def environment(**variables: Any) -> dict[str, str]:
     """The environment of a user whose active Python is this one, on the CPU, with the defaults."""
     mine = {name: value for name, value in os.environ.items() if name != "CONFIG_FILE"}

@@ -1,5 +1,6 @@
 """build_sinks: which sinks a configuration gets, what they receive, and what a bad one costs."""
 
+import io
 import itertools
 import logging
 import sys
@@ -12,7 +13,7 @@ from tests.support.refusals import refusal
 from titan_moe.config.job_config import Metrics
 from titan_moe.metrics import sinks
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.metrics.sinks import Background
+from titan_moe.metrics.sinks import Background, Console
 from titan_moe.train import check_all
 
 JOB = {"training": {"steps": 3, "blend": []}, "model": {"name": "qwen3"}}
@@ -199,3 +200,36 @@ def test_background_writes_steps_in_order(tmp_path):
         sink.write(step, values)
     sink.close()
     assert found == [(step, {"loss": float(step)}) for step in range(50)]
+
+
+VALUES = {
+    "loss": 5.61234567,
+    "grad_norm": 1.5,
+    "lr": 8e-4,
+    "tokens_per_second": 24690.0,
+    "tokens_per_second_per_device": 12345.0,
+    "tflops_per_device": 412.345,
+    "mfu": 0.4169,
+    "memory/peak_gib": 71.256,
+    "memory/allocation_retries": 2.0,
+    "time/data": 0.0123,
+    "moe/layers.1/cv": 0.1,
+}
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, *lines: tuple[int, dict[str, float]]) -> list[str]:
+    monkeypatch.setattr("time.strftime", lambda form: "13:46:43")
+    stream = io.StringIO()
+    console = Console(stream, steps=1000)
+    for step, values in lines:
+        console.write(step, values)
+    return stream.getvalue().splitlines()
+
+
+def test_console_line_has_the_measured_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, short = printed(monkeypatch, (7, VALUES), (8, {"loss": 1.0, "lr": 0.0}))
+    assert full == (
+        "13:46:43 step    7/1000  loss  5.61235  grad norm   1.5000  lr 8.00e-04  "
+        "tok/s/dev  12,345  TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01"
+    )
+    assert short == "13:46:43 step    8/1000  loss  1.00000  lr 0.00e+00"

@@ -4,16 +4,17 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.jobs import run_among
 from tests.support.paths import REPO
 from titan_moe.cli.train import COMMAND
 from titan_moe.config.job_config import Checkpoint, Job, JobConfig, Training
@@ -98,16 +99,14 @@ _LOOPBACK = {
 }
 
 
-def shell(words: str, folder: Path, **variables: str) -> dict[str, str]:
-    """Returns the environment after functions of scripts/environment.sh, with commands in `folder`
-    in place of the machine's own."""
-    script = f"set -euo pipefail; source {REPO}/scripts/environment.sh; {words}; env"
-    path = f"{folder}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], env={"PATH": path, **variables}, capture_output=True, text=True
-    )
+def shell(words: str, folder: Path, programs: dict[str, str], **variables: Any) -> str:
+    """Returns the variables that functions of scripts/environment.sh have set."""
+    unset = "unset GLOO_SOCKET_IFNAME GLIBC_TUNABLES"
+    sets = " ".join(f"{name}={value}" for name, value in variables.items())
+    script = f"set -euo pipefail; {unset}; export X= {sets}; . {REPO}/scripts/environment.sh"
+    done = run_among(programs, folder, "bash", "-c", f"{script}; {words}; env")
     assert done.returncode == 0, done.stderr
-    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    return done.stdout
 
 
 @pytest.mark.parametrize("host", ["node0", "own-name"])
@@ -117,14 +116,11 @@ def test_gloo_takes_the_interface_that_reaches_the_endpoint(host: str, tmp_path:
     route += " *route*) echo 10.0.0.9 dev eth1 src 10.0.0.7 uid 0;;"
     route += " *10.0.0.7) echo 2: eth1 inet 10.0.0.7/24;; *) echo 1: lo inet 127.0.0.1/8;; esac"
     known = "case $2 in own-name) echo 127.0.1.1 STREAM;; *) echo 10.0.0.9 STREAM;; esac"
-    for name, body in {"ip": route, "getent": known}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    nodes = {"NNODES": "2", "RDZV_ENDPOINT": f"{host}:29500"}
-    assert shell("use_nodes", tmp_path, **nodes)["GLOO_SOCKET_IFNAME"] == "eth1"
-    chosen = shell("use_nodes", tmp_path, **nodes, GLOO_SOCKET_IFNAME="eth9")
-    assert chosen["GLOO_SOCKET_IFNAME"] == "eth9"
-    assert "GLOO_SOCKET_IFNAME" not in shell("use_nodes", tmp_path, RDZV_ENDPOINT="node0:29500")
+    use = partial(shell, "use_nodes", tmp_path, {"ip": route, "getent": known})
+    nodes, gloo = {"NNODES": 2, "RDZV_ENDPOINT": f"{host}:29500"}, "GLOO_SOCKET_IFNAME="
+    assert f"{gloo}eth1\n" in use(**nodes)
+    assert f"{gloo}eth9\n" in use(**nodes, GLOO_SOCKET_IFNAME="eth9")
+    assert gloo not in use(NNODES=1, RDZV_ENDPOINT=f"{host}:29500")
 
 
 @pytest.mark.parametrize(
@@ -171,8 +167,8 @@ def test_allocators_tune_glibc_on_the_cpu_only(
     chosen: dict[str, str], num_gpus: int, kept: bool, tmp_path: Path
 ) -> None:
     lists = f"compgen() {{ [[ $1 == -G ]] && return {1 - num_gpus}; builtin compgen $*; }}"
-    variables = shell(f"{lists}; use_allocators", tmp_path, **chosen)
-    assert ("mmap_max=0" in variables.get("GLIBC_TUNABLES", "")) is kept
+    found = shell(f"{lists}; use_allocators", tmp_path, {}, **chosen)
+    assert ("GLIBC_TUNABLES=glibc.malloc.mmap_max=0:" in found) is kept
 
 
 def test_ranks_are_bound_to_numa_nodes_where_numactl_can(
