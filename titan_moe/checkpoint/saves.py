@@ -77,8 +77,7 @@ def publish(
             )
     write_manifest(aside, manifest)
     folders.commit(aside, target)
-    step = int(target.name.removeprefix("step-"))
-    folders.keep_latest(target.parent, count=keep_latest_k, newest=step)
+    folders.keep_latest(target.parent, count=keep_latest_k, newest=manifest.step)
 
 
 class Stager(AsyncStager):

@@ -6,7 +6,7 @@ another. All but `load_alone` is collective, over one process or many.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -51,8 +51,8 @@ class HFSource:
         """Our names -> the place of each tensor; those that are not stored are left out."""
         self._folder = folder
 
-    def read(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """Yields boxes that make up a box, each with its values as they are stored, de-quantised.
+    def copy(self, name: str, box: Box, values: Tensor) -> None:
+        """Copy a box of one of our tensors into `values`, de-quantised and cast to their type.
 
         A box of a stack that is stored as one tensor is read whole, so a process holds a float32
         copy of its largest shard for a moment if that is quantised.
@@ -60,19 +60,18 @@ class HFSource:
         for piece in self.found[name].pieces(box):
             theirs = self._folder.read(piece.tensor, piece.theirs)
             theirs = theirs.transpose(-1, -2) if piece.transposed else theirs
+            place = values[inside(piece.ours, box)]
             # One side may have dims of size 1 that the other has not, such as that of experts.
-            yield piece.ours, theirs.reshape([rows.stop - rows.start for rows in piece.ours])
+            place.copy_(theirs.reshape(place.shape))
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts of tensors, plain or DTensors, cast to their type. Those that the
-        folder does not have stay."""
+        """Fill this rank's parts of tensors, plain or DTensors. Those that the folder does not have
+        stay."""
         stored = {name: tensor for name, tensor in tensors.items() if name in self.found}
         with progress_bar("load", len(stored), "tensor") as bar:
             for name, tensor in stored.items():
-                part, box = local_part(tensor).detach(), local_slices(tensor)
-                for at, values in self.read(name, box):
-                    part[inside(at, box)].copy_(values)
+                self.copy(name, local_slices(tensor), local_part(tensor).detach())
                 bar.update()
 
 
@@ -167,8 +166,7 @@ def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:
     if name not in source.found:
         assert config.moe is not None and name.endswith((EXPERT_BIAS, PREVIOUS_LOAD)), name
         return values.fill_(1 / config.moe.num_experts if name.endswith(PREVIOUS_LOAD) else 0.0)
-    for at, part in source.read(name, chunk.box):
-        values[inside(at, chunk.box)].copy_(part)
+    source.copy(name, chunk.box, values)
     return values
 
 
