@@ -307,7 +307,15 @@ class Checkpointer:
                 on_rank_zero(lambda: set_aside(self.folder, manifest.step), doing=doing)
         if model_only:
             return None
-        return self._load_train_state(source, excluded)
+        doing = f"cannot load checkpoint {source}"
+        saved = on_rank_zero(lambda: read_train_state(source), doing=doing)
+        state: dict[str, Any] = {}
+        if "train_state" not in excluded:
+            state |= saved["common"]
+            restore_random_state(saved)
+        if "dataloader" not in excluded:
+            state[DATA] = saved[DATA]
+        return state
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         tensors = model_tensors(self._modules)
@@ -346,14 +354,3 @@ class Checkpointer:
         tied = self._model.config if self._model and MODEL in parts else None
         if tied and (problems := unlike_copies(tied, sums)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
-
-    def _load_train_state(self, source: Path, without: frozenset[str]) -> dict[str, Any]:
-        doing = f"cannot load checkpoint {source}"
-        saved = on_rank_zero(lambda: read_train_state(source), doing=doing)
-        state: dict[str, Any] = {}
-        if "train_state" not in without:
-            state |= saved["common"]
-            restore_random_state(saved)
-        if "dataloader" not in without:
-            state[DATA] = saved[DATA]
-        return state

@@ -49,9 +49,6 @@ OPTIMIZER = "optimizer."
 METADATA = ".metadata"
 _FILE_BYTES = 10**9
 
-Finish = Callable[[set[str]], None]
-"""Takes the names of the files that the ranks wrote."""
-
 
 class Chunk(NamedTuple):
     """A box of a tensor of the checkpoint."""
@@ -170,11 +167,14 @@ class FolderWriter(FileSystemWriter):
     """Writes the tensor files of a folder.
 
     Args:
-        finish: runs on rank 0 once all files of all ranks are on disk, before any rank's save ends.
+        finish: runs on rank 0 once all files of all ranks are on disk, before any rank's save ends;
+            takes their names.
         copy_ahead: bytes copied from a GPU ahead of the write.
     """
 
-    def __init__(self, folder: Path, finish: Finish, *, copy_ahead: int = 10_000_000) -> None:
+    def __init__(
+        self, folder: Path, finish: Callable[[set[str]], None], *, copy_ahead: int = 10_000_000
+    ) -> None:
         # DCP would wait for the disk before it flushes the last bytes of a file.
         super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)
         self._folder, self._finish = folder, finish

@@ -68,7 +68,15 @@ def copy_assets(source: Path, target: Path) -> None:
 
 def origin_of(model: HFModel, folders: Sequence[Path]) -> Path | None:
     """The first folder whose config.json has a model's dimensions, but for positions."""
-    return next((folder for folder in folders if _is_original(model, folder)), None)
+    for folder in folders:
+        try:
+            original = model_of(folder)
+        except ConfigError:
+            continue
+        lines = differences(model.config, original.config)
+        if original.family == model.family and all(line.startswith("rope.") for line in lines):
+            return folder
+    return None
 
 
 def write_assets(
@@ -127,16 +135,6 @@ def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str,
     if found["eos_token_id"] is None:
         logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
     return found
-
-
-def _is_original(model: HFModel, folder: Path) -> bool:
-    """Returns whether a folder's config.json has a model's dimensions, but for positions."""
-    try:
-        original = model_of(folder)
-    except ConfigError:
-        return False
-    lines = differences(model.config, original.config)
-    return original.family == model.family and all(line.startswith("rope.") for line in lines)
 
 
 def _code(settings: Mapping[str, Any]) -> set[str]:

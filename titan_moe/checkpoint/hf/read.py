@@ -113,11 +113,11 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     check_sums(folder, doing=doing)
     opened = on_every_rank(lambda: HFFolder(folder), doing=doing)
     source = on_every_rank(lambda: HFSource(opened, model), doing=doing)
-    chunks = [
-        Chunk(MODEL + name, box, shape, _dtype_of(name, dtype))
-        for name, shape in model_shapes(model.config).items()
-        for box in cut(shape, LARGEST_CHUNK)
-    ]
+    chunks = []
+    for name, shape in model_shapes(model.config).items():
+        is_buffer = name.endswith((EXPERT_BIAS, PREVIOUS_LOAD))
+        of_type = torch.float32 if is_buffer else stored_in(name, dtype)
+        chunks += [Chunk(MODEL + name, box, shape, of_type) for box in cut(shape, LARGEST_CHUNK)]
     num_bytes = sum(prod(sizes(chunk.box)) * chunk.dtype.itemsize for chunk in chunks)
     with new_folder(out, num_bytes, doing=doing) as aside:
         sums = _write_share(source, model, chunks, aside, doing=f"cannot write {out}")
@@ -168,11 +168,6 @@ def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:
         return values.fill_(1 / config.moe.num_experts if name.endswith(PREVIOUS_LOAD) else 0.0)
     source.copy(name, chunk.box, values)
     return values
-
-
-def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    is_buffer = name.endswith((EXPERT_BIAS, PREVIOUS_LOAD))
-    return torch.float32 if is_buffer else stored_in(name, dtype)
 
 
 def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
