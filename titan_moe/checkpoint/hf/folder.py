@@ -198,28 +198,22 @@ class HFFolder:
             raise RunError(f"{self.path}: {name} cannot be read: {reason(error)}") from None
 
     def _float8(self, name: str, block: tuple[int, int] | None) -> Float8:
-        scales, shape = self._slices.get(name + SCALE_INV), self._shape(name)
-        if scales is None:
-            raise RunError(f"{self.path}: {name} is float8 without {name}{SCALE_INV}")
+        scales, shape = self._scales(name, name, SCALE_INV), self._shape(name)
         if block is None:
             raise RunError(
                 f"{name} is float8, and config.json's quantization_config has no weight_block_size"
             )
         blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
-        if self._shape(name + SCALE_INV) != (*shape[:-2], *blocks):
+        if scales != (*shape[:-2], *blocks):
             raise RunError(
-                f"{name}{SCALE_INV} has shape {scales.get_shape()}, but {list(shape)} in blocks of "
+                f"{name}{SCALE_INV} has shape {list(scales)}, but {list(shape)} in blocks of "
                 f"{list(block)} needs {[*shape[:-2], *blocks]}"
             )
         return Float8(name, shape, block)
 
     def _mxfp4(self, name: str) -> MXFP4:
-        if name in self._slices:
-            raise RunError(f"{self.path}: {name} and {name}{BLOCKS} are both there: remove one")
-        if name + SCALES not in self._slices:
-            raise RunError(f"{self.path}: {name}{BLOCKS} is there without {name}{SCALES}")
+        scales = self._scales(name, name + BLOCKS, SCALES)
         *outer, half = self._shape(name + BLOCKS)
-        scales = self._shape(name + SCALES)
         if len(outer) != 3 or half != _GROUP // 2 or scales != tuple(outer):
             raise RunError(
                 f"{name}: {BLOCKS} {[*outer, half]} and {SCALES} {list(scales)} are not those of "
@@ -229,15 +223,23 @@ class HFFolder:
         return MXFP4(name, (experts, groups * _GROUP, rows))
 
     def _int4(self, name: str) -> Int4:
-        if name in self._slices or name + SCALE not in self._slices:
-            raise RunError(f"{self.path}: {name}{PACKED} wants {name}{SCALE} and no {name}")
-        (rows, numbers), scales = self._shape(name + PACKED), self._shape(name + SCALE)
+        scales = self._scales(name, name + PACKED, SCALE)
+        rows, numbers = self._shape(name + PACKED)
         if len(scales) != 2 or scales[0] != rows or numbers * 8 % scales[1]:
             raise RunError(
                 f"{name}: {PACKED} {[rows, numbers]} and {SCALE} {list(scales)} do not belong "
                 "together"
             )
         return Int4(name, (rows, numbers * 8), numbers * 8 // scales[1])
+
+    def _scales(self, name: str, stored: str, suffix: str) -> tuple[int, ...]:
+        """Returns the shape of the scales of a tensor, `stored` under another name or its own.
+        Raises RunError where there are none, or the tensor is there twice."""
+        if stored != name and name in self._slices:
+            raise RunError(f"{self.path}: {name} and {stored} are both there: remove one")
+        if name + suffix not in self._slices:
+            raise RunError(f"{self.path}: {stored} is there without {name}{suffix}")
+        return self._shape(name + suffix)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slices[name].get_shape())

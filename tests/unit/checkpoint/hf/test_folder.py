@@ -104,13 +104,13 @@ _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("tensors", "settings", "line"),
     [
-        ({"w": _FLOAT8}, "{}", "w is float8 without w_scale_inv"),
+        ({"w": _FLOAT8}, "{}", "w is there without w_scale_inv"),
         ({"w": _FLOAT8, "w_scale_inv": torch.ones(1, 1)}, "{}", "weight_block_size"),
         ({"w": _FLOAT8, "w_scale_inv": torch.ones(3, 2)}, _BLOCKS, r"needs \[3, 3\]"),
         ({"w": torch.ones(3)}, _BLOCKS.replace("fp8", "gptq"), "quant_method='gptq'"),
         ({"w": torch.ones(3)}, _BLOCKS.replace("5]", '"5"]'), "must be two sizes"),
         ({"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)}, "{}", "without e_scales"),
-        ({"w_packed": _NUMBERS}, _INT4 % _WEIGHTS, "w_packed wants w_scale and no w"),
+        ({"w_packed": _NUMBERS}, _INT4 % _WEIGHTS, "w_packed is there without w_scale"),
         ({"w_packed": _NUMBERS, "w_scale": torch.ones(3, 3)}, _INT4 % _WEIGHTS, "do not belong"),
         ({"w": torch.ones(3)}, _INT4 % _WEIGHTS.replace("true", "false"), "only 'fp8', 'mxfp4' or"),
         ({"w": torch.ones(3).char()}, "{}", "w holds torch.int8: name unquantised weights"),
