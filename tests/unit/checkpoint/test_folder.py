@@ -10,11 +10,17 @@ from titan_moe.checkpoint import folder as folders
 from titan_moe.runtime.errors import RunError
 
 
-def _save(folder, step, text="x"):
+def _write(folder: Path, step: int, text: str = "x") -> Path:
+    """A checkpoint with two files, not yet committed."""
+    aside = folders.begin(folders.step_folder(folder, step))
+    for name in ("a.txt", "b.txt"):
+        (aside / name).write_text(text)
+    return aside
+
+
+def _save(folder: Path, step: int, text: str = "x") -> Path:
     target = folders.step_folder(folder, step)
-    aside = folders.begin(target)
-    (aside / "a.txt").write_text(text)
-    folders.commit(aside, target)
+    folders.commit(_write(folder, step, text), target)
     return target
 
 
@@ -60,22 +66,12 @@ def failing_at(call: int, error: BaseException) -> Iterator[None]:
         yield
 
 
-def _written(folder: Path, text: str) -> Path:
-    """A checkpoint of step 1 with two files, not yet committed."""
-    aside = folders.begin(folders.step_folder(folder, 1))
-    for name in ("a.txt", "b.txt"):
-        (aside / name).write_text(text)
-    return aside
-
-
 @pytest.mark.parametrize("error", [Killed(), OSError("no space left")])
 def test_an_older_one_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_path, error):
     found = []
     for call in range(1, 20):
         folder = tmp_path / str(call)
-        target = folders.step_folder(folder, 1)
-        folders.commit(_written(folder, "old"), target)
-        aside = _written(folder, "new")
+        target, aside = _save(folder, 1, "old"), _write(folder, 1, "new")
         try:
             with failing_at(call, error):
                 folders.commit(aside, target)
