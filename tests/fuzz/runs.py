@@ -15,6 +15,7 @@ from tests.support.commands import TITAN_MOE
 from tests.support.jobs import TINY, Job
 from tests.support.paths import REPO
 from titan_moe.checkpoint.audit import audit
+from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.files import saved_steps, step_folder
 
@@ -113,7 +114,7 @@ class Whole(NamedTuple):
         for step in saved_steps(folder / "checkpoint"):
             try:
                 found = _contents(step_folder(folder / "checkpoint", step))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, ConfigError) as error:
                 return f"step-{step} counts as a checkpoint: {error}"
             if found != self.checkpoints.get(step):
                 return f"step-{step} is another run's"
@@ -161,7 +162,8 @@ def _contents(checkpoint: Path) -> dict[str, Any]:
     """The manifest, which has digests and checksums, without the run's folder and the checkout's
     state.
 
-    Raises OSError, and ValueError where the checkpoint is not what its manifest says.
+    Raises OSError, ValueError where the checkpoint is not what its manifest says, and ConfigError
+    where the folder has neither a manifest nor tensors.
     """
     if problems := audit(checkpoint).problems:
         raise ValueError("; ".join(problems))
