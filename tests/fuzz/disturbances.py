@@ -23,6 +23,7 @@ _SAVING = (
     ".step-{step}.writing",
     ".step-{step}.writing/*.distcp",
     ".step-{step}.writing/.metadata",
+    ".step-{step}.writing/train_state.json",
     ".step-{step}.writing/manifest.json",
     "step-{step}",
     ".step-{earlier}.deleting",
