@@ -22,7 +22,14 @@ from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling, checked
+from titan_moe.models.config import (
+    GQAConfig,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    YarnScaling,
+    checked,
+)
 from titan_moe.moe.config import MoEConfig
 
 Settings = Mapping[str, Any]
@@ -116,6 +123,20 @@ def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]
     return {key: attrgetter(path)(config) for path, key in keys.items()}
 
 
+def settings_of(
+    config: ModelConfig, architecture: str, model_type: str, keys: Mapping[str, str], **own: Any
+) -> dict[str, Any]:
+    """A config.json of these dimensions: what every family says, its `own` settings, and `keys`."""
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
+        "hidden_act": "silu",
+        **own,
+        **write_fields(config, keys),
+        **rope_to_hf(config.rope),
+    }
+
+
 def gqa_defaults(settings: Settings) -> dict[str, Any]:
     """Defaults of the heads that share keys and values, and of their channels."""
     keys = {"attention.num_heads": "num_attention_heads", "dim": "hidden_size"}
@@ -181,10 +202,7 @@ def rope_from_hf(
     kind = given(parameters, "rope_type", given(parameters, "type", "default"))
     if kind == "default":
         return RopeConfig(theta, pairing)
-    if kind not in _SCALINGS:
-        raise ConfigError(
-            f"config.json: rope_type={kind!r} is not supported: only 'yarn' or 'llama3'"
-        )
+    only({"rope_type": kind}, rope_type=tuple(_SCALINGS))
     scaling, names = _SCALINGS[kind]
     needed(parameters, "factor")
     numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
@@ -294,9 +312,7 @@ EMBEDDINGS = renamed(
     {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
 )
 BLOCK_NORMS = renamed(
-    "*_norm.weight",
-    "*_layernorm.weight",
-    {"attention": "input", "ffn": "post_attention"},
+    "*_norm.weight", "*_layernorm.weight", {"attention": "input", "ffn": "post_attention"}
 )
 _HEADS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 GQA = renamed("attention.*.weight", "self_attn.*.weight", _HEADS)
@@ -357,7 +373,13 @@ MTP_COPIES: HFCopies = {
 }
 
 
-def with_mtp(block: HFKeys, num_mtp_layers: int) -> HFKeys:
+def gqa_block(config: ModelConfig, family: str) -> dict[str, tuple[HFWeight, ...]]:
+    """Keys of a layer's norms and of its attention, where heads share keys and values."""
+    attention = attention_of(config, GQAConfig, family)
+    return {**BLOCK_NORMS, **GQA, **(GQA_BIASES if attention.bias else {})}
+
+
+def in_model(block: HFKeys, num_mtp_layers: int = 0) -> dict[str, tuple[HFWeight, ...]]:
     """The keys of a model with this block in each layer, multi-token prediction's too."""
     keys = {**EMBEDDINGS, **in_layers(block)}
     if num_mtp_layers:

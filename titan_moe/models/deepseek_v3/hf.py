@@ -64,14 +64,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, moe = hf.attention_of(config, MLAConfig, _FAMILY), config.moe
     is_v3 = _is_v3(config)
-    settings: dict[str, Any] = {
-        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "hidden_act": "silu",
-        "num_key_value_heads": attention.num_heads,
-        **hf.write_fields(config, MLA_KEYS),
-        **hf.rope_to_hf(config.rope),
-    }
+    names = ("DeepseekV3", "deepseek_v3") if is_v3 else ("DeepseekV2", "deepseek_v2")
+    settings = hf.settings_of(config, *names, MLA_KEYS, num_key_value_heads=attention.num_heads)
     if moe is None:
         # transformers knows dense layers only as the first ones.
         return settings | {"first_k_dense_replace": config.num_layers, "n_routed_experts": 0}
@@ -94,4 +88,4 @@ def keys(config: ModelConfig) -> hf.HFKeys:
     block = mla_block(hf.attention_of(config, MLAConfig, _FAMILY))
     if _is_v3(config):
         block = {**block, **hf.ROUTING_BIAS}
-    return hf.with_mtp(block, config.num_mtp_layers)
+    return hf.in_model(block, config.num_mtp_layers)

@@ -91,24 +91,21 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, indexer = _sparse(config)
     glm = indexer.pairing == "neighbours"
-    kinds = [_SHARED if n in indexer.shared_in else _FULL for n in range(config.num_layers)]
-    return {
-        "architectures": ["GlmMoeDsaForCausalLM" if glm else "DeepseekV32ForCausalLM"],
-        "model_type": _GLM if glm else _FAMILY,
-        "hidden_act": "silu",
+    own: dict[str, Any] = {
         "num_key_value_heads": attention.num_heads,
         "indexer_rope_interleave": glm,
-        **hf.write_fields(config, _KEYS),
-        **hf.write_fields(config, _INDEXER_KEYS),
-        **({"indexer_types": kinds} if indexer.shared_in else {}),
-        **hf.rope_to_hf(config.rope),
     }
+    if indexer.shared_in:
+        layers = range(config.num_layers)
+        own["indexer_types"] = [_SHARED if n in indexer.shared_in else _FULL for n in layers]
+    names = ("GlmMoeDsa", _GLM) if glm else ("DeepseekV32", _FAMILY)
+    return hf.settings_of(config, *names, _KEYS | _INDEXER_KEYS, **own)
 
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
     block = {**mla_block(_sparse(config)[0]), **hf.ROUTING_BIAS}
-    return hf.with_mtp(block, config.num_mtp_layers)
+    return hf.in_model(block, config.num_mtp_layers)
 
 
 def _sparse(config: ModelConfig) -> tuple[MLAConfig, IndexerConfig]:

@@ -72,26 +72,21 @@ def _latent_fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    settings = {"hidden_act": "silu", **hf.rope_to_hf(config.rope)}
     if isinstance(config.attention, MLAConfig):
         dense = config.num_dense_layers
-        return {
-            "architectures": ["Glm4MoeLiteForCausalLM"],
-            "model_type": _LATENT,
-            "num_key_value_heads": config.attention.num_heads,
-            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (config.num_layers - dense),
-            **hf.write_fields(config, _LATENT_KEYS),
-            **settings,
-        }
+        kinds = ["dense"] * dense + ["sparse"] * (config.num_layers - dense)
+        own: dict[str, Any] = {"num_key_value_heads": config.attention.num_heads}
+        own["mlp_layer_types"] = kinds
+        return hf.settings_of(config, "Glm4MoeLite", _LATENT, _LATENT_KEYS, **own)
     attention = hf.attention_of(config, GQAConfig, _FAMILY)
-    return {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": _FAMILY,
-        "partial_rotary_factor": attention.partial_rotary_factor,
-        "use_qk_norm": attention.qk_norm == "learned",
-        **hf.write_fields(config, _KEYS),
-        **settings,
-    }
+    return hf.settings_of(
+        config,
+        "Glm4Moe",
+        _FAMILY,
+        _KEYS,
+        partial_rotary_factor=attention.partial_rotary_factor,
+        use_qk_norm=attention.qk_norm == "learned",
+    )
 
 
 def keys(config: ModelConfig) -> hf.HFKeys:
@@ -99,8 +94,6 @@ def keys(config: ModelConfig) -> hf.HFKeys:
     if isinstance(config.attention, MLAConfig):
         block = mla_block(config.attention)
     else:
-        hf.attention_of(config, GQAConfig, _FAMILY)
-        attention = {**hf.GQA, **hf.GQA_BIASES, **hf.QK_NORMS}
         feed_forward = {**hf.FEED_FORWARD, **hf.SHARED_EXPERTS, **hf.EXPERTS}
-        block = {**hf.BLOCK_NORMS, **attention, **feed_forward}
-    return hf.with_mtp({**block, **hf.ROUTING_BIAS}, config.num_mtp_layers)
+        block = {**hf.gqa_block(config, _FAMILY), **hf.QK_NORMS, **feed_forward}
+    return hf.in_model({**block, **hf.ROUTING_BIAS}, config.num_mtp_layers)

@@ -65,18 +65,16 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     hf.attention_of(config, GQAConfig, _FAMILY)
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
-    rope = hf.rope_to_hf(config.rope)
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "hidden_act": "silu",
-        "swiglu_limit": 7.0,
-        "sliding_window": None if config.local is None else config.local.size,
-        "layer_types": ["sliding_attention" if near else "full_attention" for near in local],
-        **hf.write_fields(config, _KEYS),
-        **rope,
-        "rope_scaling": rope["rope_scaling"] or _NO_SCALING,
-    }
+    settings = hf.settings_of(
+        config,
+        "GptOss",
+        "gpt_oss",
+        _KEYS,
+        swiglu_limit=7.0,
+        sliding_window=None if config.local is None else config.local.size,
+        layer_types=["sliding_attention" if near else "full_attention" for near in local],
+    )
+    return settings | {"rope_scaling": settings["rope_scaling"] or _NO_SCALING}
 
 
 _SINKS: hf.HFKeys = {"attention.sinks.weight": (hf.HFWeight("self_attn.sinks"),)}
@@ -94,8 +92,4 @@ _EXPERTS: hf.HFKeys = {
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing's choice have no place."""
-    attention = hf.attention_of(config, GQAConfig, _FAMILY)
-    block = {**hf.BLOCK_NORMS, **hf.GQA, **_SINKS, **_EXPERTS}
-    if attention.bias:
-        block |= hf.GQA_BIASES
-    return {**hf.EMBEDDINGS, **hf.in_layers(block)}
+    return hf.in_model({**hf.gqa_block(config, _FAMILY), **_SINKS, **_EXPERTS})

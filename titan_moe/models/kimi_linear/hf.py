@@ -110,10 +110,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_heads": recurrent.num_key_heads,
         "short_conv_kernel_size": recurrent.conv_size,
     }
-    return {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": _FAMILY,
-        **_FIXED,
+    own = _FIXED | {
         "num_key_value_heads": attention.num_heads,
         "linear_attn_config": {
             "full_attn_layers": [layer for layer in layers if not config.recurs(layer - 1)],
@@ -122,9 +119,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         },
         **{key: states[name] for name, key in _STATES.items()},
         "layer_types": [_KINDS[not config.recurs(layer - 1)] for layer in layers],
-        **hf.write_fields(config, _KEYS),
-        **hf.rope_to_hf(config.rope),
     }
+    return hf.settings_of(config, "KimiLinear", _FAMILY, _KEYS, **own)
 
 
 def _mixers(config: ModelConfig) -> tuple[MLAConfig, GatedDeltaConfig]:
@@ -192,4 +188,4 @@ def keys(config: ModelConfig) -> hf.HFKeys:
     }
     block = {**mla_block(attention), **_RECURRENT, **convolutions}
     block |= {**hf.BLOCK_SPARSE_EXPERTS, **_FEED_FORWARD}
-    return {**hf.EMBEDDINGS, **hf.in_layers(block)}
+    return hf.in_model(block)

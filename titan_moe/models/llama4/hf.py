@@ -87,10 +87,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     attention = hf.attention_of(config, GQAConfig, _FAMILY)
     layers = range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
-    return {
-        "architectures": ["Llama4ForCausalLM"],
-        "model_type": "llama4_text",
-        "hidden_act": "silu",
+    own = {
         "router_jitter_noise": 0.0,
         "attention_chunk_size": config.max_seq_len if config.local is None else config.local.size,
         "no_rope_layers": [int(config.rotates(layer)) for layer in layers],
@@ -100,9 +97,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "floor_scale": temperature.floor,
         "interleave_moe_layer_step": config.moe_every,
         "moe_layers": [layer for layer in layers if config.is_moe_layer(layer)],
-        **hf.write_fields(config, _KEYS),
-        **hf.rope_to_hf(config.rope),
     }
+    return hf.settings_of(config, "Llama4", "llama4_text", _KEYS, **own)
 
 
 _FEED_FORWARD = {
@@ -125,8 +121,4 @@ _EXPERTS: hf.HFKeys = {
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    attention = hf.attention_of(config, GQAConfig, _FAMILY)
-    block = {**hf.BLOCK_NORMS, **hf.GQA, **_FEED_FORWARD, **_EXPERTS}
-    if attention.bias:
-        block |= hf.GQA_BIASES
-    return {**hf.EMBEDDINGS, **hf.in_layers(block)}
+    return hf.in_model({**hf.gqa_block(config, _FAMILY), **_FEED_FORWARD, **_EXPERTS})

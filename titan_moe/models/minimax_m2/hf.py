@@ -52,14 +52,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention = hf.attention_of(config, GQAConfig, _FAMILY)
-    return {
-        "architectures": ["MiniMaxM2ForCausalLM"],
-        "model_type": "minimax_m2",
-        **_FIXED,
-        "rotary_dim": attention.rope_dim,
-        **hf.write_fields(config, hf.BLOCK_SPARSE_KEYS),
-        **hf.rope_to_hf(config.rope),
-    }
+    own = _FIXED | {"rotary_dim": attention.rope_dim}
+    return hf.settings_of(config, "MiniMaxM2", "minimax_m2", hf.BLOCK_SPARSE_KEYS, **own)
 
 
 _NORMS = hf.renamed(
@@ -76,6 +70,5 @@ _ROUTING_BIAS: hf.HFKeys = {
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    hf.attention_of(config, GQAConfig, _FAMILY)
-    block = {**hf.BLOCK_NORMS, **hf.GQA, **_NORMS, **hf.BLOCK_SPARSE_EXPERTS, **_ROUTING_BIAS}
-    return {**hf.EMBEDDINGS, **hf.in_layers(block)}
+    experts = {**hf.BLOCK_SPARSE_EXPERTS, **_ROUTING_BIAS}
+    return hf.in_model({**hf.gqa_block(config, _FAMILY), **_NORMS, **experts})

@@ -31,21 +31,11 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     hf.attention_of(config, GQAConfig, _FAMILY)
-    return {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "hidden_act": "silu",
-        "router_jitter_noise": 0.0,
-        "sliding_window": None if config.local is None else config.local.size,
-        **hf.write_fields(config, hf.BLOCK_SPARSE_KEYS),
-        **hf.rope_to_hf(config.rope),
-    }
+    window = None if config.local is None else config.local.size
+    own = {"router_jitter_noise": 0.0, "sliding_window": window}
+    return hf.settings_of(config, "Mixtral", "mixtral", hf.BLOCK_SPARSE_KEYS, **own)
 
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    hf.attention_of(config, GQAConfig, _FAMILY)
-    return {
-        **hf.EMBEDDINGS,
-        **hf.in_layers({**hf.BLOCK_NORMS, **hf.GQA, **hf.BLOCK_SPARSE_EXPERTS}),
-    }
+    return hf.in_model({**hf.gqa_block(config, _FAMILY), **hf.BLOCK_SPARSE_EXPERTS})

@@ -55,14 +55,8 @@ def _dense_layers(settings: hf.Settings) -> int:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     hf.attention_of(config, GQAConfig, _FAMILY)
-    settings: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if config.moe is None else "Qwen3MoeForCausalLM"],
-        "model_type": "qwen3" if config.moe is None else "qwen3_moe",
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        **hf.write_fields(config, hf.GQA_KEYS),
-        **hf.rope_to_hf(config.rope),
-    }
+    names = ("Qwen3", "qwen3") if config.moe is None else ("Qwen3Moe", "qwen3_moe")
+    settings = hf.settings_of(config, *names, hf.GQA_KEYS, use_sliding_window=False)
     if config.moe is not None:
         settings |= hf.write_fields(config, _EXPERT_KEYS)
         settings["mlp_only_layers"] = list(range(config.num_dense_layers))
@@ -71,8 +65,5 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    attention = hf.attention_of(config, GQAConfig, _FAMILY)
-    block = {**hf.BLOCK_NORMS, **hf.GQA, **hf.QK_NORMS, **hf.FEED_FORWARD, **hf.EXPERTS}
-    if attention.bias:
-        block |= hf.GQA_BIASES
-    return {**hf.EMBEDDINGS, **hf.in_layers(block)}
+    feed_forward = {**hf.FEED_FORWARD, **hf.EXPERTS}
+    return hf.in_model({**hf.gqa_block(config, _FAMILY), **hf.QK_NORMS, **feed_forward})

@@ -96,18 +96,15 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     assert config.moe is not None
     joined = recurrent.files_join_heads
     attends = [not config.recurs(layer) for layer in range(config.num_layers)]
-    return {
-        "architectures": [f"{'Qwen3Next' if joined else 'Qwen3_5Moe'}ForCausalLM"],
-        "model_type": _FAMILY if joined else _QWEN3_5,
-        "hidden_act": "silu",
-        "layer_types": [_KINDS[each] for each in attends],
-        "mlp_only_layers": [],
-        "partial_rotary_factor": attention.partial_rotary_factor,
-        "shared_expert_intermediate_size": config.moe.num_shared_experts * config.moe.hidden_dim,
-        **hf.write_fields(config, _KEYS),
-        **hf.write_fields(config, _RECURRENT_KEYS),
-        **hf.rope_to_hf(config.rope),
-    }
+    return hf.settings_of(
+        config,
+        *(("Qwen3Next", _FAMILY) if joined else ("Qwen3_5Moe", _QWEN3_5)),
+        _KEYS | _RECURRENT_KEYS,
+        layer_types=[_KINDS[each] for each in attends],
+        mlp_only_layers=[],
+        partial_rotary_factor=attention.partial_rotary_factor,
+        shared_expert_intermediate_size=config.moe.num_shared_experts * config.moe.hidden_dim,
+    )
 
 
 def _mixers(config: ModelConfig) -> tuple[GQAConfig, GatedDeltaConfig]:
@@ -146,12 +143,10 @@ _RECURRENT = hf.renamed(
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place, nor has a second layer of
     multi-token prediction."""
-    attention, recurrent = _mixers(config)
-    block = {**hf.BLOCK_NORMS, **hf.FEED_FORWARD, **hf.EXPERTS, **_SHARED, **hf.GQA, **hf.QK_NORMS}
-    block |= _recurrent(recurrent)
-    if attention.bias:
-        block |= hf.GQA_BIASES
-    found = {**hf.EMBEDDINGS, **hf.in_layers(block)}
+    _, recurrent = _mixers(config)
+    block = {**hf.gqa_block(config, _FAMILY), **hf.QK_NORMS, **_recurrent(recurrent)}
+    block |= {**hf.FEED_FORWARD, **hf.EXPERTS, **_SHARED}
+    found = hf.in_model(block)
     if config.num_mtp_layers == 1:
         ahead = hf.in_layers(block, "mtp.layers.{layer}.block.", "mtp.layers.0.")
         found |= {**_MTP, **ahead}
