@@ -220,17 +220,11 @@ def _open_order(
 ) -> DocumentOrder:
     """Open a source for training, or by default as it is for validation."""
     opened = open_source(source, tokenizer, seed)
+    how: dict[str, Any] = {"split": split, "repeat": repeat}
     if isinstance(opened, Corpus):
-        drawn = seed if shuffle else None
-        return CorpusOrder(source.name, opened, split=split, seed=drawn, repeat=repeat)
-    return StreamOrder(
-        source.name,
-        opened,
-        split=split,
-        sequences=sequences,
-        global_batch_size=global_batch_size,
-        repeat=repeat,
-    )
+        return CorpusOrder(source.name, opened, seed=seed if shuffle else None, **how)
+    how |= {"sequences": sequences, "global_batch_size": global_batch_size}
+    return StreamOrder(source.name, opened, **how)
 
 
 def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:

@@ -94,11 +94,11 @@ class StepReader:
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state of all sequences from the states of all data ranks, taken at the same step."""
     assert len({state["step"] for state in states}) == 1
-    rows: dict[str, Any] = {}
+    sequences: dict[str, Any] = {}
     for state in states:
-        rows |= state["rows"]
+        sequences |= state["rows"]
     marks = [_merge_marks(of_part) for of_part in zip(*(s["marks"] for s in states), strict=True)]
-    ordered = dict(sorted(rows.items(), key=lambda item: int(item[0])))
+    ordered = dict(sorted(sequences.items(), key=lambda item: int(item[0])))
     return states[0] | {"rows": ordered, "marks": marks}
 
 
@@ -114,7 +114,7 @@ def _merge_marks(marks: Sequence[Any]) -> Any:
 
 def documents_without_text(state: dict[str, Any]) -> int:
     """Documents without a text that the sequences of a state have read so far."""
-    return sum(row["without_text"] for row in state["rows"].values())
+    return sum(sequence["without_text"] for sequence in state["rows"].values())
 
 
 def continue_state(state: dict[str, Any], saved: Identity, identity: Identity) -> dict[str, Any]:
@@ -132,16 +132,16 @@ def continue_state(state: dict[str, Any], saved: Identity, identity: Identity) -
     size = saved.global_batch_size
     if identity.global_batch_size == size:
         return moved
-    rows, first = state["rows"], state["first"]
+    sequences, first = state["rows"], state["first"]
     begins = [
-        _first_unbegun(at, {b: rows[str(b)]["read"][part] for b in range(size)})
+        _first_unbegun(at, {b: sequences[str(b)]["read"][part] for b in range(size)})
         for part, at in enumerate(first)
     ]
     zeros = [0] * len(first)
     fresh = {"read": zeros, "tokens": zeros, "part": -1, "offset": 0}
-    new_rows = {str(b): fresh | {"without_text": 0} for b in range(identity.global_batch_size)}
-    new_rows["0"]["without_text"] = documents_without_text(state)
-    return moved | {"first": begins, "rows": new_rows}
+    begun = {str(b): fresh | {"without_text": 0} for b in range(identity.global_batch_size)}
+    begun["0"]["without_text"] = documents_without_text(state)
+    return moved | {"first": begins, "rows": begun}
 
 
 def _first_unbegun(first: Sequence[int], read: Mapping[int, int]) -> list[int]:

@@ -99,6 +99,8 @@ def with_cache(model: Decoder) -> Decoder:
     recurs = [isinstance(layer.attention, GatedDeltaNet) for layer in model.layers.values()]
     instead[id(model.core)] = KeptKeys(recurs.count(False))
     if any(recurs):
-        assert isinstance(model.recurrence, Recurrence), "rows that are cut keep no state"
+        assert isinstance(model.recurrence, Recurrence), (
+            "a recurrence of sequences that are cut keeps no state"
+        )
         instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurs.count(True))
     return deepcopy(model, instead)

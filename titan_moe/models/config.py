@@ -46,7 +46,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class PositionTemperature:
-    """Sharper attention far into a row, where layers have no positions (arXiv 2501.19399).
+    """Sharper attention far into a sequence, where layers have no positions (arXiv 2501.19399).
 
     The query at position p is scaled by 1 + scale * log(1 + floor((p + 1) / floor)).
     """

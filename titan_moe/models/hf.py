@@ -32,7 +32,7 @@ _KINDS = {
     "rope_scaling": dict,
 }
 
-# A run chooses these for its training, the length of its rows or the names in an exported folder:
+# A run chooses these for its training, its length of sequences or the names in an exported folder:
 # weights fit all the same.
 _OF_TRAINING = {
     "init_std",

@@ -2,7 +2,7 @@
 
 Causal order, packed documents, windows and chunks all say the same kind of thing: a query sees the
 keys from some first position up to its own. So a mask is that first position for every query; it
-ascends along a row, so the edges of a block say whether any query sees it.
+ascends along a sequence, so the edges of a block say whether any query sees it.
 
 A core (`AttentionCore`) makes its masks once per microbatch, for all layers, and is chosen when the
 model is built. Its calls may be closed to torch.compile's graphs.
@@ -46,8 +46,8 @@ class AttentionCore(Protocol):
     ) -> Any:
         """The mask of a microbatch for layers that see as far as `local`; None: the whole past.
 
-        `documents_BS` numbers each row's packed documents from 0. Chunks are counted in the row, or
-        in the document where a core keeps documents apart.
+        `documents_BS` numbers each sequence's packed documents from 0. Chunks are counted in the
+        sequence, or in the document where a core keeps documents apart.
         A core that wants `bounds` of them waits for the device where there are none.
         """
 
@@ -80,10 +80,10 @@ def first_seen(positions_S: Tensor, local: LocalAttention | None) -> Tensor:
 def first_seen_in_rows(
     documents_BS: Tensor, local: LocalAttention | None, *, mask_documents: bool
 ) -> Tensor:
-    """`first_seen` of whole rows: [B, S], or [1, S] where all rows' are the same.
+    """`first_seen` of whole sequences: [B, S], or [1, S] where all sequences' are the same.
 
     Args:
-        documents_BS: numbers each row's packed documents; the same number in one run of tokens.
+        documents_BS: numbers each sequence's packed documents; one run of tokens has one number.
         mask_documents: whether a query sees its own document only.
     """
     positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
@@ -94,7 +94,7 @@ def first_seen_in_rows(
 
 
 def document_starts(documents_BS: Tensor) -> Tensor:
-    """The position in the row of the first token of each token's document: [B, S]."""
+    """The position in the sequence of the first token of each token's document: [B, S]."""
     positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     opens_BS = documents_BS.diff(dim=1, prepend=documents_BS[:, :1]) != 0
     return (positions_S * opens_BS).cummax(1).values
@@ -104,7 +104,7 @@ def is_seen(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Tensor:
     """Returns whether each query sees each key: [B, queries, keys] bool.
 
     Args:
-        queries_S, keys_S: their positions in the row.
+        queries_S, keys_S: their positions in the sequence.
         first_BS: the first position that each of the queries sees.
     """
     return (first_BS[:, :, None] <= keys_S) & (keys_S <= queries_S[:, None])
@@ -167,7 +167,7 @@ def _with_sink_key(
 
 
 class MasksByLength:
-    """Masks that do not depend on the documents, made once for each length of rows and device."""
+    """Masks that do not depend on the documents, made once for each length and device."""
 
     def __init__(self, make: Callable[[Tensor, LocalAttention | None], Any]) -> None:
         self._make = make
@@ -181,9 +181,9 @@ class MasksByLength:
 
 
 class Sdpa:
-    """torch's attention over whole rows: any device, any heads, any type. Where documents, windows
-    or sinks are masked, by an explicit mask [B, 1, S, S]: the CPU's way, and that of heads which
-    the other cores' kernels refuse."""
+    """torch's attention over whole sequences: any device, any heads, any type. Where documents,
+    windows or sinks are masked, by an explicit mask [B, 1, S, S]: the CPU's way, and that of heads
+    which the other cores' kernels refuse."""
 
     def __init__(self, *, mask_documents: bool = False) -> None:
         self._mask_documents = mask_documents
@@ -215,7 +215,7 @@ def explicit_mask(
 
 
 class VarlenCore:
-    """Flash attention over documents, chunks or rows of any length: see varlen_attention."""
+    """Flash attention over documents, chunks or sequences of any length: see varlen_attention."""
 
     def __init__(self, *, mask_documents: bool) -> None:
         self._mask_documents = mask_documents
@@ -232,10 +232,10 @@ class VarlenCore:
         self, q_BHSC, k_BHSC, v_BHSC, mask: Pieces, scale: float, sinks_H=None
     ) -> Tensor:
         assert sinks_H is None, "torch's kernel has no sinks"
-        rows = q_BHSC.shape[0], q_BHSC.shape[2]
+        batch = q_BHSC.shape[0], q_BHSC.shape[2]
         q_THC, k_THC, v_THC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSC, k_BHSC, v_BHSC))
         o_THC = varlen_attention(q_THC, k_THC, v_THC, mask, scale)
-        return o_THC.unflatten(0, rows).transpose(1, 2)
+        return o_THC.unflatten(0, batch).transpose(1, 2)
 
 
 class FlexCore:

@@ -1,8 +1,8 @@
-"""Attention over whole rows on the CPU: block after block of queries, each with the keys up to it.
+"""Attention over whole sequences on the CPU: blocks of queries, each with the keys up to it.
 
 torch's kernels for the CPU multiply all pairs where keys and values differ in width (MLA's do), and
-in bfloat16 spend most of their time on conversions. Half of a causal row's pairs are masked;
-this leaves out all but half a block of them. On one core of a CPU with AVX-512 (8 rows of 256
+in bfloat16 spend most of their time on conversions. Half of a causal sequence's pairs are masked;
+this leaves out all but half a block of them. On one core of a CPU with AVX-512 (8 sequences of 256
 tokens), forward and backward take 0.4 to 0.5 (bfloat16) and 0.7 to 0.8 (float32) of the time of
 torch's.
 
@@ -10,7 +10,7 @@ A CPU with AMX differs: whole steps of MLA models are 10 % (float32) and 32 % (b
 with torch's, those of a GQA model 3 % slower and 7 % faster, and from 512 tokens on torch's kernels
 are as fast.
 
-The price is the probabilities, kept for the backward: callers send long rows elsewhere.
+The price is the probabilities, kept for the backward: callers send long sequences elsewhere.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from titan_moe.ops.operation import at_least_float32
 
 MAX_SEQ_LEN = 512
-"""Beyond, the kept probabilities outweigh a layer's other activations: a step of 8 rows of 1,024
-tokens took 2,083 MiB with them and takes 1,375 without."""
+"""Beyond, the kept probabilities outweigh a layer's other activations: a step of 8 sequences of
+1,024 tokens took 2,083 MiB with them and takes 1,375 without."""
 
 
 def attend_in_blocks(
@@ -94,7 +94,7 @@ class _Blocks(torch.autograd.Function):
 
 def _blocks(seq_len: int) -> Iterator[tuple[slice, slice]]:
     """Positions of each block's queries, and of the keys that some of them see."""
-    # Measured: quarters of short rows; smaller blocks are too many calls, larger ones waste pairs.
+    # Measured: quarters of short sequences; smaller blocks are too many calls, larger waste pairs.
     size = min(max(seq_len // 4, 16), 128)
     for start in range(0, seq_len, size):
         stop = min(start + size, seq_len)

@@ -29,8 +29,8 @@ def seen_tiles(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> tuple[Ten
 
     A query sees a run of keys whose ends ascend from query to query, so a tile's edges decide and
     nothing of the size [queries, keys] is made. A tile within which positions jump, from one chunk
-    of a row to another, may count as seen without a pair that is, as may the last tile of keys: it
-    costs time, and no result.
+    of a sequence to another, may count as seen without a pair that is, as may the last tile of
+    keys: it costs time, and no result.
 
     Args:
         queries_S, keys_S, first_BS: as in `is_seen`; positions and first positions ascend.
@@ -81,7 +81,7 @@ class Flex:
         self._with_lse = AuxRequest(lse=True)
 
     def row_mask(self, first_BS: Tensor) -> Any:
-        """The mask of whole rows from `first_seen_in_rows`."""
+        """The mask of whole sequences from `first_seen_in_rows`."""
         first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Flex:
         return self._mask(sees, positions_S, positions_S, first_BS)
 
     def block_mask(self, queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Any:
-        """The mask of some queries and keys of a row, as in `is_seen`; all on one device."""
+        """The mask of some queries and keys of a sequence, as in `is_seen`; all on one device."""
         first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

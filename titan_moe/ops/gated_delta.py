@@ -37,7 +37,7 @@ _MAX_KEY_DIM = 256
 
 
 class DeltaRule(Protocol):
-    """A gated delta rule over rows, differentiable once: plain torch's or a kernel's."""
+    """A gated delta rule over sequences, differentiable once: plain torch's or a kernel's."""
 
     def __call__(
         self,
@@ -49,16 +49,16 @@ class DeltaRule(Protocol):
         place_BS: Tensor,
         state_BHKV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns o_BSHV, in the values' type, and the state after each row, in at least float32.
+        """Returns o_BSHV, in the values' type, and the state after each sequence, in >= float32.
 
         Args:
             q_BSGK, k_BSGK: of any length; G divides H, and consecutive heads share one of them.
             decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K]
                 where channels decay apart.
             beta_BSH: from 0 to 1.
-            place_BS: each token's place in its document; [1, S] where all rows' are the same.
-            state_BHKV: the state before a row, seen by its tokens up to the next document's first
-                one, whose place is 0. None: zero.
+            place_BS: each token's place in its document; [1, S] where all sequences' are the same.
+            state_BHKV: the state before a sequence, seen by its tokens up to the next document's
+                first one, whose place is 0. None: zero.
         """
 
 
@@ -69,11 +69,11 @@ class RecurrentCore(Protocol):
         """Returns the place of this rank's tokens in their documents, [B, S] or [1, S].
 
         Args:
-            documents_BS: numbers each row's packed documents, from 0.
+            documents_BS: numbers each sequence's packed documents, from 0.
         """
 
     def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, /) -> Tensor:
-        """`short_convolution` of rows whose tokens may be on several ranks."""
+        """`short_convolution` of sequences whose tokens may be on several ranks."""
 
     def __call__(
         self,
@@ -90,7 +90,7 @@ class RecurrentCore(Protocol):
 
 
 class Recurrence:
-    """Whole rows on one device."""
+    """Whole sequences on one device."""
 
     def __init__(self, rule: DeltaRule, *, mask_documents: bool) -> None:
         self.rule = rule
@@ -135,7 +135,7 @@ def short_convolution(
 
     Args:
         weight_C1W: the last is the token's own.
-        before_BNC: the W - 1 tokens before each row, seen as far as places allow; None: zeros.
+        before_BNC: the W - 1 tokens before each sequence, seen as far as places allow; None: zeros.
     """
     if torch.compiler.is_compiling():
         return _convolved(x_BSC, weight_C1W, place_BS, before_BNC)
@@ -292,13 +292,13 @@ def fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 class _Pieces(NamedTuple):
-    """Documents, or parts of them, in rows that lie end to end."""
+    """Documents, or parts of them, in sequences that lie end to end."""
 
     starts_N1: Tensor
     first_B: Tensor
-    """The number of each row's first piece."""
+    """The number of each sequence's first piece."""
     continues_B: Tensor
-    """True if the first piece of a row goes on from the state before the row."""
+    """True if the first piece of a sequence goes on from the state before the sequence."""
 
 
 @lru_cache(LATEST)

@@ -10,8 +10,8 @@ class LocalAttention:
 
     kind: Literal["window", "chunk"]
     """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
-    'chunk': a row, or each document of it where documents are masked, is cut every `size` tokens,
-    and a token sees its own piece (Llama 4)."""
+    'chunk': a sequence, or each document of it where documents are masked, is cut every `size`
+    tokens, and a token sees its own piece (Llama 4)."""
     size: int
     global_every: int
     """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""
@@ -20,7 +20,7 @@ class LocalAttention:
 
 
 def mean_seen(local: LocalAttention | None, seq_len: int) -> float:
-    """Returns how many tokens of a row a token sees on average, itself included."""
+    """Returns how many tokens of a sequence a token sees on average, itself included."""
     if local is None:
         return (seq_len + 1) / 2
     size = min(local.size, seq_len)

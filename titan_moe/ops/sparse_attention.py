@@ -57,10 +57,10 @@ Keys = Index | SharedKeys
 
 
 class SparseAttention:
-    """An AttentionCore of whole rows, whose calls take an `Index` or `SharedKeys` too.
+    """An AttentionCore of whole sequences, whose calls take an `Index` or `SharedKeys` too.
 
     Args:
-        mask_documents: whether documents packed into a row are kept apart.
+        mask_documents: whether documents packed into a sequence are kept apart.
         heads_group: ranks that hold other heads of the same tokens, and the same index: each adds
             its part of the loss. None: this process has all heads.
     """
@@ -73,7 +73,7 @@ class SparseAttention:
         return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)[:, 0]
 
     def whole_rows(self, x_BHSC: Tensor) -> Tensor:
-        """Keys or values of whole rows, of those of this process's tokens."""
+        """Keys or values of whole sequences, of those of this process's tokens."""
         return x_BHSC
 
     @torch.compiler.disable

@@ -1,8 +1,8 @@
 """Attention over pieces of a stream of tokens, each causal in itself: torch's flash attention.
 
-The rows of a batch lie end to end, and a piece is a document, a chunk or a whole row. The kernel
-takes where pieces begin from the device, and from the host only bounds of their number and length,
-so that nothing waits. torch has it for CUDA alone, and without sinks.
+The sequences of a batch lie end to end, and a piece is a document, a chunk or a whole sequence. The
+kernel takes where pieces begin from the device, and from the host only bounds of their number and
+length, so that nothing waits. torch has it for CUDA alone, and without sinks.
 """
 
 from typing import Any, NamedTuple, cast
@@ -17,10 +17,10 @@ _MAX_HEAD_DIM, _ALIGNMENT = 256, 8
 
 
 class DocumentBounds(NamedTuple):
-    """Holds upper bounds, known to the host, on the documents packed into a microbatch's rows."""
+    """Holds upper bounds, known to the host, on the documents of a microbatch's sequences."""
 
     per_row: int
-    """Most documents of a row."""
+    """Most documents of a sequence."""
     longest: int
     """Most tokens of a document."""
 
@@ -51,7 +51,7 @@ def bounds_of(documents_BS: Tensor) -> DocumentBounds:
 def pieces_of_rows(
     documents_BS: Tensor, local: LocalAttention | None, bounds: DocumentBounds
 ) -> Pieces:
-    """The pieces of rows that lie end to end: their documents, cut further into chunks."""
+    """The pieces of sequences that lie end to end: their documents, cut further into chunks."""
     batch, seq_len = documents_BS.shape
     at_S = torch.arange(seq_len, device=documents_BS.device)
     # Chunks are counted from the first token of each document.
@@ -65,7 +65,7 @@ def pieces_of_rows(
     elif local is not None:
         assert local.kind == "window", local.kind
         window = local.size
-    # A row's piece of each token, so of each piece the first token; S for those that it lacks.
+    # A sequence's piece of each token, so of each piece the first token; S for those that it lacks.
     piece_BS = begins_BS.cumsum(1)
     pieces_BN = torch.arange(per_row, device=at_S.device).repeat(batch, 1)
     starts_BN = torch.searchsorted(piece_BS, pieces_BN)

@@ -55,7 +55,7 @@ def _temperature(settings: hf.Settings) -> PositionTemperature | None:
 
 
 def _local(settings: hf.Settings) -> LocalAttention:
-    # Layers without rotary positions are those that see the whole row.
+    # Layers without rotary positions are those that see the whole sequence.
     every, num_layers = (
         hf.given(settings, "no_rope_layer_interval", 4),
         settings["num_hidden_layers"],
