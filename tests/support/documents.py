@@ -13,6 +13,7 @@ from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader
 from titan_moe.data.order import Document, mix
 from titan_moe.data.packing import IGNORE_INDEX
+from titan_moe.data.reader import merge_states
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer("bytes")
@@ -32,6 +33,28 @@ def loaders_of(section: Training, num_ranks: int, *, seed: int, rows: int) -> li
         build_loader(section, TOKENIZER, validation=held_out, rank=rank, **place)
         for rank in range(num_ranks)
     ]
+
+
+def take(loaders, steps):
+    """Global batches by step: (tokens, labels, documents, names) of every sequence."""
+    found = []
+    for _ in range(steps):
+        batches = [batch for loader in loaders for batch in loader.next_step()]
+        found.append(
+            [
+                (tokens.tolist(), labels.tolist(), documents.tolist(), names)
+                for batch in batches
+                for tokens, labels, documents, names in zip(
+                    batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.samples, strict=True
+                )
+            ]
+        )
+    return found
+
+
+def position(loaders):
+    """Returns the data position of all loaders, as a checkpoint keeps it."""
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
 def training(**keys):

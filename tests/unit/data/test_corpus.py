@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.support.documents import build_loader, random_texts, write_hub, write_jsonl
+from tests.support.documents import TOKENIZER, build_loader, random_texts, write_hub, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data import corpus as corpus_module
@@ -20,11 +20,9 @@ from titan_moe.data.build import build_reader, check_data
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.corpus import FileCorpus, Source, sampled_checksum
 from titan_moe.data.sources import open_source, training_sources
-from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.tokens import write_tokens
 from titan_moe.runtime.errors import RunError
 
-TOKENIZER = load_tokenizer("bytes")
 TEXTS = ["one\ntwo", "", "drei é", "four"]
 
 

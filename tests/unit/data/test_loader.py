@@ -1,15 +1,15 @@
-import json
 from collections import Counter
 
 import pytest
-import torch
 
 from tests.support.documents import (
     TOKENIZER,
     build_loader,
     loaders_of,
+    position,
     random_texts,
     slow_rows,
+    take,
     training,
     write_files,
     write_hub,
@@ -21,7 +21,6 @@ from titan_moe.config.job_config import Dataset
 from titan_moe.data.build import build_reader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
-from titan_moe.data.reader import merge_states
 from titan_moe.data.stream import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
@@ -31,21 +30,6 @@ ROWS = 8
 
 def loaders(section, num_ranks, *, seed=3, rows=ROWS):
     return loaders_of(section, num_ranks, seed=seed, rows=rows)
-
-
-def global_step(ranks):
-    """One global batch of all ranks: tokens, labels, documents and samples by row."""
-    batches = [batch for loader in ranks for batch in loader.next_step()]
-    return (
-        torch.cat([batch.tokens_BS for batch in batches]).tolist(),
-        torch.cat([batch.labels_BS for batch in batches]).tolist(),
-        torch.cat([batch.documents_BS for batch in batches]).tolist(),
-        [row for batch in batches for row in batch.samples],
-    )
-
-
-def take(ranks, steps):
-    return [global_step(ranks) for _ in range(steps)]
 
 
 @pytest.fixture
@@ -91,13 +75,12 @@ def test_rows_are_the_slow_packing_of_their_documents(mask):
     order = CorpusOrder("stdlib", StdlibCorpus(), split=Split.TRAIN, seed=3, repeat=False)
     for row in range(ROWS):
         documents = []
-        for position in range(row, row + 12 * ROWS, ROWS):
-            name, text = order.document(position)
+        for place in range(row, row + 12 * ROWS, ROWS):
+            name, text = order.document(place)
             documents.append((name, [*text.encode(), TOKENIZER.eos_id]))
         expected = slow_rows(documents, seq_len=512, mask=mask)
-        found = [tuple(part[row] for part in step) for step in steps]
         assert len(expected) >= 40
-        assert found == expected[:40]
+        assert [step[row] for step in steps] == expected[:40]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +91,7 @@ def test_resume_under_another_number_of_ranks(files, kind, before, after):
     first = loaders(section, before)
     stop = {1: 1, 4: 37, 2: 83}[before]
     assert take(first, stop) == reference[:stop]
-    state = json.loads(json.dumps(merge_states([loader.state_dict() for loader in first])))
+    state = position(first)
     second = loaders(section, after)
     take(second, 3)  # A loader that is under way already can be sent elsewhere too.
     for loader in second:
@@ -136,9 +119,9 @@ def test_without_repetition_each_document_is_read_once(tmp_path):
     read, step = [set() for _ in range(ROWS)], 1
     with pytest.raises(RunError) as error:
         while True:
-            *_, samples = global_step([loader])
+            (sequences,) = take([loader], 1)
             step += 1
-            for documents, names in zip(read, samples, strict=True):
+            for documents, (*_, names) in zip(read, sequences, strict=True):
                 documents.update(names)
     line = str(error.value)
     assert line.startswith(f"step {step}: training.dataset='json' ran out: sequence ")
@@ -165,7 +148,7 @@ def test_stream_of_any_files_reads_each_document_once_a_pass(tmp_path, counts, r
     )
     place = {"seed": 0, "num_ranks": ranks, "global_batch_size": 16}
     parts = [build_loader(section, TOKENIZER, rank=rank, **place) for rank in range(ranks)]
-    rows = [row for tokens, *_ in take(parts, steps) for row in tokens]
+    rows = [tokens for step in take(parts, steps) for tokens, *_ in step]
     found = Counter(TOKENIZER.decode(ids) for row in rows for ids in (row[:33], row[33:]))
     assert found.total() == 32 * steps
     assert set(found) == set(texts)
@@ -184,10 +167,10 @@ def test_blend_weights_are_shares_of_tokens(tmp_path):
     )
     steps = take(loaders(section, 1), 60)
     for row in range(ROWS):
-        tokens = [token for step in steps for token in step[0][row]]
+        tokens = [token for step in steps for token in step[row][0]]
         share = tokens.count(ord("l")) / len(tokens)
         assert share == pytest.approx(0.25, abs=0.06)
-    assert len({tuple(row) for row in steps[0][0]}) > 1  # Rows do not all start with one part.
+    assert len({tuple(tokens) for tokens, *_ in steps[0]}) > 1  # Not all start with one source.
 
 
 def test_failing_read_is_one_line(monkeypatch):
@@ -213,7 +196,7 @@ def fail(corpus, index):
     ],
 )
 def test_state_of_another_stream_is_refused(keys, options, line):
-    state = merge_states([loader.state_dict() for loader in loaders(training(), 2)])
+    state = position(loaders(training(), 2))
     (other,) = loaders(training(**keys), 1, **options)
     with pytest.raises(RunError, match=line):
         other.load_state_dict(state)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.documents import random_texts, training, write_jsonl
+from tests.support.documents import random_texts, take, training, write_jsonl
 from tests.support.jobs import is_running, until
 from tests.support.processes import start_process
 from tests.support.refusals import refusal
@@ -25,7 +25,6 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.train_data import TrainData
 
 PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
-KEYS = ("tokens_BS", "labels_BS", "documents_BS")
 
 
 def in_a_process(section, **place):
@@ -37,14 +36,6 @@ def in_this_process(section, **place):
     return Loader(reader, prefetch_factor=2)
 
 
-def same(found, expected):
-    return all(
-        torch.equal(getattr(a, key), getattr(b, key)) and a.samples == b.samples
-        for a, b in zip(found, expected, strict=True)
-        for key in KEYS
-    )
-
-
 def test_reader_process_gives_the_batches_of_a_reader_in_this_process(tmp_path):
     write_jsonl(tmp_path / "a.json", random_texts(80))
     write_jsonl(tmp_path / "b.json", random_texts(90, seed=1))
@@ -52,14 +43,14 @@ def test_reader_process_gives_the_batches_of_a_reader_in_this_process(tmp_path):
     far, near = in_a_process(section), in_this_process(section)
     assert far.identity == near.identity and far.state_dict() == near.state_dict()
     for _ in range(6):
-        assert same(far.next_step(), near.next_step())
+        assert take([far], 1) == take([near], 1)
         assert far.state_dict() == near.state_dict()
     state = json.loads(json.dumps(near.state_dict()))
-    expected = [near.next_step() for _ in range(3)]
+    expected = take([near], 3)
     for _ in range(2):
         far.load_state_dict(state)
         assert far.state_dict() == state
-        assert all(same(far.next_step(), step) for step in expected)
+        assert take([far], 3) == expected
     for loader in (far, near):
         loader.close()
 
@@ -152,7 +143,7 @@ def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     assert isinstance(data.loader._reader, ReaderProcess) == device.startswith("cuda")
     expected = in_this_process(job.training, seed=job.debug.seed, rank=0, num_ranks=1)
     state = expected.state_dict()
-    assert same(data.loader.next_step(), expected.next_step())
+    assert take([data.loader], 1) == take([expected], 1)
     assert pinned_for == [device] * device.startswith("cuda")
     data.load_state(state)
     assert len(data.loader.next_step()) == 4

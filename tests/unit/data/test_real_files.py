@@ -26,7 +26,10 @@ from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import load_tokenizer
 
-READERS = ["local", "stream"]
+
+@pytest.fixture(params=["local", "stream"])
+def reader(request):
+    return request.param
 
 
 def texts(reader, path, dataset="json", column="text"):
@@ -57,7 +60,6 @@ def write(folder, files):
 # --- Names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("dataset", ["json", "text"])
 @pytest.mark.parametrize("mark", ["[1]", "?", "*", "::", "[!a]", "%20 #"])
 def test_a_name_that_exists_is_that_file(tmp_path, reader, dataset, mark):
@@ -89,7 +91,6 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_hidden_files_copies_and_descriptions_are_not_data(tmp_path, reader):
     write(tmp_path, dict.fromkeys(OTHERS, b'{"features": {"text": "int64"}}'))
     write(tmp_path, {"a.jsonl": json_lines({"text": "a"}), "b/c.jsonl": json_lines({"text": "c"})})
@@ -102,7 +103,6 @@ def test_hidden_files_copies_and_descriptions_are_not_data(tmp_path, reader):
         assert texts(reader, tmp_path / "a.jsonl~", column="features.text") == ["int64"]
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_files_of_other_formats_and_linked_folders_are_named(tmp_path, reader):
     """`datasets` streams the format that most files have."""
     folder = tmp_path / "a"
@@ -115,7 +115,6 @@ def test_files_of_other_formats_and_linked_folders_are_named(tmp_path, reader):
     assert all(name in note for name in ("3 files", "3.csv", "4.parquet", " 5"))
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_name_need_not_be_utf8(tmp_path, reader):
     write(tmp_path, {os.fsdecode(b"caf\xe9.jsonl"): json_lines(A)})
     assert texts(reader, tmp_path) == ["a"]
@@ -128,7 +127,6 @@ def zipped(content):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_folder_is_read_in_every_compression(tmp_path, reader):
     """Several frames or members in one file, too."""
     pack = {
@@ -171,7 +169,6 @@ DIFFERING = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("case", DIFFERING)
 def test_columns_that_nobody_reads_do_not_matter(tmp_path, reader, case):
     contents = DIFFERING[case]
@@ -181,7 +178,6 @@ def test_columns_that_nobody_reads_do_not_matter(tmp_path, reader, case):
     assert [text for text in found if text and len(text) == 1] == ["a", "b"]
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_path_names_a_nested_text(tmp_path, reader):
     write(
         tmp_path / "a",
@@ -195,7 +191,6 @@ def test_a_path_names_a_nested_text(tmp_path, reader):
             texts(reader, tmp_path / folder, form, "body")
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_files_without_rows_are_no_damage(tmp_path, reader):
     write(tmp_path, {"a.parquet": b"", "b.parquet": parquet(text=["b"])})
     assert texts(reader, tmp_path, "parquet") == ["b"]
@@ -210,7 +205,6 @@ def test_files_without_rows_are_no_damage(tmp_path, reader):
         assert texts(reader, tmp_path / "d") == []
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_column_without_texts_is_refused_by_its_file(tmp_path, reader):
     write(tmp_path, {"a.parquet": parquet(text=["a"]), "b.parquet": parquet(text=[b"b"])})
     with pytest.raises(ConfigError, match=r"^training\..*'text' of .*b.parquet' holds binary, not"):
@@ -263,7 +257,6 @@ def test_a_broken_archive_and_parquet_are_named_by_file_and_document(tmp_path):
 # --- Encodings ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_source_without_any_text_is_refused(tmp_path, reader):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(*[{"text": "caf\xe9"}] * 20).replace(b"\\u00e9", b"\xe9"))
@@ -274,7 +267,6 @@ def test_a_source_without_any_text_is_refused(tmp_path, reader):
         texts(reader, tmp_path)
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_damaged_text_is_a_document_without_one(tmp_path, reader):
     write(tmp_path / "a", {"a.jsonl": b'{"text": "\\ud83d"}\n{"text": "b"}\n{"text": "\xe9"}\n'})
     assert texts(reader, tmp_path / "a") == [None, "b", None]
@@ -286,7 +278,6 @@ def test_a_damaged_text_is_a_document_without_one(tmp_path, reader):
     assert [text for text in found if text != ""] == ["a", None]
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_byte_order_mark_is_skipped(tmp_path, reader):
     mark = codecs.BOM_UTF8
     write(tmp_path / "a", {f"{n}.jsonl": mark + json_lines(A) + mark + json_lines(B) for n in "12"})
@@ -295,7 +286,6 @@ def test_a_byte_order_mark_is_skipped(tmp_path, reader):
     assert texts(reader, tmp_path / "b", "text") == ["a", "a"]
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
 def test_other_encodings_of_unicode_are_read(tmp_path, reader, encoding):
     write(tmp_path / "a", {"a.jsonl": '{"text": "caf\xe9"}\n'.encode(encoding)})
@@ -304,7 +294,6 @@ def test_other_encodings_of_unicode_are_read(tmp_path, reader, encoding):
     assert texts(reader, tmp_path / "b", "text") == ["caf\xe9"]
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
     ("content", "line"),
     [
@@ -318,7 +307,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, reader, content, line):
         texts(reader, tmp_path, "text")
 
 
-@pytest.mark.parametrize("reader", READERS)
 def test_a_broken_record_is_named_by_file_and_line(tmp_path, reader):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     write(tmp_path, {"b.jsonl": json_lines(A, B) + b'{"text": '})

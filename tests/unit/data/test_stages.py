@@ -1,15 +1,21 @@
 """A data position goes on with another sequence length or another global batch."""
 
-import json
 from dataclasses import dataclass
 
 import pytest
 
-from tests.support.documents import loaders_of, random_texts, write_hub, write_jsonl
+from tests.support.documents import (
+    loaders_of,
+    position,
+    random_texts,
+    take,
+    write_hub,
+    write_jsonl,
+)
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.order import CorpusOrder, Split
-from titan_moe.data.reader import continue_state, merge_states
+from titan_moe.data.reader import continue_state
 from titan_moe.data.stream import StreamOrder
 
 SEED = 3
@@ -49,28 +55,6 @@ def build(stage, parts):
         local_batch_size=stage.batch // stage.ranks,
     )
     return loaders_of(section, stage.ranks, seed=SEED, rows=stage.batch)
-
-
-def take(loaders, steps):
-    """The global batches of some steps: (tokens, labels, documents, names) of every sequence."""
-    found = []
-    for _ in range(steps):
-        batches = [batch for loader in loaders for batch in loader.next_step()]
-        found.append(
-            [
-                (tokens.tolist(), labels.tolist(), documents.tolist(), names)
-                for batch in batches
-                for tokens, labels, documents, names in zip(
-                    batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.samples, strict=True
-                )
-            ]
-        )
-    return found
-
-
-def position(loaders):
-    """Returns the data position of all loaders, as a checkpoint keeps it."""
-    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
 def staged_run(plan, parts):

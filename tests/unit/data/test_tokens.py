@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.disk_order import watched_disk
-from tests.support.documents import random_texts, write_hub, write_jsonl, write_ranks
+from tests.support.documents import TOKENIZER, random_texts, write_hub, write_jsonl, write_ranks
 from tests.support.jobs import until
 from tests.support.processes import start_process
 from titan_moe.config.errors import ConfigError
@@ -24,7 +24,6 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import lock_folder
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
-TOKENIZER = load_tokenizer("bytes")
 TEXTS = [*random_texts(1500), None]
 
 

@@ -3,15 +3,14 @@ import itertools
 import pytest
 import torch
 
-from tests.support.documents import build_loader, random_texts, slow_rows, write_jsonl
+from tests.support.documents import TOKENIZER, build_loader, random_texts, slow_rows, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_validation
 from titan_moe.data.packing import IGNORE_INDEX
-from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
-TOKENIZER = load_tokenizer("bytes")
+PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
 
 
 def build(training, num_ranks=1, **keys):
@@ -90,8 +89,7 @@ def test_held_out_documents_are_whole_and_never_trained_on(training):
 
 def trained_documents(training, validation, number):
     """The names of so many different documents that a run trains on."""
-    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-    loader = build_loader(training, TOKENIZER, validation=validation, **place)
+    loader = build_loader(training, TOKENIZER, validation=validation, **PLACE)
     names = set()
     for _ in range(2000):
         names |= {name for batch in loader.next_step() for row in batch.samples for name in row}
@@ -111,12 +109,11 @@ def test_without_held_out_documents_all_are_trained_on(training, tmp_path, own_d
 
 
 def test_position_of_a_run_that_held_documents_out_is_refused_without_validation(training):
-    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
     with_validation = Validation(enable=True)
-    state = build_loader(training, TOKENIZER, validation=with_validation, **place).state_dict()
-    build_loader(training, TOKENIZER, validation=with_validation, **place).load_state_dict(state)
+    state = build_loader(training, TOKENIZER, validation=with_validation, **PLACE).state_dict()
+    build_loader(training, TOKENIZER, validation=with_validation, **PLACE).load_state_dict(state)
     with pytest.raises(RunError, match="taken with fingerprint="):
-        build_loader(training, TOKENIZER, **place).load_state_dict(state)
+        build_loader(training, TOKENIZER, **PLACE).load_state_dict(state)
 
 
 def test_training_data_named_again_means_its_held_out_part(training, tmp_path):
