@@ -29,8 +29,7 @@ def job_of(converters: list[str], recipe: str, **degrees: int) -> JobConfig:
         parallelism={f"{axis}_degree": degree for axis, degree in degrees.items()},
         quantize={"linear": {"float8": {"emulate": True, "recipe_name": recipe}}},
     )
-    model = job.model.model_copy(update={"converters": converters})
-    return job.model_copy(update={"model": model})
+    return job.with_values(model={"converters": converters})
 
 
 def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, torch.Tensor]]:

@@ -64,8 +64,7 @@ def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[in
     )
     if float8:
         converters = ["quantize.linear.float8", "quantize.grouped_mm.float8"]
-        model = job.model.model_copy(update={"converters": converters})
-        job = job.model_copy(update={"model": model})
+        job = job.with_values(model={"converters": converters})
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)

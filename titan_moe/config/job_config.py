@@ -774,3 +774,10 @@ class JobConfig(Section):
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()
+
+    def with_values(self, **tables: Mapping[str, Any]) -> "JobConfig":
+        """Returns the job with other values of keys, given by table, which are not validated."""
+        changed = {
+            name: getattr(self, name).model_copy(update=keys) for name, keys in tables.items()
+        }
+        return self.model_copy(update=changed)

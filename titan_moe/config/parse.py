@@ -88,8 +88,7 @@ def resolve(job: JobConfig, world_size: int) -> JobConfig:
     data_ranks = job.parallelism.data_ranks(world_size)
     assert data_ranks is not None
     sequences = job.training.local_batch_size * data_ranks
-    training = job.training.model_copy(update={"global_batch_size": sequences})
-    return job.model_copy(update={"training": training})
+    return job.with_values(training={"global_batch_size": sequences})
 
 
 def save_job(job: JobConfig, path: Path) -> None:

@@ -65,19 +65,14 @@ def num_stages(parallelism: Parallelism, num_layers: int) -> int:
     if (parts := parallelism.module_fqns_per_model_part) is not None:
         return len(parts)
     if (size := parallelism.pipeline_parallel_layers_per_stage) is not None:
-        return math.ceil(_layers_to_split(parallelism, num_layers) / size)
+        first = parallelism.pipeline_parallel_first_stage_less_layers or 0
+        last = parallelism.pipeline_parallel_last_stage_less_layers or 0
+        return math.ceil((first + num_layers + last) / size)
     return parallelism.pipeline_parallel_degree * _default_per_rank(schedule_of(parallelism))
 
 
 def _default_per_rank(schedule: Schedule) -> int:
     return 1 if schedule.placement == "single" else 2
-
-
-def _layers_to_split(parallelism: Parallelism, num_layers: int) -> int:
-    """Returns the number of layers, and of those that the embedding and the output count as."""
-    first = parallelism.pipeline_parallel_first_stage_less_layers or 0
-    last = parallelism.pipeline_parallel_last_stage_less_layers or 0
-    return num_layers + first + last
 
 
 def stages_of_rank(schedule: Schedule, rank: int, num_ranks: int, stages: int) -> list[int]:

@@ -80,9 +80,4 @@ def tokens_in_words(tokens: dict[int, int]) -> str:
 def _changed(job: JobConfig, stage: TrainingStage) -> JobConfig:
     training = stage.model_dump(include=set(TRAINING_KEYS), exclude_none=True)
     degrees = stage.parallelism.model_dump(exclude_unset=True, exclude_none=True)
-    return job.model_copy(
-        update={
-            "training": job.training.model_copy(update=training),
-            "parallelism": job.parallelism.model_copy(update=degrees),
-        }
-    )
+    return job.with_values(training=training, parallelism=degrees)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -165,18 +165,20 @@ def linear(x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
     return _Linear.apply(x, function, transposed)
 
 
+def _linear(
+    x: Tensor, function: Callable[..., Tensor], transposed: Callable[..., Tensor], **over: Any
+) -> Tensor:
+    """Returns function(x) over a group, whose backward is `transposed` over the same."""
+    return linear(x, partial(function, **over), partial(transposed, **over))
+
+
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """All ranks' rows in rank order; rank p has `sizes[p]`. Backward: `reduce_scatter_rows`.
 
     Sent as an all-to-all, which takes uneven sizes on every backend and moves the same bytes; its
     price is a send buffer with a copy for each rank.
     """
-    sizes = list(sizes)
-    return linear(
-        x_RD,
-        partial(_all_gather, sizes=sizes, group=group),
-        partial(_reduce_scatter, sizes=sizes, group=group),
-    )
+    return _linear(x_RD, _all_gather, _reduce_scatter, sizes=list(sizes), group=group)
 
 
 def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -184,12 +186,7 @@ def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup)
 
     The terms are added in rank order, here: the same bits at every repeat, whatever the backend.
     """
-    sizes = list(sizes)
-    return linear(
-        x_RD,
-        partial(_reduce_scatter, sizes=sizes, group=group),
-        partial(_all_gather, sizes=sizes, group=group),
-    )
+    return _linear(x_RD, _reduce_scatter, _all_gather, sizes=list(sizes), group=group)
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -197,7 +194,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: `scatter_tokens`, since each rank's gradient is a part of a sum.
     """
-    return linear(x, partial(_gather_tokens, group=group), partial(_scatter_tokens, group=group))
+    return _linear(x, _gather_tokens, _scatter_tokens, group=group)
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -205,13 +202,13 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     The last dim but one must divide by the number of ranks.
     """
-    return linear(x, partial(_scatter_tokens, group=group), partial(_gather_tokens, group=group))
+    return _linear(x, _scatter_tokens, _gather_tokens, group=group)
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over ranks, which each of them gets. Backward: the same, since each rank's gradient
     is a part of a sum."""
-    return linear(x, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
+    return _linear(x, _all_reduce, _all_reduce, group=group)
 
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -126,8 +126,7 @@ def smallest_task(
     reduced = f"{layers} of {config.num_layers} layers, {seq_len:,} of {training.seq_len:,} tokens"
     microbatch = training.local_batch_size * parallel_dims(parallelism, world_size).size("batch")
     microbatches = min(2, training.global_batch_size // microbatch)
-    training = training.model_copy(update={"seq_len": seq_len})
-    small = whole.model_copy(update={"training": training, "stages": []})
+    small = whole.with_values(training={"seq_len": seq_len}).model_copy(update={"stages": []})
     config = replace(config, num_layers=layers)
     if problems := check(small, config, world_size):
         raise ConfigError(problems)
@@ -227,9 +226,8 @@ def _warm_up(task: Task) -> None:
     `fake_world`.
     """
     world_size = task.world_size + 1
-    training = task.job.training.model_copy(update={"global_batch_size": -1})
-    tables = {"training": training, "parallelism": Parallelism()}
-    job = resolve(task.job.model_copy(update=tables), world_size)
+    one_batch = task.job.with_values(training={"global_batch_size": -1})
+    job = resolve(one_batch.model_copy(update={"parallelism": Parallelism()}), world_size)
     with fake_world(0, world_size):
         FakeRank(job, task.config).step()
 

@@ -91,8 +91,7 @@ def test_broken_rule_is_one_line_with_a_remedy(arguments: str, ranks: int, words
 
 def test_a_further_dispatcher_has_no_bounded_buffers_until_the_rule_names_it() -> None:
     job = job_of(f"ep 2 {EP}_capacity_factor 1.5")
-    backend = {"expert_parallel_comm_backend": "further"}
-    further = job.model_copy(update={"parallelism": job.parallelism.model_copy(update=backend)})
+    further = job.with_values(parallelism={"expert_parallel_comm_backend": "further"})
     (line,) = check(further, MODEL, 2)
     assert "not of further: choose one" in line
 

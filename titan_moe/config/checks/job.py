@@ -97,8 +97,7 @@ def _changed(run: Run, change: Change) -> Run:
             world_size = value
             continue
         table, name = key.split(".")
-        section = getattr(job, table).model_copy(update={name: value})
-        job = job.model_copy(update={table: section})
+        job = job.with_values(**{table: {name: value}})
     return replace(run, job=job, world_size=world_size)
 
 

@@ -187,8 +187,7 @@ def fit_to_cpu(job: JobConfig, *, bfloat16_units: bool) -> tuple[JobConfig, list
     if bfloat16_units or training.dtype != "float32" or key in training.model_fields_set:
         return job, lines
     lines.append(f"training.{key}: float32, since this CPU has no bfloat16 units")
-    training = training.model_copy(update={key: "float32"})
-    return job.model_copy(update={"training": training}), lines
+    return job.with_values(training={key: "float32"}), lines
 
 
 def _reset(job: JobConfig, key: str) -> tuple[JobConfig, list[Any]]:

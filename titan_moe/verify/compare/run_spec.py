@@ -65,8 +65,7 @@ class RunSpec:
         """
         job = load_job([*self.file(), *self.arguments()])
         if rows is not None and job.training.global_batch_size == -1:
-            training = job.training.model_copy(update={"global_batch_size": rows})
-            job = job.model_copy(update={"training": training})
+            job = job.with_values(training={"global_batch_size": rows})
         if job.parallelism.shard_degree(self.world_size) is None:
             name = self.text or "a run"
             raise ConfigError(

@@ -30,8 +30,7 @@ def test_the_reference_imports_nothing_of_what_it_judges():
 @pytest.fixture(scope="module", params=tiered(["qwen3"], slow=["deepseek_v3", "gpt_oss"]))
 def gate_case(request):
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{request.param}.toml")])
-    training = job.training.model_copy(update={"seq_len": SEQ_LEN})
-    job = job.model_copy(update={"training": training})
+    job = job.with_values(training={"seq_len": SEQ_LEN})
     config = replace(model_config(job.model.name, job.model.flavor), num_layers=3)
     return job, config, make_fixture(job, config, 16)
 
@@ -52,7 +51,7 @@ def test_easy_names_reasons(gate_case):
     found = easy(replace(case, batches=batches), job)
     assert "every sequence has the same number of targets" in found
     assert "documents are not packed" in found
-    unclipped = job.training.model_copy(update={"max_norm": 1e9})
-    assert "clipping is not active" in easy(case, job.model_copy(update={"training": unclipped}))
+    unclipped = job.with_values(training={"max_norm": 1e9})
+    assert "clipping is not active" in easy(case, unclipped)
     other = replace(case, idle=(case.idle[0], range(0, 1)))
     assert "idle experts have tokens" in easy(other, job)
