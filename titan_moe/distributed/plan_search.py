@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.sharding_moves import COSTS, LOCAL_OPS, Move, State, moves_from
 
@@ -93,8 +94,8 @@ class Search:
 
     def _held_bytes(self, state: State) -> int:
         if state.cuts not in self._held:
-            part = Sharding(state.cuts).largest(self.shape, self.axes)
-            self._held[state.cuts] = prod(part) * self.itemsize
+            largest = Sharding(state.cuts).box(0, self.shape, self.axes)
+            self._held[state.cuts] = prod(sizes(largest)) * self.itemsize
         return self._held[state.cuts]
 
     def _new_bytes(self, before: State, after: State) -> int:

@@ -99,14 +99,6 @@ class Sharding:
             box.append(slice(first, last))
         return tuple(box)
 
-    def largest(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
-        """The shape of the largest part, which the first rank holds."""
-        sizes = list(shape)
-        for dim, cut in enumerate(self.cuts):
-            for axis in cut:
-                sizes[dim] = -(-sizes[dim] // axes[axis])
-        return tuple(sizes)
-
     def placements(self, axes: Axes) -> tuple[Placement, ...]:
         """Returns the placements of a DTensor on a mesh with these axes.
 

@@ -65,9 +65,8 @@ def test_boxes_are_those_of_chunks_of_chunks(shape: tuple[int, int]) -> None:
                     part = (chunks + [empty] * AXES[axis])[place[axis]]
             box = sharding.box(rank, shape, AXES)
             assert torch.equal(whole[box], part), (str(sharding), rank)
-            largest = sharding.largest(shape, AXES)
+            largest = sizes(sharding.box(0, shape, AXES))  # As searches of plans take it to be.
             assert all(a <= b for a, b in zip(sizes(box), largest, strict=True))
-        assert sizes(sharding.box(0, shape, AXES)) == largest
 
 
 def test_placements_hold_the_order_and_torch_reads_them_alike() -> None:
