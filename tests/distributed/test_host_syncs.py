@@ -18,13 +18,7 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients.fixture import make_batch, own_batches
-from titan_moe.verify.layouts.layouts import (
-    SEQ_LEN,
-    apply_layout,
-    num_sequences,
-    parse,
-    with_tables,
-)
+from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, parse, with_tables
 
 TOP_K, LAYERS = 4, 3
 CONFIG = "configs/debug/gate_qwen3.toml"
@@ -100,7 +94,7 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
     sharded, step = tiny_step(job, config)
     for moe in sharded.moe_layers().values():
         plant(moe, planted)
-    batch = make_batch(num_sequences(own), SEQ_LEN, config.vocab_size, seed=1)
+    batch = make_batch(job.training.global_batch_size, SEQ_LEN, config.vocab_size, seed=1)
     place = sharded.meshes.dims.coordinate(sharded.meshes.rank, "batch")
     batches = own_batches(batch, job.training.local_batch_size, place, own.data_ranks)
     step(batches[:1])

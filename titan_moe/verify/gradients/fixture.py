@@ -5,6 +5,7 @@ An easy configuration proves nothing: `easy` lists what would make this one easy
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,14 +80,7 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
     sizes = num_sequences, job.training.seq_len, config.vocab_size
     batches = [make_batch(*sizes, seed=job.debug.seed + step) for step in range(NUM_STEPS)]
     production = _production_weights(job, config)
-    reference = Reference(
-        model,
-        config,
-        weights=weights,
-        buffers=buffers,
-        optimizer=job.optimizer,
-        training=job.training,
-    )
+    reference = Reference(model, config, job, weights, buffers)
     steps = [
         reference.step(batch, factor * job.optimizer.lr)
         for batch, factor in zip(batches, RATES, strict=True)
@@ -217,10 +211,6 @@ def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
 
 def _production_weights(job: JobConfig, config: ModelConfig) -> dict[str, Tensor]:
     model = _plain_model(job, config)
-    fill_initial_weights(
-        model,
-        job.debug.seed,
-        lambda name: initial_std(name, config),
-        drawn_as=first_names(config),
-    )
+    std_of = partial(initial_std, config=config)
+    fill_initial_weights(model, job.debug.seed, std_of, drawn_as=first_names(config))
     return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.config.job_config import Optimizer, Training
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
@@ -64,16 +64,14 @@ class Reference:
         self,
         model: Decoder,
         config: ModelConfig,
-        *,
+        job: JobConfig,
         weights: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        optimizer: Optimizer,
-        training: Training,
     ) -> None:
-        assert optimizer.name in ("AdamW", "Muon"), "the reference knows AdamW and Muon"
+        assert job.optimizer.name in ("AdamW", "Muon"), "the reference knows AdamW and Muon"
         assert config.moe is not None
         self.model, self.config, self.moe = model, config, config.moe
-        self.optimizer, self.training = optimizer, training
+        self.optimizer, self.training = job.optimizer, job.training
         assert dict(model.named_parameters()).keys() == weights.keys()
         self.copies = {copy: first for first, *rest in tied_weights(config) for copy in rest}
         for copy, first in self.copies.items():

@@ -17,15 +17,9 @@ AXES = (*DENSE_AXES, "ep", "etp")
 
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 """Rank r holds stages r and 2 pp - 1 - r; with the others it holds r, r + pp, r + 2 pp, ..."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "schedule": (
-        "1F1B",
-        "Interleaved1F1B",
-        "GPipe",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        *V_SCHEDULES,
-    ),
+    "schedule": ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", *SPLIT_BACKWARD),
     "recompute": ("none", "full", "2", "op"),
     "cp_method": ("allgather", "ulysses", "ring"),
     "cp_balancer": ("headtail", "none"),
@@ -36,7 +30,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """Options of a layout besides its degrees; `recompute=2` is every second layer,
 `dispatch=nodes` the deduplicating one with two ranks of an ep group on a node. `verify gradients`
 adds a dispatcher that a module of job.imports registers."""
-SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 SEQ_LEN = 48
 """Tokens of the gate's sequences: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
