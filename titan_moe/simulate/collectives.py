@@ -137,22 +137,17 @@ def _layers_of_all_kinds(job: JobConfig, config: ModelConfig) -> int:
     recompute = job.activation_checkpoint
     every = recompute.selective_ac_option if recompute.mode == "selective" else ""
     period = int(every) if every.isdecimal() else 1
-
-    def kind(layer: int) -> tuple:
-        mixer = config.recurs(layer), config.local_in(layer)
-        return config.is_moe_layer(layer), *mixer, layer % period
-
-    kinds = [kind(layer) for layer in range(config.num_layers)]
+    kinds = [
+        (config.is_moe_layer(layer), config.recurs(layer), config.local_in(layer), layer % period)
+        for layer in range(config.num_layers)
+    ]
     return max(kinds.index(each) for each in set(kinds)) + 1
 
 
 def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
     """Returns the fewest layers that fill a pipeline's stages; all if stages have given sizes."""
-    given = (
-        parallelism.pipeline_parallel_layers_per_stage,
-        parallelism.module_fqns_per_model_part,
-    )
-    if given != (None, None):
+    modules = parallelism.module_fqns_per_model_part
+    if parallelism.pipeline_parallel_layers_per_stage is not None or modules is not None:
         return config.num_layers
     return num_stages(parallelism, config.num_layers)
 
