@@ -99,8 +99,7 @@ def with_cache(model: Decoder) -> Decoder:
     recurs = [isinstance(layer.attention, GatedDeltaNet) for layer in model.layers.values()]
     instead[id(model.core)] = KeptKeys(recurs.count(False))
     if any(recurs):
-        assert isinstance(model.recurrence, Recurrence), (
-            "a recurrence of sequences that are cut keeps no state"
-        )
+        cut = "a recurrence of sequences that are cut keeps no state"
+        assert isinstance(model.recurrence, Recurrence), cut
         instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurs.count(True))
     return deepcopy(model, instead)
