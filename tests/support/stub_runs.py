@@ -12,9 +12,9 @@ from titan_moe.runtime.revision import package_hash
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 from titan_moe.verify.compare.runner import Runner
+from titan_moe.verify.compare.trial import Trial
 
 COMPARE = DEBUG_CONFIGS / "compare.toml"
 COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "6"),))
@@ -91,17 +91,17 @@ def calls(launcher: Launcher) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def plan(candidate: str = "", baseline: str = "", **changes) -> Plan:
+def trial(candidate: str = "", baseline: str = "", **changes) -> Trial:
     specs = parse_run_spec(baseline, COMMON), parse_run_spec(candidate, COMMON)
-    return replace(Plan("test", *specs, num_control_runs=8), **changes)
+    return replace(Trial("test", *specs, num_control_runs=8), **changes)
 
 
 def silent(_: str) -> None:
     pass
 
 
-def num_counted(plan: Plan, launcher: Launcher) -> int:
+def num_counted(trial: Trial, launcher: Launcher) -> int:
     """Returns the trainings that are counted beforehand, control runs apart."""
-    Runner(plan, launcher, silent).prepare(forecast := Forecast())
+    Runner(trial, launcher, silent).prepare(forecast := Forecast())
     (row,) = forecast.rows()
     return row["trainings"] - row["control runs"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from titan_moe.cli.command import add_ranks, not_negative, positive
 
 if TYPE_CHECKING:
-    from titan_moe.verify.compare.plan import Plan
+    from titan_moe.verify.compare.trial import Trial
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -24,18 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     add_ranks(parser, default=None, says="ranks of each run; default: the GPUs found, else 2")
 
 
-def read_plan(options: argparse.Namespace, **more: Any) -> "Plan":
+def read_trial(options: argparse.Namespace, **more: Any) -> "Trial":
     """Returns what to compare; raises ConfigError.
 
     Args:
-        more: fields of the plan that these arguments do not have.
+        more: fields of the trial that these arguments do not have.
     """
     from titan_moe.config.named import find_config
-    from titan_moe.verify.compare.plan import plan_of
     from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides
+    from titan_moe.verify.compare.trial import trial_of
 
     config = None if options.config is None else Path(find_config(options.config))
-    return plan_of(
+    return trial_of(
         f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
         RunSpec(
             config=config and existing(config, "--config "),

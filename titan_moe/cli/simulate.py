@@ -83,15 +83,15 @@ def collectives(options: argparse.Namespace) -> Answer:
     tasks = [
         (first, smallest_task(stage, options.ranks, **sizes)) for first, stage in stage_jobs(job)
     ]
-    data, lines, parts = [], [], False
+    data, lines, differs = [], [], False
     with out_file(options) as write:
         for first, task in tasks:
             report = simulate_collectives(task)
             data.append({"from_step": first, **report.as_json(task)})
             lines += [f"from step {first}:"] * (len(tasks) > 1) + report.in_words(task)
-            parts |= bool(report.findings)
+            differs |= bool(report.findings)
         write(as_json(data))
-    return Answer(data, lines, int(parts))
+    return Answer(data, lines, int(differs))
 
 
 COMMANDS = {

@@ -32,11 +32,11 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.bisect import bisect
     from titan_moe.verify.compare.launch import Launcher, workplace
 
-    plan = run_specs.read_plan(options)
+    trial = run_specs.read_trial(options)
     launcher = Launcher(options.out)
     with workplace(options.out):
-        findings = bisect(plan, launcher, options.step)
-        sides = {"baseline": plan.baseline, "candidate": plan.candidate}
+        findings = bisect(trial, launcher, options.step)
+        sides = {"baseline": trial.baseline, "candidate": trial.candidate}
         code = {role: str(launcher.code(spec)) for role, spec in sides.items()}
     data = [
         {"step": each.step, "named": each.named, "lines": each.lines(), "code": code}

@@ -52,13 +52,13 @@ def run(options: argparse.Namespace) -> Answer:
 
     more = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
     more |= {"seed": not options.no_seed, "pin_routing": options.pin_routing}
-    plan = run_specs.read_plan(options, **more)
+    trial = run_specs.read_trial(options, **more)
     launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:
-            path = update_golden(plan, launcher, options.update_golden, options.reason, print)
+            path = update_golden(trial, launcher, options.update_golden, options.reason, print)
             return Answer({"golden": str(path)}, [f"golden: {path}"])
-        comparison = compare(plan, launcher)
+        comparison = compare(trial, launcher)
     files = [str(path) for path in write_comparison(comparison, options.out)]
     found = {**comparison.as_json(), "files": files}
     return Answer(found, [*comparison.lines(), *files], comparison.outcome.exit_code)

@@ -13,10 +13,10 @@ import numpy as np
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import COMPARED, Curve, relative_difference
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
+from titan_moe.verify.compare.trial import Trial
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
 from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
@@ -59,7 +59,7 @@ class StepFinding:
 
 
 def bisect(
-    plan: Plan, launcher: Launcher, steps: Sequence[int], progress: Progress = print
+    trial: Trial, launcher: Launcher, steps: Sequence[int], progress: Progress = print
 ) -> list[StepFinding]:
     """Captures steps in their order until one shows a difference; empty if no bits differ.
 
@@ -69,7 +69,7 @@ def bisect(
 
     Raises ConfigError for runs that cannot be repeated, TrainingError for one that failed.
     """
-    bisection = Bisection(plan, launcher, progress)
+    bisection = Bisection(trial, launcher, progress)
     bisection.check()
     found: list[StepFinding] = []
     for step in steps or bisection.steps():
@@ -84,7 +84,7 @@ class Bisection(Runner):
 
     def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run."""
-        for spec in (self.plan.baseline, self.plan.candidate):
+        for spec in (self.trial.baseline, self.trial.candidate):
             if spec.path is not None:
                 remedy = f"config={spec.path / 'config.toml'} ranks=N"
                 raise ConfigError(f"{spec.path} is a finished run: train it again, as {remedy}")
@@ -106,7 +106,7 @@ class Bisection(Runner):
 
     def at(self, step: int) -> StepFinding:
         """Train this step of both runs from the baseline's state before it, and compare."""
-        job, until = self._job(self.plan.baseline), self._until(step)
+        job, until = self._job(self.trial.baseline), self._until(step)
 
         def train(spec: RunSpec, name: str, *words: tuple[str, str]) -> Path:
             folder = self._run(spec, f"step-{step}/{name}", *until, *words).folder
@@ -117,7 +117,7 @@ class Bisection(Runner):
         replay: Words = ()
         if model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance:
             record = (("debug.routing_record", _ROUTES),)
-        before = train(self.plan.baseline, "baseline", *_saved(step - 1), *record)
+        before = train(self.trial.baseline, "baseline", *_saved(step - 1), *record)
 
         def capture(spec: RunSpec, name: str, *words: tuple[str, str]) -> Capture:
             return read_capture(train(spec, name, *_loaded(before, step - 1), *words) / FOLDER)
@@ -125,7 +125,7 @@ class Bisection(Runner):
         if record:
             replay = (("debug.routing_replay", str(before / _ROUTES)),)
         baseline = read_capture(before / FOLDER)
-        candidate = capture(self.plan.candidate, "candidate")
+        candidate = capture(self.trial.candidate, "candidate")
         # All keep the baseline's routing: one other choice would hide all later differences.
         controls = [
             capture(spec, f"control-{number}", *words, *replay)
@@ -134,21 +134,21 @@ class Bisection(Runner):
         finding, alone = locate(baseline, candidate, controls), uncompared(baseline, candidate)
         if finding is None or not finding.tie:
             return StepFinding(step, finding, uncompared=alone)
-        candidate = capture(self.plan.candidate, "candidate-replayed", *replay)
+        candidate = capture(self.trial.candidate, "candidate-replayed", *replay)
         return StepFinding(step, finding, locate(baseline, candidate, controls), alone)
 
     def _variations(self) -> list[tuple[RunSpec, Words]]:
         """Returns the baseline in other orders and layouts, and in float32 for a run of low
         precision, which show the effect of rounding."""
-        found = [(spec, words) for spec, _, words in self.control_plan()]
+        found = [(spec, words) for spec, _, words in self.control_trainings()]
         if found and self._bound() > ROUNDING["float32"].bound:
-            found.append((self.plan.baseline, (("training.mixed_precision_param", "float32"),)))
+            found.append((self.trial.baseline, (("training.mixed_precision_param", "float32"),)))
         return found
 
     def _until(self, step: int) -> Words:
         """End with this step, at the learning rate that it has in the whole training."""
-        job = self._job(self.plan.baseline)
-        total = job.lr_scheduler.total_steps or self.plan.steps or job.training.steps
+        job = self._job(self.trial.baseline)
+        total = job.lr_scheduler.total_steps or self.trial.steps or job.training.steps
         return (
             ("training.steps", str(step)),
             ("lr_scheduler.total_steps", str(total)),
@@ -156,7 +156,7 @@ class Bisection(Runner):
         )
 
     def _bound(self) -> float:
-        return ROUNDING[compute_dtype(self._job(self.plan.baseline))].bound
+        return ROUNDING[compute_dtype(self._job(self.trial.baseline))].bound
 
 
 def _saved(step: int) -> Words:

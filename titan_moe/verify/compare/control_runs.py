@@ -39,13 +39,13 @@ def control_specs(
 
 def batch_words(spec: RunSpec, job: JobConfig) -> Words:
     """The global batch of `job`, and microbatches of it that fit the spec's ranks."""
-    rows = job.training.global_batch_size
+    total = job.training.global_batch_size
     layout = spec.layout or layout_of(job, spec.world_size)
-    own = max(1, rows // layout.data_ranks)
-    # A pipeline takes all its rows in one run of its schedule.
+    own = max(1, total // layout.data_ranks)
+    # A pipeline takes all its sequences in one run of its schedule.
     local = own if spec.layout and layout.pp > 1 else min(own, job.training.local_batch_size)
     return (
-        ("training.global_batch_size", str(rows)),
+        ("training.global_batch_size", str(total)),
         ("training.local_batch_size", str(local)),
     )
 

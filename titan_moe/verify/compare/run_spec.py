@@ -57,15 +57,15 @@ class RunSpec:
         pairs = dict((*self.overrides, *self._layout_words(), *more))
         return [word for key, value in pairs.items() for word in (f"--{key}", value)]
 
-    def job(self, *, rows: int | None = None) -> JobConfig:
+    def job(self, *, global_batch: int | None = None) -> JobConfig:
         """The resolved configuration, as this code reads it; raises ConfigError.
 
         Args:
-            rows: of a global batch, where the configuration does not say.
+            global_batch: its sequences, where the configuration does not say.
         """
         job = load_job([*self.file(), *self.arguments()])
-        if rows is not None and job.training.global_batch_size == -1:
-            job = job.with_values(training={"global_batch_size": rows})
+        if global_batch is not None and job.training.global_batch_size == -1:
+            job = job.with_values(training={"global_batch_size": global_batch})
         if job.parallelism.shard_degree(self.world_size) is None:
             name = self.text or "a run"
             raise ConfigError(

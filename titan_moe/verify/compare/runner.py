@@ -27,37 +27,37 @@ from titan_moe.verify.compare.pinned_routes import (
     record_bytes,
     routing_problems,
 )
-from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.trial import Trial
 from titan_moe.verify.compare.verdict import compare_runs
 
 Progress = Callable[[str], None]
 """Prints a line of progress."""
 
 
-def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
+def compare(trial: Trial, launcher: Launcher, progress: Progress = print) -> Comparison:
     """Trains the runs that are not there yet, and compares.
 
     Raises ConfigError for runs that cannot be compared, TrainingError for a run that failed.
     """
-    runner, forecast = Runner(plan, launcher, progress), Forecast()
+    runner, forecast = Runner(trial, launcher, progress), Forecast()
     runner.prepare(forecast)
     progress(forecast.line())
     return runner.compare()
 
 
 def update_golden(
-    plan: Plan, launcher: Launcher, folder: Path, reason: str, progress: Progress
+    trial: Trial, launcher: Launcher, folder: Path, reason: str, progress: Progress
 ) -> Path:
     """Trains the baseline and its control runs, and writes them as a golden."""
     if not reason.strip():
         raise ConfigError("--update-golden needs --reason: why the golden changes")
-    if plan.baseline.path is not None:
+    if trial.baseline.path is not None:
         raise ConfigError("--update-golden trains anew: name no finished run and no golden")
-    if plan.pin_routing or plan.limits:
+    if trial.pin_routing or trial.limits:
         raise ConfigError("--update-golden compares nothing: leave --pin-routing and limits out")
-    runner = Runner(plan, launcher, progress)
+    runner = Runner(trial, launcher, progress)
     runner.check()
     run = runner.baseline()
     *_, controls = [], *runner.control_runs()
@@ -79,38 +79,38 @@ def _too_few_gpus(ranks: int, job: JobConfig) -> list[str]:
 
 
 class Runner:
-    """The runs of one plan, each trained when it is first needed."""
+    """The runs of one trial, each trained when it is first needed."""
 
-    def __init__(self, plan: Plan, launcher: Launcher, progress: Progress) -> None:
+    def __init__(self, trial: Trial, launcher: Launcher, progress: Progress) -> None:
         self.launcher, self.progress = launcher, progress
         self.forecast = Forecast()
         self.golden: Golden | None = None
-        path = plan.baseline.path
+        path = trial.baseline.path
         if path is not None and is_golden(path):
             self.golden = find_golden(path)
-            if plan.candidate.path is None:
-                plan = self._with_config_of(self.golden, plan)
-        if plan.candidate.path is not None and is_golden(plan.candidate.path):
+            if trial.candidate.path is None:
+                trial = self._with_config_of(self.golden, trial)
+        if trial.candidate.path is not None and is_golden(trial.candidate.path):
             raise ConfigError("a golden is a baseline: name it with --baseline")
-        self.plan = plan
+        self.trial = trial
 
     def prepare(self, forecast: Forecast) -> None:
         """Check the comparison, and add its trainings to a forecast. Raises ConfigError with a line
         for everything wrong."""
-        plan, lines = self.plan, []
-        if 0 < plan.num_control_runs < FEWEST_CONTROLS:
-            lines.append(f"repeats={plan.num_control_runs}: 0, or {FEWEST_CONTROLS} or more")
-        if replace(plan.baseline, text="") == replace(plan.candidate, text=""):
+        trial, lines = self.trial, []
+        if 0 < trial.num_control_runs < FEWEST_CONTROLS:
+            lines.append(f"repeats={trial.num_control_runs}: 0, or {FEWEST_CONTROLS} or more")
+        if replace(trial.baseline, text="") == replace(trial.candidate, text=""):
             lines.append(
-                f"baseline={plan.baseline.text!r} and candidate={plan.candidate.text!r} are the "
+                f"baseline={trial.baseline.text!r} and candidate={trial.candidate.text!r} are the "
                 "same training: say what differs, such as revision=main or layout=tp=2"
             )
         self.check(*lines)
         trainings = list(self._trainings())
-        if plan.pin_routing:
+        if trial.pin_routing:
             self._refuse_routes(trainings)
         self.forecast = forecast
-        forecast.add(plan.title, trainings)
+        forecast.add(trial.title, trainings)
 
     def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run.
@@ -118,7 +118,7 @@ class Runner:
         Args:
             more: lines of the caller's.
         """
-        lines, pair = list(more), (self.plan.baseline, self.plan.candidate)
+        lines, pair = list(more), (self.trial.baseline, self.trial.candidate)
         tokens: dict[str, None] = {}
         steps: set[int] = set()
         for spec in [spec for spec in pair if spec.path is None]:
@@ -139,7 +139,7 @@ class Runner:
                         os.chdir(before)
             except ConfigError as error:
                 lines += [line for line in error.lines if line not in lines]
-        if len(steps) > 1 and self.plan.steps is None:
+        if len(steps) > 1 and self.trial.steps is None:
             different = " and ".join(map(str, sorted(steps)))
             lines.append(f"training.steps: {different}: the learning rate follows it; use --steps")
         if len(tokens) > 1:
@@ -149,13 +149,13 @@ class Runner:
             )
         if self.golden is not None:
             own = len(self.golden.run.curve.steps)
-            if self.plan.steps not in (None, own):
-                lines.append(f"--steps {self.plan.steps}: the golden has {own}")
-        elif self.plan.baseline.path is not None and self.plan.num_control_runs:
+            if self.trial.steps not in (None, own):
+                lines.append(f"--steps {self.trial.steps}: the golden has {own}")
+        elif self.trial.baseline.path is not None and self.trial.num_control_runs:
             self.progress("the baseline is a finished run: only bits are compared")
-        if self.plan.limits and (self.plan.steps or steps):
-            lines += self._cost_problems(self.plan.steps or min(steps, default=0))
-        if self.plan.pin_routing and any(spec.path is not None for spec in pair):
+        if self.trial.limits and (self.trial.steps or steps):
+            lines += self._cost_problems(self.trial.steps or min(steps, default=0))
+        if self.trial.pin_routing and any(spec.path is not None for spec in pair):
             lines.append("--pin-routing trains both runs: name no finished run and no golden")
         if lines:
             raise ConfigError(lines)
@@ -163,18 +163,18 @@ class Runner:
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ. With pinned routes
         returns the pinned one; equal bits with free routes need no pinned runs."""
-        if self.plan.pin_routing:
-            size_mb = record_bytes(self._job(self.plan.baseline)) / 1e6
+        if self.trial.pin_routing:
+            size_mb = record_bytes(self._job(self.trial.baseline)) / 1e6
             self.progress(f"both runs record their routes: {size_mb:,.3g} MB a step")
         pairs = [(self.baseline(at), self.candidate(at)) for at in self._folders()]
         baseline, candidate = pairs[0]
         costs = self._costs(pairs)
         free, _ = self._judge(baseline, candidate)
-        if not self.plan.pin_routing:
+        if not self.trial.pin_routing:
             return replace(free, costs=costs)
         if free.verdict is Verdict.IDENTICAL:
             return replace(free, free=free, costs=costs)
-        candidate = self._run(self.plan.candidate, "pinned/candidate", *self._routes)
+        candidate = self._run(self.trial.candidate, "pinned/candidate", *self._routes)
         found, controls = self._judge(baseline, candidate, *self._routes)
         flips = [read_flips(run) for run in (candidate, *controls)]
         # Of all or none: the first are the candidate's.
@@ -187,10 +187,10 @@ class Runner:
         """Returns the verdict and its control runs, which follow `routes` if there are any."""
         pair, controls = (baseline, candidate), list[RunRecord]()
         caveats = [] if self.golden is None else self.golden.caveats()
-        found = compare_runs(self.plan.title, *pair, caveats=caveats)
+        found = compare_runs(self.trial.title, *pair, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
             for controls in self.control_runs(*routes):
-                found = compare_runs(self.plan.title, *pair, controls=controls, caveats=caveats)
+                found = compare_runs(self.trial.title, *pair, controls=controls, caveats=caveats)
                 if found.band_check is not None and found.band_check.clear:
                     break
         return found, controls
@@ -198,30 +198,30 @@ class Runner:
     def baseline(self, folder: str = "") -> RunRecord:
         if self.golden is not None:
             return self.golden.run
-        return self._run(self.plan.baseline, f"{folder}baseline", *self._recorded)
+        return self._run(self.trial.baseline, f"{folder}baseline", *self._recorded)
 
     def candidate(self, folder: str = "") -> RunRecord:
         # Recorded too, for routers run alike in both, compiled or not.
-        return self._run(self.plan.candidate, f"{folder}candidate", *self._recorded)
+        return self._run(self.trial.candidate, f"{folder}candidate", *self._recorded)
 
     def _folders(self) -> list[str]:
         """The folder of each pair of runs, with a slash at its end."""
-        again = cost.PAIRS if cost.TIME in self.plan.limits else 1
+        again = cost.PAIRS if cost.TIME in self.trial.limits else 1
         return ["", *(f"timed/{number}/" for number in range(2, again + 1))]
 
     def _costs(self, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> list[cost.CostCheck]:
-        if not (limits := self.plan.limits):
+        if not (limits := self.trial.limits):
             return []
         ours, theirs = (cost.measure(runs) for runs in zip(*pairs, strict=True))
         return [cost.CostCheck(key, ours[key], theirs[key], limits[key]) for key in limits]
 
     def _cost_problems(self, steps: int) -> list[str]:
         """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
-        plan, golden, lines = self.plan, self.golden, []
+        trial, golden, lines = self.trial, self.golden, []
         what = "max_slowdown and max_memory_growth"
-        if plan.candidate.path is not None or (plan.baseline.path is not None and golden is None):
+        if trial.candidate.path is not None or (trial.baseline.path is not None and golden is None):
             return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
-        ours, theirs = plan.baseline.world_size, plan.candidate.world_size
+        ours, theirs = trial.baseline.world_size, trial.candidate.world_size
         if golden is not None:
             ours = golden.run.facts["world_size"]
             if "costs" not in golden.run.facts:
@@ -232,14 +232,14 @@ class Runner:
             lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
         if steps < cost.FEWEST_STEPS:
             lines.append(f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps")
-        if not all(0 < limit < 1 for limit in plan.limits.values()):
+        if not all(0 < limit < 1 for limit in trial.limits.values()):
             lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
         return lines
 
     @property
     def _recorded(self) -> Words:
         """Keys of runs that record their routes."""
-        if not self.plan.pin_routing:
+        if not self.trial.pin_routing:
             return ()
         return ("debug.routing_record", ROUTES), ("debug.routing_record_gb", "1e6")
 
@@ -247,14 +247,14 @@ class Runner:
     def _routes(self) -> Words:
         """Keys of runs that follow the baseline's routes."""
         start = self._initial_weights(write=False)
-        place = self._place(self.plan.baseline, "baseline", *start, *self._recorded)
+        place = self._place(self.trial.baseline, "baseline", *start, *self._recorded)
         return (("debug.routing_replay", str(place.folder / ROUTES)),)
 
     def _refuse_routes(self, trainings: Sequence[Training]) -> None:
         """Raises ConfigError where the candidate cannot follow the baseline's routes."""
-        plan, out = self.plan, self.launcher.folder
+        trial, out = self.trial, self.launcher.folder
         out.mkdir(parents=True, exist_ok=True)
-        baseline, candidate = self._job(plan.baseline), self._job(plan.candidate)
+        baseline, candidate = self._job(trial.baseline), self._job(trial.candidate)
         # The pairs come first, and record their routes.
         recording = trainings[: 2 * len(self._folders())]
         todo = sum(each.place.seconds is None for each in recording)
@@ -263,27 +263,27 @@ class Runner:
             raise ConfigError(lines)
 
     def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
-        """Yields the plan's control runs so far at each early look, and at last all of them; those
+        """Yields the trial's control runs so far at each early look, and at last all of them; those
         of a golden at once."""
-        number = self.plan.num_control_runs
+        number = self.trial.num_control_runs
         if self.golden is not None:
             yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
-        elif self.plan.baseline.path is None and number:
+        elif self.trial.baseline.path is None and number:
             self.progress(
                 f"the bits differ: up to {number} control runs measure how much rounding may do"
             )
             controls: list[RunRecord] = []
-            for spec, name, words in self.control_plan(*routes):
+            for spec, name, words in self.control_trainings(*routes):
                 controls.append(self._run(spec, name, *words))
                 if len(controls) in (*EARLY_LOOKS, number):
                     yield controls
 
-    def control_plan(self, *routes: tuple[str, str]) -> list[tuple[RunSpec, str, Words]]:
+    def control_trainings(self, *routes: tuple[str, str]) -> list[tuple[RunSpec, str, Words]]:
         """Returns spec, name and keys of each control run."""
         found = control_specs(
-            self.plan.baseline,
-            self.plan.num_control_runs,
-            layouts=self.plan.control_layouts,
+            self.trial.baseline,
+            self.trial.num_control_runs,
+            layouts=self.trial.control_layouts,
             num_gpus=launch.count_gpus(os.environ),
         )
         at = "pinned/control" if routes else "control"
@@ -294,21 +294,21 @@ class Runner:
 
     def _trainings(self) -> Iterator[Training]:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
-        plan, start = self.plan, self._initial_weights(write=False)
-        pair = (plan.baseline, "baseline"), (plan.candidate, "candidate")
+        trial, start = self.trial, self._initial_weights(write=False)
+        pair = (trial.baseline, "baseline"), (trial.candidate, "candidate")
         runs: list[tuple[RunSpec, str, Words]]
         runs = [
             (spec, f"{at}{name}", self._recorded) for at in self._folders() for spec, name in pair
         ]
-        if plan.baseline.path is None:
-            runs += self.control_plan()
-        if plan.pin_routing:
-            runs.append((plan.candidate, "pinned/candidate", self._routes))
-            runs += self.control_plan(*self._routes)
+        if trial.baseline.path is None:
+            runs += self.control_trainings()
+        if trial.pin_routing:
+            runs.append((trial.candidate, "pinned/candidate", self._routes))
+            runs += self.control_trainings(*self._routes)
         for spec, name, words in runs:
             if spec.path is None:
                 job = self._job(spec)
-                steps = plan.steps or job.training.steps
+                steps = trial.steps or job.training.steps
                 flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
                 tokens = tokens_per_step(job)[1] * steps
                 yield Training(self._place(spec, name, *start, *words), steps, flops * tokens)
@@ -316,13 +316,13 @@ class Runner:
     def _place(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> Place:
         """Returns where a run of this name trains. Where time is judged it is trained in any case,
         and so is one that follows the routes of a timed one."""
-        fresh = cost.TIME in self.plan.limits and not name.startswith("control/")
+        fresh = cost.TIME in self.trial.limits and not name.startswith("control/")
         return self.launcher.place(spec, name, *self._words(spec), *words, fresh=fresh)
 
     def _run(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> RunRecord:
         if spec.path is not None:
             return read_run(spec.path)
-        order = " (rows in another order)" if "debug.permute_rows" in dict(words) else ""
+        order = " (sequences in another order)" if "debug.permute_rows" in dict(words) else ""
         place = self._place(spec, name, *self._seed, *words)
         with self.forecast.training(place) as number:
             self.progress(f"{number}{name}: {spec.text or 'working tree'}{order}")
@@ -333,7 +333,7 @@ class Runner:
         job = self._job(spec)
         # A configuration's own start stays; nothing is saved.
         loads = bool(job.checkpoint.initial_load_path or job.checkpoint.initial_load_in_hf)
-        steps = () if self.plan.steps is None else (("training.steps", str(self.plan.steps)),)
+        steps = () if self.trial.steps is None else (("training.steps", str(self.trial.steps)),)
         return (
             *batch_words(spec, job),
             *steps,
@@ -345,8 +345,8 @@ class Runner:
 
     def _job(self, spec: RunSpec) -> JobConfig:
         """The job of a spec; where it leaves the global batch open, with the baseline's."""
-        first = self.plan.baseline if self.plan.baseline.path is None else spec
-        return spec.job(rows=first.job().training.global_batch_size)
+        first = self.trial.baseline if self.trial.baseline.path is None else spec
+        return spec.job(global_batch=first.job().training.global_batch_size)
 
     @cached_property
     def _seed(self) -> Words:
@@ -360,8 +360,8 @@ class Runner:
         Args:
             write: the seed checkpoint, if it is not there.
         """
-        baseline, candidate = self.plan.baseline, self.plan.candidate
-        if not self.plan.seed:
+        baseline, candidate = self.trial.baseline, self.trial.candidate
+        if not self.trial.seed:
             return (("metrics.log_initial_weights", "true"),)
         if baseline.path is not None or candidate.path is not None:
             return ()
@@ -377,12 +377,12 @@ class Runner:
         path = place.folder / "checkpoint" / "step-0"
         return (*load_only, ("checkpoint.initial_load_path", str(path)))
 
-    def _with_config_of(self, golden: Golden, plan: Plan) -> Plan:
+    def _with_config_of(self, golden: Golden, trial: Trial) -> Trial:
         """The candidate trains the golden's configuration, but for the keys that it names."""
         config = golden.write_config(self.launcher.folder / "golden.toml").resolve()
-        candidate = plan.candidate
+        candidate = trial.candidate
         if candidate.config is not None:
             raise ConfigError(
                 f"{golden.path} has its own configuration: leave {candidate.config} out"
             )
-        return replace(plan, candidate=replace(candidate, config=config))
+        return replace(trial, candidate=replace(candidate, config=config))

@@ -16,10 +16,10 @@ from titan_moe.config.parse import tomllib
 from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.plan import Plan, plan_of
 from titan_moe.verify.compare.records import COMPARED, RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
 from titan_moe.verify.compare.runner import Progress, Runner
+from titan_moe.verify.compare.trial import Trial, trial_of
 from titan_moe.verify.report.pages import write_comparison
 from titan_moe.verify.report.plots import Panel, charts, draw_curves
 from titan_moe.verify.report.render import render
@@ -32,8 +32,8 @@ _ACCEPTED = {
     "too slow": {Verdict.TOO_SLOW},
     "too large": {Verdict.TOO_LARGE},
 }
-_PLANNED = ("steps", "control_layouts", "seed", "max_slowdown", "max_memory_growth", "pin_routing")
-"""Keys of an entry that its plan has too."""
+_OF_TRIAL = ("steps", "control_layouts", "seed", "max_slowdown", "max_memory_growth", "pin_routing")
+"""Keys of an entry that its trial has too."""
 
 
 class Entry(Section):
@@ -114,8 +114,8 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
         ) from None
 
 
-def entry_plan(entry: Entry) -> Plan:
-    """Makes an entry's plan; raises ConfigError."""
+def entry_trial(entry: Entry) -> Trial:
+    """Makes an entry's trial; raises ConfigError."""
     limit = {"too slow": "max_slowdown", "too large": "max_memory_growth"}.get(entry.expect)
     if limit is not None and getattr(entry, limit) is None:
         raise ConfigError(f'{entry.name}: expect = "{entry.expect}" needs {limit}')
@@ -124,8 +124,8 @@ def entry_plan(entry: Entry) -> Plan:
         ranks=entry.ranks,
         overrides=parse_overrides(split_words(entry.overrides)),
     )
-    options = {key: getattr(entry, key) for key in _PLANNED}
-    return plan_of(
+    options = {key: getattr(entry, key) for key in _OF_TRIAL}
+    return trial_of(
         entry.name,
         common,
         entry.baseline,
@@ -146,7 +146,7 @@ def prepare_suite(suite: Suite, folder: Path, forecast: Forecast, say: Progress)
         letters = "".join(letter if letter.isalnum() else "-" for letter in entry.name.lower())
         launcher = Launcher(folder / f"{number:02d}-{letters}", shared=folder / "runs")
         try:
-            runners.append(Runner(entry_plan(entry), launcher, say))
+            runners.append(Runner(entry_trial(entry), launcher, say))
             runners[-1].prepare(forecast)
         except ConfigError as error:
             lines += [f"{entry.name}: {line}" for line in error.lines]

@@ -12,17 +12,17 @@ from tests.support.stub_runs import (
     Stubbed,
     calls,
     num_counted,
-    plan,
     silent,
+    trial,
 )
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare.cost import MEMORY, PAIRS, TIME, CostCheck, measure
 from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 from titan_moe.verify.compare.runner import compare, update_golden
+from titan_moe.verify.compare.trial import Trial
 
 NOISY = Verdict.COST_UNJUDGED
 
@@ -81,9 +81,9 @@ SLOW = "--activation_checkpoint.mode full"
 
 
 def test_time_is_judged_by_runs_in_turn_that_are_all_trained_now(launcher):
-    within = compare(plan(baseline="revision=main", **LIMITS), launcher, silent)
+    within = compare(trial(baseline="revision=main", **LIMITS), launcher, silent)
     assert within.outcome is Verdict.IDENTICAL and not any(c.verdict for c in within.costs)
-    before, again = len(calls(launcher)), plan(SLOW, **LIMITS)
+    before, again = len(calls(launcher)), trial(SLOW, **LIMITS)
     shared = Stubbed(launcher.folder, shared=launcher.folder / "runs")
     for launching in (launcher, launcher, shared):
         found = compare(again, launching, silent)
@@ -99,9 +99,9 @@ def test_time_is_judged_by_runs_in_turn_that_are_all_trained_now(launcher):
 
 def test_memory_alone_takes_one_pair_and_other_curves_stay_different(launcher):
     limits = {**LIMITS, "max_slowdown": None}
-    found = compare(plan(SLOW, **limits), launcher, silent)
+    found = compare(trial(SLOW, **limits), launcher, silent)
     assert found.outcome is Verdict.TOO_LARGE and len(calls(launcher)) == 3
-    found = compare(plan(f"{SLOW} --optimizer.lr 6e-3", **limits), launcher, silent)
+    found = compare(trial(f"{SLOW} --optimizer.lr 6e-3", **limits), launcher, silent)
     assert found.outcome is Verdict.DIFFERENT and "too large" in " ".join(found.lines()[1:])
 
 
@@ -111,10 +111,10 @@ def test_a_gpu_s_golden_holds_costs_for_candidates_on_the_same_gpu(launcher, mon
     named = '"device": "NVIDIA H100", "layout": {}'
     script.write_text(script.read_text().replace('"device": "cpu"', named))
     monkeypatch.setattr(goldens, "describe_device", lambda _: facts)
-    path = update_golden(plan(steps=12), launcher, launcher.folder / "g", "a first one", silent)
+    path = update_golden(trial(steps=12), launcher, launcher.folder / "g", "a first one", silent)
     no_config = RunSpec(overrides=(("training.steps", "12"),))
     runs = parse_run_spec(str(path), no_config), parse_run_spec(SLOW, no_config)
-    against, before = Plan("g", *runs, 8, max_slowdown=0.1), len(calls(launcher))
+    against, before = Trial("g", *runs, 8, max_slowdown=0.1), len(calls(launcher))
     found = compare(against, launcher, silent)
     assert found.outcome is Verdict.TOO_SLOW and num_counted(against, launcher) == 3
     assert len(calls(launcher)) == before + 3

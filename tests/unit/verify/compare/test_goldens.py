@@ -8,8 +8,8 @@ import pytest
 from tests.support.stub_runs import (
     COMMON,
     calls,
-    plan,
     silent,
+    trial,
 )
 from tests.support.verdict_cases import changed, controls, run
 from titan_moe.config.errors import ConfigError
@@ -22,10 +22,10 @@ from titan_moe.verify.compare.goldens import (
     this_device,
 )
 from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.plan import Plan
 from titan_moe.verify.compare.records import Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 from titan_moe.verify.compare.runner import compare, update_golden
+from titan_moe.verify.compare.trial import Trial
 
 CONFIG = {
     "job": {"dump_folder": "/somewhere", "description": "tiny"},
@@ -94,12 +94,12 @@ def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
 def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Path):
     golden = tmp_path / "goldens" / "tiny"
     with pytest.raises(ConfigError, match="needs --reason"):
-        update_golden(plan(), launcher, golden, " ", silent)
-    path = update_golden(plan(), launcher, golden, "a first one", silent)
+        update_golden(trial(), launcher, golden, " ", silent)
+    path = update_golden(trial(), launcher, golden, "a first one", silent)
     assert path.parent == golden and len(calls(launcher)) == 10
     no_config = RunSpec(overrides=(("training.steps", "6"),))
     sides = parse_run_spec(str(golden), no_config), parse_run_spec("", no_config)
-    against = Plan("g", *sides, num_control_runs=8)
+    against = Trial("g", *sides, num_control_runs=8)
     assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
     assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
     wrong = replace(against, candidate=parse_run_spec("--optimizer.lr 3.1e-3", no_config))
@@ -109,4 +109,4 @@ def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Pat
     with pytest.raises(ConfigError, match="has its own configuration"):
         compare(replace(against, candidate=COMMON), launcher, silent)
     with pytest.raises(ConfigError, match="a golden is a baseline"):
-        compare(Plan("g", no_config, parse_run_spec(str(golden), no_config), 8), launcher, silent)
+        compare(Trial("g", no_config, parse_run_spec(str(golden), no_config), 8), launcher, silent)

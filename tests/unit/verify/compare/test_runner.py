@@ -12,8 +12,8 @@ from tests.support.stub_runs import (
     COMPARE,
     calls,
     num_counted,
-    plan,
     silent,
+    trial,
 )
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime import launch as device_count
@@ -22,15 +22,15 @@ from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.launch import Launcher, TrainingError
 from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.plan import Plan, plan_of
 from titan_moe.verify.compare.run_spec import parse_run_spec
 from titan_moe.verify.compare.runner import compare
+from titan_moe.verify.compare.trial import Trial, trial_of
 
 PIN = {"pin_routing": True}
 
 
 def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(launcher):
-    found = compare(plan(baseline="revision=main"), launcher, silent)
+    found = compare(trial(baseline="revision=main"), launcher, silent)
     assert found.verdict is Verdict.IDENTICAL
     seed, baseline, candidate = calls(launcher)
     assert seed["checkpoint.create_seed_checkpoint"] == "true"
@@ -42,27 +42,27 @@ def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(l
 
 
 def test_noise_is_inside_and_a_learning_rate_is_not(launcher):
-    found = compare(plan("layout=tp=2"), launcher, silent)
+    found = compare(trial("layout=tp=2"), launcher, silent)
     assert found.verdict is Verdict.INSIDE and found.band is not None
     assert len(found.band.curves) == 1 + 8, "a pass rests on all"
     orders = [run.get("debug.permute_rows") for run in calls(launcher)[3:]]
     assert orders == list("12345678")
     before = len(calls(launcher))
-    found = compare(plan("--optimizer.lr 3.06e-3"), launcher, silent)
+    found = compare(trial("--optimizer.lr 3.06e-3"), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT and found.first is not None
     assert found.first.step == 1
     assert [run["folder"] for run in calls(launcher)[before:]] == ["candidate"], "others stand"
 
 
 def test_a_clear_failure_needs_few_control_runs(launcher):
-    found = compare(plan("--optimizer.lr 6e-3", num_control_runs=8), launcher, silent)
+    found = compare(trial("--optimizer.lr 6e-3", num_control_runs=8), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT and found.band is not None
     assert len(calls(launcher)) == 3 + 6, "seed, baseline, candidate, six control runs"
 
 
 def test_pinned_routes_do_not_pass_what_differs_with_free_ones(launcher):
     wrong = "layout=tp=2 --model.name mixtral --moe.z_loss_weight 1"
-    found = compare(plan(wrong, "--model.name mixtral", **PIN), launcher, silent)
+    found = compare(trial(wrong, "--model.name mixtral", **PIN), launcher, silent)
     assert found.free is not None and found.free.verdict is Verdict.DIFFERENT
     assert found.verdict is Verdict.INSIDE and found.as_json()["exit_code"] == 1
     assert found.outcome is Verdict.DIFFERENT and "but different with free ones" in found.words
@@ -70,7 +70,7 @@ def test_pinned_routes_do_not_pass_what_differs_with_free_ones(launcher):
 
 def test_pinned_routes_show_what_flips_hide(launcher):
     mixtral = "--model.name mixtral"
-    asked = plan(f"layout=tp=2 {mixtral} --optimizer.lr 3.003e-3", mixtral, pin_routing=True)
+    asked = trial(f"layout=tp=2 {mixtral} --optimizer.lr 3.003e-3", mixtral, pin_routing=True)
     assert num_counted(asked, launcher) == 3, "the candidate twice; the seed is no training"
     found = compare(asked, launcher, silent)
     assert found.verdict is Verdict.DIFFERENT and found.as_json()["exit_code"] == 1
@@ -88,7 +88,7 @@ def test_pinned_routes_show_what_flips_hide(launcher):
     assert found.flips[0].summary() == (1, 1 / 256, 0.01, 0.25) and len(found.flips) == 7
     line = "tokens: 1, 0.39 % of all layers' (control runs: 0.39 to 2.7 %), mean margin 0.01"
     assert any(line in each for each in found.lines())
-    equal = compare(plan(baseline="revision=main", pin_routing=True), launcher, silent)
+    equal = compare(trial(baseline="revision=main", pin_routing=True), launcher, silent)
     assert equal.verdict is Verdict.IDENTICAL and equal.free is not None
     assert len(calls(launcher)) == 18 + 3, "equal bits are not trained again"
 
@@ -103,7 +103,7 @@ def test_data_that_change_in_place_are_trained_on_again(launcher, tmp_path: Path
         text += f"\n[[training.blend]]\n{named}weight = 1.0\n"
     config.write_text(text)
     common = replace(COMMON, config=config)
-    same = Plan("t", parse_run_spec("revision=main", common), parse_run_spec("", common), 0)
+    same = Trial("t", parse_run_spec("revision=main", common), parse_run_spec("", common), 0)
     compare(same, launcher, silent)
     compare(same, launcher, silent)
     assert len(calls(launcher)) == 3, "nothing changed"
@@ -123,12 +123,12 @@ def test_runs_without_a_finite_loss_do_not_pass(launcher, right: str, wrong: str
     script = launcher.folder.parent / "code" / "run_train.sh"
     script.write_text(script.read_text().replace(right, wrong))
     with pytest.raises(ConfigError, match=said):
-        compare(plan(baseline="revision=main"), launcher, silent)
+        compare(trial(baseline="revision=main"), launcher, silent)
     with pytest.raises(ConfigError, match=said):
-        bisect(plan(baseline="revision=main"), launcher, [], silent)
+        bisect(trial(baseline="revision=main"), launcher, [], silent)
     finished = [str(launcher.folder / name) for name in ("baseline", "candidate")]
     with pytest.raises(ConfigError, match=r"train it again, as config=.*/config\.toml"):
-        bisect(plan(*finished, steps=6), launcher, [], silent)
+        bisect(trial(*finished, steps=6), launcher, [], silent)
 
 
 def test_an_interrupted_comparison_goes_on(launcher):
@@ -137,11 +137,11 @@ def test_an_interrupted_comparison_goes_on(launcher):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compare(plan("layout=tp=2"), launcher, interrupt)
+        compare(trial("layout=tp=2"), launcher, interrupt)
     assert len(calls(launcher)) == 5
     note = launcher.folder / "control" / "02" / "comparison_run.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": None}))
-    assert compare(plan("layout=tp=2"), launcher, silent).verdict is Verdict.INSIDE
+    assert compare(trial("layout=tp=2"), launcher, silent).verdict is Verdict.INSIDE
     assert [run["folder"] for run in calls(launcher)[5:7]] == ["02", "03"]
     assert len(calls(launcher)) == 12
 
@@ -155,7 +155,7 @@ def test_code_that_changes_meanwhile_is_told(launcher, monkeypatch):
     monkeypatch.setattr(launching_module, "code_tree", changing)
     plain = Launcher(launcher.folder)
     with pytest.raises(TrainingError, match="was changed meanwhile"):
-        compare(plan("layout=tp=2"), plain, silent)
+        compare(trial("layout=tp=2"), plain, silent)
 
 
 def test_a_folder_of_something_else_is_left_alone(launcher):
@@ -163,13 +163,13 @@ def test_a_folder_of_something_else_is_left_alone(launcher):
     precious.parent.mkdir(parents=True)
     precious.write_text("weights")
     with pytest.raises(ConfigError, match="choose another --out"):
-        compare(plan("layout=tp=2"), launcher, silent)
+        compare(trial("layout=tp=2"), launcher, silent)
     assert precious.read_text() == "weights"
 
 
 def test_a_run_that_fails_shows_its_last_lines(launcher):
     with pytest.raises(TrainingError) as caught:
-        compare(plan("--debug.seed 13"), launcher, silent)
+        compare(trial("--debug.seed 13"), launcher, silent)
     told = str(caught.value)
     assert "candidate" in told and "exit code 1" in told
     assert "  | error: rank 0: the loss is unlucky" in told.splitlines()
@@ -195,7 +195,7 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
 )
 def test_mistakes_are_told_before_anything_runs(launcher, candidate: str, changes: dict, said: str):
     with pytest.raises(ConfigError, match=said):
-        compare(plan(candidate, **changes), launcher, silent)
+        compare(trial(candidate, **changes), launcher, silent)
     assert not calls(launcher)
 
 
@@ -207,43 +207,43 @@ def test_more_ranks_than_gpus_are_told_before_anything_runs(launcher, nodes: dic
     for name, value in nodes.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NGPU", raising=False)
-    default = plan_of("x", COMMON, "", "ranks=1", num_control_runs=0).baseline
+    default = trial_of("x", COMMON, "", "ranks=1", num_control_runs=0).baseline
     assert default.world_size == 8, "all of both nodes"
     with pytest.raises(ConfigError, match=r"ranks=16: 8 GPUs on 2 node\(s\): choose a smaller"):
-        compare(plan("ranks=16", num_control_runs=0), launcher, silent)
+        compare(trial("ranks=16", num_control_runs=0), launcher, silent)
     assert not calls(launcher)
 
 
 def test_trainings_are_counted_and_timed_and_finished_ones_are_found(launcher):
     told: list[str] = []
-    compare(plan("layout=tp=2"), launcher, told.append)
+    compare(trial("layout=tp=2"), launcher, told.append)
     assert told[0] == "at most 10 trainings, 8 of them control runs"
     first, *_, last = [line for line in told if line.startswith("training ")]
     assert first.startswith("training 1 of at most 10, baseline: ")
     assert re.match(r"training 10 of at most 10 \(\d+ s to go at most\), control/08: ", last)
     told.clear()
-    compare(plan("--optimizer.lr 3.06e-3"), launcher, told.append)
+    compare(trial("--optimizer.lr 3.06e-3"), launcher, told.append)
     assert re.match(r"at most 1 trainings, 0 .*; 9 more are found; at most \d+ s at the", told[0])
     (only,) = [line for line in told if line.startswith("training ")]
     assert only.startswith("training 1 of at most 1 (")
 
 
 def test_without_a_seed_checkpoint_initial_weights_must_agree(launcher):
-    same = plan("layout=tp=2", seed=False)
+    same = trial("layout=tp=2", seed=False)
     assert compare(same, launcher, silent).verdict is Verdict.INSIDE
     assert all(run["metrics.log_initial_weights"] == "true" for run in calls(launcher))
     assert "checkpoint.initial_load_path" not in calls(launcher)[0] and len(calls(launcher)) == 10
     with pytest.raises(ConfigError, match="initial weights: b has checksum 0 in baseline, 7 in"):
-        compare(plan("--debug.seed 7", seed=False), launcher, silent)
+        compare(trial("--debug.seed 7", seed=False), launcher, silent)
 
 
 def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_path: Path):
-    compare(plan("layout=tp=2", num_control_runs=0), launcher, silent)
+    compare(trial("layout=tp=2", num_control_runs=0), launcher, silent)
     before = len(calls(launcher))
-    finished = plan(str(launcher.folder / "candidate"), str(launcher.folder / "baseline"))
+    finished = trial(str(launcher.folder / "candidate"), str(launcher.folder / "baseline"))
     told: list[str] = []
     found = compare(finished, launcher, told.append)
     assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
     with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
-        compare(plan("layout=tp=2", finished.baseline.text, **PIN), launcher, silent)
+        compare(trial("layout=tp=2", finished.baseline.text, **PIN), launcher, silent)
     assert len(calls(launcher)) == before

@@ -13,8 +13,8 @@ from tests.support.paths import REPO
 from tests.support.stub_runs import (
     Stubbed,
     calls,
-    plan,
     silent,
+    trial,
 )
 from tests.support.verdict_cases import run
 from titan_moe.cli.main import main
@@ -32,7 +32,7 @@ from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare
-from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
+from titan_moe.verify.compare.suite import Suite, entry_trial, load_suite, run_suite
 
 COSTS = {
     Verdict.TOO_SLOW: CostCheck(TIME, [1.0], [1.3], 0.05),
@@ -50,8 +50,8 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     if path.stem == "seed_8":  # Its file names two models: this one is for the GPUs.
         suite = load_suite(path, REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml")
     for entry in suite.comparison:
-        plan = entry_plan(entry)
-        for side in (plan.baseline, plan.candidate):
+        trial = entry_trial(entry)
+        for side in (trial.baseline, trial.candidate):
             if side.path is not None or side.config is None:
                 continue
             job = load_job([*side.file(), *side.arguments(*batch_words(side, side.job()))])
@@ -190,5 +190,5 @@ def test_suite_s_comparisons_share_runs(launcher):
     (launcher.folder / "code").symlink_to(launcher.folder.parent / "code")
     for name in ("a", "b"):
         one = Stubbed(launcher.folder / name, shared=launcher.folder / "runs")
-        compare(plan("layout=tp=2"), one, silent)
+        compare(trial("layout=tp=2"), one, silent)
     assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11

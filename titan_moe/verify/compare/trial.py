@@ -1,4 +1,4 @@
-"""The plan of a comparison: two runs, their control runs, and limits."""
+"""A trial is what a comparison is asked for: two runs, their control runs, and limits."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
 
 @dataclass(frozen=True)
-class Plan:
+class Trial:
     """Two runs to compare, and how closely."""
 
     title: str
@@ -41,22 +41,18 @@ class Plan:
         return {quantity: limit for quantity, limit in both.items() if limit is not None}
 
 
-def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Plan:
-    """Makes the plan of two runs as a user writes them. Raises ConfigError.
+def trial_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Trial:
+    """Makes the trial of two runs as a user writes them. Raises ConfigError.
 
     Args:
         common: what a run leaves out.
-        options: the other fields of the plan.
+        options: the other fields of the trial.
     """
-    ranks = _default_ranks()
+    # As run_train.sh chooses: on each machine NGPU, its GPUs, else 2.
+    named = os.environ.get("NGPU", "")
+    here = int(named) if named.isdecimal() else launch.default_ranks(os.environ)
+    ranks = num_nodes() * here
     first, second = (
         parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)
     )
-    return Plan(title, first, second, **options)
-
-
-def _default_ranks() -> int:
-    """Returns the ranks that run_train.sh chooses: on each machine NGPU, its GPUs, else 2."""
-    named = os.environ.get("NGPU", "")
-    here = int(named) if named.isdecimal() else launch.default_ranks(os.environ)
-    return num_nodes() * here
+    return Trial(title, first, second, **options)
