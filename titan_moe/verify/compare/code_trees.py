@@ -45,7 +45,10 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
     if not revision:
         if not (REPO / "run_train.sh").is_file():
             raise ConfigError(f"{REPO} is no checkout: trainings are started by its run_train.sh")
-        return CodeTree(REPO, _hash(REPO), f"working tree ({_head()})")
+        head = "no git repository"
+        if found := code_revision(REPO):
+            head = f"{found['commit'][:7]}{', changed' * found['changed']}"
+        return CodeTree(REPO, _hash(REPO), f"working tree ({head})")
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
         raise ConfigError(f"revision={revision}: git knows no such commit in {REPO}")
@@ -63,13 +66,6 @@ def remove_worktrees(worktrees: Path) -> None:
     """Remove what `code_tree` has checked out, unless something was changed there."""
     for folder in sorted(worktrees.glob("[0-9a-f]" * _SHORT)):
         _git("worktree", "remove", str(folder.resolve()), ok=(0, 128))
-
-
-def _head() -> str:
-    found = code_revision(REPO)
-    if found is None:
-        return "no git repository"
-    return f"{found['commit'][:7]}{', changed' * found['changed']}"
 
 
 def _hash(folder: Path) -> str:

@@ -53,7 +53,7 @@ def comparison_page(comparison: Comparison) -> str:
         )
     for key in [key for key in COMPARED if key in more]:
         panels[f"{key}, both runs"] = more.pop(key)
-        if not np.array_equal(first[key], second[key]):
+        if not np.array_equal(first[key], second[key], equal_nan=True):
             differ = partial(draw_difference, quantity=key, comparison=comparison)
             panels[f"{key}, difference on a log scale"] = differ
     runs = "; ".join(
