@@ -244,7 +244,7 @@ def _log_scale(axes: "Axes") -> None:
     subs = (1.0,) if high > 200 * low else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.minorticks_off()
+    axes.minorticks_off()
 
 
 def _positive(first: Array, second: Array) -> Array:
