@@ -55,12 +55,12 @@ def write(folder: Path, ranks: list[dict[str, torch.Tensor]], margin: float = 0.
         margins = torch.full((len(KEYS), 1), margin, dtype=torch.float64)
         by_token = {OUTPUT: held["output"], NEXT: held["next"], SCORES: held["scores"]}
         by_token |= {CHOICE: hot, CHOICE._replace(tensor="margin"): margins}
-        for number, (place, x) in enumerate(by_token.items()):
-            records.add(place, (0, number), Sketches(TOKENS, KEYS[own], sketch_rows(x[own])))
+        for place, x in by_token.items():
+            records.add(place, 0, Sketches(TOKENS, KEYS[own], sketch_rows(x[own])))
         loss = Sketches(NUMBERS, zero, held["loss"][:, None])
-        records.add(Place("loss", "", "loss"), (0, 0), loss)
+        records.add(Place("loss", "", "loss"), 0, loss)
         weight = sketch_box(held["weight"], (slice(0, 8),))[None]
-        records.add(GRADIENT, (0, 0), Sketches(TENSOR, zero, weight))
+        records.add(GRADIENT, 0, Sketches(TENSOR, zero, weight))
         facts = {"step": 1, "rank": rank, "world_size": len(ranks), "rows": ROWS}
         facts |= {"layout": LAYOUT | {"dp_shard": len(ranks)}, "compute_dtype": "float64"}
         records.save(folder / f"rank-{rank:05d}.pt", facts)

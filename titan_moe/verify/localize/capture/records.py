@@ -69,13 +69,17 @@ class Records:
         self._orders: dict[Place, tuple[int, int]] = {}
         self._chunks: dict[Place, list[Sketches]] = defaultdict(list)
 
-    def add(self, place: Place, order: tuple[int, int], sketches: Sketches) -> None:
+    def expect(self, place: Place, stage: int) -> None:
+        """Places of a phase are read by stage, and in each as they were expected first."""
+        self._orders.setdefault(place, (stage, len(self._orders)))
+
+    def add(self, place: Place, stage: int, sketches: Sketches) -> None:
         """Keeps a chunk of a place.
 
         Args:
-            order: the stage of the pipeline, and the place's number in it.
+            stage: of the pipeline, or a layer's number.
         """
-        self._orders.setdefault(place, order)
+        self.expect(place, stage)
         # Off the device at once: all of a step's sketches may be gigabytes.
         kept = sketches._replace(keys=sketches.keys.cpu(), values=sketches.values.cpu())
         self._chunks[place].append(kept)

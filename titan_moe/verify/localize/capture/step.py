@@ -36,15 +36,15 @@ from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_experts,
 from titan_moe.verify.localize.capture.watcher import Microbatch, Watcher
 
 FOLDER = "capture"
-_SUMS = (
-    ("loss", "num_targets"),
-    ("loss", "loss"),
-    ("loss", "mtp_loss"),
-    ("norm", "grad_norm"),
-    ("loss", "indexer_loss"),
-    ("loss", "balance_loss"),
-)
-"""Phase and name of a step's sums; those of layers come before the last one."""
+_SUMS = {
+    "num_targets": "loss",
+    "loss": "loss",
+    "mtp_loss": "loss",
+    "indexer_loss": "loss",
+    "balance_loss": "loss",
+    "grad_norm": "norm",
+}
+"""Phases of a step's sums."""
 
 
 def capture_of_step(
@@ -77,7 +77,7 @@ class StepCapture:
         self._records = Records()
         self._rows: list[int] = []
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
-        self._rank = rank
+        self._rank, self._layers = rank, sharded.all_moe_layers()
         self._tp, self._tp_rank = dims.size("tp"), dims.coordinate(rank, "tp")
         self._stages = [_stage(part, sharded.stages) for part in sharded.parts]
         self._parameters("start", "parameter", lambda parameter: parameter)
@@ -103,12 +103,12 @@ class StepCapture:
                 read[f"tokens {depth + 1} ahead"] = local.ahead_tokens_BKS[:, depth]
                 read[f"labels {depth + 1} ahead"] = local.ahead_labels_BKS[:, depth]
         read["documents"] = local.documents_BS
-        for number, (name, x_BS) in enumerate(read.items()):
+        for name, x_BS in read.items():
             # Every rank has the documents of all positions.
             read_S = torch.arange(x_BS.shape[1]) if name == "documents" else positions_S
             keys_T = token_keys(rows_B, read_S).flatten()
             sketches = Sketches(TOKENS, keys_T, sketch_rows(x_BS.reshape(-1, 1).double()))
-            self._records.add(Place("data", "batch", name), (0, number), sketches)
+            self._records.add(Place("data", "batch", name), 0, sketches)
 
     def accumulated(self) -> None:
         """Records gradients after all sums over ranks, before clipping."""
@@ -117,20 +117,19 @@ class StepCapture:
         self._parameters("gradient", "gradient", lambda parameter: parameter.grad)
         for name, moe in self._sharded.moe_layers().items():
             # Every rank has the loss of its own tokens.
-            place, order = Place("loss", f"{name}.moe", "balance loss"), (3, self._layer(name))
-            self._numbers(place, [moe.router.balance_loss], order, NUMBERS, part=self._rank)
+            place, losses = Place("loss", f"{name}.moe", "balance loss"), [moe.router.balance_loss]
+            self._numbers(place, losses, self._layers.index(name), NUMBERS, part=self._rank)
 
     def updated(self, result: StepResult) -> None:
         """Records the step's sums and what it leaves; after the update, or where there is none."""
         logged = (result.metrics or {}) | vars(result)
-        for number, (phase, name) in enumerate(_SUMS):
-            if (value := logged.get(name)) is not None:
-                self._numbers(Place(phase, "", name), [value], (number, 0), NUMBERS)
+        for name, phase in _SUMS.items():
+            if (value := logged.get(name)) is not None:  # Sums of losses follow those of layers.
+                self._numbers(Place(phase, "", name), [value], len(self._layers), NUMBERS)
         if result.counts_LE is not None:
-            layers = self._sharded.all_moe_layers()
-            for number, (name, counts_E) in enumerate(zip(layers, result.counts_LE, strict=True)):
+            for name, counts_E in zip(self._layers, result.counts_LE, strict=True):
                 place = Place("counts", f"{name}.moe.router", "tokens_per_expert")
-                self._numbers(place, counts_E, (0, number), EXPERTS)
+                self._numbers(place, counts_E, 0, EXPERTS)
         self._routers("balance")
         state = self._optimizer.state
         # A parameter without one of the moments is recorded with zeros.
@@ -162,28 +161,22 @@ class StepCapture:
         assert first >= 0 and last <= len(whole_BS), "the microbatch's documents are a copy"
         return Microbatch(rows_B[first:last], positions_S, self._tp, self._tp_rank)
 
-    def _numbers(
-        self, place: Place, numbers: Any, order: tuple[int, int], kind: str, *, part: int = 0
-    ) -> None:
+    def _numbers(self, place: Place, numbers: Any, stage: int, kind: str, *, part: int = 0) -> None:
         """Records numbers of the whole step, or one for each expert."""
         values = torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()[:, None]
-        self._records.add(place, order, Sketches(kind, torch.arange(len(values)), values, part))
-
-    def _layer(self, name: str) -> int:
-        """Returns the number of an MoE layer among those of all ranks."""
-        return list(self._sharded.all_moe_layers()).index(name)
+        self._records.add(place, stage, Sketches(kind, torch.arange(len(values)), values, part))
 
     def _routers(self, phase: str) -> None:
         for name, moe in self._sharded.moe_layers().items():
             for which in ("expert_bias", "previous_load"):
                 place = Place(phase, f"{name}.moe.router", which)
-                self._numbers(place, getattr(moe.router, which), (1, self._layer(name)), EXPERTS)
+                self._numbers(place, getattr(moe.router, which), self._layers.index(name), EXPERTS)
 
     @torch.no_grad()
     def _parameters(self, phase: str, tensor: str, choose: Any) -> None:
         """A sketch of every parameter, or of what belongs to it; nothing counts as zeros."""
         for part, stage in zip(self._sharded.parts, self._stages, strict=True):
-            for number, (name, parameter) in enumerate(part.named_parameters()):
+            for name, parameter in part.named_parameters():
                 box, chosen = local_slices(parameter), choose(parameter)
                 if chosen is None:
                     chosen = torch.zeros_like(parameter)
@@ -197,7 +190,7 @@ class StepCapture:
                 else:
                     values = sketch_box(held, box)[None]
                     sketches = Sketches(TENSOR, torch.zeros(1).long(), values, _part(box))
-                self._records.add(place, (stage, number), sketches)
+                self._records.add(place, stage, sketches)
 
 
 def _part(box: tuple[slice, ...]) -> int:

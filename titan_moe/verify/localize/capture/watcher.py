@@ -90,17 +90,12 @@ class Watcher:
         self._records = records
         self._find = microbatch
         self._interleaved = interleaved
-        self._numbers: dict[Place, int] = {}
         self.now: Microbatch
         """The microbatch whose forward ran last."""
 
     def begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Notes the rows of a stage's forward before it runs."""
         self.now = self._find(kwargs["documents_BS"])
-
-    def order(self, place: Place) -> tuple[int, int]:
-        """Numbers places as a forward comes by them."""
-        return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
     def by_token(self, of: Callable[[Tensor], Tensor] = lambda x: x, *, cut: bool = False) -> Lay:
         """Returns the sketch of tensors that have a row for each token of this microbatch (see
@@ -121,7 +116,7 @@ class Watcher:
         if recomputing():
             return view
         place = Place("backward", module, tensor)
-        self.order(place)
+        self._records.expect(place, self.stage)
         seen: list[bool] = []
 
         def keep(grad: Tensor) -> None:
@@ -136,4 +131,4 @@ class Watcher:
         with torch.no_grad(), _disable_current_modes():
             sketches = lay(x.detach(), gradient=gradient)
             if sketches is not None:
-                self._records.add(place, self.order(place), sketches)
+                self._records.add(place, self.stage, sketches)
