@@ -15,6 +15,7 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
+from titan_moe.verify.gradients.poison import Poison
 
 CONFIG = MoEConfig(num_experts=6, top_k=2, hidden_dim=8, normalize_top_k=True)
 DIM = 16
@@ -95,17 +96,6 @@ def test_layer_matches_the_loop_forward_and_backward(row_alignment: int, kind: s
     assert not ours["experts.w1"][2].any()
 
 
-class _PoisonedTail(LocalDispatcher):
-    """Rows that belong to no expert hold NaN, on the way in and on the way back."""
-
-    def receive(self, sent, plan, order):
-        rows = super().receive(sent, plan, order)
-        past = torch.arange(len(rows.x_RD)) >= rows.offsets_E[-1]
-        assert past.any()
-        x_RD = torch.where(past[:, None], float("nan"), rows.x_RD)
-        return ExpertRows(x_RD, torch.where(past, float("nan"), rows.weights_R), rows.offsets_E)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.dtype, kind: str):
@@ -113,8 +103,10 @@ def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.d
     x_BSD = torch.randn(2, 7, DIM, dtype=dtype, requires_grad=True)
     clean = layer(x_BSD)
     clean_grads = _grads(layer, x_BSD, clean)
-    layer.dispatcher = _PoisonedTail(16)
+    poison = Poison()
+    poison.apply([layer])
     output = layer(x_BSD)
+    assert poison.tails and poison.paddings
     assert torch.equal(output, clean)
     for name, grad in _grads(layer, x_BSD, output).items():
         assert torch.equal(grad, clean_grads[name]), name

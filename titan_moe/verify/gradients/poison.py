@@ -13,9 +13,10 @@ from titan_moe.moe.layer import MoE
 class Poison:
     """Counts the rows that it spoilt.
 
-    Rows past the last expert's end are spoilt in the experts' input and output and in both
-    gradients; the padding inside an expert's rows in the output alone: the weights' gradient is a
-    product over those rows, which wants zeros in the input and in the output's gradient.
+    Rows past the last expert's end are spoilt in the experts' input and output, in both gradients
+    and in the routing weights; the padding inside an expert's rows in the output alone: the
+    gradient of the experts' weights is a product over those rows, which wants zeros in the input
+    and in the output's gradient.
     """
 
     def __init__(self) -> None:
@@ -30,14 +31,15 @@ class Poison:
 
     def _spoil_inputs(self, module: object, args: tuple[ExpertRows, Any]) -> tuple[Any, ...]:
         rows, *weights = args
-        x_RD = _spoilt(rows.x_RD, _tail(rows))
-        return rows._replace(x_RD=x_RD), *weights
+        tail_R1 = _tail(rows)
+        weights_R = rows.weights_R.masked_fill(tail_R1[:, 0], torch.nan)
+        return rows._replace(x_RD=_spoilt(rows.x_RD, tail_R1), weights_R=weights_R), *weights
 
     def _spoil_outputs(self, module: object, args: tuple[ExpertRows, Any], y_RD: Tensor) -> Tensor:
         rows, tail_R1 = args[0], _tail(args[0])
         padding_R1 = (rows.weights_R.detach() == 0)[:, None]
         self.tails += int(tail_R1.sum())
-        self.paddings += int(padding_R1.sum()) - int(tail_R1.sum())
+        self.paddings += int(padding_R1.sum())
         return _spoilt(y_RD, tail_R1).masked_fill(padding_R1, torch.nan)
 
 
