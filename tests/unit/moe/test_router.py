@@ -67,3 +67,10 @@ def test_product_on_tensor_cores_rounds_the_gradient_of_logits_alone(
     logits, *grads = router_errors("cpu")
     assert max(plain[0], logits) < 1e-6
     assert max(plain) < max(grads) < 1.5 * max(plain)
+
+
+def test_forced_balance_is_seen_in_a_printed_router():
+    router = _router(replace(CONFIG, force_load_balance=True))
+    assert "GivenExperts(each in turn)" in repr(router)
+    experts_TK = router.select(torch.rand(16, 8), router.expert_bias)
+    assert experts_TK.flatten().bincount().tolist() == [6] * 8
