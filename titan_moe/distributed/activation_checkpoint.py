@@ -121,11 +121,12 @@ class Recomputed(CheckpointWrapper):
             yield name, self if module is self._checkpoint_wrapped_module else module
 
     def _contexts(self) -> Contexts:
-        decisions = [memo.contexts() for memo in self.memos]
-        recorded = _entered(*(record for record, _ in decisions))
-        replays = (replay for _, replay in decisions)
-        both = recorded, _entered(*replays, _unchanged(self._counters))
-        return _both(both, _kept_results(self.kept)) if self.kept else both
+        pairs = [memo.contexts() for memo in self.memos]
+        if self.kept:
+            pairs.append(_kept_results(self.kept))
+        records = [record for record, _ in pairs]
+        replays = [replay for _, replay in pairs]
+        return _entered(records), _entered([*replays, _unchanged(self._counters)])
 
     @cached_property  # Not before the first forward: the model has no memory yet.
     def _counters(self) -> dict[str, Tensor]:
@@ -148,15 +149,11 @@ def _unchanged(buffers: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _entered(*contexts: AbstractContextManager) -> Iterator[None]:
+def _entered(contexts: list[AbstractContextManager]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def _both(first: Contexts, second: Contexts) -> Contexts:
-    return _entered(first[0], second[0]), _entered(first[1], second[1])
 
 
 def _kept_results(operations: set[Any]) -> Contexts:

@@ -4,7 +4,7 @@ Every reduction is a plain sum (docs/parallelism.md, "One rule for gradients"). 
 alone is HSDP whose shard axis has one rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -163,7 +163,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, resha
         module,
         mesh=mesh,
         reshard_after_forward=reshard,
-        shard_placement_fn=_placement(num_shards),
+        shard_placement_fn=lambda p: Shard(shard_dim(local_part(p).shape, num_shards)),
         # Inputs keep their types: rotations and routing weights are float32 beside bfloat16 rows.
         mp_policy=MixedPrecisionPolicy(
             param_dtype=policy.compute_dtype,
@@ -197,13 +197,6 @@ class ExchangedSum:
         torch.add(first, second, out=output_tensor)
         for part in others:
             output_tensor.add_(part)
-
-
-def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(local_part(parameter).shape, num_shards))
-
-    return place
 
 
 def _prefetch(units: list[nn.Module]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils._pytree import tree_leaves
@@ -54,10 +55,6 @@ def _is_cheap(node: fx.Node) -> bool:
 keep_results = KeepResults()
 
 
-def _run_as_traced(graph: fx.GraphModule, example_inputs: Any) -> Any:
-    return torch._dynamo.backends.debugging.boxed_nop(graph, example_inputs)
-
-
 aot_eager_keeping_results = aot_autograd(
-    fw_compiler=_run_as_traced, partition_fn=keep_results, keep_inference_input_mutations=True
+    fw_compiler=boxed_nop, partition_fn=keep_results, keep_inference_input_mutations=True
 )

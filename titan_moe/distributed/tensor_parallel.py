@@ -130,36 +130,42 @@ def _held_whole(model: nn.Module) -> set[str]:
     }
 
 
-class ColumnParallelLinear(nn.Module):
-    """A Linear whose outputs are cut: weight dim 0, bias dim 0."""
+class _Cut(nn.Module):
+    """Stands in the place of a module, with its weight cut along a dim over the mesh."""
 
     weight: nn.Parameter
+
+    def __init__(self, module: Any, mesh: DeviceMesh, group: ProcessGroup, dim: int = 0) -> None:
+        super().__init__()
+        self.group = group
+        self.register_parameter("weight", module.weight)
+        cut_parameter(self, "weight", mesh, [dim])
+
+
+class ColumnParallelLinear(_Cut):
+    """A Linear whose outputs are cut: weight dim 0, bias dim 0."""
+
     bias: nn.Parameter | None
 
-    def __init__(self, linear: Any, mesh: DeviceMesh) -> None:
-        super().__init__()
+    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        super().__init__(linear, mesh, group)
         self.product = _product(linear)
-        for name in ("weight", "bias"):
-            self.register_parameter(name, getattr(linear, name))
-        for name, _ in list(self.named_parameters()):
-            cut_parameter(self, name, mesh, [0])
+        self.register_parameter("bias", linear.bias)
+        if linear.bias is not None:
+            cut_parameter(self, "bias", mesh, [0])
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else local_part(self.bias)
         return self.product(x, local_part(self.weight), bias)
 
 
-class ColumnParallelNorm(nn.Module):
+class ColumnParallelNorm(_Cut):
     """An RMSNorm over all channels of a ColumnParallelLinear's outputs, of which each rank has its
     part, and that part of the weight. One number a token travels: the sum of squares."""
 
-    weight: nn.Parameter
-
     def __init__(self, norm: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
-        super().__init__()
-        self.group, self.width, self.eps = group, norm.weight.numel(), norm.eps
-        self.register_parameter("weight", norm.weight)
-        cut_parameter(self, "weight", mesh, [0])
+        super().__init__(norm, mesh, group)
+        self.width, self.eps = norm.weight.numel(), norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -168,37 +174,25 @@ class ColumnParallelNorm(nn.Module):
         return (wide * scale * local_part(self.weight)).to(x.dtype)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Cut):
     """A Linear whose inputs are cut (weight dim 1): partial outputs are summed and scattered to
     parts of the sequence. A bias is whole, added after the sum."""
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
-        super().__init__()
+        super().__init__(linear, mesh, group, dim=1)
         self.product = _product(linear)
-        self.group = group
-        for name in ("weight", "bias"):
-            self.register_parameter(name, getattr(linear, name))
-        cut_parameter(self, "weight", mesh, [1])
+        self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_tokens(self.product(x, local_part(self.weight)), self.group)
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(_Cut):
     """An Embedding whose rows are cut: a token unknown here adds zeros to the sum, which is
     scattered to parts of the sequence."""
-
-    weight: nn.Parameter
-
-    def __init__(self, embedding: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.register_parameter("weight", embedding.weight)
-        cut_parameter(self, "weight", mesh, [0])
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         with region("embedding"):
@@ -211,15 +205,8 @@ class VocabParallelEmbedding(nn.Module):
             return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
 
 
-class LocalHeads(nn.Module):
+class LocalHeads(_Cut):
     """Holds and returns this rank's part of a weight that has one value per head."""
-
-    weight: nn.Parameter
-
-    def __init__(self, per_head: Any, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.register_parameter("weight", per_head.weight)
-        cut_parameter(self, "weight", mesh, [0])
 
     def forward(self) -> Tensor:
         return local_part(self.weight)
@@ -278,11 +265,11 @@ def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Mod
 
 _WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "gather": _gathered,
-    "colwise": lambda linear, mesh, group: ColumnParallelLinear(linear, mesh),
+    "colwise": ColumnParallelLinear,
     "colwise_norm": ColumnParallelNorm,
     "rowwise": RowParallelLinear,
     "vocab_rows": VocabParallelEmbedding,
     "vocab_columns": _vocab_columns,
-    "heads": lambda per_head, mesh, group: LocalHeads(per_head, mesh),
+    "heads": LocalHeads,
     "whole": lambda module, mesh, group: module,
 }

@@ -2,7 +2,7 @@
 the dimensions."""
 
 from collections.abc import Callable
-from functools import partial, singledispatch
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -23,9 +23,6 @@ from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops import flex_attention, varlen_attention
 from titan_moe.ops.attention import LOAD_BYTES, AttentionCore, choose_core
 from titan_moe.ops.sparse_attention import SparseAttention
-
-# Gives queries and keys their places in the row.
-Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
@@ -83,7 +80,8 @@ class GQA(Attention):
 
     Args:
         norm: makes the norms of learned `qk_norm`.
-        rotary: whether positions rotate queries and keys; else `config.temperature` may scale them.
+        rotary: whether positions rotate queries and keys; else `config.temperature` may scale
+            queries.
     """
 
     def __init__(
@@ -98,10 +96,15 @@ class GQA(Attention):
         rotary: bool = True,
     ) -> None:
         super().__init__()
+        self.config, self.pairing, self.rotary, self.norm_eps = (
+            config,
+            rope.pairing,
+            rotary,
+            norm_eps,
+        )
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5 * softmax_factor(rope)
         self.core = core
-        self.output_gate = config.output_gate
         queries = config.num_heads * config.head_dim * (1 + config.output_gate)
         self.wq = nn.Linear(dim, queries, bias=config.bias)
         self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
@@ -119,14 +122,13 @@ class GQA(Attention):
         elif config.qk_norm == "learned":
             self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
         self.sinks = PerHead(config.num_heads) if config.sinks else None
-        self.place = _placement(config, rope, norm_eps, rotary)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
     ) -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
-        if self.output_gate:  # Each head's channels lie beside their gates.
+        if self.config.output_gate:  # Each head's channels lie beside their gates.
             q, gate = (x.flatten(2) for x in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         q_BSHC = self.q_norm(self.wq_norm(q).unflatten(-1, heads))
         k_BSHC = self.k_norm(self.wk_norm(k).unflatten(-1, heads))
@@ -136,7 +138,22 @@ class GQA(Attention):
         sinks_H = None if self.sinks is None else self.sinks()
         o_BHSC = self.attend(self.core, q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
         o_BSD = o_BHSC.transpose(1, 2).flatten(2)
-        return self.wo(o_BSD * gate.sigmoid() if self.output_gate else o_BSD)
+        return self.wo(o_BSD * gate.sigmoid() if self.config.output_gate else o_BSD)
+
+    def place(self, q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Gives queries and keys their places in the row."""
+        if not self.rotary:
+            if self.config.temperature is not None:
+                q_BSHC = _tempered(q_BSHC, rotation, self.config.temperature)
+            return q_BSHC, k_BSHC
+        q_BSHC, k_BSHC = (rotate(x_BSHC, rotation, self.pairing) for x_BSHC in (q_BSHC, k_BSHC))
+        if self.config.qk_norm != "unweighted":
+            return q_BSHC, k_BSHC
+        head_dim = q_BSHC.shape[-1:]
+        return (
+            F.rms_norm(q_BSHC, head_dim, eps=self.norm_eps),
+            F.rms_norm(k_BSHC, head_dim, eps=self.norm_eps),
+        )
 
 
 class PerHead(nn.Module):
@@ -166,7 +183,7 @@ class MLA(Attention):
     ) -> None:
         super().__init__()
         self.config = config
-        self.place = partial(rotate, pairing=rope.pairing) if config.rotary else _unrotated
+        self.pairing = rope.pairing
         qk_dim = config.qk_dim
         self.scale = qk_dim**-0.5 * softmax_factor(rope)
         self.core = core
@@ -197,7 +214,8 @@ class MLA(Attention):
         q_latent = q if whole_rank else self.q_norm(q)
         q = q if whole_rank else self.wq_b(q_latent)
         q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
-        q_BSHC = self.place(q_BSHC, rotation, first=config.nope_dim)
+        if config.rotary:
+            q_BSHC = rotate(q_BSHC, rotation, self.pairing, first=config.nope_dim)
 
         latent_BSR, k_rope = latent.split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
@@ -205,7 +223,9 @@ class MLA(Attention):
         k_nope, v_BSHC = kv_BSHC.split([config.nope_dim, config.v_dim], dim=-1)
         if config.nope_dim * v_BSHC.element_size() % LOAD_BYTES:
             v_BSHC = v_BSHC.contiguous()  # Its rows begin between the loads of fused kernels.
-        k_rope = self.place(k_rope[:, :, None], rotation)
+        k_rope = k_rope[:, :, None]
+        if config.rotary:
+            k_rope = rotate(k_rope, rotation, self.pairing)
         k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
 
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
@@ -216,42 +236,11 @@ class MLA(Attention):
         return self.wo(o_BHSC.transpose(1, 2).flatten(2))
 
 
-def _placement(config: GQAConfig, rope: RopeConfig, norm_eps: float, rotary: bool) -> Placement:
-    if not rotary:
-        if config.temperature is None:
-            return lambda q_BSHC, k_BSHC, rotation: (q_BSHC, k_BSHC)
-        return partial(_tempered, temperature=config.temperature)
-    rotated = partial(_rotated, pairing=rope.pairing)
-    if config.qk_norm == "unweighted":
-        return partial(_normed, rotated=rotated, norm_eps=norm_eps)
-    return rotated
-
-
-def _unrotated(x_BSHC: Tensor, rotation: Rotation, first: int = 0) -> Tensor:
-    return x_BSHC
-
-
-def _rotated(
-    q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation, *, pairing: str
-) -> tuple[Tensor, Tensor]:
-    return rotate(q_BSHC, rotation, pairing), rotate(k_BSHC, rotation, pairing)
-
-
-def _normed(
-    q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation, *, rotated: Placement, norm_eps: float
-) -> tuple[Tensor, Tensor]:
-    q_BSHC, k_BSHC = rotated(q_BSHC, k_BSHC, rotation)
-    head_dim = q_BSHC.shape[-1:]
-    return F.rms_norm(q_BSHC, head_dim, eps=norm_eps), F.rms_norm(k_BSHC, head_dim, eps=norm_eps)
-
-
-def _tempered(
-    q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation, *, temperature: PositionTemperature
-) -> tuple[Tensor, Tensor]:
+def _tempered(q_BSHC: Tensor, rotation: Rotation, temperature: PositionTemperature) -> Tensor:
     dtype = rotation.cos_BSC.dtype
     steps_BS = ((rotation.positions_BS + 1) // temperature.floor).to(dtype)
     scale_BS = 1 + temperature.scale * steps_BS.log1p()
-    return (q_BSHC.to(dtype) * scale_BS[..., None, None]).to(q_BSHC.dtype), k_BSHC
+    return (q_BSHC.to(dtype) * scale_BS[..., None, None]).to(q_BSHC.dtype)
 
 
 def plain_core(
