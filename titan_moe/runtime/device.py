@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
+from titan_moe.runtime import host_gloo
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
 
@@ -78,10 +79,6 @@ def use_flash_attention_3(device: torch.device) -> None:
         activate_flash_attention_impl("FA3")
 
 
-HOST_GLOO = "host_gloo"
-"""The backend of ranks that share GPUs (runtime/host_gloo.py)."""
-
-
 def backend_for(device: torch.device, num_ranks: int = 1, *, share_gpus: bool = False) -> str:
     """Returns torch.distributed's backends; with a GPU also gloo, for objects and checkpoints.
 
@@ -91,10 +88,8 @@ def backend_for(device: torch.device, num_ranks: int = 1, *, share_gpus: bool = 
             machine without GPUs is one of those.
     """
     if share_gpus and num_ranks > torch.cuda.device_count():
-        from titan_moe.runtime import host_gloo
-
         host_gloo.register()
-        return HOST_GLOO
+        return host_gloo.BACKEND
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.runtime.device import HOST_GLOO
-
+BACKEND = "host_gloo"
 _DEVICES = ["cpu", "cuda"]
 # Each writes to the tensors of its first argument, but `send`. torch 2.13 gave some a second name.
 _COLLECTIVES = {
@@ -108,5 +107,5 @@ class HostGloo(_Staged):
 def register() -> None:
     """Makes the backend known to torch in this process."""
     dist.Backend.register_backend(
-        HOST_GLOO, lambda options, _: HostGloo(options), extended_api=True, devices=_DEVICES
+        BACKEND, lambda options, _: HostGloo(options), extended_api=True, devices=_DEVICES
     )

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_moe.config.job_config import AxisOptions, Comm, Debug
-from titan_moe.runtime.device import HOST_GLOO, backend_for, pick_device, use_flash_attention_3
+from titan_moe.runtime import host_gloo
+from titan_moe.runtime.device import backend_for, pick_device, use_flash_attention_3
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
 from titan_moe.runtime.stopping import attempt_folder
@@ -62,7 +63,7 @@ def process_group(
             logger.info("debug.deterministic: NCCL_ALGO=^NVLS,NVLSTree, for sums in a fixed order")
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
-    if backend == HOST_GLOO:
+    if backend == host_gloo.BACKEND:
         ranks, gpus = launch.local_world_size, torch.cuda.device_count()
         if launch.rank == 0:
             logger.info("%d ranks share %d GPU(s); collectives go through the host", ranks, gpus)

@@ -19,9 +19,9 @@ from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime import device as device_module
+from titan_moe.runtime import host_gloo
 from titan_moe.runtime import process as process_module
 from titan_moe.runtime.device import (
-    HOST_GLOO,
     backend_for,
     describe_device,
     peak_flops_of,
@@ -87,7 +87,7 @@ def test_deterministic_nccl_adds_in_no_switch(
     assert ("NCCL_ALGO" in caplog.text) == (own != chosen)
 
 
-@pytest.mark.parametrize("ranks, backend", [(2, "cuda:nccl,cpu:gloo"), (5, HOST_GLOO)])
+@pytest.mark.parametrize("ranks, backend", [(2, "cuda:nccl,cpu:gloo"), (5, host_gloo.BACKEND)])
 def test_ranks_share_gpus_where_there_are_fewer(
     monkeypatch: pytest.MonkeyPatch, join: mock.Mock, ranks: int, backend: str
 ) -> None:
@@ -99,7 +99,7 @@ def test_ranks_share_gpus_where_there_are_fewer(
     assert process.device == torch.device("cuda", (ranks - 1) % 2)
     assert join.call_args.args == (backend,)
     options = join.call_args.kwargs["pg_options"]
-    if backend == HOST_GLOO:
+    if backend == host_gloo.BACKEND:
         assert options is None
         share.assert_called_once_with(1 / 3, process.device)
     else:
