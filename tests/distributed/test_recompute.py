@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.operations import Operations
 from tests.support.tiers import tiered
@@ -203,6 +203,36 @@ def test_recomputed_layers_change_no_name_and_show_when_a_model_is_printed():
     blocks = model.blocks().values()
     assert str(model).count("Recomputed(") == len(blocks) == model.config.num_layers + 1
     model.load_state_dict(model.state_dict())
+
+
+def test_torchs_selective_checkpoint_wants_a_recomputation_like_the_forward():
+    """Ours has operations more, such as FSDP's gather of experts, and others less, such as the
+    exchange of counts, whose decisions are replayed. torch refuses that, or (2.11) hands back the
+    result of another operation."""
+    x_TD = torch.randn(4, 4, requires_grad=True)
+    runs: list[bool] = []
+
+    def layer(x_TD: torch.Tensor) -> torch.Tensor:
+        again = bool(runs)
+        runs.append(True)
+        counts_TD = torch.ones(4, 4) if again else torch.ones(4, 4) @ torch.ones(4, 4)
+        gathered_TD = counts_TD.cosh() if again else counts_TD
+        return (gathered_TD.detach() * 0 + x_TD.exp() @ x_TD).sin()
+
+    def contexts():
+        kept = list(activation_checkpoint._KEPT)
+        return create_selective_checkpoint_contexts(kept, allow_cache_entry_mutation=True)
+
+    def gradient(context_fn) -> torch.Tensor:
+        runs.clear()
+        y_TD = checkpoint(layer, x_TD, use_reentrant=False, context_fn=context_fn)
+        return torch.autograd.grad(y_TD.sum(), x_TD)[0]
+
+    expected = torch.autograd.grad((x_TD.exp() @ x_TD).sin().sum(), x_TD)[0]
+    try:
+        assert not torch.equal(gradient(contexts), expected), "torch's contexts do: use them"
+    except RuntimeError as error:
+        assert "not found in storage" in str(error)
 
 
 class Float8Product(torch.autograd.Function):

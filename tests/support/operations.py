@@ -13,6 +13,10 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self._note = note
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # Operations in compiled graphs count too.
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self._note(func, result)

@@ -159,8 +159,9 @@ def _entered(contexts: list[AbstractContextManager]) -> Iterator[None]:
 def _kept_results(operations: set[Any]) -> Contexts:
     """Returns contexts for a forward that keeps results and a recomputation that reuses them.
 
-    torch's own pair (create_selective_checkpoint_contexts) refuses a recomputation that runs any
-    operation which the forward did not, as FSDP does when it gathers again.
+    torch's own pair (create_selective_checkpoint_contexts) counts the calls of each operation, and
+    wants the same in a recomputation. Here FSDP gathers again, and replayed decisions exchange no
+    counts: tests/distributed/test_recompute.py shows what torch makes of that.
     """
     kept: dict[Any, deque] = defaultdict(deque)
     return _Keep(kept, operations), _HandBack(kept, operations)

@@ -8,7 +8,8 @@ choice: a top-k of scores that a fused kernel rounds otherwise might select othe
 
 The marks are those of torch's own selective checkpoint, which sets them on what a
 `torch.utils.checkpoint` inside a graph traces. That would not do here: it wants a whole layer
-without a break, and a layer that waits for split sizes has some.
+without a break, and a layer that waits for split sizes has some. Nor would torch's setting
+aggressive_recomputation: it chooses experts and multiplies their rows again (a test shows it).
 """
 
 from typing import Any

@@ -170,17 +170,13 @@ def build_sharded_model(
         ),
         names=names,
         stages=stages,
-        counts_targets=_counts_targets(meshes),
+        # Ranks of these two axes read the same tokens.
+        counts_targets=not any(dims.coordinate(meshes.rank, axis) for axis in ("tp", "pp")),
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
         counts_in_documents=job.training.mask_documents and config.has_temperature,
         compiled=job.compile.compiles_layers,
     )
-
-
-def _counts_targets(meshes: Meshes) -> bool:
-    """Ranks of `tp` and of `pp` read the same tokens: the first of them counts the targets."""
-    return not any(meshes.dims.coordinate(meshes.rank, axis) for axis in ("tp", "pp"))
 
 
 def first_names(config: ModelConfig) -> dict[str, str]:
@@ -191,18 +187,15 @@ def first_names(config: ModelConfig) -> dict[str, str]:
 def _pipeline_ends(job: JobConfig, meshes: Meshes, num_stages: int) -> tuple[int, int]:
     """The ranks, in the world, that hold this pipeline's first and last stage."""
     ranks = dist.get_process_group_ranks(meshes.group("pp"))
-    schedule = schedule_of(job.parallelism)
-
-    def holder(stage: int) -> int:
-        return next(
-            rank
-            for place, rank in enumerate(ranks)
-            if stage in stages_of_rank(schedule, place, len(ranks), num_stages)
-        )
-
     if len(ranks) == 1:
         return ranks[0], ranks[0]
-    return holder(0), holder(num_stages - 1)
+    schedule = schedule_of(job.parallelism)
+    holders = {
+        stage: rank
+        for place, rank in enumerate(ranks)
+        for stage in stages_of_rank(schedule, place, len(ranks), num_stages)
+    }
+    return holders[0], holders[num_stages - 1]
 
 
 class Parts(NamedTuple):
@@ -385,12 +378,13 @@ def _execution(
         offloads = job.training.enable_cpu_offload
         sync = StepSync(parts[0], meshes, accumulation, cpu_offload=offloads)
         return WholeModel(parts[0], sync)
-    from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
+    from titan_moe.distributed.pipeline.schedule import Pipeline
 
     return Pipeline(
         list(parts),
         meshes=meshes,
         parallelism=job.parallelism,
-        activations=Activations(config.dim, compute_dtype(job)),
+        dim=config.dim,
+        dtype=compute_dtype(job),
         device=device,
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.compile import apply_compile
@@ -20,22 +20,6 @@ from titan_moe.ops.attention import Sdpa
 
 ROWS, SEQ_LEN = 2, 48
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "titan_moe.grouped_mm")
-
-
-class Count(TorchDispatchMode):
-    """Counts the calls of each operation, in graphs too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[str(func).rpartition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Trained(NamedTuple):
@@ -72,11 +56,11 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
 
     with saved_tensors_hooks(note, lambda x: x):
         loss = model(tokens, torch.zeros_like(tokens), positions).square().sum()
-    backward = Count()
-    with backward:
+    backward: Counter[str] = Counter()
+    with Operations(lambda func, _: backward.update([str(func).rpartition(".")[0]])):
         loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Trained(grads, backward.calls, sum(kept.values()))
+    return Trained(grads, backward, sum(kept.values()))
 
 
 @pytest.mark.slow
@@ -90,3 +74,12 @@ def test_graphs_make_no_product_again_and_keep_less(family: str):
     assert results.backward["aten.pow"] > by_default.backward["aten.pow"]  # Norms.
     assert products(results.backward) == products(by_default.backward)
     assert results.kept_bytes < 0.9 * by_default.kept_bytes
+
+
+@pytest.mark.slow
+def test_torchs_aggressive_recomputation_chooses_experts_and_multiplies_again():
+    by_default = train_once("deepseek_v3")
+    with torch._functorch.config.patch(aggressive_recomputation=True):
+        aggressive = train_once("deepseek_v3")
+    assert products(aggressive.backward) > products(by_default.backward)
+    assert aggressive.backward["aten.topk"] > by_default.backward["aten.topk"] == 0

@@ -90,14 +90,16 @@ def context_parallel_core(
     return RingAttention(attention, group, balanced=balanced)
 
 
-class AllGather:
-    """Local queries attend to the keys and values of whole rows."""
+class _OwnQueries:
+    """A base of cores whose queries stay on their ranks."""
 
     def __init__(self, attention: BlockAttention, group: ProcessGroup, *, balanced: bool) -> None:
-        self._attention = attention
-        self._group = group
-        self._balanced = balanced
+        self._attention, self._group, self._balanced = attention, group, balanced
         self._positions = cache(partial(local_positions, balanced=balanced))
+
+
+class AllGather(_OwnQueries):
+    """Local queries attend to the keys and values of whole rows."""
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Block]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
@@ -124,9 +126,7 @@ class Ulysses:
     """Whole rows for a share of the heads, between two all-to-alls."""
 
     def __init__(self, plain: AttentionCore, group: ProcessGroup, *, balanced: bool) -> None:
-        self._plain = plain
-        self._group = group
-        self._balanced = balanced
+        self._plain, self._group, self._balanced = plain, group, balanced
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
         return self._plain.mask(documents_BS, local, bounds)
@@ -159,14 +159,8 @@ class Ulysses:
         return exchange_rows(x, AllToAll(ones, ones, self._group))
 
 
-class RingAttention:
+class RingAttention(_OwnQueries):
     """Local queries attend to keys and values that pass by."""
-
-    def __init__(self, attention: BlockAttention, group: ProcessGroup, *, balanced: bool) -> None:
-        self._attention = attention
-        self._group = group
-        self._balanced = balanced
-        self._positions = cache(partial(local_positions, balanced=balanced))
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[list[Block]]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()

@@ -6,7 +6,7 @@ reads itself, as all of them read the same sequences.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,6 @@ from titan_moe.moe.layer import MoE
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
 
-class Activations(NamedTuple):
-    """Shape and type of the activations that a rank's stages pass on."""
-
-    dim: int
-    """D of the stream."""
-    dtype: torch.dtype
-
-
 def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
     """Copies the loss, which the last stage has computed itself: torch detaches it in place."""
     return loss.clone()
@@ -54,6 +46,7 @@ class Pipeline:
         parts: this rank's stages, ascending.
         parallelism: the schedule, the size of a microbatch, and whether the forward and the
             backward of DualPipeV's pairs take turns, which dispatchers then pass on.
+        dim, dtype: size of the stream's last dim, D, and its type.
     """
 
     def __init__(
@@ -62,7 +55,8 @@ class Pipeline:
         *,
         meshes: Meshes,
         parallelism: Parallelism,
-        activations: Activations,
+        dim: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._parts = parts
@@ -70,7 +64,7 @@ class Pipeline:
         self._tp = meshes.dims.tp
         self._schedule = schedule_of(parallelism)
         self._microbatch_size = parallelism.pipeline_parallel_microbatch_size
-        self._activations = activations
+        self._dim, self._dtype = dim, dtype
         self._device = device
         ranks, rank = self._group.size(), self._group.rank()
         self._num_stages = ranks * len(parts)
@@ -175,10 +169,9 @@ class Pipeline:
 
     def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
         """Gives torch the shapes, or it would run the model to learn them and send pickles."""
-        dim, dtype = self._activations
         tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
-        like = {"dtype": dtype, "device": "meta", "requires_grad": True}
-        stream = torch.empty(rows, seq_len // self._tp, dim, **like)  # type: ignore[call-overload]
+        like = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
+        stream = torch.empty(rows, seq_len // self._tp, self._dim, **like)  # type: ignore[call-overload]
         loss = torch.empty((), **like | {"dtype": torch.float64})  # type: ignore[call-overload]
         return _Stage(
             part,
