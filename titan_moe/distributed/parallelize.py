@@ -87,7 +87,7 @@ class ShardedModel:
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
     counts_targets: bool
-    """True if this rank is the first of those that read the same tokens."""
+    """True if this rank is the first of those that read the same tokens: those of tp and pp."""
     accumulation: Accumulation
     """Sharing of gathered parameters and reductions between the microbatches of a step."""
     stops_on_overflow: bool = False
@@ -170,7 +170,6 @@ def build_sharded_model(
         ),
         names=names,
         stages=stages,
-        # Ranks of these two axes read the same tokens.
         counts_targets=not any(dims.coordinate(meshes.rank, axis) for axis in ("tp", "pp")),
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
