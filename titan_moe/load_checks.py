@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.stages import job_of_step
+from titan_moe.config.training_stages import job_of_step
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError

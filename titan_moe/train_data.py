@@ -9,7 +9,7 @@ import torch.distributed as dist
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.stages import job_of_step
+from titan_moe.config.training_stages import job_of_step
 from titan_moe.data.build import build_reader, build_validation, data_notes
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import StepReader, continue_state, merge_states

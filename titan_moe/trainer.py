@@ -21,7 +21,7 @@ from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
-from titan_moe.config.stages import changes, job_of_step, same_layout, stage_jobs
+from titan_moe.config.training_stages import changes, job_of_step, same_layout, training_stages
 from titan_moe.data.batch import Batch
 from titan_moe.data.reader import documents_without_text, merge_states
 from titan_moe.data.tokenizer import loss_unit, token_ends
@@ -139,7 +139,7 @@ class Trainer:
         # waits in the next collective. What start-up has made lives as long as the run.
         gc.disable()
         gc.freeze()
-        stages = dict(stage_jobs(self.run_job)[1:])
+        stages = dict(training_stages(self.run_job)[1:])
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile_step:
             while self.progress.step < steps:
                 step = self.progress.step + 1

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     if options.config is None and options.overrides and options.overrides[0][:1] != "-":
         return _audit(options.overrides)
-    from titan_moe.config.stages import stage_lines
+    from titan_moe.config.training_stages import training_stage_lines
     from titan_moe.data.build import sample_data
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.models.hf import model_of_job
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> Answer:
     parameters, active = sum(total(model)), round(total(model).active(model))
     found |= {"parameters": parameters, "active_parameters": active}
     says = f"{parameters:,} parameters, {active:,} active"
-    stages = stage_lines(job)
+    stages = training_stage_lines(job)
     found |= {"notes": notes, "stages": stages, "data": samples}
     lines = [line.format(**found), *stages, says, *samples, *notes, _LEFT]
     return Answer(found, lines)

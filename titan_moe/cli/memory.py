@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.checks.notes import without_experts
-    from titan_moe.config.stages import stage_jobs
+    from titan_moe.config.training_stages import training_stages
     from titan_moe.distributed.memory import GIB, choose_accumulation, memory
     from titan_moe.distributed.memory_table import Setup
     from titan_moe.models.hf import model_of_job
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> Answer:
         job = without_experts(job)
     size = total(config)
     active = size.active(config)
-    setups = {step: Setup(stage, config, options.ranks) for step, stage in stage_jobs(job)}
+    setups = {step: Setup(stage, config, options.ranks) for step, stage in training_stages(job)}
     try:
         found = {step: memory(setup) for step, setup in setups.items()}
     except ValueError as error:

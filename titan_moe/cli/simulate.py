@@ -36,11 +36,11 @@ def step(options: argparse.Namespace) -> Answer:
 
     Exit codes: 0; 1 it failed; 2 a configuration that cannot run.
     """
-    from titan_moe.config.stages import stage_jobs
+    from titan_moe.config.training_stages import training_stages
     from titan_moe.simulate.step import rank_step, simulate_steps
 
     task = rank_step(job_of(options), options.ranks, rank=options.rank, layers=options.layers)
-    stages = stage_jobs(task[0])
+    stages = training_stages(task[0])
     with out_file(options) as write:
         facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
         data, lines = facts.as_json(), [facts.in_words()]
@@ -74,14 +74,15 @@ def collectives(options: argparse.Namespace) -> Answer:
     Exit codes: 0; 1 members of a group differ; 2 a configuration that cannot run; 4 it failed; 70
     an error in titan_moe.
     """
-    from titan_moe.config.stages import stage_jobs
+    from titan_moe.config.training_stages import training_stages
     from titan_moe.simulate.collectives import simulate_collectives, smallest_task
     from titan_moe.simulate.step import rank_step
 
     job, *_ = rank_step(job_of(options), options.ranks)
     sizes = {"layers": options.layers, "seq_len": options.seq_len}
     tasks = [
-        (first, smallest_task(stage, options.ranks, **sizes)) for first, stage in stage_jobs(job)
+        (first, smallest_task(stage, options.ranks, **sizes))
+        for first, stage in training_stages(job)
     ]
     data, lines, differs = [], [], False
     with out_file(options) as write:

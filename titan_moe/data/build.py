@@ -71,10 +71,10 @@ def sample_data(
         return [f"the data was not read: {name!r} is on the Hugging Face hub"]
     place: dict[str, Any] = {"seed": how["seed"], "rank": 0, "num_ranks": 1}
     reader = build_reader(training, tokenizer, validation=validation, **how | place)
-    orders = [(part.order, "training") for part in reader.parts]
+    orders = [(source.order, "training") for source in reader.sources]
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)
-        orders += [(part.order, "validation") for part in loader.parts]
+        orders += [(source.order, "validation") for source in loader.sources]
     return [_sample(order, use, tokenizer) for order, use in orders]
 
 
@@ -110,7 +110,7 @@ def build_reader(
     shared = {("synthetic", os.path.realpath(""))}
     if validation is not None and validation.enable:
         shared |= shared_places(validation, training)
-    parts, names = [], []
+    sources, names = [], []
     for source in training_sources(training):
         split = Split.TRAIN if source.place in shared else Split.ALL
         opened = _open_order(
@@ -124,7 +124,7 @@ def build_reader(
             repeat=training.repeat_dataset,
         )
         _check_size(opened, global_batch_size, repeat=training.repeat_dataset)
-        parts.append(BlendSource(opened, source.weight))
+        sources.append(BlendSource(opened, source.weight))
         whole = ":whole" if split is Split.ALL else ""
         names.append(f"{source.weight:g} x {opened.fingerprint}{whole}")
     identity = Identity(
@@ -133,16 +133,18 @@ def build_reader(
         seed=seed,
         global_batch_size=global_batch_size,
         seq_len=training.seq_len,
-        checksum="+".join(part.order.checksum() or "-" for part in parts),
+        checksum="+".join(source.order.checksum() or "-" for source in sources),
     )
     mask = training.mask_documents
     streams = [
         SequenceStream(
-            index, parts=parts, tokenizer=tokenizer, identity=identity, mask_documents=mask
+            index, sources=sources, tokenizer=tokenizer, identity=identity, mask_documents=mask
         )
         for index in sequences
     ]
-    return StepReader(streams, parts, identity=identity, local_batch_size=training.local_batch_size)
+    return StepReader(
+        streams, sources, identity=identity, local_batch_size=training.local_batch_size
+    )
 
 
 def build_validation(
@@ -161,7 +163,7 @@ def build_validation(
     if endless := _endless_validation(validation, training):
         raise ConfigError(endless)
     shared = shared_places(validation, training)
-    parts = []
+    sources = []
     for source in validation_sources(validation, training):
         split = Split.HELD_OUT if source.place in shared else Split.ALL
         order = _open_order(source, tokenizer, split, seed=seed)
@@ -170,9 +172,9 @@ def build_validation(
                 f"{order.name} has too few documents to hold one "
                 "out: name a validation.dataset, or set validation.enable=false"
             )
-        parts.append(BlendSource(order, source.weight))
+        sources.append(BlendSource(order, source.weight))
     return ValidationLoader(
-        parts,
+        sources,
         tokenizer,
         validation=validation,
         training=training,

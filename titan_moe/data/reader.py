@@ -21,19 +21,19 @@ class StepReader:
     def __init__(
         self,
         streams: Sequence[SequenceStream],
-        parts: Sequence[BlendSource],
+        sources: Sequence[BlendSource],
         *,
         identity: Identity,
         local_batch_size: int,
     ) -> None:
         assert len(streams) % local_batch_size == 0
         self.identity = identity
-        self.parts = parts
+        self.sources = sources
         self._streams = streams
         self._local_batch_size = local_batch_size
-        # The position, by part and partition, from which on the sequences take documents: 0, until
-        # a training stage changes the batch size.
-        self._first = [[0] * part.order.num_partitions for part in parts]
+        # The position, by source and partition, from which on the sequences take documents: 0,
+        # until a training stage changes the batch size.
+        self._first = [[0] * source.order.num_partitions for source in sources]
         self._step = 0
 
     def read_step(self) -> tuple[Microbatches, dict[str, Any]]:
@@ -62,7 +62,8 @@ class StepReader:
             "first": self._first,
             "rows": {str(stream.index): stream.state() for stream in self._streams},
             "marks": [
-                part.order.mark(self._oldest(number)) for number, part in enumerate(self.parts)
+                source.order.mark(self._oldest(number))
+                for number, source in enumerate(self.sources)
             ],
         }
 
@@ -73,8 +74,8 @@ class StepReader:
         """
         _check_identity(state, self.identity)
         self._first = state["first"]
-        for part, mark, first in zip(self.parts, state["marks"], self._first, strict=True):
-            part.order.seek(mark, first)
+        for source, mark, first in zip(self.sources, state["marks"], self._first, strict=True):
+            source.order.seek(mark, first)
         for stream in self._streams:
             stream.load_state(state["rows"][str(stream.index)], self._first)
         self._step = state["step"]
@@ -82,11 +83,11 @@ class StepReader:
     def close(self) -> None:
         """Has nothing to end; `ReaderProcess` does."""
 
-    def _oldest(self, part: int) -> dict[int, int]:
-        """The first position, by partition of `part`, that a resume asks for."""
+    def _oldest(self, source: int) -> dict[int, int]:
+        """The first position, by partition of `source`, that a resume asks for."""
         oldest: dict[int, int] = {}
         for stream in self._streams:
-            for partition, position in stream.oldest(part).items():
+            for partition, position in stream.oldest(source).items():
                 oldest[partition] = min(position, oldest.get(partition, position))
         return oldest
 
@@ -134,8 +135,8 @@ def continue_state(state: dict[str, Any], saved: Identity, identity: Identity) -
         return moved
     sequences, first = state["rows"], state["first"]
     begins = [
-        _first_unbegun(at, {b: sequences[str(b)]["read"][part] for b in range(size)})
-        for part, at in enumerate(first)
+        _first_unbegun(at, {b: sequences[str(b)]["read"][source] for b in range(size)})
+        for source, at in enumerate(first)
     ]
     zeros = [0] * len(first)
     fresh = {"read": zeros, "tokens": zeros, "part": -1, "offset": 0}

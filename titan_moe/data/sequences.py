@@ -73,43 +73,42 @@ class Blend:
 
     def __init__(self, weights: Sequence[float], *, key: tuple[int, ...] = ()) -> None:
         self._weights = weights
-        self._ties = [mix(*key, part) for part in range(len(weights))]
+        self._ties = [mix(*key, source) for source in range(len(weights))]
         self.tokens = [0] * len(weights)
         """Tokens taken so far, by source."""
 
-    def next_part(self, parts: Sequence[int] | None = None) -> int:
-        """The number of the source to take from, among `parts` (default: all)."""
+    def next_source(self, among: Sequence[int] | None = None) -> int:
+        """The number of the source to take from, in `among` (default: all)."""
         return min(
-            range(len(self._weights)) if parts is None else parts,
-            key=lambda part: (self.tokens[part] / self._weights[part], self._ties[part]),
+            range(len(self._weights)) if among is None else among,
+            key=lambda source: (self.tokens[source] / self._weights[source], self._ties[source]),
         )
 
 
 class SequenceStream:
-    """A sequence of the global batch: packs the documents of each source that are assigned to it.
-
-    A "part" is the number of a source in the blend.
-    """
+    """A sequence of the global batch: packs the documents of each source assigned to it."""
 
     def __init__(
         self,
         index: int,
         *,
-        parts: Sequence[BlendSource],
+        sources: Sequence[BlendSource],
         tokenizer: Tokenizer,
         identity: Identity,
         mask_documents: bool,
     ) -> None:
         self.index = index
-        self._parts = parts
+        self._sources = sources
         self._tokenizer = tokenizer
         self._global_batch_size = identity.global_batch_size
-        self._blend = Blend([part.weight for part in parts], key=(identity.seed, index))
+        self._blend = Blend([source.weight for source in sources], key=(identity.seed, index))
         # The positions where sequences begin, as in StepReader.
-        self._first: Sequence[Sequence[int]] = [[0] * part.order.num_partitions for part in parts]
-        self._read = [0] * len(parts)  # Documents opened, by part.
+        self._first: Sequence[Sequence[int]] = [
+            [0] * source.order.num_partitions for source in sources
+        ]
+        self._read = [0] * len(sources)  # Documents opened, by source.
         self._without_text = 0
-        self._part = -1  # The source of the open document; -1: none is open yet.
+        self._source = -1  # The source of the open document; -1: none is open yet.
         self._packer = Packer(
             self._next_document,
             seq_len=identity.seq_len,
@@ -123,19 +122,19 @@ class SequenceStream:
         assert packed is not None
         return packed
 
-    def oldest(self, part: int) -> dict[int, int]:
-        """The first position, by partition of `part`, that a resume from `state()` asks for."""
-        turns = len(self._assignment(part).partitions(self.index))
-        next_number = self._read[part] - (part == self._part)
-        return dict(self._place(part, next_number + turn) for turn in range(turns))
+    def oldest(self, source: int) -> dict[int, int]:
+        """The first position, by partition of `source`, that a resume from `state()` asks for."""
+        turns = len(self._assignment(source).partitions(self.index))
+        next_number = self._read[source] - (source == self._source)
+        return dict(self._place(source, next_number + turn) for turn in range(turns))
 
     def state(self) -> dict[str, Any]:
-        """JSON-able place in the stream: documents and tokens opened by part, the part of the open
-        document and its tokens before the place, documents without a text."""
+        """JSON-able place in the stream: documents and tokens opened by source, "part", the source
+        of the open document, and its tokens before the place, documents without a text."""
         return {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
-            "part": self._part,
+            "part": self._source,
             "offset": self._packer.offset,
             "without_text": self._without_text,
         }
@@ -145,42 +144,42 @@ class SequenceStream:
         self._first = first
         self._read = list(state["read"])
         self._blend.tokens = list(state["tokens"])
-        self._part = state["part"]
+        self._source = state["part"]
         self._without_text = state["without_text"]
         document = None
-        if self._part >= 0:
-            opened = self._open(self._part, self._read[self._part] - 1)
+        if self._source >= 0:
+            opened = self._open(self._source, self._read[self._source] - 1)
             document = encode_document(opened, self._tokenizer)
         self._packer.resume(document, state["offset"])
 
-    def _assignment(self, part: int) -> Assignment:
-        return Assignment(self._global_batch_size, self._parts[part].order.num_partitions)
+    def _assignment(self, source: int) -> Assignment:
+        return Assignment(self._global_batch_size, self._sources[source].order.num_partitions)
 
-    def _place(self, part: int, number: int) -> tuple[int, int]:
-        """Partition and position of this sequence's document `number` of `part`."""
-        partition, offset = self._assignment(part).place(self.index, number)
-        return partition, self._first[part][partition] + offset
+    def _place(self, source: int, number: int) -> tuple[int, int]:
+        """Partition and position of this sequence's document `number` of `source`."""
+        partition, offset = self._assignment(source).place(self.index, number)
+        return partition, self._first[source][partition] + offset
 
-    def _open(self, part: int, number: int) -> Document:
-        partition, position = self._place(part, number)
-        return self._parts[part].order.document(position, partition)
+    def _open(self, source: int, number: int) -> Document:
+        partition, position = self._place(source, number)
+        return self._sources[source].order.document(position, partition)
 
     def _next_document(self) -> Encoded:
-        part = self._blend.next_part()
-        order = self._parts[part].order
+        source = self._blend.next_source()
+        order = self._sources[source].order
         try:
-            document = self._open(part, self._read[part])
+            document = self._open(source, self._read[source])
         except OutOfDocumentsError:
             of = "" if order.size is None else f" of the {order.size:,} documents of an epoch"
             raise RunError(
                 f"{order.name} ran out: sequence {self.index} of the global batch of "
-                f"{self._global_batch_size} has used up its {self._read[part]:,}{of} and "
-                f"{self._blend.tokens[part]:,} tokens; set training.repeat_dataset=true to start "
+                f"{self._global_batch_size} has used up its {self._read[source]:,}{of} and "
+                f"{self._blend.tokens[source]:,} tokens; set training.repeat_dataset=true to start "
                 "it again, or train fewer steps"
             ) from None
         encoded = encode_document(document, self._tokenizer)
-        self._part = part
-        self._read[part] += 1
-        self._blend.tokens[part] += len(encoded.ids)
+        self._source = source
+        self._read[source] += 1
+        self._blend.tokens[source] += len(encoded.ids)
         self._without_text += document.content is None
         return encoded

@@ -24,7 +24,7 @@ class ValidationLoader:
 
     def __init__(
         self,
-        parts: Sequence[BlendSource],
+        sources: Sequence[BlendSource],
         tokenizer: Tokenizer,
         *,
         validation: Validation,
@@ -32,14 +32,14 @@ class ValidationLoader:
         rank: int,
         num_ranks: int,
     ) -> None:
-        self.parts = parts
+        self.sources = sources
         self._tokenizer = tokenizer
         self._local_batch_size = validation.local_batch_size
         self._rank = rank
         self._num_ranks = num_ranks
-        self._blend = Blend([part.weight for part in parts])
-        self._documents = [self._read_part(part) for part in range(len(parts))]
-        self._unread = list(range(len(parts)))
+        self._blend = Blend([source.weight for source in sources])
+        self._documents = [self._read_source(source) for source in range(len(sources))]
+        self._unread = list(range(len(sources)))
         packer = Packer(
             self._next_document,
             seq_len=validation.seq_len or training.seq_len,
@@ -72,16 +72,16 @@ class ValidationLoader:
 
     def _next_document(self) -> Encoded | None:
         while self._unread:
-            part = self._blend.next_part(self._unread)
-            if encoded := next(self._documents[part], None):
-                self._blend.tokens[part] += len(encoded.ids)
+            source = self._blend.next_source(self._unread)
+            if encoded := next(self._documents[source], None):
+                self._blend.tokens[source] += len(encoded.ids)
                 return encoded
-            self._unread.remove(part)
+            self._unread.remove(source)
         return None
 
-    def _read_part(self, part: int) -> Iterator[Encoded]:
-        """Yields all documents of a part."""
-        order = self.parts[part].order
+    def _read_source(self, source: int) -> Iterator[Encoded]:
+        """Yields all documents of a source."""
+        order = self.sources[source].order
         with suppress(OutOfDocumentsError):
             for position in count():
                 yield encode_document(order.document(position), self._tokenizer)

@@ -54,8 +54,8 @@ class DispatchOptions(NamedTuple):
     """Capacity factor of "capacity", which needs one, and of "symmetric", which may have one."""
     ranks_per_node: int | None = None
     """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
-    num_parts: int = 1
-    """Value of `Dispatcher.num_parts`."""
+    num_chunks: int = 1
+    """Value of `Dispatcher.num_chunks`."""
 
 
 def choose_dispatcher(
@@ -88,7 +88,7 @@ def apply_expert_parallel(
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
         moe.dispatcher = DISPATCHERS[options.name](moe.config, meshes, options)
-        moe.dispatcher.num_parts = options.num_parts
+        moe.dispatcher.num_chunks = options.num_chunks
 
 
 DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher]] = {

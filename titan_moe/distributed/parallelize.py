@@ -235,7 +235,7 @@ def lay_out(
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     if job.parallelism.expert_parallel_overlap:
-        dispatch = dispatch._replace(num_parts=2)
+        dispatch = dispatch._replace(num_chunks=2)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):

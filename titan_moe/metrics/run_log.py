@@ -19,7 +19,7 @@ import torch
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
-from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
+from titan_moe.config.training_stages import job_of_step, tokens_per_step, training_stages
 from titan_moe.data.sequences import Identity
 from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
@@ -273,7 +273,7 @@ def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any
             "layout": _layout(stage, process.world_size),
             "tokens_per_step": tokens_per_step(job)[step],
         }
-        for step, stage in stage_jobs(job)
+        for step, stage in training_stages(job)
     ]
     return {
         "code": running_code(),

@@ -74,8 +74,8 @@ class ExpertOutputs(nn.Module):
         return add_bias(y_RD, weights.b2, offsets_E, after_R1)
 
 
-class Part(NamedTuple):
-    """A part of a microbatch on its way to the experts."""
+class Chunk(NamedTuple):
+    """A chunk of a microbatch on its way to the experts."""
 
     sent: Any
     """Result of `Dispatcher.send`; `plan` and `order` are those of `sizes` and `order`."""
@@ -102,21 +102,23 @@ class Experts(nn.Module):
             config.activation, scale_inputs=config.weights_scale == "inputs"
         )
 
-    def forward(self, dispatcher: Dispatcher, parts: list[Part]) -> list[Any]:
-        """Receives each part, computes it and sends its outputs home, while the next one travels.
-        Returns what `Dispatcher.add_up` takes, one for each part.
+    def forward(self, dispatcher: Dispatcher, chunks: list[Chunk]) -> list[Any]:
+        """Receives each chunk, computes it and sends its outputs home, while the next one travels.
+        Returns what `Dispatcher.add_up` takes, one for each chunk.
 
-        One call for all parts, for which FSDP gathers the weights once.
+        One call for all chunks, for which FSDP gathers the weights once.
         """
         weights = ExpertWeights(self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
         home, late = [], []
-        for sent, plan, order in parts:
+        for sent, plan, order in chunks:
             with region("dispatch"):
                 rows = dispatcher.receive(sent, plan, order)
             with region("experts"):
                 y_RD = self.compute(rows, weights)
             del rows  # From here on a backward alone holds rows that have been received.
-            if recomputing():  # It ends in the last part, unless something after the layer is kept.
+            if (
+                recomputing()
+            ):  # It ends in the last chunk, unless something after the layer is kept.
                 late.append((y_RD, plan, order))
             else:
                 with region("combine"):

@@ -13,7 +13,7 @@ from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
-from titan_moe.moe.experts import Experts, Part
+from titan_moe.moe.experts import Chunk, Experts
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
 from titan_moe.profiling.regions import region
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
     chosen_BE: Tensor | None
     """Choices of each expert by sequence; None if no loss needs them."""
     drafts: list[Any]
-    """Results of `Dispatcher.start_counts`, one for each part of the tokens."""
+    """Results of `Dispatcher.start_counts`, one for each chunk of the tokens."""
 
 
 class MoE(nn.Module):
@@ -84,8 +84,10 @@ class MoE(nn.Module):
 
         with region("dispatch"):
             routed_TD = self.to_experts(x_TD)
-            parts = zip(self._parts(routed_TD), self._parts(weights_TK), choice.drafts, strict=True)
-            sent = [self._send(*part) for part in parts]
+            chunks = zip(
+                self._chunks(routed_TD), self._chunks(weights_TK), choice.drafts, strict=True
+            )
+            sent = [self._send(*chunk) for chunk in chunks]
         # While rows travel, here and in the backward.
         shared_TD = None
         if self.shared_experts is not None:
@@ -94,7 +96,8 @@ class MoE(nn.Module):
         with region("dispatch"):
             orders = [self.memo.decide(self.dispatcher.order, plan) for _, plan in sent]
         home = self.experts(
-            self.dispatcher, [Part(*part, order) for part, order in zip(sent, orders, strict=True)]
+            self.dispatcher,
+            [Chunk(*chunk, order) for chunk, order in zip(sent, orders, strict=True)],
         )
         with region("combine"):
             pairs = zip(home, choice.drafts, strict=True)
@@ -103,40 +106,40 @@ class MoE(nn.Module):
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
     def _send(self, x_TD: Tensor, weights_TK: Tensor, draft: Any) -> tuple[Any, Any]:
-        """Returns a part's rows on their way, and its plan."""
+        """Returns a chunk's rows on their way, and its plan."""
         gathered = self.dispatcher.gather(x_TD, weights_TK, draft)  # While counts travel.
         plan = self.memo.decide(self.sizes, draft)
         return self.dispatcher.send(gathered, plan), plan
 
-    def _parts(self, x_T: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of the tokens, [T, ...], by part; a token or more in each."""
-        parts = self.dispatcher.num_parts
-        return (x_T,) if parts == 1 else x_T.tensor_split(parts)
+    def _chunks(self, x_T: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the tokens, [T, ...], by chunk; a token or more in each."""
+        chunks = self.dispatcher.num_chunks
+        return (x_T,) if chunks == 1 else x_T.tensor_split(chunks)
 
     def choose(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
         with region("route"):
             experts_TK = self.router.select(scores_BSE.flatten(0, 1), self.router.expert_bias)
-        parts = [
-            (part_TK, count_experts(part_TK, self.config.num_experts))
-            for part_TK in self._parts(experts_TK)
+        chunks = [
+            (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
+            for chunk_TK in self._chunks(experts_TK)
         ]
         with region("dispatch"):  # First: what it sends is under way.
-            drafts = [self.dispatcher.start_counts(*part) for part in parts]
+            drafts = [self.dispatcher.start_counts(*chunk) for chunk in chunks]
         chosen_BE = None
         if self.training:
-            for part_TK, counts_E in parts:
+            for chunk_TK, counts_E in chunks:
                 if counted_BS is None:
                     self.router.tokens_per_expert += counts_E
                 if self.counts_traffic:
-                    self.rows_sent += self.dispatcher.traffic(part_TK, counts_E)
+                    self.rows_sent += self.dispatcher.traffic(chunk_TK, counts_E)
             if self.config.sequence_aux_loss_weight or counted_BS is not None:
                 experts_BSK = experts_TK.view(*scores_BSE.shape[:2], -1)
                 chosen_BE = self._counts_per_row(experts_BSK, counted_BS)
         return Choice(experts_TK, chosen_BE, drafts)
 
     def sizes(self, draft: Any) -> Any:
-        """Returns the plan of a part's exchanges; waits for the counts of other ranks."""
+        """Returns the plan of a chunk's exchanges; waits for the counts of other ranks."""
         plan = self.dispatcher.sizes(draft)
         if plan.dropped is not None:
             self.rows_dropped += plan.dropped

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.documents import write_jsonl
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.stages import job_of_step
+from titan_moe.config.training_stages import job_of_step
 from titan_moe.data.reader import documents_without_text
 from titan_moe.models.hf import model_of_job
 from titan_moe.train_data import TrainData

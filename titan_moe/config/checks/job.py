@@ -13,7 +13,7 @@ from titan_moe.config.checks.base import Rule, Run, either, flat
 from titan_moe.config.errors import Change, Mistake
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
-from titan_moe.config.stages import TRAINING_KEYS, stage_jobs, stage_name
+from titan_moe.config.training_stages import TRAINING_KEYS, training_stage_name, training_stages
 from titan_moe.models.config import ModelConfig
 
 _RULES: list[Rule] = [*parallelism.RULES, *experts.RULES, *data.RULES, *run.RULES]
@@ -36,11 +36,11 @@ def check(
     lines = _broken(job, model, world_size, further)
     said = set(lines)
     whole = job if job.parallelism.shard_degree(world_size) is None else resolve(job, world_size)
-    for number, (first, stage) in enumerate(stage_jobs(whole)[1:]):
+    for number, (first, stage) in enumerate(training_stages(whole)[1:]):
         if first > job.training.steps:  # It never begins: a note.
             continue
         broken = [line for line in _broken(stage, model, world_size) if line not in said]
-        lines += [f"{stage_name(job, number)}: {line}" for line in broken]
+        lines += [f"{training_stage_name(job, number)}: {line}" for line in broken]
         said |= set(broken)
     return lines
 

@@ -20,7 +20,7 @@ from titan_moe.config.job_config import (
     Section,
     Validation,
 )
-from titan_moe.config.stages import stage_jobs, stage_name
+from titan_moe.config.training_stages import training_stage_name, training_stages
 from titan_moe.models.config import ModelConfig
 
 _GPU_ONLY = {
@@ -51,12 +51,12 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
             and value != plain.get(key)
             and any(fnmatch(key, pattern) for pattern in patterns.split())
         ]
-        for _, stage in stage_jobs(job)
+        for _, stage in training_stages(job)
     ]
     lines = [line for line in first if all(line in other for other in others)]
     steps = job.training.steps
     return lines + [
-        f"{stage_name(job, number)} has no effect: training.steps={steps} ends before it"
+        f"{training_stage_name(job, number)} has no effect: training.steps={steps} ends before it"
         for number, stage in enumerate(job.stages)
         if stage.from_step > steps
     ]

@@ -9,7 +9,7 @@ from titan_moe.config.checks.base import Rule, Run
 from titan_moe.config.errors import Mistake, as_written
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Checkpoint, JobConfig
 from titan_moe.config.parse import resolve
-from titan_moe.config.stages import job_of_step
+from titan_moe.config.training_stages import job_of_step
 from titan_moe.runtime.files import saved_steps, step_folder
 
 _MODEL = ("model.name", "model.flavor")

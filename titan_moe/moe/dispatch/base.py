@@ -37,7 +37,7 @@ class Dispatcher(Protocol):
 
     waits_for_host: bool = True
     """True if the host must know sizes that routing decides, which no compiled graph can."""
-    num_parts: int = 1
+    num_chunks: int = 1
     """Parts of the tokens that travel apart, so that one does while the experts compute another;
     set once."""
     turns: Turns | None = None

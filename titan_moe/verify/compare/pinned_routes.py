@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.stages import stage_jobs, tokens_per_step
+from titan_moe.config.training_stages import tokens_per_step, training_stages
 from titan_moe.debug.routing_record import Dims, form_of_keys
 from titan_moe.debug.routing_trace import FLIPS_FILE, trace_dims
 from titan_moe.metrics.jsonl import read_json_lines
@@ -57,7 +57,7 @@ def record_bytes(job: JobConfig) -> int:
     dims = trace_dims(job, config)
     per_token = len(dims.layers) * dims.top_k * 2
     if dims.index_top_k:
-        seq_len = max(stage.training.seq_len for _, stage in stage_jobs(job))
+        seq_len = max(stage.training.seq_len for _, stage in training_stages(job))
         per_token += (config.num_layers + config.num_mtp_layers) * form_of_keys(seq_len).width
     return per_token * max(tokens_per_step(job).values())
 

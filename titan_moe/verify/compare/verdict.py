@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.stages import tokens_in_words
+from titan_moe.config.training_stages import tokens_in_words
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
 from titan_moe.verify.compare.outcome import FirstDifference, Verdict

@@ -2,7 +2,7 @@ import pytest
 
 from tests.support.refusals import refusal
 from titan_moe.config.parse import load_job, resolve, save_job
-from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
+from titan_moe.config.training_stages import job_of_step, tokens_per_step, training_stages
 
 TOML = """
 [training]
@@ -34,7 +34,7 @@ def job(tmp_path):
 
 
 def test_changes_add_up_stage_after_stage(job):
-    (one, first), (eleven, second), (fifty_one, third) = stage_jobs(resolve(job, 4))
+    (one, first), (eleven, second), (fifty_one, third) = training_stages(resolve(job, 4))
     assert (one, eleven, fifty_one) == (1, 11, 51)
     assert first == resolve(job, 4).model_copy(update={"stages": []})
     for stage in (second, third):
@@ -63,7 +63,7 @@ def test_a_saved_job_has_its_stages_and_no_key_that_they_leave_alone(job, tmp_pa
     save_job(job, tmp_path / "saved.toml")
     saved = load_job(["--config", str(tmp_path / "saved.toml")])
     assert saved == job
-    assert stage_jobs(saved) == stage_jobs(job)
+    assert training_stages(saved) == training_stages(job)
     (stage, _), (again, _) = job.stages, saved.stages
     assert again.parallelism.model_fields_set == stage.parallelism.model_fields_set
     assert len(stage.parallelism.model_fields_set) == 3

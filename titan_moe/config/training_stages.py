@@ -7,7 +7,7 @@ from titan_moe.config.job_config import JobConfig, TrainingStage
 TRAINING_KEYS = ("seq_len", "local_batch_size", "global_batch_size")
 
 
-def stage_jobs(job: JobConfig) -> list[tuple[int, JobConfig]]:
+def training_stages(job: JobConfig) -> list[tuple[int, JobConfig]]:
     """Each stage's first step and its whole configuration, which has no stages itself.
 
     The first is the job's own, from step 1; a later stage changes what the one before it had. The
@@ -21,10 +21,10 @@ def stage_jobs(job: JobConfig) -> list[tuple[int, JobConfig]]:
 
 def job_of_step(job: JobConfig, step: int) -> JobConfig:
     """The configuration of the stage that `step` belongs to."""
-    return next(each for first, each in reversed(stage_jobs(job)) if first <= max(step, 1))
+    return next(each for first, each in reversed(training_stages(job)) if first <= max(step, 1))
 
 
-def stage_name(job: JobConfig, number: int) -> str:
+def training_stage_name(job: JobConfig, number: int) -> str:
     """Returns the name of the stage `job.stages[number]` in messages."""
     return f"stages[{number}] (from_step={job.stages[number].from_step})"
 
@@ -50,11 +50,11 @@ def same_layout(before: JobConfig, after: JobConfig) -> bool:
     )
 
 
-def stage_lines(job: JobConfig) -> list[str]:
+def training_stage_lines(job: JobConfig) -> list[str]:
     """Returns one line for each stage after the first, with what it changes."""
-    jobs = [each for _, each in stage_jobs(job)]
+    jobs = [each for _, each in training_stages(job)]
     return [
-        f"{stage_name(job, number)}: {changes(before, after)}"
+        f"{training_stage_name(job, number)}: {changes(before, after)}"
         for number, (before, after) in enumerate(pairwise(jobs))
     ]
 
@@ -63,7 +63,7 @@ def tokens_per_step(job: JobConfig) -> dict[int, int]:
     """Tokens of one optimizer step of each stage, by its first step."""
     return {
         step: stage.training.global_batch_size * stage.training.seq_len
-        for step, stage in stage_jobs(job)
+        for step, stage in training_stages(job)
     }
 
 
