@@ -142,9 +142,8 @@ def build_reader(
         )
         for index in sequences
     ]
-    return StepReader(
-        streams, sources, identity=identity, local_batch_size=training.local_batch_size
-    )
+    size = training.local_batch_size
+    return StepReader(streams, sources, identity=identity, local_batch_size=size)
 
 
 def build_validation(

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.support.refusals import refusal
-from titan_moe.config.job_config import ActivationCheckpoint, Optimizer, Parallelism, Training
-from titan_moe.distributed.memory import Plan, memory
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.memory import memory
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
@@ -38,7 +39,7 @@ def build(config: ModelConfig) -> None:
 
 
 def estimate(config: ModelConfig) -> None:
-    memory(Plan(config, Training(), Parallelism(), ActivationCheckpoint(), Optimizer(), 1))
+    memory(Setup(JobConfig(), config, 1))
 
 
 @pytest.mark.parametrize("use", [build, part_sizes, part_weights, estimate])
