@@ -122,11 +122,8 @@ class ParallelDims:
         """Returns the sizes of the view that has these axes, each derived axis in place of those
         that it joins. Raises ValueError as `primary_axes` does, and unless the names stand in the
         view's order."""
-        view = list(self._view(names))
-        for name in names:
-            joined = DERIVED_AXES.get(name, (name,))
-            first = view.index(joined[0])
-            view[first : first + len(joined)] = [name]
+        joined = {axis: name for name in names for axis in DERIVED_AXES.get(name, (name,))}
+        view = dict.fromkeys(joined.get(axis, axis) for axis in self._view(names))
         if (inside := [axis for axis in view if axis in names]) != list(names):
             raise ValueError(
                 f"the axes {', '.join(names)} stand in the mesh in the order {', '.join(inside)}"
