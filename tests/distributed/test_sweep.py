@@ -26,8 +26,8 @@ def test_sweep_passes_sample():
 # --- planted bugs ---------------------------------------------------------------------------------
 
 
-def _tp_outside_cp() -> Any:
-    axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
+def _tp_outside_pp() -> Any:
+    axes = ("tp", "pp", "dp_replicate", "dp_shard", "cp")
     return mock.patch.object(parallel_dims, "DENSE_AXES", axes)
 
 
@@ -57,7 +57,7 @@ def _nodes_of_four() -> Any:
 
 _ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"
 _BUGS = {
-    _tp_outside_cp: (_ALL_AXES, "Cannot concatenate overlapping", "pp=2,dp_shard=8,ep=4"),
+    _tp_outside_pp: (_ALL_AXES, "pp group has the ranks", "pp=2,dp_shard=8,ep=4"),
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
     _another_hidden_dim: (_ALL_AXES, "w2 (12, 191, 192) does not divide", "dp_shard=8,tp=2,ep=4"),
     _nodes_of_four: ("dp_shard=16,ep=16,dispatch=nodes", "a group has the", "ep=4,dp_shard=16"),

@@ -22,7 +22,8 @@ def registered(table: str) -> WrapValidator:
     module, _, name = table.partition(":")
 
     def check(value: Any, listed: ValidatorFunctionWrapHandler) -> Any:
-        names = vars(sys.modules[module])[name] if module in sys.modules else ()
+        # A module that is being imported, and imports the configuration, has no table yet.
+        names = vars(sys.modules[module]).get(name, ()) if module in sys.modules else ()
         return value if value in list(names) else listed(value)
 
     return WrapValidator(check)

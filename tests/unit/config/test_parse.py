@@ -1,13 +1,15 @@
 """TOML and command line to one frozen config, and every mistake at once."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.support.refusals import config_file, refusal
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import keys_that_read, known_keys, load_job, save_job
 
 
@@ -236,3 +238,9 @@ def test_path_that_no_file_can_have_is_refused(key: str, text: str) -> None:
 
 def test_name_of_a_configuration_that_is_longer_than_a_path_is_refused() -> None:
     assert "cannot be read: File name too long" in refusal(load_job, ["--config", "n" * 300])
+
+
+def test_configuration_is_read_while_a_table_of_names_is_being_imported(monkeypatch):
+    table = "titan_moe.distributed.expert_parallel"
+    monkeypatch.setitem(sys.modules, table, ModuleType(table))
+    assert Parallelism() == JobConfig().parallelism
