@@ -4,9 +4,7 @@ Errors are the largest differences from one process in float64: of o, dq, dk, dv
 gradient summed over ranks.
 """
 
-import inspect
 from itertools import product
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -16,11 +14,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.planting import Bug, plant
 from tests.support.tiers import split, tiered
 from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
-from titan_moe.distributed.context_parallel import ring as ring_attention
-from titan_moe.ops.attention import AttentionCore, Sdpa
+from titan_moe.ops.attention import Sdpa
 from titan_moe.runtime.ranks import run_on_ranks
 
 BOUND = 1e-12
@@ -39,10 +37,8 @@ class Case(NamedTuple):
     balanced: bool
     mask_documents: bool
     shape: str
-    dtype: torch.dtype = torch.float64
     local: Local | None = None
     sinks: bool = False
-    seq_len: int = SEQ_LEN
 
 
 def _tensors(case: Case, cp_size: int) -> list[Tensor]:
@@ -56,29 +52,24 @@ def _tensors(case: Case, cp_size: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     sizes = [(heads, qk_dim), (kv_heads, qk_dim), (kv_heads, v_dim), (heads, v_dim)]
     tensors = (
-        torch.randn(2, case.seq_len, *size, generator=generator, dtype=torch.float64)
-        for size in sizes
+        torch.randn(2, SEQ_LEN, *size, generator=generator, dtype=torch.float64) for size in sizes
     )
     sinks_H = torch.randn(heads, generator=generator, dtype=torch.float64)
-    return [x.to(case.dtype).transpose(1, 2) for x in tensors] + [sinks_H.to(case.dtype)]
+    return [x.transpose(1, 2) for x in tensors] + [sinks_H]
 
 
-def _documents(seq_len: int) -> Tensor:
+def _documents() -> Tensor:
     """A row of short documents, where most blocks are empty, and one with a long document."""
     starts = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
     starts[0, [3, 4, 17, 31, 32, 50, 71, 72, 90]] = 1
     starts[1, [7, 80]] = 1
-    return starts[:, :seq_len].cumsum(1)
-
-
-def _plain(case: Case) -> Sdpa:
-    return Sdpa(mask_documents=case.mask_documents)
+    return starts.cumsum(1)
 
 
 def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Output and gradients of two layers under one mask, of which the second is recomputed."""
     q, k, v, sinks_H = (x.detach().requires_grad_() for x in [*tensors[:3], tensors[4]])
-    mask = core.mask(_documents(case.seq_len), case.local)
+    mask = core.mask(_documents(), case.local)
     sinks = [sinks_H] if case.sinks else []
     first = core(q, k, v, mask, SCALE, *sinks)
     second = checkpoint(core, q, k, v, mask, SCALE, *sinks, use_reentrant=False)
@@ -87,26 +78,24 @@ def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: igno
     return [first.detach(), *grads]
 
 
-def _core(case: Case) -> AttentionCore:
-    return context_parallel.context_parallel_core(
-        _plain(case),
-        group=dist.group.WORLD,
-        method=case.method,
-        balanced=case.balanced,
-        mask_documents=case.mask_documents,
-        takes_flex=False,
-    )
-
-
 def largest_errors(cases: list[Case]) -> list[list[float]]:
     size, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for case in cases:
         whole = _tensors(case, size)
-        at_S = context_parallel.local_positions(case.seq_len, size, rank, balanced=case.balanced)
-        ours = _run(_core(case), case, [x[:, :, at_S] for x in whole[:4]] + whole[4:])
-        assert [x.dtype for x in ours] == [case.dtype] * (4 + case.sinks)
-        oracle = _run(_plain(case), case, [x.double() for x in whole])
+        at_S = context_parallel.local_positions(SEQ_LEN, size, rank, balanced=case.balanced)
+        plain = Sdpa(mask_documents=case.mask_documents)
+        core = context_parallel.context_parallel_core(
+            plain,
+            group=dist.group.WORLD,
+            method=case.method,
+            balanced=case.balanced,
+            mask_documents=case.mask_documents,
+            takes_flex=False,
+        )
+        ours = _run(core, case, [x[:, :, at_S] for x in whole[:4]] + whole[4:])
+        assert {x.dtype for x in ours} == {torch.float64}
+        oracle = _run(plain, case, whole)
         differences = [a - b[:, :, at_S] for a, b in zip(ours[:4], oracle[:4], strict=True)]
         if case.sinks:
             dist.all_reduce(ours[4])
@@ -165,60 +154,60 @@ def test_flex_blocks_equal_one_process() -> None:
     _check(largest_errors_of_flex, 2, cases)
 
 
-class Bug(NamedTuple):
-    """A line of production code made wrong, the case that must show it, and in which tensor."""
-
-    module: ModuleType
-    right: str
-    wrong: str
-    method: str
-    shown_by: int
-
-
+_CP = "titan_moe.distributed.context_parallel"
 OUT, DQ, DK, DV, DSINKS = range(5)
+# Each with the method that it is caught on, and the tensor that must show it.
 BUGS = {
-    "mask by local positions": Bug(
-        context_parallel,
-        "blocks(documents_BS, queries_S, keys_S, local)",
-        "blocks(documents_BS, keys_S[: len(queries_S)], keys_S, local)",
-        "allgather",
+    "mask by local positions": (
+        Bug(
+            f"{_CP}.apply:AllGather.mask",
+            "blocks(documents_BS, queries_S, keys_S, local)",
+            "blocks(documents_BS, keys_S[: len(queries_S)], keys_S, local)",
+            "allgather",
+        ),
         OUT,
     ),
-    "reduce-scatter dropped": Bug(
-        context_parallel,
-        "reduce_scatter_rows(parts, [1] * size, group)[0]",
-        "parts[group.rank()]",
-        "allgather",
+    "reduce-scatter dropped": (
+        Bug(
+            f"{_CP}.apply:whole_row",
+            "reduce_scatter_rows(parts, [1] * size, group)[0]",
+            "parts[group.rank()]",
+            "allgather",
+        ),
         DK,
     ),
-    "other heads' sinks": Bug(
-        context_parallel,
-        "sinks_H.chunk(self._group.size())[self._group.rank()]",
-        "sinks_H.chunk(self._group.size())[self._group.rank() - 1]",
-        "ulysses",
+    "other heads' sinks": (
+        Bug(
+            f"{_CP}.apply:Ulysses.__call__",
+            "[self._group.rank()]",
+            "[self._group.rank() - 1]",
+            "ulysses",
+        ),
         OUT,
     ),
-    "sinks pulled, not pushed": Bug(
-        ring_attention, "return -(weights", "return (weights", "ring", DSINKS
+    "sinks pulled, not pushed": (
+        Bug(f"{_CP}.ring:_gradient_of_sinks", "return -(weights", "return (weights", "ring"),
+        DSINKS,
     ),
-    "keys cut by the row that sees least": Bug(
-        block_attention, "first_BS[:, 0].min()", "first_BS[:, 0].max()", "allgather", OUT
+    "keys cut by the row that sees least": (
+        Bug(f"{_CP}.blocks:_block", "first_BS[:, 0].min()", "first_BS[:, 0].max()", "allgather"),
+        OUT,
     ),
-    "last hop home forgotten": Bug(
-        ring_attention, "travelling.wait().to(", "(travelling.wait(), grad_held)[1].to(", "ring", DK
+    "last hop home forgotten": (
+        Bug(
+            f"{_CP}.ring:_RingAttention.backward",
+            "travelling.wait().to(",
+            "(travelling.wait(), grad_held)[1].to(",
+            "ring",
+        ),
+        DK,
     ),
 }
 
 
-def errors_with(name: str) -> list[list[float]]:
-    bug = BUGS[name]
-    source = inspect.getsource(bug.module)
-    assert source.count(bug.right) == 1, f"planted bug {name!r} does not fit the code any more"
-    exec(source.replace(bug.right, bug.wrong), bug.module.__dict__)
-    modules = [block_attention, ring_attention, context_parallel]
-    for module in modules[modules.index(bug.module) + 1 :]:
-        exec(inspect.getsource(module), module.__dict__)
-    case = Case(bug.method, True, True, "gqa", local=Local("window", 9), sinks=True)
+def errors_with(bug: Bug) -> list[list[float]]:
+    plant(bug)
+    case = Case(bug.caught_on, True, True, "gqa", local=Local("window", 9), sinks=True)
     return largest_errors([case])
 
 
@@ -232,5 +221,6 @@ QUICK = [
 
 @pytest.mark.parametrize("name", split(BUGS, QUICK))
 def test_a_planted_bug_is_caught(name: str) -> None:
-    worst = max(errors[BUGS[name].shown_by] for (errors,) in run_on_ranks(errors_with, 4, name))
+    bug, shown_by = BUGS[name]
+    worst = max(errors[shown_by] for (errors,) in run_on_ranks(errors_with, 4, bug))
     assert worst > 1e-3
