@@ -2,6 +2,7 @@
 elsewhere other scales, and no larger an error."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from titan_moe.distributed import tensor_parallel
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS = 8
-FLOAT8 = ["quantize.linear.float8"]
 
 
-def job_of(converters: list[str], recipe: str, **degrees: int) -> JobConfig:
-    """Makes a job in float32, in which layouts differ by float8's rounding alone."""
+def job_of(recipe: str | None, **degrees: int) -> JobConfig:
+    """Makes a job in float32, in which layouts differ by float8's rounding alone; without a recipe
+    nothing is in float8."""
     job = make_job(
         "qwen3",
         training={
@@ -27,9 +28,9 @@ def job_of(converters: list[str], recipe: str, **degrees: int) -> JobConfig:
             "local_batch_size": ROWS // 2,
         },
         parallelism={f"{axis}_degree": degree for axis, degree in degrees.items()},
-        quantize={"linear": {"float8": {"emulate": True, "recipe_name": recipe}}},
+        quantize={"linear": {"float8": {"emulate": True, "recipe_name": recipe or "rowwise"}}},
     )
-    return job.with_values(model={"converters": converters})
+    return job.with_values(model={"converters": ["quantize.linear.float8"] if recipe else []})
 
 
 def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
@@ -48,42 +49,35 @@ def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, to
     return step(own, observer=seen).loss, seen.found
 
 
-def errors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {
-        name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs
-    }
-
-
-def worst(found: dict[str, float]) -> float:
-    return max(found.values())
+def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest relative error of a gradient."""
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """(converters, recipe) -> loss and gradients of one process."""
-    known = {}
+    """Recipe, or None for no float8 -> loss and gradients of one process."""
 
-    def find(converters: list[str], recipe: str = "rowwise"):
-        key = (*converters, recipe)
-        if key not in known:
-            (known[key],) = run_on_ranks(one_step, 1, job_of(converters, recipe))
-        return known[key]
+    @cache
+    def find(recipe: str | None):
+        (found,) = run_on_ranks(one_step, 1, job_of(recipe))
+        return found
 
     return find
 
 
 @pytest.mark.parametrize("recipe", tiered(["rowwise"], slow=["rowwise_with_gw_hp", "tensorwise"]))
 def test_float8_rounds_within_bounds(one_rank, recipe: str):
-    loss, exact = one_rank([])
-    ours, grads = one_rank(FLOAT8, recipe)
+    loss, exact = one_rank(None)
+    ours, grads = one_rank(recipe)
     assert loss != ours and abs(ours - loss) < 1e-2 * loss
-    assert 0.01 < worst(errors(grads, exact)) < 0.4
+    assert 0.01 < largest_error(grads, exact) < 0.4
 
 
 @pytest.mark.parametrize("axis", tiered(["data_parallel_shard"], slow=["data_parallel_replicate"]))
 def test_data_parallel_layouts_have_the_same_bits(one_rank, axis: str):
-    loss, grads = one_rank(FLOAT8)
-    for ours, found in run_on_ranks(one_step, 2, job_of(FLOAT8, "rowwise", **{axis: 2})):
+    loss, grads = one_rank("rowwise")
+    for ours, found in run_on_ranks(one_step, 2, job_of("rowwise", **{axis: 2})):
         assert ours == loss
         assert all(torch.equal(found[name], grads[name]) for name in grads)
 
@@ -107,15 +101,15 @@ LAYOUTS = {
 def test_other_layouts_round_no_worse(one_rank, layout: str):
     """Ranks that cut a sum have scales of their own for their parts of it."""
     world_size, degrees = LAYOUTS[layout]
-    expected, exact = one_rank([])
-    alone = worst(errors(one_rank(FLOAT8)[1], exact))
-    loss, found = whole(job_of(FLOAT8, "rowwise", **degrees), world_size)
+    expected, exact = one_rank(None)
+    alone = largest_error(one_rank("rowwise")[1], exact)
+    loss, found = whole(job_of("rowwise", **degrees), world_size)
     assert abs(loss - expected) < 1e-2 * expected
     assert found.keys() == exact.keys()
-    assert 0.5 * alone < worst(errors(found, exact)) < 1.3 * alone
+    assert 0.5 * alone < largest_error(found, exact) < 1.3 * alone
 
 
 def test_cut_linears_that_multiply_exactly_are_seen(one_rank):
-    _, exact = one_rank([])
-    job = job_of(FLOAT8, "rowwise", tensor_parallel=2)
-    assert worst(errors(whole(job, 2, planted=True)[1], exact)) < 1e-4
+    _, exact = one_rank(None)
+    job = job_of("rowwise", tensor_parallel=2)
+    assert largest_error(whole(job, 2, planted=True)[1], exact) < 1e-4

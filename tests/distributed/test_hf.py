@@ -19,33 +19,18 @@ from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.verify.layouts.layouts import apply_layout, parse
 
-LAYOUTS = {
-    "one rank": {},
-    "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
-    "dp, tp, ep, etp": {
-        "data_parallel_shard_degree": 2,
-        "tensor_parallel_degree": 2,
-        "expert_parallel_degree": 2,
-        "expert_tensor_parallel_degree": 2,
-    },
-    "pp": {"pipeline_parallel_degree": 2},
-}
-RANKS = {"one rank": 1, "replicas": 2, "dp, tp, ep, etp": 4, "pp": 2}
+ALL_AXES = "dp_shard=2,tp=2,ep=2,etp=2"
 
 
 def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str) -> None:
     """Load a folder into a sharded model, and export the model."""
-    job = JobConfig.model_validate(
-        {
-            "model": {"name": model.family, "flavor": "gate"},
-            "training": {"local_batch_size": 2, "seq_len": 32},
-            "parallelism": LAYOUTS[layout],
-            "activation_checkpoint": {"mode": "none"},
-        }
-    )
-    cpu, world_size = torch.device("cpu"), RANKS[layout]
-    sharded = build_sharded_model(job, model.config, device=cpu, world_size=world_size)
+    own, cpu = parse(layout), torch.device("cpu")
+    tables = {"model": {"name": model.family, "flavor": "gate"}}
+    tables["parallelism"] = {"module_fqns_per_model_part": None}
+    job = apply_layout(JobConfig(), own, tables)
+    sharded = build_sharded_model(job, model.config, device=cpu, world_size=own.world_size)
     tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
     load_hf(source, model, tensors)
     checkpointer = Checkpointer(
@@ -67,12 +52,12 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
 @pytest.mark.parametrize(
     "family, layout",
     tiered(
-        [*product(FAMILIES, ["one rank"]), ("deepseek_v3", "dp, tp, ep, etp")],
-        slow=[*product(FAMILIES[1:], ["dp, tp, ep, etp"]), ("gpt_oss", "pp")],
+        [*product(FAMILIES, ["dp_shard=1"]), ("deepseek_v3", ALL_AXES)],
+        slow=[*product(FAMILIES[1:], [ALL_AXES]), ("gpt_oss", "pp=2")],
         full=[
             (family, layout)
-            for family, layout in product(FAMILIES, ["replicas", "pp"])
-            if (family, layout) != ("gpt_oss", "pp")
+            for family, layout in product(FAMILIES, ["dp_replicate=2", "pp=2"])
+            if (family, layout) != ("gpt_oss", "pp=2")
         ],
     ),
 )
@@ -80,19 +65,19 @@ def test_round_trip_in_every_layout(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.bfloat16)
     paths = tmp_path / "in", tmp_path / "out"
-    run_on_ranks(through, RANKS[layout], model, layout, *paths, "bfloat16")
+    run_on_ranks(through, parse(layout).world_size, model, layout, *paths, "bfloat16")
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > RANKS[layout]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > parse(layout).world_size
     assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
 
 
-@pytest.mark.parametrize("layout", tiered(["pp"], slow=["dp, tp, ep, etp"]))
+@pytest.mark.parametrize("layout", tiered(["pp=2"], slow=[ALL_AXES]))
 @pytest.mark.parametrize("family", tiered(["qwen3"], slow=["deepseek_v3"]))
 def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, num_files=1)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
     paths = tmp_path / "in", tmp_path / "out"
-    run_on_ranks(through, RANKS[layout], model, layout, *paths, "float32")
+    run_on_ranks(through, parse(layout).world_size, model, layout, *paths, "float32")
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
