@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.tiers import tiered
-from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
+from tests.support.tiny import batch_of, make_job, tiny, tiny_step
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.train_step import local_batch
 
 
 class Event(NamedTuple):
@@ -97,37 +98,35 @@ class _Seen(torch.autograd.Function):
         return grad, None, None
 
 
-CPU = torch.device("cpu")
-
 # --- shared experts beside rows ---
 
 
 def build(tables: dict, family: str = "deepseek_v3", num_layers: int = 3):
-    from titan_moe.distributed.parallelize import build_sharded_model
-
     job = make_job(family, **tables)
-    config = replace(tiny(job), num_layers=num_layers)
-    return build_sharded_model(job, config, device=CPU, world_size=dist.get_world_size())
+    sharded, _ = tiny_step(job, replace(tiny(job), num_layers=num_layers))
+    return sharded
 
 
 def train_once(sharded, reader: int | None = None, rows: int = 1) -> None:
     """One run on the rows of a reader, by default of this rank's number."""
-    from titan_moe.distributed.execution import LocalBatch
-
     first = rows * (dist.get_rank() if reader is None else reader)
-    tokens, labels, documents = (x[first : first + rows] for x in global_batch(0, 96))
-    positions = torch.arange(SEQ_LEN).expand(rows, -1)
-    sharded.execution.train(LocalBatch(tokens, labels, documents, positions))
+    batch = batch_of(0, slice(first, first + rows))
+    sharded.execution.train(local_batch(batch, sharded, torch.device("cpu")))
 
 
-def log_of_a_step(recompute: str, planted: str) -> list[tuple[str, list[str]]]:
-    """Each exchange of rows (not of weights) by its phase, and what was issued meanwhile."""
-    tables = {"activation_checkpoint": {"mode": recompute}}
-    sharded = build({"parallelism": {"expert_parallel_degree": 2}, **tables})
+def log_of_a_step(
+    module: str, overlap: bool = False, recompute: str = "none", planted: bool = False
+) -> list[tuple[str, list[str]]]:
+    """Each exchange of rows or weights by its phase, and what was issued meanwhile, where a module
+    of an MoE layer is marked."""
+    if overlap:  # Otherwise the log's own marks are views.
+        warnings.filterwarnings("error", message=".*view tensor")
+    degrees = {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}
+    sharded = build({"parallelism": degrees, "activation_checkpoint": {"mode": recompute}})
     log = Log()
     log.watch_exchanges()
     for moe in sharded.moe_layers().values():
-        log.mark(moe.shared_experts, "shared experts")
+        log.mark(moe.get_submodule(module), module)
         if planted:
             _wait_at_once(moe.dispatcher)
     train_once(sharded)
@@ -143,18 +142,18 @@ def _wait_at_once(dispatcher) -> None:
     dispatcher.receive = lambda sent, plan, order: sent
 
 
-@pytest.mark.parametrize("recompute", tiered(["none"], slow=["full"]))
-def test_shared_experts_are_computed_while_rows_travel(recompute: str):
-    for flights in run_on_ranks(log_of_a_step, 2, recompute, ""):
-        beside = [phase for phase, inside in flights if "shared experts" in inside]
+@pytest.mark.parametrize(
+    "recompute, planted", tiered([("none", False), ("none", True)], slow=[("full", False)])
+)
+def test_shared_experts_are_computed_while_rows_travel_but_in_the_serial_order(
+    recompute: str, planted: bool
+):
+    for flights in run_on_ranks(log_of_a_step, 2, "shared_experts", False, recompute, planted):
+        beside = [phase for phase, inside in flights if "shared_experts" in inside]
         # Tokens and their weights, in each of two layers; recomputation counts as the backward.
-        assert beside.count("forward") == 2 * 2
-        assert beside.count("backward") == 2 * 2 * (2 if recompute == "full" else 1)
-
-
-def test_the_log_shows_the_serial_order():
-    for flights in run_on_ranks(log_of_a_step, 2, "none", "serial"):
-        assert not any("shared experts" in inside for _, inside in flights)
+        each = 0 if planted else 2 * 2
+        assert beside.count("forward") == each
+        assert beside.count("backward") == each * (2 if recompute == "full" else 1)
 
 
 # --- the order of issue in a layer ---
@@ -217,23 +216,10 @@ def test_a_layer_issues_its_work_in_the_order_of_the_table():
 # --- one half of a microbatch beside the other's experts ---
 
 
-def log_of_halves(overlap: bool) -> list[tuple[str, list[str]]]:
-    if overlap:  # Otherwise the log's own marks are views.
-        warnings.filterwarnings("error", message=".*view tensor")
-    degrees = {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}
-    sharded = build({"parallelism": degrees})
-    log = Log()
-    log.watch_exchanges()
-    for moe in sharded.moe_layers().values():
-        log.mark(moe.experts.compute, "experts")
-    train_once(sharded)
-    return log.inside()
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_one_half_travels_while_the_experts_compute_the_other(overlap: bool):
-    for flights in run_on_ranks(log_of_halves, 2, overlap):
-        beside = [phase for phase, inside in flights if "experts" in inside]
+    for flights in run_on_ranks(log_of_a_step, 2, "experts.compute", overlap):
+        beside = [phase for phase, inside in flights if "experts.compute" in inside]
         # In each of two layers the second half's rows and their weights on the way to the experts,
         # and the first half's outputs on the way back; in the backward gradients, of which one is
         # that of the second half's rows, its weights' included, and one of the first's outputs.
@@ -323,17 +309,16 @@ def gathered_before(events: list[str], what: str, compute: str) -> bool:
 def test_the_next_blocks_parameters_are_gathered_before_a_block_computes(prefetch: bool):
     for events in run_on_ranks(log_of_gathers, 4, prefetch):
         turn = next(n for n, event in enumerate(events) if event.startswith("backward"))
-        forward, backward = events[:turn], events[turn:]
-        ahead = [
-            gathered_before(forward, f"layers.{next_}.{unit}", f"forward compute {now}")
-            for now, next_ in ((0, 1), (1, 2))
-            for unit in ("attention", "moe.experts")
-        ]
+        pairs = [("forward", 0, 1), ("forward", 1, 2)]
         # FSDP2 itself goes by the order of the forward where nothing is set.
-        ahead += [
-            gathered_before(backward, f"layers.{next_}.{unit}", f"backward compute {now}")
-            for now, next_ in ((2, 1),)
+        pairs += [("backward", 2, 1)] * prefetch
+        ahead = [
+            gathered_before(
+                events[:turn] if phase == "forward" else events[turn:],
+                f"layers.{next_}.{unit}",
+                f"{phase} compute {now}",
+            )
+            for phase, now, next_ in pairs
             for unit in ("attention", "moe.experts")
-            if prefetch
         ]
         assert all(ahead) if prefetch else not any(ahead), events
