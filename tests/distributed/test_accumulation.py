@@ -128,19 +128,10 @@ def mixed_gradients(word: str) -> dict[str, torch.Tensor]:
     return run_on_ranks(trained, 2, job)[0]["gradients"]
 
 
-@pytest.fixture(scope="module")
-def exact() -> dict[str, torch.Tensor]:
-    return run_on_ranks(trained, 2, job_with("reduce_each"))[0]["gradients"]
-
-
-@pytest.fixture(scope="module")
-def each() -> dict[str, torch.Tensor]:
-    return mixed_gradients("reduce_each")
-
-
-def test_gradients_in_bfloat16_add_up_in_float32(exact: dict, each: dict):
+def test_gradients_in_bfloat16_add_up_in_float32():
     """The sum is right to a few units of float32, each gradient only to units of bfloat16."""
-    ours = mixed_gradients("keep_gathered")
+    exact = run_on_ranks(trained, 2, job_with("reduce_each"))[0]["gradients"]
+    ours, each = mixed_gradients("keep_gathered"), mixed_gradients("reduce_each")
     assert all(gradient.dtype == torch.float32 for gradient in ours.values())
     assert error(ours, each) < 1e-6
     assert 1e-3 < error(ours, exact) < 1.001 * error(each, exact)

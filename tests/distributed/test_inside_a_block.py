@@ -7,16 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.tiny import (
-    SEQ_LEN,
-    FirstGradients,
-    batch_of,
-    global_batch,
-    make_job,
-    tiny,
-    tiny_step,
-    whole,
-)
+from tests.support.tiny import FirstGradients, batch_of, make_job, tiny_step, whole
 from titan_moe.config.job_config import JobConfig, Model
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.ranks import run_on_ranks
@@ -24,14 +15,10 @@ from titan_moe.runtime.ranks import run_on_ranks
 
 def types_in_a_block(job: JobConfig) -> dict[str, str]:
     """The types that meet in an MoE block."""
-    from titan_moe.data.batch import Batch
-    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.moe import experts
     from titan_moe.ops.gated import gated_rows
-    from titan_moe.train_step import local_batch
 
-    device = torch.device("cpu")
-    sharded = build_sharded_model(job, tiny(job), device=device, world_size=2)
+    sharded, step = tiny_step(job)
     (model,) = sharded.parts
     types: dict[str, str] = {}
 
@@ -48,9 +35,7 @@ def types_in_a_block(job: JobConfig) -> dict[str, str]:
     moe_block.moe.router.register_forward_hook(
         lambda router, args, scores: types.update(scores=str(scores.scores_TE.dtype))
     )
-    tokens, labels, documents = (x[:1] for x in global_batch(0, 96))
-    sharded.execution.train(local_batch(Batch(tokens, labels, documents, [[]]), sharded, device))
-    assert tokens.shape[1] == SEQ_LEN
+    step([batch_of(0, slice(1))])
     return types
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from tests.support.shardings import all_shardings
 from tests.support.tiers import tiered
 from titan_moe.checkpoint.checksums import checksums
-from titan_moe.checkpoint.tensors import Chunk, held_chunks, read_tensors, write_chunks
+from titan_moe.checkpoint.tensors import held_chunks, read_tensors, write_chunks
 from titan_moe.distributed.dtensor import check_divides, local_part, mesh_axes, sharding_of
 from titan_moe.distributed.parallel_dims import coordinates
 from titan_moe.distributed.sharding import Sharding
@@ -51,24 +51,8 @@ def explicit(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
 
 
 def _part_of(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> tuple[Tensor, TensorMeta]:
-    """Cut by chunks of chunks, on a mesh of the whole world."""
-    at = torch.nonzero(mesh.mesh == dist.get_rank())[0].tolist()
-    part, place = whole, dict(zip(mesh_axes(mesh), at, strict=True))
-    for dim, cut in enumerate(sharding.cuts):
-        for axis in cut:
-            chunks = list(part.chunk(mesh_axes(mesh)[axis], dim)) if part.shape[dim] else []
-            empty = [part.narrow(dim, 0, 0)] * mesh_axes(mesh)[axis]
-            part = (chunks + empty)[place[axis]]
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    return part.contiguous(), meta
-
-
-def _whole(shape: tuple[int, ...]) -> Tensor:
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
-
-
-def _mesh(sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple("xyz"[: len(sizes)]))
+    box = sharding.box(dist.get_rank(), whole.shape, mesh_axes(mesh))
+    return whole[box].contiguous(), TensorMeta(whole.shape, whole.stride(), whole.dtype)
 
 
 def _each_way(whole: Tensor, mesh: DeviceMesh) -> dict[str, DTensor]:
@@ -88,36 +72,29 @@ def _each_way(whole: Tensor, mesh: DeviceMesh) -> dict[str, DTensor]:
     return made
 
 
-def _write(tensors: dict[str, Tensor], folder: Path) -> None:
-    def local(chunk: Chunk) -> Tensor:
-        return local_part(tensors[chunk.name])
-
-    write_chunks(folder, held_chunks(tensors), local, doing="saving")
-
-
 def _save_and_load(
     sizes: Sizes, shape: Sizes, distances: list[int], folder: Path
 ) -> tuple[int, list[str]]:
     """Returns the number of saved tensors, and the loads with other bits. A tensor is loaded under
     the shardings that are `distances` further in the list."""
-    whole, mesh = _whole(shape), _mesh(sizes)
+    whole = torch.arange(prod(shape), dtype=torch.float64).view(shape)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("xyz"[: len(sizes)]))
     saved = _each_way(whole, mesh)
-    _write(dict(saved), folder)
+    parts = {name: local_part(tensor) for name, tensor in saved.items()}
+    write_chunks(folder, held_chunks(dict(saved)), lambda chunk: parts[chunk.name], doing="saving")
     wrong = []
     names = list(saved)
     for distance in distances or range(len(names)):
         targets = [names[(i + distance) % len(names)] for i in range(len(names))]
         loaded: dict[str, Tensor] = {
             name: type(saved[target])(
-                torch.zeros_like(local_part(saved[target])),
-                saved[target]._spec,
-                requires_grad=False,
+                torch.zeros_like(parts[target]), saved[target]._spec, requires_grad=False
             )
             for name, target in zip(names, targets, strict=True)
         }
         read_tensors(loaded, folder)
         for (name, tensor), target in zip(loaded.items(), targets, strict=True):
-            if not torch.equal(local_part(tensor), local_part(saved[target])):
+            if not torch.equal(local_part(tensor), parts[target]):
                 wrong.append(f"{name} -> {target}")
     plain: dict[str, Tensor] = {name: torch.zeros_like(whole) for name in names}
     read_tensors(plain, folder)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.operations import Operations
 from tests.support.tiers import tiered
+from tests.support.tiny import make_job
 from titan_moe.distributed import tensor_parallel
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.runtime.ranks import RankError, run_on_ranks
@@ -129,18 +130,11 @@ def test_a_norm_over_the_channels_of_all_ranks_is_the_whole_norm(
 
 def widest_logits(world_size: int) -> int:
     """The most logits a token has in anything that is computed after the output layer."""
-    from titan_moe.config.job_config import JobConfig
     from titan_moe.distributed.execution import LocalBatch
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
 
-    job = JobConfig.model_validate(
-        {
-            "model": {"name": "qwen3", "flavor": "gate"},
-            "training": {"dtype": "float64", "seq_len": 16},
-            "parallelism": {"tensor_parallel_degree": world_size},
-        }
-    )
+    job = make_job("qwen3", parallelism={"tensor_parallel_degree": world_size})
     config = model_config("qwen3", "gate")
     sharded = build_sharded_model(job, config, device=torch.device("cpu"), world_size=world_size)
     tokens = torch.arange(32).view(2, 16)
