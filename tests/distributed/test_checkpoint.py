@@ -1,4 +1,7 @@
-"""Checkpoints of several ranks: all ranks fail together, and each gets its own state back."""
+"""Checkpoints of several ranks: all ranks fail together, and each gets its own state back. A save
+in the background is there when all have written."""
+
+import time
 
 import pytest
 import torch
@@ -7,20 +10,26 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.saved_runs import contents, plain_checkpointer
+from tests.support.tiers import tiered
+from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checksums import checksums
+from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.ranks import run_on_ranks
 
 
-def _run(folder, *, seed):
+def _run(folder, *, seed=0, replicas=1, **keys):
+    """Returns a sharded model, each shard of which has so many copies, and its checkpointer."""
     torch.manual_seed(seed)
-    model = nn.Linear(5, 3)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = nn.Linear(5, 3)  # Its bias has 3 rows: over 4 ranks, one has none.
+    model.register_buffer("load", torch.zeros(4))  # Every rank holds it.
+    sizes = (replicas, dist.get_world_size() // replicas)
+    fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s")))
     optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters())
-    return plain_checkpointer(folder, model, optimizer, merge_data=_merge_rows)
+    return model, plain_checkpointer(folder, model, optimizer, merge_data=_merge_rows, **keys)
 
 
 def _merge_rows(states):
@@ -28,16 +37,15 @@ def _merge_rows(states):
     return states[0] | {"rows": rows}
 
 
-def _state(step):
-    return {"step": step, "tokens": 0, "data": {"rows": {}}}
+def _error_of(call, *args):
+    with pytest.raises(RunError) as error:
+        call(*args)
+    return str(error.value)
 
 
 def _drifted():
     tensors = {"fine": torch.ones(3), "drifted": torch.full((3,), float(dist.get_rank() == 2))}
-    try:
-        checksums(tensors)
-    except RunError as error:
-        return str(error)
+    return _error_of(checksums, tensors)
 
 
 def test_replicas_that_differ_are_named():
@@ -46,14 +54,11 @@ def test_replicas_that_differ_are_named():
 
 
 def _damaged(folder):
-    checkpointer = _run(folder, seed=0)
-    checkpointer.save(1, _state(1))
+    _, checkpointer = _run(folder)
+    checkpointer.save(1, {"step": 1, "tokens": 0, "data": {"rows": {}}})
     if dist.get_rank() == 1:
         (checkpointer.folder / "step-1/__0_0.distcp").write_bytes(b"")
-    try:
-        checkpointer.load()
-    except RunError as error:
-        return str(error)
+    return _error_of(checkpointer.load)
 
 
 @pytest.mark.slow
@@ -63,7 +68,7 @@ def test_a_damaged_tensor_file_stops_all_ranks(tmp_path):
 
 
 def _save_rows(folder):
-    checkpointer = _run(folder, seed=0)
+    _, checkpointer = _run(folder)
     rank = dist.get_rank()
     torch.manual_seed(rank)
     rows = {str(row): row * 10 for row in (rank, rank + 2)}
@@ -72,7 +77,7 @@ def _save_rows(folder):
 
 
 def _load_rows(folder):
-    checkpointer = _run(folder, seed=9)
+    _, checkpointer = _run(folder, seed=9)
     fresh = torch.get_rng_state()
     state = checkpointer.load()
     return state, torch.equal(torch.get_rng_state(), fresh), torch.rand(1).item()
@@ -87,3 +92,92 @@ def test_data_position_and_random_state_of_all_ranks(tmp_path):
     assert [value for _, _, value in same] == drawn
     (state, fresh, _), *_ = run_on_ranks(_load_rows, 1, tmp_path)
     assert state == expected and fresh
+
+
+# --- saves in the background ---
+
+
+def _run_in_background(folder, mode="async"):
+    options = {"interval": 2, "async_mode": mode, "enable_first_step_checkpoint": True}
+    return _run(folder, replicas=2, **options)
+
+
+def _names(folder):
+    """Returns the names of checkpoints, the same on all ranks."""
+    dist.barrier()
+    names = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    dist.barrier()
+    return names
+
+
+def _one_writer_is_slow(folder):
+    model, checkpointer = _run_in_background(folder)
+    checkpointer.maybe_save(1, {"step": 1})
+    checkpointer.finish()
+    write = FolderWriter.write_data
+    if dist.get_rank() == dist.get_world_size() - 1:
+        FolderWriter.write_data = lambda *args: time.sleep(2) or write(*args)
+    checkpointer.maybe_save(2, {"step": 2})
+    with torch.no_grad():
+        model.weight.add_(1)  # Training goes on.
+    for _ in range(20):
+        checkpointer.maybe_save(3, {})
+    seen = [_names(folder)]
+    checkpointer.finish()
+    seen.append(_names(folder))
+    FolderWriter.write_data = write
+    with torch.no_grad():
+        model.weight.sub_(1)
+    _, waiting = _run_in_background(folder / "waiting", "disabled")
+    waiting.maybe_save(2, {"step": 2})
+    files = [contents(path / "checkpoint/step-2") for path in (folder, folder / "waiting")]
+    return seen, files, checkpointer.last_step
+
+
+def test_slowest_writer_completes_the_files_of_a_save_that_waits(tmp_path):
+    for seen, (ours, theirs), last_step in run_on_ranks(_one_writer_is_slow, 4, tmp_path):
+        assert seen[0] == [".step-2.writing", "step-1"]
+        assert seen[1] == ["step-1", "step-2"] and last_step == 2
+        assert ours == theirs
+    # A tensor that several ranks hold is written once, and not by one rank alone.
+    assert len([name for name in ours if name.endswith(".distcp")]) > 1
+    assert audit(tmp_path / "checkpoint/step-2").problems == []
+
+
+def _fails_on_rank_one(folder, mode):
+    model, checkpointer = _run_in_background(folder, mode)
+    checkpointer.maybe_save(1, {"step": 1})
+    checkpointer.finish()
+    write = FolderWriter.write_data
+    if dist.get_rank() == 1:
+
+        def fill_disk(*args):
+            write(*args)
+            raise OSError(28, "No space left on device")
+
+        FolderWriter.write_data = fill_disk
+
+    def save():
+        checkpointer.maybe_save(2, {"step": 2})
+        checkpointer.finish()
+
+    full = _error_of(save)
+    model.load[0] = dist.get_rank()  # Replicas that differ.
+    unlike = _error_of(checkpointer.maybe_save, 4, {"step": 4})
+    return full, unlike, _names(folder)
+
+
+@pytest.mark.parametrize("mode", tiered(["async"], slow=["disabled"]))
+def test_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path, mode):
+    results = run_on_ranks(_fails_on_rank_one, 2, tmp_path, mode)
+    assert results[0] == results[1]
+    line, unlike, names = results[0]
+    assert line == (
+        f"cannot save checkpoint {tmp_path}/checkpoint/step-2: No space left on device; free some "
+        "space, or move files by job.dump_folder, checkpoint.folder, HF_HOME, HF_DATASETS_CACHE or "
+        "TMPDIR, and start the same command again"
+    )
+    assert unlike == "ranks hold different values of what should be replicas: model.load " + (
+        "(rank 0 unlike rank 1)"
+    )
+    assert names == ["step-1"]
