@@ -3,6 +3,7 @@ the same global batches, the same curve."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ from tests.support.gates import OTHERS, SAMPLE, fitting
 from tests.support.resharding import LEG, Run, go_on, make_job, problems, run, unlike
 from tests.support.tiers import tiered
 from tests.support.trainings import process_here
+from titan_moe import trainer as trainers
+from titan_moe.checkpoint import tensors
 from titan_moe.checkpoint.checksums import checksums
-from titan_moe.checkpoint.tensors import model_tensors
+from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
+from titan_moe.data.loader import Loader
+from titan_moe.distributed import transfer
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.ranks import run_on_ranks
@@ -47,16 +52,13 @@ Undisturbed = Callable[[str, Layout, int], Run]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """Makes each run that never stops once, by family, layout and depth."""
-    runs: dict[tuple[str, Layout, int], Run] = {}
 
-    def get(family: str, layout: Layout, num_layers: int) -> Run:
-        key = (family, layout, num_layers)
-        if key not in runs:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            runs[key] = run(family, layout, folder, steps=2 * LEG, depth=num_layers)
-        return runs[key]
+    @cache
+    def made(family: str, layout: Layout, num_layers: int) -> Run:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        return run(family, layout, folder, steps=2 * LEG, depth=num_layers)
 
-    return get
+    return made
 
 
 def check(
@@ -100,33 +102,23 @@ def test_run_goes_on_in_another_layout(
 
 
 def _move_parameters_only() -> None:
-    from titan_moe import trainer
-    from titan_moe.checkpoint.tensors import MODEL
-    from titan_moe.distributed import transfer
-
     def move(sources, targets):
         moving = {name: each for name, each in sources.items() if name.startswith(MODEL)}
         return transfer.move(moving, {name: targets[name] for name in moving})
 
-    trainer.move = move
+    trainers.move = move
 
 
 def _begin_data_anew() -> None:
-    from titan_moe.data.loader import Loader
-
     Loader.load_state_dict = lambda *_: None
 
 
 def _draw_other_random_numbers() -> None:
-    from titan_moe import trainer
-
-    trainer.set_random_state = lambda _: None
+    trainers.set_random_state = lambda _: None
 
 
 def _keep_cycles() -> None:
-    from titan_moe import trainer
-
-    trainer.collect_everything = lambda: None
+    trainers.collect_everything = lambda: None
 
 
 @pytest.mark.parametrize(
@@ -151,8 +143,6 @@ def test_what_does_not_move_is_noticed(
 def _shift_strided_shards() -> None:
     """Strided shards are said to lie one shard further, at loading and for the checksums alike:
     production's own check sees nothing."""
-    from titan_moe.checkpoint import tensors
-
     slices = tensors.local_slices
 
     def shifted(tensor):
