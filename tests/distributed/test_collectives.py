@@ -1,18 +1,16 @@
 """Operations that collectives must not use on gloo, and groups that meet before the first step."""
 
 import torch
+import torch.distributed as dist
 
-from tests.support.operations import Operations
+from tests.support.operations import Operations, watch_collectives
+from titan_moe.distributed.collectives import gather_parts
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 
 
 def functional_gathers() -> list[str]:
     """Functional all-gathers of a gather of parts, on one rank of gloo."""
-    import torch.distributed as dist
-
-    from titan_moe.distributed.collectives import gather_parts
-
     seen = []
 
     with Operations(lambda func, _: seen.append(str(func))):
@@ -27,28 +25,21 @@ def test_gloo_gets_no_functional_all_gather():
     assert run_on_ranks(functional_gathers, 2) == [[], []]
 
 
-def connected() -> tuple[list[list[int]], list[list[int]]]:
+def connected() -> dict[str, list[list[int]]]:
     """The ranks of the groups that a rank sums over and exchanges in, in the order of the calls."""
-    import torch.distributed as dist
-
-    sums: list[list[int]] = []
-    exchanges: list[list[int]] = []
-    for name, seen in (("all_reduce", sums), ("all_to_all_single", exchanges)):
-        operation = getattr(dist, name)
-
-        def noted(*args, group, operation=operation, seen=seen):
-            seen.append(dist.get_process_group_ranks(group))
-            return operation(*args, group=group)
-
-        setattr(dist, name, noted)
+    seen: dict[str, list[list[int]]] = {"all_reduce": [], "all_to_all_single": []}
+    watch_collectives(
+        seen, lambda name, group: seen[name].append(dist.get_process_group_ranks(group))
+    )
     dims = ParallelDims(4, pp=2, dp_shard=2, ep=2)
     meshes = dims.build_mesh("cpu")
     meshes.groups.connect(meshes.group("ep"), torch.device("cpu"))
-    return sums, exchanges
+    return seen
 
 
 def test_connect_meets_all_ranks_of_each_group_and_the_world_last():
-    for rank, (sums, exchanges) in enumerate(run_on_ranks(connected, 4)):
+    for rank, seen in enumerate(run_on_ranks(connected, 4)):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert sums == [[rank % 2, rank % 2 + 2], pair, pair, [0, 1, 2, 3]]  # pp, fsdp, ep, world.
-        assert exchanges == [pair]
+        # pp, fsdp, ep, world.
+        assert seen["all_reduce"] == [[rank % 2, rank % 2 + 2], pair, pair, [0, 1, 2, 3]]
+        assert seen["all_to_all_single"] == [pair]

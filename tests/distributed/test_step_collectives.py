@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.support import trainings
 from tests.support.documents import write_jsonl
+from tests.support.operations import watch_collectives
 from tests.support.tiny import batch_of, make_job, tiny_step
 from titan_moe.config.job_config import JobConfig
 from titan_moe.metrics.jsonl import read_json_lines
@@ -20,16 +21,12 @@ def collectives_of_training(job: JobConfig) -> dict[int, list[str]]:
     communicators and timeouts of the first are made."""
     found: defaultdict[int, list[str]] = defaultdict(list)
 
-    def counted(function):
-        def call(*args, **kwargs):
-            if kwargs.get("group") in (None, dist.group.WORLD):
-                found[POSITION.last().step].append(function.__name__)
-            return function(*args, **kwargs)
+    def note(name, group):
+        if group is dist.group.WORLD:
+            found[POSITION.last().step].append(name)
 
-        return call
-
-    for name in ("all_reduce", "broadcast", "all_gather_object", "all_gather", "barrier"):
-        setattr(dist, name, counted(getattr(dist, name)))
+    names = ("all_reduce", "broadcast", "all_gather_object", "all_gather", "barrier")
+    watch_collectives(names, note)
     trainings.train_here(job)
     return {step: found[step] for step in range(2, job.training.steps)}
 

@@ -1,8 +1,10 @@
-"""Watches the operations that torch runs."""
+"""Watches the operations that torch runs, and its collectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,3 +23,15 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._note(func, result)
         return result
+
+
+def watch_collectives(names: Iterable[str], note: Callable[[str, Any], object]) -> None:
+    """Calls `note` with the name and the group of each call of these functions of torch.distributed
+    that names its group or goes over the world, for the rest of this process."""
+
+    def watched(name, operation, *args, **kwargs):
+        note(name, kwargs.get("group") or dist.group.WORLD)
+        return operation(*args, **kwargs)
+
+    for name in names:
+        setattr(dist, name, partial(watched, name, getattr(dist, name)))

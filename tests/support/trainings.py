@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -80,18 +81,24 @@ def _plant_kill(where: str, rank: int) -> None:
     if dist.get_rank() != rank:
         return
     owner, name, number = {
-        "in a step": (train_step, "update_routers", 12),
-        "writing tensors": (FolderWriter, "write_data", 2),
-        "before the rename": (folders, "commit", 2),
+        "in a step": (train_step, "update_routers", 13),
+        "writing tensors": (FolderWriter, "write_data", 3),
+        "before the rename": (folders, "commit", 3),
     }[where]
-    calls, original = iter(range(100)), getattr(owner, name)
+    replace_call(owner, name, number, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
-    def die_at_the_call(*args, **kwargs):
+
+def replace_call(owner: object, name: str, number: int, instead: Callable) -> None:
+    """Replaces one call of a function, counted from 1, by a call of `instead` with the function and
+    its arguments."""
+    original, calls = getattr(owner, name), count(1)
+
+    def called(*args, **kwargs):
         if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            return instead(original, *args, **kwargs)
         return original(*args, **kwargs)
 
-    setattr(owner, name, die_at_the_call)
+    setattr(owner, name, called)
 
 
 def figures(folder: Path) -> list[tuple]:
