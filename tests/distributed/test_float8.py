@@ -13,13 +13,15 @@ from tests.support.tiny import FirstGradients, batch_of, make_job, tiny, tiny_st
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed import tensor_parallel
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.verify.layouts.layouts import layout_tables, parse
 
 ROWS = 8
 
 
-def job_of(recipe: str | None, **degrees: int) -> JobConfig:
+def job_of(recipe: str | None, layout: str = "dp_shard=1") -> JobConfig:
     """Makes a job in float32, in which layouts differ by float8's rounding alone; without a recipe
     nothing is in float8."""
+    parallelism = layout_tables(parse(layout))["parallelism"]
     job = make_job(
         "qwen3",
         training={
@@ -27,7 +29,7 @@ def job_of(recipe: str | None, **degrees: int) -> JobConfig:
             "mixed_precision_param": "float32",
             "local_batch_size": ROWS // 2,
         },
-        parallelism={f"{axis}_degree": degree for axis, degree in degrees.items()},
+        parallelism=parallelism | {"pipeline_parallel_microbatch_size": 1},
         quantize={"linear": {"float8": {"emulate": True, "recipe_name": recipe or "rowwise"}}},
     )
     return job.with_values(model={"converters": ["quantize.linear.float8"] if recipe else []})
@@ -74,36 +76,29 @@ def test_float8_rounds_within_bounds(one_rank, recipe: str):
     assert 0.01 < largest_error(grads, exact) < 0.4
 
 
-@pytest.mark.parametrize("axis", tiered(["data_parallel_shard"], slow=["data_parallel_replicate"]))
+@pytest.mark.parametrize("axis", tiered(["dp_shard"], slow=["dp_replicate"]))
 def test_data_parallel_layouts_have_the_same_bits(one_rank, axis: str):
     loss, grads = one_rank("rowwise")
-    for ours, found in run_on_ranks(one_step, 2, job_of("rowwise", **{axis: 2})):
+    for ours, found in run_on_ranks(one_step, 2, job_of("rowwise", f"{axis}=2")):
         assert ours == loss
         assert all(torch.equal(found[name], grads[name]) for name in grads)
 
 
-def whole(job: JobConfig, world_size: int, planted: bool = False):
+def whole(layout: str, planted: bool = False):
     """The loss and the gradients of all ranks' parameters together."""
-    ranks = run_on_ranks(one_step, world_size, job, planted)
+    ranks = run_on_ranks(one_step, parse(layout).world_size, job_of("rowwise", layout), planted)
     return ranks[0][0], {name: grad for _, part in ranks for name, grad in part.items()}
 
 
-LAYOUTS = {
-    "ep=2": (2, {"expert_parallel": 2}),
-    "tp=2": (2, {"tensor_parallel": 2}),
-    "etp=2": (2, {"expert_tensor_parallel": 2}),
-    "cp=2": (2, {"context_parallel": 2}),
-    "pp=2,tp=2,ep=2": (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),
-}
+LAYOUTS = ["dp_shard=2,ep=2", "tp=2", "dp_shard=2,etp=2", "cp=2", "pp=2,tp=2,ep=2"]
 
 
 @pytest.mark.parametrize("layout", split(LAYOUTS, ["tp=2"]))
 def test_other_layouts_round_no_worse(one_rank, layout: str):
     """Ranks that cut a sum have scales of their own for their parts of it."""
-    world_size, degrees = LAYOUTS[layout]
     expected, exact = one_rank(None)
     alone = largest_error(one_rank("rowwise")[1], exact)
-    loss, found = whole(job_of("rowwise", **degrees), world_size)
+    loss, found = whole(layout)
     assert abs(loss - expected) < 1e-2 * expected
     assert found.keys() == exact.keys()
     assert 0.5 * alone < largest_error(found, exact) < 1.3 * alone
@@ -111,5 +106,4 @@ def test_other_layouts_round_no_worse(one_rank, layout: str):
 
 def test_cut_linears_that_multiply_exactly_are_seen(one_rank):
     _, exact = one_rank(None)
-    job = job_of("rowwise", tensor_parallel=2)
-    assert largest_error(whole(job, 2, planted=True)[1], exact) < 1e-4
+    assert largest_error(whole("tp=2", planted=True)[1], exact) < 1e-4

@@ -27,10 +27,6 @@ GRID = {"x": 2, "y": 2}
 Pairs = list[tuple[str, str]]
 
 
-def mesh_of(axes: Axes) -> MeshGroups:
-    return MeshGroups(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
-
-
 def whole_of(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
 
@@ -82,7 +78,8 @@ def move_all(
     bytes sent and the most bytes held."""
     if bug is not None:
         plant(bug)
-    mesh, whole, results = mesh_of(axes), whole_of(shape), []
+    names, whole, results = tuple(axes), whole_of(shape), []
+    mesh = MeshGroups(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=names))
     for source, target in pairs:
         steps = planned(source, target, axes, shape, frugal=frugal)
         part = part_of(whole, steps.source, mesh.rank, axes)

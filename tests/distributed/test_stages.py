@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiers import tiered
-from tests.support.trainings import figures, make_job, train_here
+from tests.support.trainings import checksums, figures, make_job, train_here
 from titan_moe import trainer
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import JobConfig
@@ -54,11 +54,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(folder: Path, step: int) -> dict[str, Any]:
     """Returns a checkpoint's checksums of all tensors, and its state with the data position."""
-    place = folder / "checkpoint" / f"step-{step}"
-    return {
-        "checksums": json.loads((place / "manifest.json").read_text())["checksums"],
-        "state": json.loads((place / "train_state.json").read_text()),
-    }
+    state = folder / f"checkpoint/step-{step}/train_state.json"
+    return {"checksums": checksums(folder, step), "state": json.loads(state.read_text())}
 
 
 @pytest.mark.parametrize("step", tiered([6], slow=[2, 4]))
