@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from tests.support.paths import REPO
+from tests.support.processes import git
 
 _KINDS: dict[str, Any] = {
     "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
@@ -86,17 +87,12 @@ def test_suite_at_night_compares_with_the_last_green_commit(
     workflow = YAML(typ="safe").load(REPO / ".github" / "workflows" / "regression.yml")
     (script,) = (s["run"] for s in workflow["jobs"]["suite"]["steps"] if "green=" in str(s))
 
-    def git(*words: str) -> str:
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(
-            command, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    git("init", "--initial-branch", "main")
+    git(tmp_path, "init", "--initial-branch", "main")
     for message in ("first", "second"):
-        git("commit", "--allow-empty", "--message", message)
+        git(tmp_path, "commit", "--allow-empty", "--message", message)
     if tag is not None:
-        git("tag", "last-green", tag)
+        git(tmp_path, "tag", "last-green", tag)
     subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, check=True, capture_output=True)
-    shown = [git("log", "--format=%s", "-1", revision).strip() for revision in ("main", "HEAD")]
+    subject = "log", "--format=%s", "-1"
+    shown = [git(tmp_path, *subject, revision).strip() for revision in ("main", "HEAD")]
     assert shown == ["second" if tag is None else "first", "second"]

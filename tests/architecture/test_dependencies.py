@@ -8,11 +8,7 @@ from pathlib import Path
 
 from tests.support.imports import imports_of
 from tests.support.paths import REPO
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from titan_moe.config.parse import tomllib
 
 # torch has the builds of Triton that it runs with, and says what is missing where there is none.
 _OF_TORCH = {"triton"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
+from tests.support.processes import git
 
 _CODE = ("titan_moe", "configs", "scripts", "run_train.sh", "pyproject.toml")
 
@@ -53,16 +54,11 @@ def clones(tmp_path: Path) -> Clones:
         copy: Callable = shutil.copytree if (REPO / name).is_dir() else shutil.copy
         copy(REPO / name, installed / name)
     (installed / ".gitignore").write_text("__pycache__/\noutputs/\n")
-    _git("init", "-q", at=installed)
-    _git("add", "-A", at=installed)
-    _git("commit", "-qm", "x", at=installed)
-    _git("clone", "-q", str(installed), str(mine), at=tmp_path)
+    git(installed, "init")
+    git(installed, "add", "-A")
+    git(installed, "commit", "-m", "x")
+    git(tmp_path, "clone", installed, mine)
     return Clones(installed, mine)
-
-
-def _git(*words: str, at: Path) -> None:
-    identity = ["-c", "user.name=x", "-c", "user.email=x"]
-    subprocess.run(["git", *identity, *words], cwd=at, check=True)
 
 
 def test_command_in_another_checkout_is_refused(clones: Clones, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ The function is compiled anew inside the ranks of a run, wherever it was importe
 """
 
 import inspect
-import sys
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -12,10 +11,7 @@ from textwrap import dedent
 from types import FunctionType
 from typing import Any, NamedTuple
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from titan_moe.config.parse import tomllib
 
 
 class Bug(NamedTuple):

@@ -1,4 +1,4 @@
-"""Start the processes that a test sends signals to, or waits for."""
+"""Start the processes that a test sends signals to, or waits for, and git."""
 
 import signal
 import subprocess
@@ -11,6 +11,13 @@ def start_process(words: Sequence[object], **options: Any) -> subprocess.Popen[A
     nohup and some CI systems leave their children signals that are ignored."""
     command = [str(word) for word in words]
     return subprocess.Popen(command, preexec_fn=_default_signals, **options)
+
+
+def git(folder: object, *words: object) -> str:
+    """Runs git in a folder, as somebody; returns what it prints."""
+    identity = ["-c", "user.name=x", "-c", "user.email=x"]
+    command = ["git", "-C", folder, *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _default_signals() -> None:

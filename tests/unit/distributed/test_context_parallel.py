@@ -1,7 +1,6 @@
 """Positions that a context-parallel rank holds, and each rank's share of the work."""
 
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,18 +9,11 @@ import torch.distributed as dist
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
+from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.simulate.fake_rank import fake_world
 
-
-class Local(NamedTuple):
-    kind: str
-    size: int
-
-
-LOCALS = [
-    None,
-    *(Local(kind, size) for kind, size in product(["window", "chunk"], [1, 4, 5, 11, 24, 99])),
-]
+KINDS_AND_SIZES = product(["window", "chunk"], [1, 4, 5, 11, 24, 99])
+LOCALS = [None, *(LocalAttention(kind, size, 0) for kind, size in KINDS_AND_SIZES)]
 LAYOUTS = [(cp_size, balanced) for cp_size in (1, 2, 3, 8) for balanced in (True, False)]
 
 
@@ -32,7 +24,7 @@ def test_every_position_is_held_once_and_positions_ascend(cp_size: int, balanced
     assert all(len(part) == 48 // cp_size and (part.diff() > 0).all() for part in parts)
 
 
-def _visible(documents_BS: torch.Tensor, local: Local | None) -> torch.Tensor:
+def _visible(documents_BS: torch.Tensor, local: LocalAttention | None) -> torch.Tensor:
     """Pair by pair: [B, S, S]."""
     at = torch.arange(documents_BS.shape[1])
     distance = at[:, None] - at
@@ -50,7 +42,7 @@ def _visible(documents_BS: torch.Tensor, local: Local | None) -> torch.Tensor:
 @pytest.mark.parametrize("mask_documents", [True, False])
 @pytest.mark.parametrize("balanced", [True, False])
 def test_blocks_hold_every_visible_pair_once(
-    balanced: bool, mask_documents: bool, local: Local | None
+    balanced: bool, mask_documents: bool, local: LocalAttention | None
 ) -> None:
     documents_BS = torch.tensor([[0] * 5 + [1] * 19, [0] * 17 + [1] * 7])
     attention = ExplicitBlocks(mask_documents=mask_documents)

@@ -1,8 +1,8 @@
 """The running code by folder, commit and hash."""
 
-import subprocess
 from pathlib import Path
 
+from tests.support.processes import git
 from titan_moe.runtime.revision import (
     CHECKOUT,
     PACKAGE,
@@ -35,14 +35,13 @@ def test_package_hash_covers_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    git(tmp_path, "init")
     assert code_revision(tmp_path) is None, "no commit yet"
     (tmp_path / "inside").mkdir()
     assert code_revision(tmp_path / "inside") is None
-    identity = ["-c", "user.name=x", "-c", "user.email=x"]
     (tmp_path / "file").write_text("1")
-    subprocess.run(["git", "-C", tmp_path, "add", "file"], check=True)
-    subprocess.run(["git", *identity, "-C", tmp_path, "commit", "-qm", "x"], check=True)
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "x")
     found = code_revision(tmp_path)
     assert found is not None and len(str(found["commit"])) == 40 and found["changed"] is False
     (tmp_path / "file").write_text("2")
@@ -54,16 +53,14 @@ def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:
 
 
 def test_what_recipes_make_is_no_change_of_the_code(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    git(tmp_path, "init")
     (tmp_path / ".gitignore").write_text((CHECKOUT / ".gitignore").read_text())
     (tmp_path / ".git" / "info" / "exclude").write_text(".gitignore")
     for name in ("data/c4", "models/x", "assets/x", "outputs/a", "titan_moe/data/new.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / ".venv").symlink_to("/usr")
-    command = ["git", "-C", tmp_path, "status", "--porcelain", "-uall"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found == "?? titan_moe/data/new.py\n"
+    assert git(tmp_path, "status", "--porcelain", "-uall") == "?? titan_moe/data/new.py\n"
 
 
 def test_checkout_around_a_folder(tmp_path: Path, monkeypatch) -> None:

@@ -1,11 +1,11 @@
 """The code of a run: this working tree, or a commit in a clean worktree."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import git
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.revision import package_hash
 from titan_moe.verify.compare import code_trees
@@ -25,12 +25,6 @@ def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
         git(folder, "commit", "-qm", "x")
     monkeypatch.setattr(code_trees, "REPO", folder)
     yield folder
-
-
-def git(at: Path, *words: str) -> str:
-    identity = ["-c", "user.name=x", "-c", "user.email=x"]
-    command = ["git", *identity, "-C", str(at), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_a_revision_is_checked_out_clean(repo: Path, tmp_path: Path):
