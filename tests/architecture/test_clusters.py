@@ -1,7 +1,9 @@
-"""Manifests of clusters and workflows of CI keep to their schemas, and name files that exist."""
+"""Manifests of clusters and workflows of CI keep to their schemas, the Dockerfile passes its
+linter, and all name files that exist."""
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ruamel.yaml import YAML
 from tests.support.paths import REPO
 from tests.support.processes import git
 
+_HADOLINT = Path(sys.executable).parent / "hadolint"
 _KINDS: dict[str, Any] = {
     "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
@@ -96,3 +99,16 @@ def test_suite_at_night_compares_with_the_last_green_commit(
     subject = "log", "--format=%s", "-1"
     shown = [git(tmp_path, *subject, revision).strip() for revision in ("main", "HEAD")]
     assert shown == ["second" if tag is None else "first", "second"]
+
+
+@pytest.mark.skipif(not _HADOLINT.is_file(), reason="hadolint has a wheel for x86-64 alone")
+def test_dockerfile_passes_its_linter() -> None:
+    subprocess.run([_HADOLINT, "--no-color", REPO / "Dockerfile"], check=True, timeout=60)
+
+
+def test_image_gets_files_that_exist() -> None:
+    kept = [
+        line[1:] for line in (REPO / ".dockerignore").read_text().splitlines() if line[0] == "!"
+    ]
+    assert [name for name in kept if not (REPO / name).exists()] == []
+    assert {"run_train.sh", "titan_moe", "pyproject.toml"} <= set(kept)

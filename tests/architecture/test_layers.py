@@ -1,17 +1,23 @@
-"""A file imports only downward, and stays of a size to be read.
+"""A file imports only downward, in no circle, from projects that pyproject.toml names, and stays
+of a size to be read.
 
 Read from the syntax trees, so that imports inside functions and under TYPE_CHECKING count too. The
 layers are those of docs/architecture.md.
 """
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tests.support.imports import imports_of
 from tests.support.paths import REPO
+from titan_moe.config.parse import tomllib
 from titan_moe.models.registry import FAMILIES
 
 # A module belongs to the longest name here that it starts with, and imports that layer or those
@@ -156,3 +162,78 @@ def test_planted_violation_is_found(tmp_path: Path, path: str, text: str, proble
     file.write_text(text)
     (line,) = violations(tmp_path)
     assert line.startswith(f"titan_moe/{path}: ") and problem in line
+
+
+# --- circles --------------------------------------------------------------------------------------
+
+
+def import_graph(repo: Path) -> dict[str, set[str]]:
+    """Returns the modules of titan_moe that each of them imports."""
+    paths = [path.relative_to(repo) for path in (repo / "titan_moe").rglob("*.py")]
+    names = {".".join(path.with_suffix("").parts): path for path in paths}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for imported in imports_of(ast.parse((repo / path).read_text()), path):
+            # The name may end with one inside the module.
+            graph[name] |= names.keys() & {imported, imported.rpartition(".")[0]}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Returns the modules of a circle, each of which the next one imports; empty without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    assert circle(import_graph(REPO)) == []
+
+
+def test_circles_are_found_in_functions_and_through_several_modules(tmp_path: Path) -> None:
+    folder = tmp_path / "titan_moe" / "x"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("from titan_moe.x import b")
+    (folder / "b.py").write_text("def f():\n    from .c import name")
+    (folder / "c.py").write_text("from os import path")
+    assert circle(import_graph(tmp_path)) == []
+    (folder / "c.py").write_text("import titan_moe.x.a")
+    assert set(circle(import_graph(tmp_path))) == {f"titan_moe.x.{name}" for name in "abc"}
+
+
+# --- other projects -------------------------------------------------------------------------------
+
+# torch has the builds of Triton that it runs with, and says what is missing where there is none.
+_OF_TORCH = {"triton"}
+# `titan-moe verify parity`, float8, metrics services and tokenizers ask for these when used.
+_OF_EXTRAS = {"transformers", "torchao", "wandb", "mlflow", "sentencepiece"}
+# Kernels that take the place of torch's operations where they are installed.
+_KERNELS = {"fla"}
+
+
+def undeclared(repo: Path, dependencies: list[str]) -> set[str]:
+    """Imported packages of other projects that no requirement brings."""
+    required = {_normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in dependencies}
+    projects = metadata.packages_distributions()
+    known = {*sys.stdlib_module_names, "titan_moe", *_OF_TORCH, *_OF_EXTRAS, *_KERNELS}
+    return {
+        package
+        for path in repo.glob("titan_moe/**/*.py")
+        for name in imports_of(ast.parse(path.read_text()), path.relative_to(repo))
+        if (package := name.split(".")[0]) not in known
+        and not required & {package, *map(_normal, projects.get(package, []))}
+    }
+
+
+def _normal(project: str) -> str:
+    return re.sub(r"[-_.]+", "-", project).lower()
+
+
+def test_imported_packages_are_dependencies_and_one_that_is_missing_is_found() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    dependencies = project["dependencies"]
+    assert undeclared(REPO, dependencies) == set()
+    fewer = [line for line in dependencies if "tomli-w" not in line]
+    assert undeclared(REPO, fewer) == {"tomli_w"}

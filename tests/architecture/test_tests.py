@@ -1,14 +1,17 @@
-"""Tests share helpers through tests/support alone, and planted bugs have a line to replace."""
+"""Tests share helpers through tests/support alone, and planted mistakes have lines to replace."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
+from tests.support.broken_promises import Broken, read_promises
 from tests.support.catching import BUGS
 from tests.support.imports import imports_of
 from tests.support.paths import REPO
 from tests.support.planting import right_source
+
+PROMISES = read_promises()
 
 
 def violations(repo: Path) -> list[str]:
@@ -38,3 +41,15 @@ def test_tests_share_helpers_and_start_processes_through_support_alone() -> None
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_has_one_line_in_its_function(name: str) -> None:
     right_source(BUGS[name])
+
+
+@pytest.mark.parametrize("broken", PROMISES, ids=[broken.name for broken in PROMISES])
+def test_broken_promise_is_one_mistake_with_tests(broken: Broken) -> None:
+    """tests/integration/test_broken_promises.py runs those tests with the line broken."""
+    assert broken.right != broken.wrong
+    text = broken.break_file(REPO)
+    if broken.file.endswith(".py"):
+        ast.parse(text)
+    words = broken.test_arguments()
+    paths = [word.partition("::")[0] for word in words if word.startswith("tests/")]
+    assert paths and all((REPO / path).exists() for path in paths)

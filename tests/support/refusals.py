@@ -15,9 +15,14 @@ def config_file(folder: Path, text: str) -> list[str]:
     return ["--job.config_file", str(path)]
 
 
-def refusal(call: Callable[..., object], *arguments: object) -> str:
-    """Returns the one line of the ConfigError that a call raises."""
+def refusals(call: Callable[..., object], *arguments: object) -> list[str]:
+    """Returns the lines of the ConfigError that a call raises."""
     with pytest.raises(ConfigError) as caught:
         call(*arguments)
-    (line,) = caught.value.lines
+    return caught.value.lines
+
+
+def refusal(call: Callable[..., object], *arguments: object) -> str:
+    """Returns the one line of the ConfigError that a call raises."""
+    (line,) = refusals(call, *arguments)
     return line

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from titan_moe.cli.config import SCHEMA
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
+from titan_moe.distributed.memory import GIB, MARGIN, choose_accumulation, memory
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.train import prepare
 
 _SCHEMA = Path(__file__).parents[3] / SCHEMA
 _CONFIGS = _SCHEMA.parent
 _SUITES = _CONFIGS / "suites"
+_H100 = 79 * GIB
 
 
 def test_the_schema_is_current() -> None:
@@ -22,29 +26,38 @@ def test_the_schema_is_current() -> None:
     assert json.loads(_SCHEMA.read_text()) == made, "titan-moe config schema"
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(path for path in _CONFIGS.rglob("*.toml") if path.parent != _SUITES),
-    ids=lambda path: str(path.relative_to(_CONFIGS)),
-)
-def test_a_config_names_the_schema_and_runs_on_the_ranks_it_states(
+def each(paths: Iterable[Path]) -> pytest.MarkDecorator:
+    """Runs a test for each of these files."""
+    return pytest.mark.parametrize(
+        "path", sorted(paths), ids=lambda path: str(path.relative_to(_CONFIGS))
+    )
+
+
+@each(path for path in _CONFIGS.rglob("*.toml") if path.parent != _SUITES)
+def test_a_config_names_the_schema_and_runs_on_the_ranks_and_in_the_memory_that_it_states(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = path.read_text()
     named = re.match(r"#:schema (\S+)\n", text)
     assert named and (path.parent / named[1]).resolve() == _SCHEMA
     # A file for any machine states no number and starts on run_train.sh's two CPU processes.
-    ranks = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
-    if ranks:
+    stated = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
+    ranks = int(stated[1]) if stated else 2
+    if stated:
         monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: 8)
-    prepare(["--job.config_file", str(path)], int(ranks[1]) if ranks else 2, os.environ)
+    job, config, _ = prepare(["--job.config_file", str(path)], ranks, os.environ)
+    if stated:
+        setup = Setup(job, config, ranks)
+        found = memory(setup)
+        comment = " ".join(line.removeprefix("# ") for line in text.splitlines())
+        assert f"{found}; {found.needed / GIB:.1f} of 79.0 at most" in comment
+        chosen = choose_accumulation(setup, _H100).estimate
+        assert found.needed <= chosen.needed <= _H100 - MARGIN
+        # A node of 8 has 2 TB.
+        assert 8 * found.host < 1.9e12
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(path for path in _CONFIGS.glob("*/*_*gpu.toml") if path.parent.name != "bench"),
-    ids=lambda path: str(path.relative_to(_CONFIGS)),
-)
+@each(path for path in _CONFIGS.glob("*/*_*gpu.toml") if path.parent.name != "bench")
 def test_a_config_for_gpus_names_the_command_that_makes_its_data(path: Path) -> None:
     job = load_job(["--config", str(path)])
     (line,) = re.findall(r"^# titan-moe tokenize --out (.+)$", path.read_text(), re.MULTILINE)
@@ -73,9 +86,7 @@ _OF_CLUSTERS = """
 """
 
 
-@pytest.mark.parametrize(
-    "path", sorted(_CONFIGS.glob("*/*_*gpu.toml")), ids=lambda path: str(path.relative_to(_CONFIGS))
-)
+@each(_CONFIGS.glob("*/*_*gpu.toml"))
 def test_config_for_gpus_starts_small_on_a_cpu(path: Path) -> None:
     words = ["--model.flavor", "debugmodel", *_ON_A_LAPTOP.split(), *_OF_CLUSTERS.split()]
     prepare(["--config", str(path), *words], 2, {"CUDA_VISIBLE_DEVICES": ""})

@@ -1,4 +1,4 @@
-"""TOML and command line to one frozen config, and every mistake at once."""
+"""TOML, found by its name, and command line to one frozen config; every mistake at once."""
 
 import re
 import sys
@@ -7,17 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.refusals import config_file, refusal
-from titan_moe.config.errors import ConfigError
+from tests.support.paths import REPO
+from tests.support.refusals import config_file, refusal, refusals
+from titan_moe.config import named
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import keys_that_read, known_keys, load_job, save_job
-
-
-def _problems(argv: list[str]) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_job(argv)
-    return caught.value.lines
-
 
 _NO_PATHS = ("training.dataset", "model.name", "model.flavor")
 _PATHS = [
@@ -121,7 +115,8 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         """,
     )
     file, cli = argv[1], "command line"
-    assert sorted(_problems([*argv, "--training.lr=3", "--moe.row_alignment", "7", "stray"])) == [
+    argv += ["--training.lr=3", "--moe.row_alignment", "7", "stray"]
+    assert sorted(refusals(load_job, argv)) == [
         "command line: 'stray' belongs to no --table.key",
         "fault_tolerance.enable = true "
         f"({file}): torchft is not used: restart the run and it resumes from its checkpoint",
@@ -153,7 +148,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--checkpoint.enable", "maybe"], "must be a valid boolean"),
         (["--training", "3"], "must be a table: [training]"),
         (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),
-        (["--job.config_file", "/nowhere.toml"], "/nowhere.toml: cannot be read: No such file"),
+        (["--config", "n" * 300], "cannot be read: File name too long"),
         (["--job.config_file"], "expected one argument"),
         (["--comm.axes.epp.max_ctas", "8"], "must be 'pp', 'dp_replicate', 'fsdp', 'cp', "),
         (["--comm.axes.ep.ctas", "8"], "choose min_ctas, max_ctas, high_priority"),
@@ -164,7 +159,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
-    (line,) = _problems(argv)
+    line = refusal(load_job, argv)
     assert words in line and "\n" not in line
 
 
@@ -175,7 +170,7 @@ def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
 def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(content)
-    (line,) = _problems(["--job.config_file", str(path)])
+    line = refusal(load_job, ["--job.config_file", str(path)])
     assert line.startswith(f"job.config_file = {path}: is not ")
 
 
@@ -203,7 +198,7 @@ def test_list_of_tables_that_is_written_as_a_table_is_one_line(tmp_path: Path) -
     argv = config_file(
         tmp_path, "[stages]\nfrom_step = 3\nseq_len = 8\n[training.blend]\ndataset='c4'"
     )
-    assert _problems(argv) == [
+    assert refusals(load_job, argv) == [
         f"stages.from_step, stages.seq_len ({argv[1]}): stages is a list of tables: write "
         "[[stages]], not [stages]",
         f"training.blend.dataset ({argv[1]}): training.blend is a list of tables: write "
@@ -223,9 +218,9 @@ def test_list_of_tables_that_is_written_as_a_table_is_one_line(tmp_path: Path) -
     ],
 )
 def test_nearest_key_is_named(misspelt: str, right: str) -> None:
-    (line,) = _problems([f"--{misspelt}", "3"])
+    line = refusal(load_job, [f"--{misspelt}", "3"])
     assert line.endswith(f"no such key; did you mean {right}?")
-    (line,) = _problems(["--zzz.qqq", "3"])
+    line = refusal(load_job, ["--zzz.qqq", "3"])
     assert "did you mean" not in line and "--help" in line
 
 
@@ -236,11 +231,50 @@ def test_path_that_no_file_can_have_is_refused(key: str, text: str) -> None:
     assert f"(command line): {says}" in refusal(load_job, [f"--{key}={text}"])
 
 
-def test_name_of_a_configuration_that_is_longer_than_a_path_is_refused() -> None:
-    assert "cannot be read: File name too long" in refusal(load_job, ["--config", "n" * 300])
-
-
 def test_configuration_is_read_while_a_table_of_names_is_being_imported(monkeypatch):
     table = "titan_moe.distributed.expert_parallel"
     monkeypatch.setitem(sys.modules, table, ModuleType(table))
     assert Parallelism() == JobConfig().parallelism
+
+
+# --- names of configurations ----------------------------------------------------------------------
+
+MOE = REPO / "configs" / "qwen3" / "debugmodel_moe.toml"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "qwen3/debugmodel_moe",
+        "qwen3/debugmodel_moe.toml",
+        "configs/qwen3/debugmodel_moe.toml",
+        "debugmodel_moe",
+    ],
+)
+def test_a_name_is_found_from_any_folder(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(named.find_config(text)).resolve() == MOE
+    assert load_job(["--config", text]) == load_job(["--job.config_file", str(MOE)])
+
+
+def test_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3").mkdir()
+    (tmp_path / "qwen3" / "debugmodel_moe").write_text("[training]\nsteps = 7\n")
+    assert load_job(["--config", "qwen3/debugmodel_moe"]).training.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("qwen3/debugmodel_mo", "did you mean qwen3/debugmodel or qwen3/debugmodel_moe or "),
+        ("debugmodel", "did you mean deepseek_v3/debugmodel or deepseek_v32/debugmodel or "),
+        ("nowhere.toml", "nor does titan_moe bring a configuration of this name along"),
+    ],
+)
+def test_a_name_that_is_none_is_one_line(text: str, says: str) -> None:
+    line = refusal(load_job, ["--config", text])
+    assert says in line
+    assert line.startswith(f"job.config_file = {text}: cannot be read: No such file")
