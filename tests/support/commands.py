@@ -24,7 +24,7 @@ def run_command(*words: object) -> subprocess.CompletedProcess[str]:
     """Runs a command in this process, and undoes its changes of the process."""
     argv = [str(word) for word in words]
     out, err = io.StringIO(), io.StringIO()
-    with _undone(), redirect_stdout(out), redirect_stderr(err):
+    with undone(), redirect_stdout(out), redirect_stderr(err):
         code = main(argv)
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
@@ -43,7 +43,8 @@ def start_command(*words: object, cwd: Path = REPO, **options: object) -> subpro
 
 
 @contextmanager
-def _undone() -> Iterator[None]:
+def undone() -> Iterator[None]:
+    """Undoes changes of handlers, loggers, threads and variables of this process."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     logger, threads = logging.getLogger("titan_moe"), torch.get_num_threads()
     logs = logger.handlers[:], logger.propagate, logger.level

@@ -221,7 +221,6 @@ def parts(*stages: list[str]) -> Parallelism:
 
 # Configuration, layers, rows, and words of the one line.
 BAD = [
-    (parallelism(8), 4, 8, "degree=8 with 1F1B makes 8 stages of 4 layers"),
     (parallelism(4, "LoopedBFS"), 4, 8, "choose a degree of at most 2"),
     (parallelism(2, "DualPipeV", layers_per_stage=2), 4, 8, "2 ranks want 4, each of at least one"),
     (parallelism(2, "Interleaved1F1B", layers_per_stage=3), 8, 8, "ranks want a multiple of 2"),

@@ -1,6 +1,5 @@
 """Meshes by name, in fake worlds and on gloo ranks."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from tests.support.checking import job_of
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DERIVED_AXES,
-    Meshes,
     ParallelDims,
     parallel_dims,
 )
@@ -37,12 +35,6 @@ def test_mesh_and_group_of_an_axis_have_its_ranks() -> None:
                 assert meshes[name].size() == meshes.dims.size(name)
 
 
-@pytest.fixture
-def rank_13() -> Iterator[Meshes]:
-    with fake_world(13, 32):
-        yield ParallelDims(32, **MIXED).build_mesh("cpu")
-
-
 @pytest.mark.parametrize(
     ("names", "says"),
     [
@@ -52,11 +44,11 @@ def rank_13() -> Iterator[Meshes]:
         (("tp", "fsdp"), "the axes tp, fsdp stand in the mesh in the order fsdp, tp"),
     ],
 )
-def test_names_that_no_mesh_has_get_one_line(
-    rank_13: Meshes, names: str | tuple[str, ...], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says) as refused:
-        rank_13[names]
+def test_names_that_no_mesh_has_get_one_line(names: str | tuple[str, ...], says: str) -> None:
+    with fake_world(13, 32):
+        meshes = ParallelDims(32, **MIXED).build_mesh("cpu")
+        with pytest.raises(ValueError, match=says) as refused:
+            meshes[names]
     assert "\n" not in str(refused.value)
     if names == "dp":
         assert all(name in str(refused.value) for name in NAMES)
@@ -130,19 +122,13 @@ def describe_groups() -> None:
     crossed = ParallelDims(4, dp_replicate=2, ep=2).build_mesh("cpu")
     assert crossed.group(("edp", "ep")) is crossed.group("ep")
 
-
-def test_groups_are_described_by_their_axes_and_shared() -> None:
-    run_on_ranks(describe_groups, 4)
-
-
-def lay_out_twice() -> tuple[int, int, int]:
+    # Another layout uses the groups of the first.
     first = ParallelDims(4, tp=2, ep=2).build_mesh("cpu")
     second = ParallelDims(4, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
     third = ParallelDims(4, tp=2, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
     assert second.group("etp") is first.group("tp") is third.group("tp")
-    return first.groups.num_groups, second.groups.num_groups, third.groups.num_groups
+    assert first.groups.num_groups == second.groups.num_groups == third.groups.num_groups
 
 
-def test_a_second_layout_uses_the_groups_of_the_first() -> None:
-    first, second, third = run_on_ranks(lay_out_twice, 4)[0]
-    assert first == second == third
+def test_groups_are_described_by_their_axes_and_shared_by_layouts() -> None:
+    run_on_ranks(describe_groups, 4)

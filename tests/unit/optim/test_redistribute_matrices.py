@@ -13,24 +13,31 @@ from titan_moe.optim.muon import matrix_cut, redistribute_matrices
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
-def on_every_layout(world_size):
+def counting(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def times_row_and_column(x_NAB):
+    rows = torch.arange(x_NAB.shape[1], dtype=x_NAB.dtype)[:, None]
+    return x_NAB * (1 + rows) + x_NAB.sum((1, 2), keepdim=True)
+
+
+def on_every_layout():
     """Returns whether pieces come back as pieces of the changed whole, and the number of matrices
     that each rank worked on."""
 
     def cut_by_two(shape, dim, fsdp_dim):
         """Cuts by one axis, then by fully_shard: a strided shard if both cut one dim."""
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         module = nn.Module()
-        module.w = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)]))
+        module.w = nn.Parameter(distribute_tensor(counting(*shape), mesh["tp"], [Shard(dim)]))
         fully_shard(module, mesh=mesh["fsdp"], shard_placement_fn=lambda _: Shard(fsdp_dim))
         return module.w
 
     def plain(shape, *placements):
         sizes = (4,) if len(placements) == 1 else (2, 2)
         mesh = init_device_mesh("cpu", sizes)  # Without names of axes.
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
-        return distribute_tensor(whole, mesh, placements)
+        return distribute_tensor(counting(*shape), mesh, placements)
 
     cases = {
         "even": plain((8, 6), Shard(0)),
@@ -51,10 +58,9 @@ def on_every_layout(world_size):
     for name, parameter in cases.items():
         worked_on = []
 
-        def times_row_and_column(x_NAB, worked_on=worked_on):
+        def noted(x_NAB, worked_on=worked_on):
             worked_on.append(len(x_NAB))
-            rows = torch.arange(x_NAB.shape[1], dtype=x_NAB.dtype)[:, None]
-            return x_NAB * (1 + rows) + x_NAB.sum((1, 2), keepdim=True)
+            return times_row_and_column(x_NAB)
 
         assert isinstance(parameter, DTensor)
         # Two axes of two are the whole world.
@@ -62,11 +68,8 @@ def on_every_layout(world_size):
         local = local_part(parameter.detach())
         # Three of the same matrices, so that shares are unequal.
         pieces = (local if local.ndim > 2 else local[None]).repeat(3, 1, 1)
-        ours = redistribute_matrices(times_row_and_column, pieces, cut)
-        whole = torch.arange(parameter.shape.numel(), dtype=torch.float64).view(parameter.shape)
-        whole = whole.view(-1, *whole.shape[-2:])
-        rows = torch.arange(whole.shape[1], dtype=whole.dtype)[:, None]
-        made = whole * (1 + rows) + whole.sum((1, 2), keepdim=True)
+        ours = redistribute_matrices(noted, pieces, cut)
+        made = times_row_and_column(counting(*parameter.shape).view(-1, *parameter.shape[-2:]))
         expected = made.view(parameter.shape)[local_slices(parameter)]
         expected = (expected if expected.ndim > 2 else expected[None]).repeat(3, 1, 1)
         total = torch.tensor(sum(worked_on))
@@ -76,7 +79,7 @@ def on_every_layout(world_size):
 
 
 def test_pieces_of_what_is_made_of_the_whole_come_back():
-    for found in run_on_ranks(on_every_layout, 4, 4):
+    for found in run_on_ranks(on_every_layout, 4):
         assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(found, True)
         # Three copies of each matrix, each worked on once by the ranks that cut it.
         several = {"replicas": 2, "experts apart": 4, "experts and rows": 4}

@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.attention import restore_flash_attention_impl
 from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
+from tests.support.commands import undone
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime import device as device_module
 from titan_moe.runtime import host_gloo
@@ -30,7 +30,7 @@ from titan_moe.runtime.device import (
 )
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
-from titan_moe.runtime.log import logger, start_logging
+from titan_moe.runtime.log import start_logging
 from titan_moe.runtime.process import _store, process_group, seed_everything
 
 _ALONE = """
@@ -133,12 +133,9 @@ def test_store_of_another_attempt_has_none_of_its_keys(monkeypatch: pytest.Monke
 
 def test_store_of_one_machine_is_a_file_of_the_attempt(tmp_path: Path) -> None:
     launch = Launch(world_size=2, local_world_size=2)
+    folder = {"TITAN_MOE_FAILURES": str(tmp_path)}
     stores = [
-        _store(
-            launch,
-            timedelta(seconds=9),
-            {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": attempt},
-        )
+        _store(launch, timedelta(seconds=9), folder | {"TORCHELASTIC_RESTART_COUNT": attempt})
         for attempt in "001"
     ]
     stores[0].set("address", "here")
@@ -206,14 +203,8 @@ def test_peak_flops(name: str, flops: float | None) -> None:
     assert peak_flops_of(name) == flops
 
 
-@pytest.fixture
-def plain_torch() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("plain_torch")
-def test_seed_everything_repeats_all_generators() -> None:
+def test_seed_everything_repeats_all_generators(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     draws = []
     for _ in range(2):
         seed_everything(Debug(seed=2**40 + 1))
@@ -224,18 +215,10 @@ def test_seed_everything_repeats_all_generators() -> None:
     assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-@pytest.fixture
-def plain_logger() -> Iterator[None]:
-    yield
-    logger.handlers.clear()
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
-
-
-@pytest.mark.usefixtures("plain_logger")
 def test_start_logging_prints_for_chosen_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in range(3):
-        start_logging(rank, {0, 2})
-        logging.getLogger("titan_moe.trainer").info("from %d", rank)
+    with undone():
+        for rank in range(3):
+            start_logging(rank, {0, 2})
+            logging.getLogger("titan_moe.trainer").info("from %d", rank)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines] == ["rank 0 from 0", "rank 2 from 2"]
