@@ -164,8 +164,7 @@ def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"[training\nsteps = 3", b"[training]\nsteps = \xff\xfe", b"a = 1" + 5000 * b"0"],
+    "content", [b"[training\nsteps = 3", b"[training]\nsteps = \xff\xfe", b"a = 1" + 5000 * b"0"]
 )
 def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.toml"

@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.distributed.grad_norm import (
-    ParameterNorms,
-    clip_factor,
-    scale_grads,
-    sum_of_squares,
-)
+from titan_moe.distributed.grad_norm import ParameterNorms, clip_factor, scale_grads, sum_of_squares
 
 
 def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -6,12 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.checking import job_of
-from titan_moe.distributed.parallel_dims import (
-    AXES,
-    DERIVED_AXES,
-    ParallelDims,
-    parallel_dims,
-)
+from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, ParallelDims, parallel_dims
 from titan_moe.distributed.parallelize import lay_out
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.hf import model_of_job

@@ -33,21 +33,11 @@ def test_text_comes_back_from_the_value_that_it_makes() -> None:
         ("S(0)[x]S(0)[y]", "two terms of one kind"),
         ("S(0)[x]S(1)[x]", "names x twice"),
         ("P[x]S(1)[x]", "names x twice"),
-    ],
-)
-def test_a_text_that_is_none_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Sharding.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
         ("S(2)[x]", r"cuts dim 2 of a tensor of 2 dims, \[4, 4\]"),
         ("P[w]S(0)[x]", "names w; the mesh has the axes x, y, z"),
     ],
 )
-def test_a_sharding_that_does_not_fit_is_refused(text: str, says: str) -> None:
+def test_a_text_that_is_no_sharding_or_does_not_fit_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Sharding.parse(text).box(0, (4, 4), AXES)
 

@@ -147,28 +147,21 @@ def test_missing_package_is_refused_before_any_file_is_touched(tmp_path, monkeyp
     assert refusal(check_all, [f"--metrics.{key}", "true"], 1, 1, {}) == line
 
 
-class Failing:
-    """Raises at a call of the given name."""
+def failing(at, error):
+    """A sink that raises at a call of the given name."""
 
-    def __init__(self, at, error):
-        self.at, self.error = at, error
-        self._call("init")
+    def call(name):
+        if name == at:
+            raise error
 
-    def _call(self, name):
-        if name == self.at:
-            raise self.error
-
-    def write(self, step, values):
-        self._call("write")
-
-    def close(self):
-        self._call("close")
+    call("init")
+    return SimpleNamespace(write=lambda *_: call("write"), close=lambda: call("close"))
 
 
 @pytest.mark.parametrize("at", ["init", "write", "close"])
 @pytest.mark.parametrize("error", [OSError("no network\nat all"), SystemExit(1)])
 def test_background_warns_once_of_a_failing_sink(caplog, at, error):
-    sink = Background("W&B", lambda: Failing(at, error))
+    sink = Background("W&B", lambda: failing(at, error))
     for step in range(5):
         sink.write(step, {"loss": 1.0})
     sink.close()

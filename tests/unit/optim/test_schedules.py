@@ -73,11 +73,7 @@ def record(training_steps=300, lr=4e-3, **schedule):
     ("now", "step", "words"),
     [
         (record(600), 300, "step 301 would have been taken at 0.0002 by .* at 0.00213; lr_"),
-        (
-            record(600),
-            20,
-            "step 21 .* 0.00386 by .* at 0.00393; lr_scheduler.total_steps=300",
-        ),
+        (record(600), 20, "step 21 .* 0.00386 by .* at 0.00393; lr_scheduler.total_steps=300"),
         (record(290), 20, "step 21 .* at 0.00385; lr_scheduler.total_steps=300 keeps the earlier"),
         (record(600), 5, "step 11 would have been taken"),
         (record(lr=3e-3), 5, "step 6 .* at 0.0024 by .* at 0.0018; optimizer.lr=0.004 keeps"),

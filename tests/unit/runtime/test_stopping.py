@@ -35,12 +35,9 @@ def test_attempt_that_dies_in_its_imports_has_a_folder(
 ) -> None:
     """Else its failure would be told in the words of the attempt before it."""
     (tmp_path / "attempt-0").mkdir()
-    for name, value in (
-        ("LOCAL_WORLD_SIZE", "1"),
-        ("TITAN_MOE_FAILURES", str(tmp_path)),
-        ("TORCHELASTIC_RESTART_COUNT", "1"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("TITAN_MOE_FAILURES", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr("titan_moe.runtime.launch.end_with_parent", lambda: None)
     monkeypatch.setitem(sys.modules, "titan_moe.train", None)
     with pytest.raises(ImportError):

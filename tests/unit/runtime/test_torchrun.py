@@ -57,9 +57,7 @@ def start(tmp_path: Path, monkeypatch: Monkeypatch) -> Iterator[Start]:
         signal.signal(number, handler)
 
 
-def test_torchrun_does_not_read_the_variables_of_a_pod(
-    tmp_path: Path, monkeypatch: Monkeypatch, start: Start
-) -> None:
+def test_variables_of_a_pod_are_not_torchruns(monkeypatch: Monkeypatch, start: Start) -> None:
     """torchrun would take from them each option that it is not given, such as --nnodes."""
     monkeypatch.setenv("PET_NNODES", "2")
     assert start("import os, sys; sys.exit('PET_NNODES' in os.environ)") == 0
