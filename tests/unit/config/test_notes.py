@@ -84,11 +84,10 @@ def test_key_without_effect_is_a_note(arguments: str, model: ModelConfig, line: 
 @pytest.mark.parametrize(
     "words",
     [
-        *(
-            "--parallelism.expert_parallel_degree 4",
-            "--parallelism.expert_tensor_parallel_degree 3",
-        ),
-        *("--debug.routing_replay /nowhere", "--debug.routing_record /"),
+        "--parallelism.expert_parallel_degree 4",
+        "--parallelism.expert_tensor_parallel_degree 3",
+        "--debug.routing_replay /nowhere",
+        "--debug.routing_record /",
         "--parallelism.expert_parallel_ranks_per_node 3",
         '--stages [{"from_step":2,"parallelism":{"expert_parallel_degree":64}}]',
     ],

@@ -42,9 +42,8 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     section = Compile(enable=compiled, backend="aot_eager")
-    recompute = ActivationCheckpoint(
-        mode="selective" if by_operation else "none", selective_ac_option="op"
-    )
+    mode = "selective" if by_operation else "none"
+    recompute = ActivationCheckpoint(mode=mode, selective_ac_option="op")
     apply_compile(model.layers.values(), section, recompute)
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN))
     positions = torch.arange(SEQ_LEN).expand_as(tokens)

@@ -56,10 +56,8 @@ def test_resident_memory_follows_an_allocation():
 
 def test_describe_run_keeps_an_earlier_configuration(tmp_path):
     """A configuration that is the same as before is not kept twice."""
-    process, data = (
-        Process(device=torch.device("cpu")),
-        Identity("", "", "", True, False, False, 0, 8, 64, ""),
-    )
+    process = Process(device=torch.device("cpu"))
+    data = Identity("", "", "", True, False, False, 0, 8, 64, "")
     jobs = [
         JobConfig(job=Job(dump_folder=str(tmp_path)), training=Training(steps=steps))
         for steps in (10, 10, 20, 30)

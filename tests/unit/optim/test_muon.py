@@ -99,11 +99,8 @@ def test_two_steps_by_hand():
             parameter.grad = gradient.clone()
             buffers[name] = 0.8 * buffers[name] + 0.2 * gradient
             direction = 0.8 * buffers[name] + 0.2 * gradient
-            for matrix, along in zip(
-                expected[name].view(-1, *expected[name].shape[-2:]),
-                direction.view(-1, *direction.shape[-2:]),
-                strict=True,
-            ):
+            matrices = (x.view(-1, *x.shape[-2:]) for x in (expected[name], direction))
+            for matrix, along in zip(*matrices, strict=True):
                 update = by_singular_values(along) if along.ndim == 2 else along
                 matrix.mul_(1 - 0.1 * 0.5).sub_(0.1 * 0.3 * max(matrix.shape) ** 0.5 * update)
         optimizer.step()

@@ -107,7 +107,7 @@ def test_ranks_share_gpus_where_there_are_fewer(
         share.assert_not_called()
 
 
-def test_process_group_names_a_rank_that_cannot_join(tmp_path: Path) -> None:
+def test_process_group_names_a_rank_that_cannot_join() -> None:
     environment = {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     with (
         pytest.raises(RunError, match="rank 1 cannot join the process group"),
@@ -162,9 +162,8 @@ def test_flash_attention_3_is_used_if_installed_on_capability_9(
     assert described == {"device": "NVIDIA H100", "capability": capability}
 
 
-def test_pick_device_refuses_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+@pytest.mark.usefixtures("join")
+def test_pick_device_refuses_more_ranks_than_gpus() -> None:
     device = pick_device(Launch(rank=1, world_size=2, local_rank=1, local_world_size=2))
     assert device == torch.device("cuda", 1) and "nccl" in backend_for(device)
     with pytest.raises(
