@@ -11,8 +11,6 @@ from tests.support.imports import imports_of
 from tests.support.paths import REPO
 from tests.support.planting import right_source
 
-PROMISES = read_promises()
-
 
 def violations(repo: Path) -> list[str]:
     """One line for each file of tests/ that imports a test module, or a conftest, or that starts a
@@ -43,7 +41,7 @@ def test_planted_bug_has_one_line_in_its_function(name: str) -> None:
     right_source(BUGS[name])
 
 
-@pytest.mark.parametrize("broken", PROMISES, ids=[broken.name for broken in PROMISES])
+@pytest.mark.parametrize("broken", read_promises(), ids=lambda broken: broken.name)
 def test_broken_promise_is_one_mistake_with_tests(broken: Broken) -> None:
     """tests/integration/test_broken_promises.py runs those tests with the line broken."""
     assert broken.right != broken.wrong

@@ -231,8 +231,7 @@ def test_communicators_and_states_are_those_of_a_step():
             assert memory(setup).stored == pytest.approx(owned, rel=0.01)
 
 
-_TWO_RANKS = {"expert_parallel_degree": 2}
-_SKEWED = make_job("qwen3", training={"seq_len": 256}, parallelism=_TWO_RANKS)
+_SKEWED = make_job("qwen3", training={"seq_len": 256}, parallelism={"expert_parallel_degree": 2})
 
 
 def _kept_beyond_an_even_share() -> int:
