@@ -58,7 +58,7 @@ def _read(folder: Path) -> str:
 
 
 def _read_files(folder: Path, digests: dict[str, str], listing: str) -> str:
-    if not digests:
+    if not (folder / listing).exists():
         return f"no {listing}"
     names = files(folder)
     if lines := damage(folder, digests, listing, names):

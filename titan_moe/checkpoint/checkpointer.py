@@ -301,10 +301,9 @@ class Checkpointer:
                 logger.warning(
                     "checkpoint.initial_load_path is not used: %s has checkpoints", self.folder
                 )
-            self.last_step = manifest.step
+            self.last_step = step = manifest.step
             if not self._config.load_only:
-                set_aside = folders.set_aside_later
-                on_rank_zero(lambda: set_aside(self.folder, manifest.step), doing=doing)
+                on_rank_zero(lambda: folders.set_aside_later(self.folder, step), doing=doing)
         if model_only:
             return None
         doing = f"cannot load checkpoint {source}"
@@ -328,18 +327,13 @@ class Checkpointer:
             return
         assert self._model is not None, "Hugging Face folders want a family and dimensions"
         folder = self._config.initial_load_path or self._job_record["model"]["hf_assets_path"]
-        tensors = {
-            name.removeprefix(MODEL): tensor
-            for name, tensor in model_tensors(self._modules).items()
-        }
+        named = model_tensors(self._modules).items()
+        tensors = {name.removeprefix(MODEL): tensor for name, tensor in named}
         load_hf(Path(folder), self._model, tensors)
 
     def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
-        tensors = {
-            name: tensor
-            for name, tensor in self._tensors(with_optimizer=OPTIMIZER in parts).items()
-            if name.startswith(tuple(parts))
-        }
+        named = self._tensors(with_optimizer=OPTIMIZER in parts).items()
+        tensors = {name: tensor for name, tensor in named if name.startswith(tuple(parts))}
         specs = gather_specs(tensors)
         if problems := audit(manifest, specs, parts):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")

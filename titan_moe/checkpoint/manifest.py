@@ -91,7 +91,8 @@ def read_manifest(folder: Path) -> Manifest:
         )
     data = (folder / MANIFEST).read_bytes()
     if data[:_SEAL_BYTES] != _seal(data[_SEAL_BYTES:]):
-        raise RunError(f"{folder / MANIFEST} is damaged: it is not what its own sha256 says")
+        line = "is damaged: it is not what its own sha256 says, or of another version of titan_moe"
+        raise RunError(f"{folder / MANIFEST} {line}")
     content = json.loads(data)
     del content["sha256"]
     specs = content.pop("tensors").items()

@@ -4,6 +4,7 @@ Names are `model.<fqn>` and `optimizer.<fqn>.<key>`. DCP plans, writes and reads
 tell it which box of a tensor a rank holds.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -268,7 +270,7 @@ class StoredTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, FileSystemReader(folder)
-        with self._one_error():
+        with self._one_error(METADATA):
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -293,23 +295,26 @@ class StoredTensors:
         """Read boxes, at most one of each tensor, into the values by name."""
         planner = _Filler(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(values)
-        items = []
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for chunk in chunks:
             stored = self._metadata.state_dict_metadata.get(chunk.name)
             if not isinstance(stored, TensorStorageMetadata):
                 raise RunError(f"{METADATA} does not describe {chunk.name}")
-            items += create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
-        with self._one_error():
-            self._reader.read_data(LoadPlan(items), planner)
+            for item in create_read_items_for_chunk_list(chunk.name, stored, [chunk.place]):
+                file = self._reader.storage_data[item.storage_index].relative_path
+                by_file[file].append(item)
+        for file, items in by_file.items():
+            with self._one_error(file):
+                self._reader.read_data(LoadPlan(items), planner)
 
     @contextmanager
-    def _one_error(self) -> Iterator[None]:
+    def _one_error(self, file: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            name = Path(error.filename).name
-            raise RunError(f"checkpoint {self._folder} is incomplete: {name} is missing") from None
+        except FileNotFoundError:
+            raise RunError(f"checkpoint {self._folder} is incomplete: {file} is missing") from None
         except Exception as error:  # Unpickling garbage raises nearly anything.
             if is_outside(error):
                 raise
-            raise RunError(f"checkpoint {self._folder} is damaged: {reason(error)}") from error
+            why = reason(error).partition(". ")[0]  # torch's advice follows, to trust the pickle.
+            raise RunError(f"checkpoint {self._folder} is damaged: {file}: {why}") from error

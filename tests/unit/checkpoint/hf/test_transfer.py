@@ -161,20 +161,21 @@ def test_files_follow_the_umask(tmp_path):
 
 def test_a_changed_export_is_refused(tmp_path):
     _imported(tmp_path, small_model("qwen3"))
-    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
-    assert audit(tmp_path / "out").problems == audit(tmp_path / "imported").problems == []
-    weights = tmp_path / "out" / "model.safetensors"
-    raw = bytearray(weights.read_bytes())
-    raw[-3] ^= 16
-    weights.write_bytes(raw)
-    assert "model.safetensors is damaged" in audit(tmp_path / "out").problems[0]
+    out = tmp_path / "out"
+    export_checkpoint(tmp_path / "imported", out, torch.bfloat16)
+    assert audit(out).problems == audit(tmp_path / "imported").problems == []
+    raw = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(raw[:-3] + bytes([raw[-3] ^ 16]) + raw[-2:])
+    assert "model.safetensors is damaged" in audit(out).problems[0]
     with pytest.raises(RunError, match=r"model.safetensors is damaged: it is not what SHA256SUMS"):
-        import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
+        import_folder(out, tmp_path / "again", torch.float32)
     assert not (tmp_path / "again").exists()
     with pytest.raises(RunError, match=r"model.safetensors is damaged: it is not what SHA256SUMS"):
-        load_hf(tmp_path / "out", small_model("qwen3"), {})
-    (tmp_path / "out" / "SHA256SUMS").unlink()
-    import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
+        load_hf(out, small_model("qwen3"), {})
+    (out / "SHA256SUMS").write_text("")
+    assert "SHA256SUMS does not list it" in audit(out).problems[0]
+    (out / "SHA256SUMS").unlink()
+    import_folder(out, tmp_path / "again", torch.float32)
 
 
 def _as_fp8(path, names, block=16):
