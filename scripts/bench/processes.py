@@ -30,7 +30,7 @@ class Usage(NamedTuple):
 
 
 def usage_of_job(mark: str) -> dict[str, Usage]:
-    """Returns the usage by part of a job: "launcher", "rank 0", "writer 0", "reader 0", "other"."""
+    """Returns the usage by part of a job: "launcher", "rank 0", "reader 0", "other"."""
     found: dict[str, Usage] = defaultdict(lambda: Usage(0.0, 0, 0, 0.0, 0))
     parts, zombies = {}, []
     for process in _PROC.iterdir():
@@ -53,8 +53,8 @@ def _part(command: list[str], variables: list[str]) -> str:
     ranks = [each.removeprefix("RANK=") for each in variables if each.startswith("RANK=")]
     if not ranks:
         return "launcher"
-    line = " ".join(command)
-    if "data.reader:serve" in line:
+    # Only a rank's reader is a process that Python's multiprocessing spawned.
+    if "--multiprocessing-fork" in command:
         return f"reader {ranks[0]}"
     return f"rank {ranks[0]}" if "titan_moe" in command else "other"
 
