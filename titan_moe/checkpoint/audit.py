@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint or an export, to tell whether it is as it was written."""
+"""Reads all files of a checkpoint or an export, to tell whether it is as it was written."""
 
 from pathlib import Path
 from typing import NamedTuple
