@@ -31,7 +31,7 @@ class Subject(NamedTuple):
     keys: Callable[[Path], dict[str, object]]
     """Keys of the run that reads it; the run's own folder is the one above it."""
     digested: bool
-    """True if digests and checksums cover all that is read: a run must equal the undamaged one's."""
+    """If digests and checksums cover all that is read: a run must equal the undamaged one's."""
 
 
 def _checkpoints(folder: Path) -> Job:
