@@ -26,6 +26,7 @@ WELL_FORMED = re.compile(
     r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)"
 )
 _GROUPED = '--model.converters ["quantize.grouped_mm.float8"]'
+_INVERSE_SQRT = "--lr_scheduler.decay_type inverse_sqrt --lr_scheduler.warmup_steps 0"
 _MX = '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.emulate true'
 _BOTH = "--model.converters quantize.grouped_mm.float8,quantize.grouped_mm.mx"
 _LINEAR = '--model.converters ["quantize.linear.float8"] --training.local_batch_size 1'
@@ -73,7 +74,7 @@ RULES = [
     ("--training.dtype bfloat16 --training.mixed_precision_param float32", 1, "cannot restore par"),
     ("--optimizer.state_dtype bfloat16 --optimizer.beta2 0.999", 1, "changes a moment by less tha"),
     ("--training.dtype bfloat16 --optimizer.beta2 0.999", 1, "less than training.dtype=bfloat16"),
-    ("--lr_scheduler.decay_type inverse_sqrt --lr_scheduler.warmup_steps 0", 1, "choose 1 or mor"),
+    (_INVERSE_SQRT, 1, "choose 1 or mor"),
     ("--profiling.enable_profiling --profiling.profile_freq 3", 1, "profiler_active: choose 4 or"),
     ("--compile.enable --debug.capture_step 3", 1, "looks into layers that compile.enable=true"),
     ("--checkpoint.create_seed_checkpoint", 1, "=true is not read without checkpoint.enable=true:"),
@@ -164,9 +165,8 @@ def _remedies(line: str) -> Iterator[dict[str, object]]:
     [
         ("--training.seq_len 4096 --validation.seq_len 4096 --validation.enable", 1),
         ("cp 2 --validation.seq_len 999999", 2),
-        ("--checkpoint.enable --checkpoint.create_seed_checkpoint", 1),
-        ("--training.dtype bfloat16", 1),
-        ("--optimizer.state_dtype bfloat16", 1),
+        ("--checkpoint.enable --checkpoint.create_seed_checkpoint --training.dtype bfloat16", 1),
+        (f"{_INVERSE_SQRT} --lr_scheduler.decay_ratio 0.5 --optimizer.state_dtype bfloat16", 1),
         ("cp 2 tp 4 --training.seq_len 8", 8),
         ("cp 4 tp 2 --p.context_parallel_rotate_method ulysses", 8),
         ("cp 3 --p.context_parallel_rotate_method ring --training.seq_len 6", 3),

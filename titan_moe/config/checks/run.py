@@ -22,11 +22,12 @@ def _optimizer(run: Run) -> Iterator[str]:
 
 def _schedule(run: Run) -> Iterator[str]:
     schedule = run.job.lr_scheduler
-    if schedule.decay_type == "inverse_sqrt" and not schedule.warmup_steps:
-        yield (
-            "lr_scheduler.warmup_steps=0: inverse_sqrt falls with the square root of "
-            "warmup_steps / step: choose 1 or more"
-        )
+    total_steps = schedule.total_steps or run.job.training.steps
+    ratio = 1.0 if schedule.decay_ratio is None else schedule.decay_ratio
+    from_start = not schedule.warmup_steps and round(total_steps * ratio) >= total_steps
+    if schedule.decay_type == "inverse_sqrt" and from_start:
+        line = "inverse_sqrt cannot fall from step 0: choose 1 or more, or a smaller decay_ratio"
+        yield f"lr_scheduler.warmup_steps=0: {line}"
 
 
 def _precision(run: Run) -> Iterator[str]:
