@@ -39,6 +39,7 @@ case " $* " in
 esac
 
 use_nodes
+use_interface
 use_allocators
 
 trap '' INT # Until Python ends by it.

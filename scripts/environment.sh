@@ -41,18 +41,20 @@ use_allocators() {
     export GLIBC_TUNABLES+=:$malloc.tcache_count=0:$malloc.mxfast=0
 }
 
-# use_interface HOST exports GLOO_SOCKET_IFNAME, the interface through which this machine reaches HOST.
+# use_interface exports GLOO_SOCKET_IFNAME for a run on several machines, unless the environment does: the
+# interface through which this machine reaches the host of RDZV_ENDPOINT. A run on one stays on loopback.
 # By default gloo takes the address of the machine's own name; where that is loopback, no other node
-# reaches it. HOST may be a name of loopback on the machine that it names: then the interface of the
+# reaches it. The host may be a name of loopback on the machine that it names: then the interface of the
 # default route is taken, by an address that stands for any other machine (RFC 5737).
 use_interface() {
-    local address
-    address=$(getent ahosts "$1" | awk '{ print $1; exit }') || return 0
-    if [[ $address == 127.* && $1 != 127.* && $1 != localhost ]]; then address=192.0.2.1; fi
+    local address host=${RDZV_ENDPOINT%:*}
+    if ((NNODES < 2)) || [[ -n ${GLOO_SOCKET_IFNAME:-} ]]; then return; fi
+    address=$(getent ahosts "$host" | awk '{ print $1; exit }') || return 0
+    if [[ $address == 127.* && $host != 127.* && $host != localhost ]]; then address=192.0.2.1; fi
     address=$(ip -o route get "$address" | sed -n 's/.* src \([^ ]*\).*/\1/p') || return 0
     GLOO_SOCKET_IFNAME=$(ip -o address show to "$address" | awk '{ print $2; exit }') || return 0
     if [[ -n $GLOO_SOCKET_IFNAME ]]; then export GLOO_SOCKET_IFNAME; fi
-}
+} 2>/dev/null
 
 # use_nodes exports NNODES, NODE_RANK and RDZV_ENDPOINT. Where they are not set, they come from the
 # variables that Kubernetes' operators set for torchrun (PET_*), or from MASTER_ADDR and MASTER_PORT.
@@ -68,7 +70,6 @@ use_nodes() {
             exit 2
         fi
     done
-    if ((NNODES > 1)) && [[ -z ${GLOO_SOCKET_IFNAME:-} ]]; then use_interface "${RDZV_ENDPOINT%:*}" 2>/dev/null; fi
 }
 
 has_dependencies() {

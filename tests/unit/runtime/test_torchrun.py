@@ -114,7 +114,7 @@ def test_gloo_takes_the_interface_that_reaches_the_endpoint(host: str, tmp_path:
     route += " *route*) echo 10.0.0.9 dev eth1 src 10.0.0.7 uid 0;;"
     route += " *10.0.0.7) echo 2: eth1 inet 10.0.0.7/24;; *) echo 1: lo inet 127.0.0.1/8;; esac"
     known = "case $2 in own-name) echo 127.0.1.1 STREAM;; *) echo 10.0.0.9 STREAM;; esac"
-    use = partial(shell, "use_nodes", tmp_path, {"ip": route, "getent": known})
+    use = partial(shell, "use_nodes; use_interface", tmp_path, {"ip": route, "getent": known})
     nodes, gloo = {"NNODES": 2, "RDZV_ENDPOINT": f"{host}:29500"}, "GLOO_SOCKET_IFNAME="
     assert f"{gloo}eth1\n" in use(**nodes)
     assert f"{gloo}eth9\n" in use(**nodes, GLOO_SOCKET_IFNAME="eth9")
