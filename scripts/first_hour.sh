@@ -20,6 +20,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 use_nodes
+use_interface
 use_allocators
 cd "$repo"
 exec "$PYTHON" -m scripts.first_hour "$@"
