@@ -156,14 +156,9 @@ def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:
     size = dims.ranks_on_node(ranks_per_node or dims.world_size)
     if size is None:
         return None
-
-    def across(rank: int) -> tuple[int, ...]:
-        return dims.group_of(rank, "ep")[dims.coordinate(rank, "ep") % size :: size]
-
-    def within(rank: int) -> tuple[int, ...]:
-        first = dims.coordinate(rank, "ep") // size * size
-        return dims.group_of(rank, "ep")[first : first + size]
-
+    ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
+    across, first = ranks[place % size :: size], place // size * size
+    within = ranks[first : first + size]
     tokens = True, meshes.groups.comm.axes.get("ep")
     return Nodes(
         across=meshes.groups.get(across, tokens, "ep across nodes"),

@@ -15,7 +15,6 @@ makes both as torch's meshes: one root over the world, which torch unflattens an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
@@ -211,8 +210,7 @@ class Meshes:
         """The process group of an axis, primary or derived, or of several axes joined: the ranks
         that differ from this one along these only, ascending."""
         names = self.dims.shortest(self.rank, names)
-        members = partial(self.dims.group_of, names=names)
-        return self.groups.get(members, self._kind(names), self._description(names))
+        return self.groups.get(self.members(names), self._kind(names), self._description(names))
 
     def known_group(self, axis: str) -> "ProcessGroup | None":
         """Returns the group that `group` would, if it exists already; else None."""

@@ -2,11 +2,10 @@
 
 torch's own unflattening makes new groups for every name, though many names are the same ranks: `pp`
 in both views, `dp_replicate` in both, `etp` and `tp` where they coincide. At thousands of ranks a
-group costs start-up time and NCCL memory. Unless groups are split off the world's communicator,
-only ranks of a group take part in making it, so the work per rank does not grow with the world.
+group costs start-up time and NCCL memory. Each rank asks for its own groups alone, so the work per
+rank does not grow with the world.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,42 +29,32 @@ class ProcessGroups:
     """Makes groups on first use and hands the same one out again for the same ranks and kind.
 
     Every rank must ask for its groups in the same order of axes: making one waits for its members,
-    or, where groups are split off the world's communicator, for all ranks.
+    or, with `comm.split_communicators`, for all ranks, each of which makes its own.
     """
 
     comm: Comm = field(default_factory=Comm)
     _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
-    def get(
-        self, members: Callable[[int], tuple[int, ...]], kind: GroupKind, description: str = ""
-    ) -> ProcessGroup:
-        """Returns this rank's group; all groups of one rank are the same.
+    def get(self, ranks: tuple[int, ...], kind: GroupKind, description: str = "") -> ProcessGroup:
+        """Returns the group of `ranks`, this one among them; all groups of one rank are the same.
 
         Args:
-            members: gives the ranks of the group that a rank is in.
             description: what a flight recorder shows; that of the first call counts.
         """
-        ranks = members(dist.get_rank())
         if (known := self.known(ranks, kind)) is not None:
             return known
-        options: dict[str, Any] = {
-            "timeout": backend_timeout(self.comm.init_timeout_seconds),
-            "group_desc": description or None,
-        }
-        has_nccl = "nccl" in dist.get_backend_config()
-        if has_nccl:
-            options["pg_options"] = nccl_options(self.comm, *kind)
-        group: Any
-        if has_nccl and self.comm.split_communicators:
-            parts = sorted({members(rank) for rank in range(dist.get_world_size())})
-            group = dist.split_group(split_ranks=list(map(list, parts)), **options)
-        else:
+        options: dict[str, Any] = {}
+        if "nccl" in dist.get_backend_config():
             # NCCL alone: with gloo beside it, torch would also connect every pair of ranks, for
             # tensors of the host, which only control groups send.
-            backend = "nccl" if has_nccl else None
-            group = dist.new_group(
-                list(ranks), backend=backend, use_local_synchronization=True, **options
-            )
+            options = {"backend": "nccl", "pg_options": nccl_options(self.comm, *kind)}
+        group: Any = dist.new_group(
+            list(ranks),
+            timeout=backend_timeout(self.comm.init_timeout_seconds),
+            use_local_synchronization=True,
+            group_desc=description or None,
+            **options,
+        )
         self._groups[_key(ranks, kind)] = group
         return group
 

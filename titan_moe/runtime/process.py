@@ -74,8 +74,8 @@ def process_group(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     timeout = backend_timeout(comm.init_timeout_seconds)
     try:
-        # A device_id makes NCCL split the world's communicator for every group, which groups made
-        # by their members alone (use_local_synchronization) cannot do.
+        # With a device_id torch splits the world's communicator for each group of NCCL: all ranks
+        # then make one at once, each its own.
         dist.init_process_group(
             backend,
             timeout=timeout,

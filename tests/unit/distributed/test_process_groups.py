@@ -12,7 +12,6 @@ from torch.distributed import device_mesh
 from tests.support.tiny import tiny
 from titan_moe.config.job_config import Comm
 from titan_moe.config.parse import load_job
-from titan_moe.distributed import process_groups
 from titan_moe.distributed.agreement import control_group
 from titan_moe.distributed.parallel_dims import (
     DENSE_AXES,
@@ -90,7 +89,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
         "get_world_size": lambda: 4,
         "get_rank": lambda: 0,
         "new_group": made.new_group,
-        "split_group": made.split_group,
         "ProcessGroupNCCL": mock.Mock(Options=lambda: mock.Mock(config=SimpleNamespace())),
     }
     for name, value in values.items():
@@ -136,39 +134,23 @@ def test_options_of_an_axis_give_it_a_group_of_its_own(nccl: mock.Mock) -> None:
     }
 
 
-def test_groups_are_split_off_the_world_if_asked(nccl: mock.Mock) -> None:
-    meshes_of(Comm(split_communicators=True), tp=2, ep=4).group("tp")
-    (call,) = nccl.split_group.call_args_list
-    assert call.kwargs["split_ranks"] == [[0, 1], [2, 3]] and options_of(call) == ({}, True)
-    assert not nccl.new_group.called
-
-
-def split_by(rank: int, words: list[str]) -> list[list[list[int]]]:
-    """The groups that one of 16 ranks asks torch to split off while it lays a model out."""
-    calls: list[list[list[int]]] = []
-
-    def split_group(*, split_ranks: list[list[int]], timeout: Any, **options: Any) -> Any:
-        calls.append(split_ranks)
-        (own,) = (each for each in split_ranks if rank in each)
-        return dist.new_group(own, timeout, use_local_synchronization=True)
-
+def groups_made_by(rank: int, words: list[str]) -> list[tuple[int, ...]]:
+    """The groups that one of 16 ranks asks torch for while it lays a model out."""
     job = load_job(["--config", "configs/deepseek_v3/debugmodel.toml", *words])
-    with fake_world(rank, 16), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "split_group", split_group)
-        patch.setattr(dist, "get_backend_config", lambda group=None: "nccl")
-        patch.setattr(process_groups, "nccl_options", lambda *kind: None)
-        groups = ProcessGroups(Comm(split_communicators=True))
-        meshes = parallel_dims(job.parallelism, 16).build_mesh("cpu", groups)
+    with (
+        fake_world(rank, 16),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+    ):
+        meshes = parallel_dims(job.parallelism, 16).build_mesh("cpu")
         parts = lay_out(job, resolve_model(tiny(job), job), meshes, CPU, ranks_per_node=2).parts
-        named = dict(parts[0].named_parameters())
-        make_joined_groups(job.optimizer, named, meshes.group)
-    return calls
+        make_joined_groups(job.optimizer, dict(parts[0].named_parameters()), meshes.group)
+    return [tuple(call.args[0]) for call in new_group.call_args_list]
 
 
-def test_all_ranks_split_the_world_alike() -> None:
+def test_all_ranks_make_groups_at_once_as_a_split_of_the_world_needs() -> None:
     words = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_parallel_degree 4 "
     words += "--parallelism.expert_parallel_comm_backend deduplicated --optimizer.name Muon"
-    first, *others = [split_by(rank, words.split()) for rank in range(0, 16, 5)]
-    assert len(first) >= 6 and all(other == first for other in others)
-    for ranks in first:
-        assert sorted(chain(*ranks)) == list(range(16))
+    by_rank = [groups_made_by(rank, words.split()) for rank in range(16)]
+    assert len(by_rank[0]) >= 6
+    for groups in zip(*by_rank, strict=True):
+        assert sorted(chain(*set(groups))) == list(range(16))

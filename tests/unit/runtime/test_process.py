@@ -83,7 +83,7 @@ def test_deterministic_nccl_adds_in_no_switch(
     join.side_effect = lambda *_, **__: found.append(os.environ.get("NCCL_ALGO"))
     caplog.set_level(logging.INFO)
     with process_group(Launch(), Comm(), {}, deterministic=deterministic):
-        assert found == [chosen]
+        assert found == [chosen] and join.call_args.kwargs["device_id"] is None
     assert ("NCCL_ALGO" in caplog.text) == (own != chosen)
 
 
@@ -94,16 +94,17 @@ def test_ranks_share_gpus_where_there_are_fewer(
     share = mock.Mock()
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", share)
     launch = Launch(local_rank=ranks - 1, local_world_size=ranks)
-    with process_group(launch, Comm(parameter_sms=16, share_gpus=True), {}) as process:
+    comm = Comm(parameter_sms=16, share_gpus=True, split_communicators=True)
+    with process_group(launch, comm, {}) as process:
         torch._C._set_sm_carveout_experimental.assert_called_once_with(16)  # type: ignore[attr-defined]
     assert process.device == torch.device("cuda", (ranks - 1) % 2)
     assert join.call_args.args == (backend,)
-    options = join.call_args.kwargs["pg_options"]
+    options, bound = (join.call_args.kwargs[key] for key in ("pg_options", "device_id"))
     if backend == host_gloo.BACKEND:
-        assert options is None
+        assert options is bound is None
         share.assert_called_once_with(1 / 3, process.device)
     else:
-        assert options.config.max_ctas == 16
+        assert options.config.max_ctas == 16 and bound == process.device
         share.assert_not_called()
 
 
