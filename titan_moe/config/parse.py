@@ -261,6 +261,8 @@ def _checked(
                 continue
             if each["type"] == "extra_forbidden":
                 message = _unknown(key, known)
+            if each["type"] in ("dict_type", "model_type"):  # pydantic names a class.
+                message = "must be a table"
             message = message.replace("Input should be", "must be").removeprefix("Value error, ")
             lines.append(_line(key, each["input"], source, message))
     problems += lines

@@ -73,6 +73,8 @@ _PARTS = (
         (_LATE_CAPTURE, MODEL, "debug.capture_step=9 has no effect: it is beyond training.steps=8"),
         ("--checkpoint.load_only", MODEL, "checkpoint.load_only=true has no effect: checkpoint.en"),
         ("--debug.capture_step 9 --training.steps 8", MODEL, "debug.capture_step=9 has no effect:"),
+        ("--comm.axes.cp.max_ctas 8", MODEL, "comm.axes.cp has no effect: the axis has one rank"),
+        ("ep 2 --comm.axes.edp.max_ctas 8", MODEL, "comm.axes.edp has no effect: the axis has one"),
         ("--optimizer.muon_steps 6", MODEL, "optimizer.muon_steps=6 has no effect: optimizer.name"),
     ],
 )  # fmt: skip
@@ -112,6 +114,9 @@ def test_key_of_experts_stops_no_dense_model(words: str) -> None:
         '--training.text_column a --training.blend [{"dataset":"json","dataset_path":"/"}]',
         "--training.text_column a --validation.enable --validation.dataset json",
         f"{EP}_overlap true --stages {_LATER}",
+        "--comm.axes.fsdp.max_ctas 8 --comm.axes.edp.max_ctas 8",
+        "tp 2 --comm.axes.sequence.max_ctas 8 --comm.axes.tp.max_ctas 8",
+        f"--comm.axes.ep.max_ctas 8 --stages {_LATER}",
     ],
 )
 def test_key_with_effect_is_no_note(arguments: str) -> None:
@@ -126,6 +131,7 @@ def test_gpu_only_keys_are_switched_off_on_a_cpu() -> None:
     )
     job, lines = fit_to_cpu(job_of(keys), bfloat16_units=True)
     assert job == JobConfig()
+    assert 'comm.axes={"ep": {"max_ctas": 8}} has no effect on a CPU: options are NCCL\'s' in lines
     assert len(lines) == 8 and all(" has no effect on a CPU: " in line for line in lines)
     emulated = job_of(f"{_FLOAT8} --quantize.linear.float8.emulate")
     for kept in (job, emulated):

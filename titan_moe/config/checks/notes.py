@@ -51,6 +51,7 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
             and value != plain.get(key)
             and any(fnmatch(key, pattern) for pattern in patterns.split())
         ]
+        + _lone_axes(Run(stage, model, world_size))
         for _, stage in training_stages(job)
     ]
     lines = [line for line in first if all(line in other for other in others)]
@@ -60,6 +61,16 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
         for number, stage in enumerate(job.stages)
         if stage.from_step > steps
     ]
+
+
+def _lone_axes(run: Run) -> list[str]:
+    """Returns a line for each mesh axis with options that has one rank."""
+    sizes = run.job.parallelism.degrees
+    fsdp = (run.shard or 1) * sizes["cp"]
+    sizes |= {"fsdp": fsdp, "sequence": sizes["cp"] * sizes["tp"]}
+    sizes["edp"] = fsdp * sizes["tp"] // (sizes["ep"] * sizes["etp"])
+    alone = [axis for axis in run.job.comm.axes if sizes[axis] == 1]
+    return [f"comm.axes.{axis} has no effect: the axis has one rank" for axis in alone]
 
 
 def narrow_lines(job: JobConfig) -> list[str]:
@@ -212,4 +223,6 @@ def _reset(job: JobConfig, key: str) -> tuple[JobConfig, list[Any]]:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=dict)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda table: table.model_dump(exclude_unset=True))

@@ -177,6 +177,18 @@ def _split_groups(run: Run) -> Iterator[str]:
         )
 
 
+def _thread_blocks(run: Run) -> Iterator[str]:
+    """Yields a line for each group of parameters whose fewest blocks are more than its most."""
+    comm = run.job.comm
+    for axis in ("dp_replicate", "fsdp", "edp"):
+        own, most = comm.axes.get(axis), comm.parameter_sms
+        if own and most and own.min_ctas and not own.max_ctas and own.min_ctas > most:
+            yield (
+                f"comm.axes: min_ctas={own.min_ctas} of {axis} is more than "
+                f"comm.parameter_sms={most}: choose at most {most}, or a max_ctas"
+            )
+
+
 def _order_of_stages(run: Run) -> Iterator[str]:
     stages = run.job.stages
     for number in range(1, len(stages)):
@@ -199,5 +211,6 @@ RULES: list[Rule] = [
     _sparse,
     _pipeline,
     _split_groups,
+    _thread_blocks,
     _order_of_stages,
 ]
