@@ -38,8 +38,9 @@ class Memory:
     layer: float
     """The recomputed values of one layer, and their gradients."""
     attention: float
-    """The workspace of FlashAttention's backward (`flash_workspace`), with room after each sequence
-    but not after each document. `debug.deterministic` may double its sums."""
+    """Float32 sums of FlashAttention's backward, and gradients of keys and values for every query
+    head (`flash_workspace`), with 128 more tokens after each sequence, none after a document.
+    `debug.deterministic` may double its sums."""
     copies: float
     """Rows of one layer's T * K choices that are neither kept nor gradients: the experts' outputs,
     and the buffer that they are sent home in. Other moments need no more."""

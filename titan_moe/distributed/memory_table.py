@@ -28,8 +28,8 @@ from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buf
 
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
-# FlashAttention's backward leaves room for so many tokens after each sequence.
-_ROOM = 128
+# FlashAttention's backward has sums for so many more tokens after each sequence.
+_PADDING = 128
 # Float32 values of a pair of tokens that sparse attention has at once.
 _PAIR_MATRICES = 6
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -151,13 +151,14 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
             share.losses * vocabulary * config.dim * (compute + reduced)
         ),
     }
-    room = _ROOM * share.rows / dims.tp
-    workspace = flash_workspace(config, compute) * (own_tokens + room)
+    padded = own_tokens + _PADDING * share.rows / dims.tp
     return even | {
         "skew": {
             line: skewed[term][line] - size for term in even for line, size in even[term].items()
         },
-        "attention": {"workspace of FlashAttention": workspace},
+        "attention": {
+            "sums in FlashAttention's backward": flash_workspace(config, compute) * padded
+        },
         "logits": logits if "output" in share.parts else {},
         "exchange": _symmetric_memory(setup, own_tokens * most_rows),
     }
@@ -211,8 +212,8 @@ def communicators(setup: Setup) -> dict[tuple[tuple[int, ...], bool], int]:
 
 
 def _symmetric_memory(setup: Setup, num_tokens: float) -> Lines:
-    """Three buffers, two to send from and one to receive in. `num_tokens`: of whose rows each has
-    room."""
+    """Returns the bytes of three buffers, two to send from and one to receive in, each as large as
+    all rows of `num_tokens` tokens."""
     moe, parallelism = setup.config.moe, setup.parallelism
     symmetric = parallelism.expert_parallel_comm_backend == "symmetric"
     if moe is None or parallelism.expert_parallel_degree == 1 or not symmetric:
@@ -225,8 +226,8 @@ def _symmetric_memory(setup: Setup, num_tokens: float) -> Lines:
 
 
 def _most_rows(config: ModelConfig, parallelism: Parallelism, num_tokens: int) -> float:
-    """Rows that a rank's experts must have room for, as a multiple of an even share. Symmetric
-    memory without a bound has room for all that can come."""
+    """Returns the most rows that a rank's experts may get, as a multiple of an even share.
+    Symmetric memory without a bound holds all that can come."""
     ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
     moe = config.moe
     if moe is None or ep == 1:

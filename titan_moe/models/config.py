@@ -112,7 +112,7 @@ class IndexerConfig:
     shared_in: tuple[int, ...] = ()
     """Layers without an indexer (arXiv 2603.12201): they see the keys that were selected last."""
     shares: bool = False
-    """Whether the layer is one of these; `ModelConfig.mixer` sets it."""
+    """True in each of these layers; `ModelConfig.mixer` sets it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What all operations share: who computes them on which device, and the type of their sums."""
+"""Registers the functions that compute each operation on the CPU and on CUDA; the type of sums."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -69,7 +69,7 @@ def test_every_line_of_a_small_model_by_hand():
         "attention, with gradients": 2 * tokens * (3 * 2 + 3 * 1) * 5 * 2,
         "feed-forward, with gradients": 2 * tokens * 4 * 30 * 2,
         # Float32 sums for 2 heads of 5, as wide as 32, and gradients of keys and values of both.
-        "workspace of FlashAttention": (tokens + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2),
+        "sums in FlashAttention's backward": (tokens + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2),
         "logits of a chunk": tokens * 100 * 2,
         "gradients of the output layer's input": tokens * 10 * 2,
         "gradients of its weight, and their sum": 100 * 10 * (2 + 4),
