@@ -151,14 +151,12 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
             share.losses * vocabulary * config.dim * (compute + reduced)
         ),
     }
-    padded = own_tokens + _PADDING * share.rows / dims.tp
+    sums = flash_workspace(config, compute) * (own_tokens + _PADDING * share.rows / dims.tp)
     return even | {
         "skew": {
             line: skewed[term][line] - size for term in even for line, size in even[term].items()
         },
-        "attention": {
-            "sums in FlashAttention's backward": flash_workspace(config, compute) * padded
-        },
+        "attention": {"sums in FlashAttention's backward": sums},
         "logits": logits if "output" in share.parts else {},
         "exchange": _symmetric_memory(setup, own_tokens * most_rows),
     }

@@ -150,7 +150,10 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),
         (["--config", "n" * 300], "cannot be read: File name too long"),
         (["--job.config_file"], "expected one argument"),
-        (["--comm.axes.epp.max_ctas", "8"], "must be 'pp', 'dp_replicate', 'fsdp', 'cp', "),
+        (
+            ["--comm.axes.epp.max_ctas", "8"],
+            "comm.axes.epp = \"epp\" (command line): must be 'pp', ",
+        ),
         (["--comm.axes.ep.ctas", "8"], "choose min_ctas, max_ctas, high_priority"),
         (["--comm.axes", '{"ep": {"max_ctas": 80}}'], "must be a table"),
         (["--comm.axes.ep", "8"], 'comm.axes.ep = "8" (command line): must be a table'),

@@ -183,10 +183,7 @@ def _thread_blocks(run: Run) -> Iterator[str]:
     for axis in ("dp_replicate", "fsdp", "edp"):
         own, most = comm.axes.get(axis), comm.parameter_sms
         if own and most and own.min_ctas and not own.max_ctas and own.min_ctas > most:
-            yield (
-                f"comm.axes: min_ctas={own.min_ctas} of {axis} is more than "
-                f"comm.parameter_sms={most}: choose at most {most}, or a max_ctas"
-            )
+            yield f"comm.axes: {axis}.min_ctas is above comm.parameter_sms: choose at most {most}"
 
 
 def _order_of_stages(run: Run) -> Iterator[str]:
