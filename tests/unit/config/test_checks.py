@@ -47,7 +47,7 @@ RULES = [
         "num_heads=16 / tp 1 and num_kv_heads=8 / tp 1: choose 1, 2, 4 or 8, or set parallelism.c",
     ),
     ("pp 8", 8, "pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers"),
-    ("--comm.parameter_sms 4 --comm.axes.fsdp.min_ctas 5", 2, "fsdp.min_ctas is above comm.parameter_s"),
+    ("--comm.parameter_sms 4 --comm.axes.fsdp.min_ctas 5", 2, "min_ctas is above comm.parameter"),
     ("pp 2 --comm.split_communicators", 2, "stages of a pipeline may not: choose false, or para"),
     (f"{_ZBV} --activation_checkpoint.mode full", 2, "mode=full with pipeline_parallel_schedule="),
     (f"{_ZBV} --activation_checkpoint.mode none --compile.enable", 2, "makes one graph of: choose"),
