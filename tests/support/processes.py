@@ -14,7 +14,7 @@ def start_process(words: Sequence[object], **options: Any) -> subprocess.Popen[A
 
 
 def git(folder: object, *words: object) -> str:
-    """Runs git in a folder, as somebody; returns what it prints."""
+    """Runs git in a folder, as a made-up user; returns its output."""
     identity = ["-c", "user.name=x", "-c", "user.email=x"]
     command = ["git", "-C", folder, *identity, *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -77,10 +77,8 @@ def stubbed(folder: Path) -> Launcher:
     """Returns a launcher in a folder, whose code is the stub."""
     (folder / "code").mkdir()
     script = folder / "code" / "run_train.sh"
-    facts = {"CAPABILITY": CAPABILITY, "SHA256": package_hash(folder / "code" / "titan_moe")}
-    text = STUB
-    for name, value in facts.items():
-        text = text.replace(name, repr(value))
+    sha256 = package_hash(folder / "code" / "titan_moe")
+    text = STUB.replace("CAPABILITY", repr(CAPABILITY)).replace("SHA256", repr(sha256))
     script.write_text(text)
     script.chmod(0o755)
     return Stubbed(folder / "out")
@@ -91,8 +89,8 @@ def calls(launcher: Launcher) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def trial(candidate: str = "", baseline: str = "", **changes) -> Trial:
-    specs = parse_run_spec(baseline, COMMON), parse_run_spec(candidate, COMMON)
+def trial(candidate: str = "", baseline: str = "", common: RunSpec = COMMON, **changes) -> Trial:
+    specs = parse_run_spec(baseline, common), parse_run_spec(candidate, common)
     return replace(Trial("test", *specs, num_control_runs=8), **changes)
 
 

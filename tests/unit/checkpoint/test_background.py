@@ -15,23 +15,17 @@ from titan_moe.checkpoint.audit import audit
 from titan_moe.runtime.errors import RunError
 
 
-class _Disk:
-    """Writes that wait until the disk is released."""
-
-    def __init__(self, monkeypatch):
-        self.free = threading.Event()
-        write = module.FolderWriter.write_data
-
-        def write_when_free(*args):
-            self.free.wait(60)
-            return write(*args)
-
-        monkeypatch.setattr(module.FolderWriter, "write_data", write_when_free)
-
-
 @pytest.fixture
 def disk(monkeypatch):
-    return _Disk(monkeypatch)
+    """Writes wait until this event is set."""
+    free, write = threading.Event(), module.FolderWriter.write_data
+
+    def write_when_free(*args):
+        free.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(module.FolderWriter, "write_data", write_when_free)
+    return free
 
 
 def _run(folder, **options):
@@ -67,7 +61,7 @@ def test_background_save_writes_the_state_of_its_step(tmp_path, disk):
     _step(run, 1)
     expected = run.weight
     run.optimizer.step()  # While nothing is written.
-    disk.free.set()
+    disk.set()
     run.checkpointer.finish()
     other = Run(tmp_path, seed=1)
     assert other.checkpointer.load() == {"step": 1, "tokens": 0, "data": {"0": 1}}
@@ -77,15 +71,15 @@ def test_background_save_writes_the_state_of_its_step(tmp_path, disk):
 def test_save_waits_for_the_one_before_and_keeps_the_last_complete_one(tmp_path, disk, caplog):
     caplog.set_level("INFO")
     run = _run(tmp_path, keep_latest_k=1)
-    disk.free.set()
+    disk.set()
     _step(run, 1)
     run.checkpointer.finish()
     staged = _memory(run)
-    disk.free.clear()
+    disk.clear()
     _step(run, 2)
     time.sleep(0.1)
     assert "step-1" in names(tmp_path) and run.checkpointer.last_step == 1
-    threading.Timer(0.2, disk.free.set).start()
+    threading.Timer(0.2, disk.set).start()
     _step(run, 3)
     assert "step 3 waited" in caplog.text and "for the save before it" in caplog.text
     run.checkpointer.finish()
@@ -99,7 +93,7 @@ def test_later_step_completes_a_save(tmp_path, disk):
     _step(run, 2)
     checkpointer.maybe_save(3, {})
     assert checkpointer.last_step is None
-    disk.free.set()
+    disk.set()
     until(lambda: checkpointer.maybe_save(3, {}) or checkpointer.last_step is not None, 30)
     assert checkpointer.last_step == 2 and names(tmp_path) == ["step-2"]
 
@@ -133,7 +127,7 @@ def test_save_past_its_limit_fails_and_leaves_its_folder_to_the_writer(tmp_path,
     with pytest.raises(RunError, match=r"on disk after checkpoint\.save_timeout_seconds=1: raise"):
         run.checkpointer.finish()
     assert names(tmp_path) == [".step-1.writing"]
-    disk.free.set()
+    disk.set()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

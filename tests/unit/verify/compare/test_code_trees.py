@@ -1,6 +1,5 @@
 """The code of a run: this working tree, or a commit in a clean worktree."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from titan_moe.verify.compare.code_trees import code_tree, remove_worktrees
 
 
 @pytest.fixture
-def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+def repo(tmp_path: Path, monkeypatch) -> Path:
     """A repository of two commits."""
     folder = tmp_path / "repo"
     (folder / "titan_moe").mkdir(parents=True)
@@ -24,7 +23,7 @@ def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
         git(folder, "add", "-A")
         git(folder, "commit", "-qm", "x")
     monkeypatch.setattr(code_trees, "REPO", folder)
-    yield folder
+    return folder
 
 
 def test_a_revision_is_checked_out_clean(repo: Path, tmp_path: Path):

@@ -7,22 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.stub_runs import (
-    CAPABILITY,
-    Stubbed,
-    calls,
-    num_counted,
-    silent,
-    trial,
-)
+from tests.support.stub_runs import CAPABILITY, Stubbed, calls, num_counted, silent, trial
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare.cost import MEMORY, PAIRS, TIME, CostCheck, measure
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.records import read_run
-from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
+from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare, update_golden
-from titan_moe.verify.compare.trial import Trial
 
 NOISY = Verdict.COST_UNJUDGED
 
@@ -113,8 +105,7 @@ def test_a_gpu_s_golden_holds_costs_for_candidates_on_the_same_gpu(launcher, mon
     monkeypatch.setattr(goldens, "describe_device", lambda _: facts)
     path = update_golden(trial(steps=12), launcher, launcher.folder / "g", "a first one", silent)
     no_config = RunSpec(overrides=(("training.steps", "12"),))
-    runs = parse_run_spec(str(path), no_config), parse_run_spec(SLOW, no_config)
-    against, before = Trial("g", *runs, 8, max_slowdown=0.1), len(calls(launcher))
+    against, before = trial(SLOW, str(path), no_config, max_slowdown=0.1), len(calls(launcher))
     found = compare(against, launcher, silent)
     assert found.outcome is Verdict.TOO_SLOW and num_counted(against, launcher) == 3
     assert len(calls(launcher)) == before + 3

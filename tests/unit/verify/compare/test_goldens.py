@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stub_runs import (
-    COMMON,
-    calls,
-    silent,
-    trial,
-)
+from tests.support.stub_runs import COMMON, calls, silent, trial
 from tests.support.verdict_cases import changed, controls, run
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
@@ -23,9 +18,8 @@ from titan_moe.verify.compare.goldens import (
 )
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.records import Curve
-from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
+from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare, update_golden
-from titan_moe.verify.compare.trial import Trial
 
 CONFIG = {
     "job": {"dump_folder": "/somewhere", "description": "tiny"},
@@ -98,15 +92,14 @@ def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Pat
     path = update_golden(trial(), launcher, golden, "a first one", silent)
     assert path.parent == golden and len(calls(launcher)) == 10
     no_config = RunSpec(overrides=(("training.steps", "6"),))
-    sides = parse_run_spec(str(golden), no_config), parse_run_spec("", no_config)
-    against = Trial("g", *sides, num_control_runs=8)
+    against = trial("", str(golden), no_config)
     assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
     assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
-    wrong = replace(against, candidate=parse_run_spec("--optimizer.lr 3.1e-3", no_config))
+    wrong = trial("--optimizer.lr 3.1e-3", str(golden), no_config)
     with pytest.raises(ConfigError, match="holds no cost"):
         compare(replace(wrong, max_slowdown=0.1), launcher, silent)
     assert compare(wrong, launcher, silent).verdict is Verdict.DIFFERENT
     with pytest.raises(ConfigError, match="has its own configuration"):
         compare(replace(against, candidate=COMMON), launcher, silent)
     with pytest.raises(ConfigError, match="a golden is a baseline"):
-        compare(Trial("g", no_config, parse_run_spec(str(golden), no_config), 8), launcher, silent)
+        compare(trial(str(golden), "", no_config), launcher, silent)

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import DEBUG_CONFIGS
 from tests.support.refusals import refusal
+from tests.support.stub_runs import COMMON, COMPARE
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.run_spec import RunSpec, parse_overrides, parse_run_spec
-
-COMPARE = DEBUG_CONFIGS / "compare.toml"
-COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "5"),))
 
 
 def argument(side: RunSpec, key: str) -> str | None:
@@ -21,7 +18,7 @@ def argument(side: RunSpec, key: str) -> str | None:
 def test_what_a_run_leaves_out_is_common():
     side = parse_run_spec("", COMMON, default_ranks=2)
     assert (side.ranks, side.revision, side.layout) == (2, "", None)
-    assert side.arguments() == ["--training.steps", "5"] and side.job().training.steps == 5
+    assert side.arguments() == ["--training.steps", "6"] and side.job().training.steps == 6
 
 
 def test_words_then_overrides():

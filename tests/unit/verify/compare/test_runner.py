@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stub_runs import (
-    COMMON,
-    COMPARE,
-    calls,
-    num_counted,
-    silent,
-    trial,
-)
+from tests.support.stub_runs import COMMON, COMPARE, calls, num_counted, silent, trial
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime import launch as device_count
 from titan_moe.verify.compare import launch as launching_module
@@ -22,9 +15,8 @@ from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.launch import Launcher, TrainingError
 from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.run_spec import parse_run_spec
 from titan_moe.verify.compare.runner import compare
-from titan_moe.verify.compare.trial import Trial, trial_of
+from titan_moe.verify.compare.trial import trial_of
 
 PIN = {"pin_routing": True}
 
@@ -102,8 +94,7 @@ def test_data_that_change_in_place_are_trained_on_again(launcher, tmp_path: Path
     if blended:
         text += f"\n[[training.blend]]\n{named}weight = 1.0\n"
     config.write_text(text)
-    common = replace(COMMON, config=config)
-    same = Trial("t", parse_run_spec("revision=main", common), parse_run_spec("", common), 0)
+    same = trial("", "revision=main", replace(COMMON, config=config), num_control_runs=0)
     compare(same, launcher, silent)
     compare(same, launcher, silent)
     assert len(calls(launcher)) == 3, "nothing changed"

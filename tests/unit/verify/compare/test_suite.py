@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import REPO
-from tests.support.stub_runs import (
-    Stubbed,
-    calls,
-    silent,
-    trial,
-)
+from tests.support.stub_runs import Stubbed, calls, silent, trial
 from tests.support.verdict_cases import run
 from titan_moe.cli.main import main
 from titan_moe.config.checks.job import check

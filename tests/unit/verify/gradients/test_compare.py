@@ -52,11 +52,10 @@ def test_fingerprints(ratio: float, told: str):
     assert told in found if told else found == ""
 
 
-@pytest.mark.parametrize(("ours", "error"), [(3.0 * (1 + 1e-8), 1e-8), (None, 1.0), (3, 0.0)])
-def test_numbers_are_compared_in_float64(ours: float | None, error: float):
-    found = compare((0, 0, "loss", ""), scalar(ours), scalar(3.0), floor=0.0)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "error"),
+    [(3.0 * (1 + 1e-8), 3.0, 1e-8), (None, 3.0, 1.0), (3, 3.0, 0.0), (0.5, None, math.inf)],
+)
+def test_numbers_are_compared_in_float64_and_lacking_ones_are_far(ours, theirs, error: float):
+    found = compare((0, 0, "loss", ""), scalar(ours), scalar(theirs), floor=0.0)
     assert found.error == pytest.approx(error, rel=1e-6)
-
-
-def test_number_that_the_reference_lacks_is_infinitely_far():
-    assert compare((0, 0, "loss", ""), scalar(0.5), scalar(None), floor=0.0).error == math.inf

@@ -40,12 +40,8 @@ def curves(noise: np.ndarray) -> list[Curve]:
     """Noise on the logarithms of two falling curves."""
     falling = np.stack([6 * np.exp(-np.arange(STEPS) / 20), 3 / (1 + np.arange(STEPS))])
     return [
-        Curve(
-            f"curve {i}",
-            range(1, STEPS + 1),
-            dict(zip(("loss", "grad_norm"), falling * np.exp(one), strict=True)),
-        )
-        for i, one in enumerate(noise)
+        Curve(f"curve {i}", range(1, STEPS + 1), dict(zip(BOTH, scalars, strict=True)))
+        for i, scalars in enumerate(falling * np.exp(noise))
     ]
 
 
