@@ -6,13 +6,7 @@ from torch import Tensor
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
 from titan_moe.ops import flex_attention
-from titan_moe.ops.attention import (
-    AttentionCore,
-    FlexCore,
-    Sdpa,
-    VarlenCore,
-    choose_core,
-)
+from titan_moe.ops.attention import AttentionCore, FlexCore, Sdpa, VarlenCore, choose_core
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Index, SparseAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of

@@ -9,12 +9,7 @@ from tests.support.permute_cases import ALIGNMENTS, cases, check, check_choices
 from tests.support.token_sums import BOUND, CASES, Draw, errors
 from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
-from titan_moe.ops.move_rows import (
-    add_rows,
-    add_rows_reference,
-    copy_rows,
-    copy_rows_reference,
-)
+from titan_moe.ops.move_rows import add_rows, add_rows_reference, copy_rows, copy_rows_reference
 from titan_moe.ops.permute_indices import (
     copies_to_ranks,
     copy_to_ranks,

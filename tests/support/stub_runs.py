@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.runtime.device import describe_device
-from titan_moe.runtime.revision import package_hash
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.forecast import Forecast
 from titan_moe.verify.compare.launch import Launcher
@@ -71,17 +69,6 @@ class Stubbed(Launcher):
 
     def code(self, side: RunSpec) -> CodeTree:
         return CodeTree(self.folder.parent / "code", side.revision or "work", side.revision)
-
-
-def stubbed(folder: Path) -> Launcher:
-    """Returns a launcher in a folder, whose code is the stub."""
-    (folder / "code").mkdir()
-    script = folder / "code" / "run_train.sh"
-    sha256 = package_hash(folder / "code" / "titan_moe")
-    text = STUB.replace("CAPABILITY", repr(CAPABILITY)).replace("SHA256", repr(sha256))
-    script.write_text(text)
-    script.chmod(0o755)
-    return Stubbed(folder / "out")
 
 
 def calls(launcher: Launcher) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.packing import gradients, train_packed_and_alone
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
@@ -28,29 +29,11 @@ def _model(config: ModelConfig = CONFIG, *, mask_documents: bool = True) -> Deco
     return model.double().eval()
 
 
-def _gradients(model: Decoder) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @BOTH
 def test_packed_documents_are_trained_as_one_by_one(config: ModelConfig):
-    lengths = (1, 2, 17, 70, 6)
-    torch.manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (1, sum(lengths)))
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    packed, alone = _model(config), _model(config, mask_documents=False)
-    logits = packed(tokens, number)
-    upstream = torch.randn_like(logits)
-    logits.backward(upstream)
-    parts = tokens.split(lengths, 1), logits.split(lengths, 1), upstream.split(lengths, 1)
-    for document, wanted, gradient in zip(*parts, strict=True):
-        found = alone(document)
-        found.backward(gradient)
-        assert (found - wanted).norm() <= 1e-11 * wanted.norm()
-    found, wanted = _gradients(packed), _gradients(alone)
-    assert found.keys() == wanted.keys() and "layers.0.attention.conv.q.weight" in found
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+    packed = _model(config)
+    train_packed_and_alone(packed, _model(config, mask_documents=False), (1, 2, 17, 70, 6))
+    assert "layers.0.attention.conv.q.weight" in gradients(packed)
 
 
 def test_first_values_are_the_published_ones():

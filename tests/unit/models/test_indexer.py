@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.packing import gradients, train_packed_and_alone
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.init_weights import fill_initial_weights
@@ -38,10 +39,6 @@ def built(config: ModelConfig, *, mask_documents: bool = True) -> Decoder:
 def drawn(length: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, GATE.vocab_size, (2, length), generator=generator)
-
-
-def gradients(model: Decoder) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_the_loss_trains_the_indexer_and_nothing_else():
@@ -76,18 +73,8 @@ def test_warm_up_trains_indexers_alone_and_attends_to_all_keys():
 
 
 def test_packed_documents_are_trained_as_one_by_one():
-    lengths = (1, 2, 13, 5)
-    tokens = drawn(sum(lengths))
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand_as(tokens)
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
     packed, alone = built(GATE), built(GATE, mask_documents=False)
-    packed(tokens, number, positions).square().sum().backward()
-    for document in tokens.split(lengths, 1):
-        alone(document).square().sum().backward()
-    found, wanted = gradients(packed), gradients(alone)
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+    train_packed_and_alone(packed, alone, (1, 2, 13, 5))
     losses = (
         [layer.attention.indexer.loss_sum for layer in model.layers.values()]
         for model in (packed, alone)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.gated_cases import plain
 from titan_moe.distributed.collectives import AllToAll, InFlight
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
@@ -50,11 +51,8 @@ def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
 def slow_expert(experts: Experts, e: int, x: Tensor) -> Tensor:
     gate, up = experts.w1[e] @ x, experts.w3[e] @ x
     if experts.b1 is None:
-        return experts.w2[e] @ (F.silu(gate) * up)
-    gate, up = gate + experts.b1[e], up + experts.b3[e]
-    gate = torch.where(gate > 7, 7.0, gate)
-    up = torch.where(up > 7, 7.0, torch.where(up < -7, -7.0, up))
-    hidden = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+        return experts.w2[e] @ plain("swiglu", gate, up)
+    hidden = plain("clamped_swiglu", gate + experts.b1[e], up + experts.b3[e])
     return experts.w2[e] @ hidden + experts.b2[e]
 
 

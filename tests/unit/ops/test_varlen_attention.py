@@ -10,11 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.compile import apply_compile
-from titan_moe.distributed.context_parallel.blocks import (
-    ExplicitBlocks,
-    FlexBlocks,
-    choose_blocks,
-)
+from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, choose_blocks
 from titan_moe.models.attention import plain_core, takes_flex
 from titan_moe.models.config import GQAConfig, MLAConfig
 from titan_moe.models.decoder import Decoder
