@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import TITAN_MOE, run_command
-from tests.support.jobs import EMPTY, command, environment
+from tests.support.jobs import EMPTY, command, run_to_end
 from tests.support.tiers import tiered
 from titan_moe.runtime.files import LOCK, lock_folder
-from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _CONFIG, _RUN = 2, 1
 
@@ -141,9 +140,7 @@ def _in_one_process(folder: Path, overrides: dict[str, Any]) -> list[str]:
 
 
 def _run(words: list[str], bad: Bad) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, env=environment(**bad.variables), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    return run_to_end(*words, **bad.variables)
 
 
 def _assert_one_line(bad: Bad, ended: subprocess.CompletedProcess[str]) -> None:

@@ -16,6 +16,7 @@ import tomli_w
 from tests.support.commands import run_command
 from tests.support.markdown import fences, pages, without_fences
 from tests.support.paths import DEBUG_CONFIGS, REPO, copy_checkout
+from tests.support.processes import git
 from titan_moe.config.parse import tomllib
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
@@ -54,9 +55,8 @@ def run_group(group: list[Example], folder: Path) -> None:
     checkout.mkdir()
     if any(example.kind == "run" for example in group):
         copy_checkout(checkout)
-        git = ["git", "-C", checkout, "-c", "user.name=docs", "-c", "user.email=docs@localhost"]
         for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
-            subprocess.run([*git, *words], check=True)
+            git(checkout, *words)
     environment = _environment(folder, checkout)
     for example in group:
         if example.kind == "file":

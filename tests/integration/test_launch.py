@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import EMPTY, Job, command, environment, run_among, until
+from tests.support.jobs import EMPTY, Job, command, environment, run_among, run_to_end, until
 from tests.support.paths import REPO
 from tests.support.processes import start_process
 from tests.support.tiers import tiered
@@ -25,12 +25,8 @@ _ENDLESS = 100_000
 def test_torchrun_trains_as_torchtitan_users_type_it(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     _, *keys = command(tmp_path / "run")
-    done = subprocess.run(
-        [*torchrun, "-m", "titan_moe.train", "--job.config_file", EMPTY, *keys],
-        env=environment(PYTHONPATH=REPO),
-        capture_output=True,
-        text=True,
-    )
+    words = [*torchrun, "-m", "titan_moe.train", "--job.config_file", EMPTY, *keys]
+    done = run_to_end(*words, PYTHONPATH=REPO)
     assert done.returncode == 0, done.stderr
     assert _steps(tmp_path / "run") == [1, 2]
 
@@ -269,12 +265,8 @@ def test_signal_to_a_job_saves_and_another_number_of_ranks_resumes(
     (saved,) = (run / "checkpoint").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert f"train --config {run}/config.toml" in job.output()
-    more = subprocess.run(
-        [REPO / "run_train.sh", "--training.steps", str(step + 2)],
-        env=environment(NGPU=1, CONFIG_FILE=run / "config.toml"),
-        capture_output=True,
-        text=True,
-    )
+    words = REPO / "run_train.sh", "--training.steps", step + 2
+    more = run_to_end(*words, CONFIG_FILE=run / "config.toml")
     assert more.returncode == 0, more.stderr
     assert f"going on after step {step}" in more.stdout
     assert _steps(run) == list(range(1, step + 3))

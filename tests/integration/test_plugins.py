@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import environment
+from tests.support.commands import TITAN_MOE
+from tests.support.jobs import run_to_end
 from tests.support.markdown import fences
 from tests.support.paths import REPO
 from tests.support.refusals import refusal
@@ -17,7 +18,6 @@ from titan_moe.config.job_config import Training
 from titan_moe.config.parse import load_job
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.runtime.process_pool import TIMEOUT_S
 
 WORDS = {
     "job.imports": "my_package.extras",
@@ -40,13 +40,7 @@ def package(tmp_path: Path) -> Path:
 
 def _run(package: Path, *command: object, **keys: object) -> subprocess.CompletedProcess[str]:
     words = [f"--{key}={value}" for key, value in keys.items()]
-    return subprocess.run(
-        [sys.executable, "-m", "titan_moe", *command, *words],
-        env=environment(PYTHONPATH=f"{package}:{REPO}"),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    return run_to_end(*TITAN_MOE, *command, *words, PYTHONPATH=f"{package}:{REPO}")
 
 
 @pytest.mark.slow

@@ -23,12 +23,13 @@ TINY = ["--model.name", "mixtral", "--training.steps", "3"]
 GOLDENS = sorted(path for path in (REPO / "tests" / "goldens").iterdir() if path.is_dir())
 
 
-def start(*words: object, out: Path) -> subprocess.Popen[str]:
-    return start_command("verify", "losses", *words, "--out", out, start_new_session=True)
+def start(*words: object, out: Path, cwd: Path = REPO) -> subprocess.Popen[str]:
+    words = ("verify", "losses", *words, "--out", out)
+    return start_command(*words, cwd=cwd, start_new_session=True)
 
 
-def compare(*words: object, out: Path) -> tuple[int, str]:
-    process = start(*words, out=out)
+def compare(*words: object, out: Path, cwd: Path = REPO) -> tuple[int, str]:
+    process = start(*words, out=out, cwd=cwd)
     told, _ = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, told
 
@@ -47,10 +48,7 @@ def compare_clone(folder: Path, *words: object, planted: tuple[str, str, str] | 
         assert text.count(right) == 1
         (clone / file).write_text(text.replace(right, wrong))
     sides = ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
-    words = ("verify", "losses", *COMPARE, *sides, *words, "--out", folder / "out")
-    process = start_command(*words, cwd=clone)
-    told, _ = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, told
+    return compare(*COMPARE, *sides, *words, out=folder / "out", cwd=clone)
 
 
 RATE = ("titan_moe/optim/schedules.py", 'group["lr"] = ', 'group["lr"] = 1.5 * ')

@@ -45,8 +45,21 @@ def run_among(
     for name, script in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (folder / name).chmod(0o755)
-    env = environment(PATH=f"{folder}:{os.environ['PATH']}", **variables)
-    return subprocess.run([str(w) for w in words], env=env, capture_output=True, text=True)
+    return run_to_end(*words, PATH=f"{folder}:{os.environ['PATH']}", **variables)
+
+
+def run_to_end(
+    *words: object, cwd: Path | None = None, seconds: float = TIMEOUT_S, **variables: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program as a user does, with these variables on top, and within a time."""
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
 
 
 def environment(**variables: Any) -> dict[str, str]:
@@ -61,13 +74,7 @@ def run_train(
     folder: Path, variables: dict[str, Any] | None = None, **overrides: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run run_train.sh to its end, within the limit of a test."""
-    return subprocess.run(
-        command(folder, **overrides),
-        env=environment(**variables or {}),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    return run_to_end(*command(folder, **overrides), **variables or {})
 
 
 class Job:

@@ -5,19 +5,13 @@ A process that only checks a configuration imports it too, and stays right.
 """
 
 import os
-from types import SimpleNamespace
 
-from tests.support.planting import plant
+from tests.support.planting import Bug, plant
 
 
 def plant_loss() -> None:
-    plant(
-        SimpleNamespace(
-            where="titan_moe.models.output:Output.forward",
-            right="return losses.loss",
-            wrong="return losses.loss * 1.001",
-        )
-    )
+    where = "titan_moe.models.output:Output.forward"
+    plant(Bug(where, "return losses.loss", "return losses.loss * 1.001"))
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -83,9 +83,8 @@ def test_audit_finds_truncated_lengthened_and_missing_files(step, name):
     path = step / name
     original = path.read_bytes()
     for content in (original[: len(original) // 2], original + b"\n\n", None):
-        if content is None:
-            path.unlink()
-        else:
+        path.unlink()
+        if content is not None:
             path.write_bytes(content)
         assert audit(step).problems, content
         path.write_bytes(original)

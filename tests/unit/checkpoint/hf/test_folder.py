@@ -19,15 +19,10 @@ def _folder(path, tensors, settings="{}"):
     return HFFolder(path)
 
 
-def _fp8(path, rows=10, columns=13, block=(4, 5)):
-    weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
-    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
-    tensors = {"w.weight": weight, "w.weight_scale_inv": scales, "norm": torch.ones(3)}
-    return weight, scales, _folder(path, tensors, _BLOCKS)
-
-
 def test_block_float8(tmp_path):
-    weight, scales, folder = _fp8(tmp_path)
+    weight, scales = torch.randn(10, 13).to(torch.float8_e4m3fn), torch.rand(3, 3) + 0.5
+    tensors = {"w.weight": weight, "w.weight_scale_inv": scales, "norm": torch.ones(3)}
+    folder = _folder(tmp_path, tensors, _BLOCKS)
     slow = torch.empty(10, 13)
     for row in range(10):
         for column in range(13):
