@@ -1,6 +1,5 @@
 """A sample of the campaign, and what it must catch."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,18 +8,13 @@ import pytest
 
 from tests.fuzz.disturbances import can_mount
 from tests.fuzz.folders import SUBJECTS
+from tests.support.jobs import run_to_end
 from tests.support.paths import REPO
 
 
 def campaign(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", *map(str, words)],
-        cwd=REPO,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    words = (sys.executable, "-m", "tests.fuzz", *words)
+    return run_to_end(*words, cwd=REPO, seconds=900, **variables)
 
 
 @pytest.mark.slow

@@ -292,8 +292,6 @@ def unlike(live: Run, through_disk: Run) -> list[str]:
     lines += _other_steps(through_disk, live, rel=0)
     for what in ("manifest.json", "train_state.json"):
         theirs, ours = (ran.read(end, what) for ran in runs)
-        keys = [
-            key for key in theirs if key not in ("job", "sha256") and ours.get(key) != theirs[key]
-        ]
-        lines += [f"{what} has another {key}" for key in keys]
+        keys = sorted(theirs.keys() - {"job", "sha256"})
+        lines += [f"{what} has another {key}" for key in keys if ours.get(key) != theirs[key]]
     return lines
