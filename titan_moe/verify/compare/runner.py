@@ -106,11 +106,8 @@ class Runner:
                 "same training: say what differs, such as revision=main or layout=tp=2"
             )
         self.check(*lines)
-        trainings = list(self._trainings())
-        if trial.pin_routing:
-            self._refuse_routes(trainings)
         self.forecast = forecast
-        forecast.add(trial.title, trainings)
+        forecast.add(trial.title, list(self._trainings()))
 
     def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run.
@@ -121,6 +118,7 @@ class Runner:
         lines, pair = list(more), (self.trial.baseline, self.trial.candidate)
         tokens: dict[str, None] = {}
         steps: set[int] = set()
+        checked: list[JobConfig] = []
         for spec in [spec for spec in pair if spec.path is None]:
             try:
                 code = self.launcher.code(spec)
@@ -137,6 +135,7 @@ class Runner:
                         check_all(words, spec.world_size, 1, os.environ)
                     finally:
                         os.chdir(before)
+                checked.append(job)
             except ConfigError as error:
                 lines += [line for line in error.lines if line not in lines]
         if len(steps) > 1 and self.trial.steps is None:
@@ -157,6 +156,8 @@ class Runner:
             lines += self._cost_problems(self.trial.steps or min(steps, default=0))
         if self.trial.pin_routing and any(spec.path is not None for spec in pair):
             lines.append("--pin-routing trains both runs: name no finished run and no golden")
+        elif self.trial.pin_routing and len(checked) == len(pair):
+            lines += self._routing_problems(*checked)
         if lines:
             raise ConfigError(lines)
 
@@ -250,17 +251,14 @@ class Runner:
         place = self._place(self.trial.baseline, "baseline", *start, *self._recorded)
         return (("debug.routing_replay", str(place.folder / ROUTES)),)
 
-    def _refuse_routes(self, trainings: Sequence[Training]) -> None:
-        """Raises ConfigError where the candidate cannot follow the baseline's routes."""
-        trial, out = self.trial, self.launcher.folder
+    def _routing_problems(self, baseline: JobConfig, candidate: JobConfig) -> list[str]:
+        """Returns lines on why the candidate cannot follow the baseline's routes."""
+        out, start = self.launcher.folder, self._initial_weights(write=False)
         out.mkdir(parents=True, exist_ok=True)
-        baseline, candidate = self._job(trial.baseline), self._job(trial.candidate)
-        # The pairs come first, and record their routes.
-        recording = trainings[: 2 * len(self._folders())]
-        todo = sum(each.place.seconds is None for each in recording)
-        steps = recording[0].steps
-        if lines := routing_problems(baseline, candidate, steps, todo, out):
-            raise ConfigError(lines)
+        places = [self._place(spec, name, *start, *words) for spec, name, words in self._pairs()]
+        todo = sum(place.seconds is None for place in places)
+        steps = self.trial.steps or baseline.training.steps
+        return routing_problems(baseline, candidate, steps, todo, out)
 
     def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
         """Yields the trial's control runs so far at each early look, and at last all of them; those
@@ -292,14 +290,16 @@ class Runner:
             for number, (spec, words) in enumerate(found, 1)
         ]
 
-    def _trainings(self) -> Iterator[Training]:
-        """Yields every training that the verdict may need; the seed checkpoint is none."""
-        trial, start = self.trial, self._initial_weights(write=False)
-        pair = (trial.baseline, "baseline"), (trial.candidate, "candidate")
-        runs: list[tuple[RunSpec, str, Words]]
-        runs = [
+    def _pairs(self) -> list[tuple[RunSpec, str, Words]]:
+        """Returns spec, name and keys of each run that is compared, with free routes."""
+        pair = (self.trial.baseline, "baseline"), (self.trial.candidate, "candidate")
+        return [
             (spec, f"{at}{name}", self._recorded) for at in self._folders() for spec, name in pair
         ]
+
+    def _trainings(self) -> Iterator[Training]:
+        """Yields every training that the verdict may need; the seed checkpoint is none."""
+        trial, start, runs = self.trial, self._initial_weights(write=False), self._pairs()
         if trial.baseline.path is None:
             runs += self.control_trainings()
         if trial.pin_routing:

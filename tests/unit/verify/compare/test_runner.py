@@ -180,7 +180,11 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
         ("--optimizer.lr 1", {"max_memory_growth": 5}, "between 0 and 1: 0.05 is 5 %"),
         ("/", {"max_slowdown": 0.1}, "a finished run is of another hour"),
         ("--debug.moe_force_load_balance true", PIN, "--pin-routing: .*pins routes already"),
-        ("--model.name qwen3", PIN, r"--pin-routing: layers is .* in the candidate: choose two"),
+        (
+            "--model.name qwen3",
+            PIN | {"num_control_runs": 3},
+            r"(?s)repeats=3: .*--pin-routing: layers is .* in the candidate: choose two",
+        ),
         ("layout=tp=2", PIN | {"steps": 10**9}, "the routes of 2 runs take .* GB, .* GB free"),
     ],
 )

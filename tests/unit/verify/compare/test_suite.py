@@ -97,6 +97,7 @@ config = "no.toml"
 [[comparison]]
 name = "key"
 repeats = 2
+baseline = "revision=nowhere"
 candidate = "--optimizer.lrr 1"
 [[comparison]]
 name = "golden"
@@ -110,8 +111,9 @@ def test_a_suite_is_refused_with_every_entry_that_cannot_run(tmp_path: Path, mon
     out = tmp_path / "out"
     assert main(["verify", "suite", str(tmp_path / "s.toml"), "--out", str(out)]) == 2
     told = capfd.readouterr().err
-    for line in ("file: .*no.toml", "key: .*repeats=2", "key: .*lrr", "golden: .*no/golden"):
+    for line in ("file: .*no.toml", "key: .*repeats=2", "key: .*revision=nowhere", "key: .*lrr"):
         assert re.search(line, told), told
+    assert re.search("golden: .*no/golden", told), told
     assert "good" not in told
     assert not (out / "runs").exists()
 
