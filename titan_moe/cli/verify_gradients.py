@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> Answer:
                 tqdm.write(line)
     facts = summary(results)
     title = f"Layouts of {job.model.name} {job.model.flavor}, {options.device}"
-    (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
+    shown = list(zip(results, [layout for layout, _ in tasks], strict=True))
+    (out / "results.html").write_text(gate_page(title, shown, facts), encoding="utf-8")
     rows = [asdict(result) for result in results]
     data = {"summary": facts, "own_keys": keys, "code": running_code(), "results": rows}
     write_json(out / "results.json", data)
@@ -122,11 +123,20 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
     if not (gpus := count_gpus(os.environ)):
         raise ConfigError("--device cuda: no GPU is here")
     refuse_unusable(gpus)
-    sizes = [parse(text).world_size for text in options.layouts or []] or options.ranks
+    own = _own_dispatchers(job)
+    sizes = [parse(text, own).world_size for text in options.layouts or []] or options.ranks
     if max(sizes) <= gpus:
         return job
     print(f"{max(sizes)} ranks share {gpus} GPU(s); collectives go through the host")
     return with_tables(job, {"comm": {"share_gpus": True}})
+
+
+def _own_dispatchers(job: JobConfig) -> list[str]:
+    """Returns the dispatcher that the configuration names, if a module of job.imports has it."""
+    from titan_moe.verify.layouts.layouts import OPTIONS
+
+    backend = job.parallelism.expert_parallel_comm_backend
+    return [] if backend in ("auto", *OPTIONS["dispatch"]) else [backend]
 
 
 def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
@@ -134,12 +144,11 @@ def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
     from titan_moe.verify.layouts.layouts import OPTIONS, legal_layouts, parse, with_options
 
     fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
-    backend = gate.job.parallelism.expert_parallel_comm_backend
-    if backend not in ("auto", *OPTIONS["dispatch"]):
-        OPTIONS["dispatch"] += (backend,)
-        fixed = {"dispatch": backend} | fixed
+    own = _own_dispatchers(gate.job)
+    if own:
+        fixed = {"dispatch": own[0]} | fixed
     if options.layouts:
-        return [with_options(parse(text), **fixed) for text in options.layouts]
+        return [with_options(parse(text, own), **fixed) for text in options.layouts]
     layouts = [layout for size in options.ranks for layout in legal_layouts(size)]
     if options.sample:
         layouts = cover_pairs(layouts, options.sample, options.seed)

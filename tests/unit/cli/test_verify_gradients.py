@@ -9,6 +9,7 @@ import pytest
 from titan_moe.cli import verify_gradients as command
 from titan_moe.cli.main import main
 from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.expert_parallel import DISPATCHERS
 from titan_moe.runtime.files import lock_folder
 from titan_moe.verify.gradients import gate
 from titan_moe.verify.gradients.compare import TensorDifference
@@ -95,6 +96,19 @@ def test_ranks_share_the_gpus_that_are_here(
         assert capsys.readouterr().out.startswith(said or "for the proof")
     shared = [task.job.comm.share_gpus for task in ranks]
     assert shared == [False, False, True, True]
+
+
+def test_dispatcher_from_outside_is_known_to_its_configuration_alone(
+    ranks: list[Task], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DISPATCHERS, "mine", DISPATCHERS["standard"])
+    monkeypatch.setattr(command, "count_gpus", lambda environment: 8)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    words = (*OWN, "--layouts", "dp_shard=2,ep=2,dispatch=mine")
+    mine = ("--parallelism.expert_parallel_comm_backend", "mine")
+    assert verify(tmp_path, *words, *mine, "--device", "cuda") == 0
+    assert [task.layout.dispatch for task in ranks] == ["mine"] and verify(tmp_path, *words) == 2
+    assert "dispatch=mine: choose standard, deduplicated" in capsys.readouterr().err
 
 
 def test_results_of_a_cpu_are_not_those_of_gpus(ranks, tmp_path, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.device import describe_device
 from titan_moe.runtime.revision import PACKAGE, code_in_words, package_hash, running_code
 from titan_moe.verify.gradients.gate import Gate, Result
-from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout, parse
+from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout
 from titan_moe.verify.report.render import render
 
 RESULTS_FILE = "results.jsonl"
@@ -65,14 +65,13 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def gate_page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str:
+def gate_page(title: str, rows: Sequence[tuple[Result, Layout]], facts: Mapping[str, Any]) -> str:
     """A table of layouts with a filter, sorted by a click on a column; failures with reasons.
 
     Args:
         facts: the summary of the results.
     """
     heads = [*AXES, *OPTIONS, "type", "result", "worst error", "tensors", "seconds", "worst tensor"]
-    layouts = [parse(result.layout) for result in results]
     machine = describe_device(torch.device("cpu"))
     made = (
         f"{code_in_words(running_code())}, torch {torch.__version__}, on {platform.node()} "
@@ -84,7 +83,7 @@ def gate_page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -
         heads=heads,
         axes=AXES,
         options=OPTIONS,
-        rows=list(zip(results, layouts, strict=True)),
+        rows=rows,
         facts=facts,
         made=made,
     )

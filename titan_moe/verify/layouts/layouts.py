@@ -3,7 +3,7 @@
 No torch here, and no mesh of titan_moe.distributed: the gate must not depend on what it tests.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -28,8 +28,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "accumulation": ("reduce_each", "keep_gathered"),
 }
 """Options of a layout besides its degrees; `recompute=2` is every second layer,
-`dispatch=nodes` the deduplicating one with two ranks of an ep group on a node. `verify gradients`
-adds a dispatcher that a module of job.imports registers."""
+`dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
 SEQ_LEN = 48
 """Tokens of the gate's sequences: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
@@ -114,20 +113,24 @@ def legal_layouts(world_size: int) -> list[Layout]:
     return found
 
 
-def parse(text: str) -> Layout:
+def parse(text: str, dispatchers: Sequence[str] = ()) -> Layout:
     """A layout as written by a user: "dp_shard=2,tp=2,ep=4,recompute=full".
 
     Raises ConfigError with a line for a word that is no axis, no option or no value of one.
+
+    Args:
+        dispatchers: values of dispatch beside the built-in ones.
     """
     known = {field.name for field in fields(Layout)}
+    choices = OPTIONS | {"dispatch": (*OPTIONS["dispatch"], *dispatchers)}
     values: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
         if key not in known:
             raise ConfigError(f"{text!r}: {key!r} is unknown: choose {', '.join(sorted(known))}")
-        if key in OPTIONS:
-            if value not in OPTIONS[key]:
-                raise ConfigError(f"{text!r}: {key}={value}: choose {', '.join(OPTIONS[key])}")
+        if key in choices:
+            if value not in choices[key]:
+                raise ConfigError(f"{text!r}: {key}={value}: choose {', '.join(choices[key])}")
             values[key] = value
         elif value.isdecimal() and int(value) > 0:
             values[key] = int(value)

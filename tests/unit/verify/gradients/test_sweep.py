@@ -56,7 +56,8 @@ def test_summary_and_page(tmp_path):
     facts = summary(results)
     assert (facts["passed"], facts["failed"], facts["refused"]) == (2, 1, 0)
     assert facts["worst_tensor"] == "gradient norm.weight" and facts["tensors_compared"] == 300
-    html = gate_page("Layouts", results, facts)
+    rows = list(zip(results, [layout for layout, _ in TASKS], strict=True))
+    html = gate_page("Layouts", rows, facts)
     assert "2 of 3 layouts pass." in html and "gradient &lt;w&gt;" in html
     assert f"torch {torch.__version__}, on {platform.node()}" in html
     assert code_in_words(running_code()) in html
