@@ -43,7 +43,7 @@ class Finding:
     compared: Sequence[PlaceDifference]
     """All places, in causal order."""
     wrong: Sequence[PlaceDifference]
-    """Those that differ beyond rounding, one at least."""
+    """Places that differ beyond rounding, one at least."""
     rows: Sequence[int]
     """Fingerprints of the baseline's rows."""
     axes: Mapping[str, int]
