@@ -187,9 +187,9 @@ def load_panels(loads: Sequence[Load]) -> dict[str, Panel]:
     loads, ends = [load for load in loads if load.layers], {False: 2.0, True: 1e-3}
     for load in loads:
         rows_RS = np.abs(np.concatenate(list(load.layers.values())))
-        # A few larger values are cut off.
-        end = float(np.quantile(rows_RS[np.isfinite(rows_RS)], 0.998))
-        ends[load.signed] = max(ends[load.signed], end)
+        if len(finite := rows_RS[np.isfinite(rows_RS)]):
+            # A few larger values are cut off.
+            ends[load.signed] = max(ends[load.signed], float(np.quantile(finite, 0.998)))
     return {
         f"{load.kind}, {load.name}": partial(_draw_load, load=load, end=ends[load.signed])
         for load in loads

@@ -14,7 +14,9 @@ from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.verdict import compare_runs
+from titan_moe.verify.report.data import Load
 from titan_moe.verify.report.pages import comparison_page, runs_page
+from titan_moe.verify.report.plots import charts, load_panels
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
 CONTROLS = [run(f"repeat {i}", noise=1e-6).curve for i in range(8)]
@@ -164,3 +166,8 @@ def test_a_page_of_many_experts_stays_small():
     html = comparison_page(Comparison("DeepSeek-V3", *pair, Verdict.UNJUDGED))
     assert len(html) < 4e6
     assert "busiest experts" in Page(html).text["load"]
+
+
+def test_load_without_a_finite_number_is_drawn():
+    load = Load("a", "busiest experts", [1, 2], {"layers.1": np.full((1, 2), np.nan)})
+    assert "layers.1" in charts(load_panels([load]))["busiest experts, a"]
