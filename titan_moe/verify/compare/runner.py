@@ -292,10 +292,9 @@ class Runner:
 
     def _pairs(self) -> list[tuple[RunSpec, str, Words]]:
         """Returns spec, name and keys of each run that is compared, with free routes."""
-        pair = (self.trial.baseline, "baseline"), (self.trial.candidate, "candidate")
-        return [
-            (spec, f"{at}{name}", self._recorded) for at in self._folders() for spec, name in pair
-        ]
+        both = (self.trial.baseline, "baseline"), (self.trial.candidate, "candidate")
+        keys, folders = self._recorded, self._folders()
+        return [(spec, f"{folder}{name}", keys) for folder in folders for spec, name in both]
 
     def _trainings(self) -> Iterator[Training]:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
