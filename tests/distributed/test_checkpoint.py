@@ -53,18 +53,23 @@ def test_replicas_that_differ_are_named():
         assert line.endswith("replicas: drifted (rank 2 unlike ranks 0-1)")
 
 
-def _damaged(folder):
+def _damaged(folder, kept_bytes):
     _, checkpointer = _run(folder)
     checkpointer.save(1, {"step": 1, "tokens": 0, "data": {"rows": {}}})
     if dist.get_rank() == 1:
-        (checkpointer.folder / "step-1/__0_0.distcp").write_bytes(b"")
+        path = checkpointer.folder / "step-1/__0_0.distcp"
+        path.write_bytes(bytes(path.stat().st_size if kept_bytes else 0))
+    dist.barrier()
     return _error_of(checkpointer.load)
 
 
 @pytest.mark.slow
-def test_a_damaged_tensor_file_stops_all_ranks(tmp_path):
-    for line in run_on_ranks(_damaged, 2, tmp_path):
-        assert "step-1 is damaged: " in line and "\n" not in line
+@pytest.mark.parametrize(
+    ("kept_bytes", "words"), [(False, "damaged or incomplete: __0_0"), (True, "damaged: __0_0")]
+)
+def test_a_damaged_tensor_file_stops_all_ranks(tmp_path, kept_bytes, words):
+    for line in run_on_ranks(_damaged, 2, tmp_path, kept_bytes):
+        assert f"step-1 is {words}" in line and "\n" not in line
 
 
 def _save_rows(folder):
