@@ -26,13 +26,13 @@ class RowMap(NamedTuple):
 
 def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
     """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
-    return gathered_rows(x_TD, copy_rows(x_TD.detach(), row_map.source_R), row_map)
+    return _GatherRows.apply(x_TD, None, row_map)
 
 
 def gathered_rows(x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
     """x_RD as `gather_rows` returns it, from rows that `copy_rows` has copied already: the first of
     the map's rows, or all."""
-    return _GatheredRows.apply(x_TD, x_RD, row_map)
+    return _GatherRows.apply(x_TD, x_RD, row_map)
 
 
 def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
@@ -44,11 +44,11 @@ def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
     return _CombineRows.apply(y_RD, row_map)
 
 
-class _GatheredRows(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
+    def forward(ctx: FunctionCtx, x_TD: Tensor, x_RD: Tensor | None, row_map: RowMap) -> Tensor:
         ctx.save_for_backward(row_map.rows_TK)
-        return x_RD.detach()
+        return copy_rows(x_TD, row_map.source_R) if x_RD is None else x_RD.detach()
 
     @staticmethod
     @once_differentiable
