@@ -95,5 +95,5 @@ def _trace(family: str, ep: int) -> None:
         model.to_empty(device=CUDA)
         tokens = torch.zeros(rows, dtype=torch.int64, device=CUDA)
         positions = torch.arange(rows[1], device=CUDA).expand_as(tokens)
-        one_document = DocumentBounds(per_row=1, longest=rows[1])
+        one_document = DocumentBounds(per_sequence=1, longest=rows[1])
         model(tokens, tokens, positions, bounds=one_document).float().sum().backward()

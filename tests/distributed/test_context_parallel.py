@@ -169,7 +169,7 @@ BUGS = {
     ),
     "reduce-scatter dropped": (
         Bug(
-            f"{_CP}.apply:whole_row",
+            f"{_CP}.apply:whole_sequence",
             "reduce_scatter_rows(parts, [1] * size, group)[0]",
             "parts[group.rank()]",
             "allgather",

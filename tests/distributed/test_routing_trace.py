@@ -12,7 +12,7 @@ import torch
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
 from tests.support.trainings import train_curve
-from titan_moe.debug.routing_record import Record, RowName, Tokens, opened_part
+from titan_moe.debug.routing_record import Record, SequenceName, Tokens, opened_file
 from titan_moe.debug.routing_trace import FLIPS_FILE, RoutingTrace
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics.jsonl import read_json_lines
@@ -79,16 +79,16 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Records:
     return recorded
 
 
-def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]:
-    """(row, position) -> its experts, in their order, or its keys."""
-    found: dict[tuple[RowName, int], tuple] = {}
+def table(path: Path, step: int, layer: str) -> dict[tuple[SequenceName, int], tuple]:
+    """(sequence, position) -> its experts, in their order, or its keys."""
+    found: dict[tuple[SequenceName, int], tuple] = {}
     for file in Record(path).steps[step]:
-        with opened_part(file) as ((rows, positions), arrays):
-            numbers_RPW = arrays[layer].tolist() if layer in arrays else []
-        for row, numbers_PW in zip(rows, numbers_RPW, strict=False):
+        with opened_file(file) as ((sequences, positions), arrays):
+            numbers_NPW = arrays[layer].tolist() if layer in arrays else []
+        for sequence, numbers_PW in zip(sequences, numbers_NPW, strict=False):
             for position, numbers in zip(positions.tolist(), numbers_PW, strict=True):
-                assert (row, position) not in found, "recorded twice"
-                found[row, position] = tuple(numbers)
+                assert (sequence, position) not in found, "recorded twice"
+                found[sequence, position] = tuple(numbers)
     return found
 
 
@@ -132,8 +132,8 @@ def shift_positions(trainer: Trainer) -> None:
     tokens = RoutingTrace._tokens
 
     def shifted(self: RoutingTrace, batches: Any) -> Tokens:
-        rows, positions = tokens(self, batches)
-        return Tokens(rows, np.roll(positions, 1))
+        sequences, positions = tokens(self, batches)
+        return Tokens(sequences, np.roll(positions, 1))
 
     RoutingTrace._tokens = shifted  # type: ignore[method-assign]
 
@@ -176,7 +176,9 @@ def test_replay_binds_a_disturbed_model(tmp_path: Path, one_process: Records, fa
 
 
 def test_record_of_other_data_is_refused(tmp_path: Path, one_process: Records) -> None:
-    with pytest.raises(RankError, match=r"step 1 of .* has no routing of layers.1 for the row"):
+    with pytest.raises(
+        RankError, match=r"step 1 of .* has no routing of layers.1 for the sequence"
+    ):
         run(tmp_path, "dp_shard=1", replay=one_process(V3).record, seed=1)
 
 

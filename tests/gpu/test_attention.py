@@ -97,8 +97,8 @@ def test_flash_matches_the_explicit_mask_forward_and_backward(masked: bool, loca
     shapes = [(2, h, 512, d) for h, d in zip((8, kv_heads, kv_heads), dims, strict=True)]
     drawn = [torch.randn(s, device=DEVICE, generator=generator).bfloat16() for s in shapes]
     documents_BS = _documents()
-    per_row, longest = bounds_of(documents_BS)
-    spare = DocumentBounds(per_row + 3, longest)
+    per_sequence, longest = bounds_of(documents_BS)
+    spare = DocumentBounds(per_sequence + 3, longest)
 
     def results(core: AttentionCore, bounds: DocumentBounds | None, dtype: torch.dtype):
         q, k, v = inputs = [x.to(dtype).requires_grad_() for x in drawn]

@@ -56,15 +56,17 @@ def bad_step_causes(
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     outputs: list[_Found] = []
     hooks = [] if is_finite else _watch_outputs(sharded, outputs)
-    rows = [
-        Batch(*(field[row : row + 1] for field in vars(batch).values()))
+    sequences = [
+        Batch(*(field[number : number + 1] for field in vars(batch).values()))
         for batch in batches
-        for row in range(len(batch.samples))
+        for number in range(len(batch.samples))
     ]
     sharded.train(False)
     # Compiled layers would not call hooks, and would be compiled again for one sequence.
     with torch.compiler.set_stance("force_eager"):
-        losses = [sharded.execution.evaluate(local_batch(row, sharded, device)) for row in rows]
+        losses = [
+            sharded.execution.evaluate(local_batch(one, sharded, device)) for one in sequences
+        ]
     sharded.train(True)
     take_dropped(sharded.moe_layers().values(), device)
     for hook in hooks:
@@ -75,7 +77,7 @@ def bad_step_causes(
         # Backwards: a bad gradient spreads from the loss towards the embedding.
         in_grads = _in_tensors(_GRADIENT, grads, sharded.names[::-1])
         place = _first_place(chain(in_parameters, sorted(outputs), in_grads))
-    return place, _worst_sequences(sharded, rows, torch.stack(losses))
+    return place, _worst_sequences(sharded, sequences, torch.stack(losses))
 
 
 def _watch_outputs(sharded: ShardedModel, found: list[_Found]) -> list[Any]:
@@ -122,25 +124,25 @@ def _first_place(own: Iterable[_Found]) -> str:
 
 
 def _worst_sequences(
-    sharded: ShardedModel, rows: list[Batch], losses_N: Tensor
+    sharded: ShardedModel, sequences: list[Batch], losses_N: Tensor
 ) -> list[dict[str, Any]]:
     # Ranks with the same sequences hold shares of their losses: one row of the table sums them.
     dims = sharded.meshes.dims
     own = dims.coordinate(sharded.meshes.rank, "batch")
-    sums_RN = losses_N.new_zeros(dims.size("batch"), len(rows), dtype=torch.float64)
+    sums_RN = losses_N.new_zeros(dims.size("batch"), len(sequences), dtype=torch.float64)
     sums_RN[own] = losses_N
     dist.all_reduce(sums_RN)
-    read = [(int((row.labels_BS != IGNORE_INDEX).sum()), row.samples[0]) for row in rows]
+    read = [(int((one.labels_BS != IGNORE_INDEX).sum()), one.samples[0]) for one in sequences]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (own, read))
 
-    sequences = [
+    found = [
         {"loss": total / num_targets, "targets": num_targets, "documents": documents}
         for coordinate, read in dict(everyone).items()
         for total, (num_targets, documents) in zip(sums_RN[coordinate].tolist(), read, strict=True)
         if num_targets
     ]
-    return sorted(sequences, key=_badness, reverse=True)[:_KEPT]
+    return sorted(found, key=_badness, reverse=True)[:_KEPT]
 
 
 def _badness(sequence: dict[str, Any]) -> float:

@@ -2,12 +2,12 @@
 
     record.json                 the MoE layers, experts and experts per token of the model, and the
                                 keys per query of its indexers, if it has some
-    step-12.rank-3-of-8.npz     what rank 3 of 8 decided in step 12, its part: rows [R, 2],
-                                positions [P], experts [R, P, K] of each MoE layer, best first, and
-                                keys [R, P, W] of each indexer, a bit for each key of the row
+    step-12.rank-3-of-8.npz     what rank 3 of 8 decided in step 12: "rows" [N, 2], which names
+                                sequences, positions [P], experts [N, P, K] of each MoE layer, best
+                                first, and keys [N, P, W] of each indexer, a bit for each key
 
-A token goes by row and position, so a record made in one layout is read in any other. A file gets
-its name when it is whole, and a step counts when it has the parts of all its ranks.
+A token goes by sequence and position, so a record made in one layout is read in any other. A file
+gets its name when it is whole, and a step counts when it has the files of all its ranks.
 """
 
 import json
@@ -32,26 +32,26 @@ from titan_moe.runtime.files import set_aside, write_whole
 logger = logging.getLogger(__name__)
 
 _HEADER = "record.json"
-_PART = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
+_FILE = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
 _UNREADABLE = (
     *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),  # Of a single array too.
     *(BadZipFile, zlib.error),
 )
 
 
-class RowName(NamedTuple):
-    """Identifies a row of a step in any layout and order."""
+class SequenceName(NamedTuple):
+    """Identifies a sequence of a step in any layout and order."""
 
     fingerprint: int
-    """CRC32 of the row (`data.batch.fingerprints`)."""
+    """CRC32 of the sequence (`data.batch.fingerprints`)."""
     number: int
-    """0, 1, ... among the rows of the step with this fingerprint, in their order."""
+    """0, 1, ... among the sequences of the step with this fingerprint, in their order."""
 
 
 class Tokens(NamedTuple):
-    """Tokens of a step: the same positions of each of some rows."""
+    """Tokens of a step: the same positions of each of some sequences."""
 
-    rows: list[RowName]
+    sequences: list[SequenceName]
     positions: NDArray[np.int64]
 
 
@@ -82,15 +82,15 @@ class Dims(NamedTuple):
 
 
 def form_of_keys(num_keys: int) -> Form:
-    """The form of an indexer's decision in rows of so many keys (`ops.sparse_attention`)."""
+    """The form of an indexer's decision in sequences of so many keys (`ops.sparse_attention`)."""
     return Form(-(-num_keys // 8), np.uint8, 256)
 
 
-def name_rows(fingerprints: Iterable[int], before: Iterable[int] = ()) -> list[RowName]:
-    """Number the rows of each fingerprint, of which there may be some `before` these."""
+def name_sequences(fingerprints: Iterable[int], before: Iterable[int] = ()) -> list[SequenceName]:
+    """Number the sequences of each fingerprint, of which there may be some `before` these."""
     seen, names = Counter(before), []
     for fingerprint in fingerprints:
-        names.append(RowName(fingerprint, seen[fingerprint]))
+        names.append(SequenceName(fingerprint, seen[fingerprint]))
         seen[fingerprint] += 1
     return names
 
@@ -109,7 +109,7 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
     elif exists:
         Record(folder).check(dims, key="debug.routing_record")
         for path in folder.iterdir():
-            if (part := _PART.fullmatch(path.name)) and int(part[1]) > after:
+            if (match := _FILE.fullmatch(path.name)) and int(match[1]) > after:
                 path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     header = {name: value for name, value in dims._asdict().items() if value}
@@ -117,8 +117,8 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
 
 
 class RecordWriter:
-    """Writes one rank's parts, until they fill `limit_gb`. The record then ends for all ranks,
-    because a step counts when all its parts are there."""
+    """Writes one rank's files, until they fill `limit_gb`. The record then ends for all ranks,
+    because a step counts when all its files are there."""
 
     def __init__(self, folder: Path, *, rank: int, world_size: int, limit_gb: float) -> None:
         self._folder, self._limit_gb = folder, limit_gb
@@ -127,16 +127,16 @@ class RecordWriter:
         self._bytes = sum(path.stat().st_size for path in earlier)
 
     def write(self, step: int, tokens: Tokens, decisions: Mapping[str, NDArray[Any]]) -> None:
-        """Write one step's part; does nothing once the record is full."""
+        """Write one step's file; does nothing once the record is full."""
         if self._bytes > self._limit_gb * 1e9:
             return
-        self._bytes += sum(numbers_RPW.nbytes for numbers_RPW in decisions.values())
+        self._bytes += sum(numbers_NPW.nbytes for numbers_NPW in decisions.values())
         if self._bytes > self._limit_gb * 1e9:
             key = f"debug.routing_record_gb={self._limit_gb:g}"
             logger.warning("%s ends before step %d: a rank reached %s", self._folder, step, key)
             return
         path = self._folder / f"step-{step}.{self._rank}.npz"
-        names = {"rows": np.array(tokens.rows), "positions": tokens.positions}
+        names = {"rows": np.array(tokens.sequences), "positions": tokens.positions}
         arrays: dict[str, Any] = {**names, **decisions}
         with (aside := path.with_name(f".{path.name}.tmp")).open("wb") as file:
             np.savez(file, **arrays)
@@ -155,7 +155,7 @@ class Record:
             raise ConfigError(f"{folder}: there is no routing record ({_HEADER})") from None
         found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
         for path in folder.iterdir():
-            if match := _PART.fullmatch(path.name):
+            if match := _FILE.fullmatch(path.name):
                 step, rank, ranks = map(int, match.groups())
                 found[step][rank, ranks] = path
         self.steps = {
@@ -163,7 +163,7 @@ class Record:
             for step, paths in sorted(found.items())
             if all(ranks == len(paths) for _, ranks in paths)
         }
-        """The files of each step of which every rank's part is there."""
+        """The files of each step of which every rank's file is there."""
 
     def check(self, dims: Dims, *, key: str, steps: range = range(0)) -> None:
         """Raise ConfigError if the record, a folder that `key` names, is of another kind of run or
@@ -177,7 +177,7 @@ class Record:
         if missing := set(steps).difference(self.steps):
             lines.append(
                 f"{key}={self.folder} lacks step {min(missing)} of training.steps={steps[-1]}, or "
-                f"a rank's part of it: train fewer steps, or record more (debug.routing_record_gb)"
+                f"a rank's file of it: train fewer steps, or record more (debug.routing_record_gb)"
             )
         if lines:
             raise ConfigError(lines)
@@ -185,60 +185,60 @@ class Record:
     def decisions(
         self, step: int, wanted: Mapping[str, tuple[Tokens, Form]]
     ) -> dict[str, NDArray[Any]]:
-        """Returns the decisions [R, P, W] of each wanted layer about these tokens.
+        """Returns the decisions [N, P, W] of each wanted layer about these tokens.
 
-        Raises RunError for a damaged part and for tokens that the record does not have.
+        Raises RunError for a damaged file and for tokens that the record does not have.
         """
         found = {
-            layer: np.empty((len(tokens.rows), len(tokens.positions), form.width), form.dtype)
+            layer: np.empty((len(tokens.sequences), len(tokens.positions), form.width), form.dtype)
             for layer, (tokens, form) in wanted.items()
         }
-        missing = {layer: np.ones(out_RPW.shape[:2], bool) for layer, out_RPW in found.items()}
+        missing = {layer: np.ones(out_NPW.shape[:2], bool) for layer, out_NPW in found.items()}
         for path in self.steps[step]:
-            with opened_part(path) as (there, arrays):
+            with opened_file(path) as (there, arrays):
                 for layer, (tokens, form) in wanted.items():
                     ours, theirs = _shared(tokens, there)
                     if layer in arrays and missing[layer][ours].size:
                         found[layer][ours] = _read(arrays[layer], there, form)[theirs]
                         missing[layer][ours] = False
-        for layer, missing_RP in missing.items():
-            if missing_RP.any():
+        for layer, missing_NP in missing.items():
+            if missing_NP.any():
                 tokens, _ = wanted[layer]
-                row, position = np.argwhere(missing_RP)[0]
+                number, position = np.argwhere(missing_NP)[0]
                 raise RunError(
-                    f"step {step} of {self.folder} has no routing of {layer} for the row "
-                    f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: "
-                    f"it is of other data"
+                    f"step {step} of {self.folder} has no routing of {layer} for the sequence "
+                    f"{tokens.sequences[number].fingerprint:08x} at position "
+                    f"{tokens.positions[position]}: it is of other data"
                 )
         return found
 
 
 @contextmanager
-def opened_part(path: Path) -> Iterator[tuple[Tokens, NpzFile]]:
-    """Gives a part's tokens, and its arrays, which are read when they are asked for; a CRC32 in the
-    file covers each. Raises RunError for a damaged part, also from within."""
+def opened_file(path: Path) -> Iterator[tuple[Tokens, NpzFile]]:
+    """Gives a file's tokens, and its arrays, which are read when they are asked for; a CRC32 in the
+    file covers each. Raises RunError for a damaged file, also from within."""
     try:
         with np.load(path) as arrays:
-            rows = [RowName(*row) for row in arrays["rows"].tolist()]
-            yield Tokens(rows, arrays["positions"]), arrays
+            sequences = [SequenceName(*name) for name in arrays["rows"].tolist()]
+            yield Tokens(sequences, arrays["positions"]), arrays
     except _UNREADABLE as error:
-        raise RunError(f"{path} is damaged, or no part of a record: {reason(error)}") from None
+        raise RunError(f"{path} is damaged, or no file of a record: {reason(error)}") from None
 
 
-def _read(numbers_RPW: NDArray[Any], tokens: Tokens, form: Form) -> NDArray[Any]:
+def _read(numbers_NPW: NDArray[Any], tokens: Tokens, form: Form) -> NDArray[Any]:
     """Returns a layer's decisions about these tokens. Raises ValueError if they are none."""
-    shape = len(tokens.rows), len(tokens.positions), form.width
-    if numbers_RPW.shape != shape or numbers_RPW.max(initial=0) >= form.limit:
+    shape = len(tokens.sequences), len(tokens.positions), form.width
+    if numbers_NPW.shape != shape or numbers_NPW.max(initial=0) >= form.limit:
         raise ValueError("a layer has other tokens or choices than its record")
-    return numbers_RPW
+    return numbers_NPW
 
 
 def _shared(ours: Tokens, theirs: Tokens) -> tuple[Any, Any]:
-    """Returns two indices of [R, P] arrays: where the tokens that both have are in either."""
-    known = {row: place for place, row in enumerate(theirs.rows)}
-    rows = [(i, known[row]) for i, row in enumerate(ours.rows) if row in known]
-    ours_R, theirs_R = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+    """Returns two indices of [N, P] arrays: where the tokens that both have are in either."""
+    known = {name: place for place, name in enumerate(theirs.sequences)}
+    pairs = [(i, known[name]) for i, name in enumerate(ours.sequences) if name in known]
+    ours_N, theirs_N = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     _, ours_P, theirs_P = np.intersect1d(
         ours.positions, theirs.positions, assume_unique=True, return_indices=True
     )
-    return np.ix_(ours_R, ours_P), np.ix_(theirs_R, theirs_P)
+    return np.ix_(ours_N, ours_P), np.ix_(theirs_N, theirs_P)

@@ -33,7 +33,7 @@ from titan_moe.debug.routing_record import (
     RecordWriter,
     Tokens,
     form_of_keys,
-    name_rows,
+    name_sequences,
     start_record,
 )
 from titan_moe.distributed.agreement import on_rank_zero
@@ -124,15 +124,15 @@ class RoutingTrace:
                 name: (whole if name in self._keys else own, replay.form)
                 for name, replay in self._replays.items()
             }
-            for name, numbers_RPW in self._replayed.decisions(step, wanted).items():
-                self._replays[name].follow(torch.from_numpy(numbers_RPW).to(self._device))
+            for name, numbers_NPW in self._replayed.decisions(step, wanted).items():
+                self._replays[name].follow(torch.from_numpy(numbers_NPW).to(self._device))
         yield
         if self._replayed is not None:
             self._count_flips(step)
         if self._writer is not None:
-            taken = {name: kept.take(len(own.rows)) for name, kept in self._kept.items()}
+            taken = {name: kept.take(len(own.sequences)) for name, kept in self._kept.items()}
             taken |= {name: self._own(taken[name]) for name in self._keys if name in taken}
-            numbers = {name: numbers_RPW.cpu().numpy() for name, numbers_RPW in taken.items()}
+            numbers = {name: numbers_NPW.cpu().numpy() for name, numbers_NPW in taken.items()}
             self._writer.write(step, own, numbers)
 
     def _count_flips(self, step: int) -> None:
@@ -170,10 +170,10 @@ class RoutingTrace:
         world = dist.group.WORLD
         assert world is not None
         everyone = gather_parts(own.to(self._device), world)
-        # Ranks that read the same rows have the same fingerprints: the first one's count.
+        # Ranks that read the same sequences have the same fingerprints: the first one's count.
         before = everyone[list(dims.group_of(0, "batch"))][: dims.coordinate(rank, "batch")]
         positions = self._sharded.positions(batches[0].tokens_BS.shape[1])
-        return Tokens(name_rows(own.tolist(), before.flatten().tolist()), positions.numpy())
+        return Tokens(name_sequences(own.tolist(), before.flatten().tolist()), positions.numpy())
 
 
 class Kept:
@@ -188,10 +188,10 @@ class Kept:
         if select.training:
             self._taken.append(numbers.flatten(0, -2).to(self._dtype))
 
-    def take(self, num_rows: int) -> Tensor:
-        """Returns the numbers of the step that ends, [R, P, W]."""
+    def take(self, num_sequences: int) -> Tensor:
+        """Returns the numbers of the step that ends, [N, P, W]."""
         taken_TW, self._taken = torch.cat(self._taken), []
-        return taken_TW.view(num_rows, -1, self._width)
+        return taken_TW.view(num_sequences, -1, self._width)
 
 
 class Replay(nn.Module):
@@ -215,9 +215,9 @@ class Replay(nn.Module):
     def extra_repr(self) -> str:
         return f"decisions of {self.folder}"
 
-    def follow(self, numbers_RPW: Tensor) -> None:
+    def follow(self, numbers_NPW: Tensor) -> None:
         """Takes the decisions of the step that begins, in the order of its microbatches."""
-        self._ahead_TW = numbers_RPW.flatten(0, 1)
+        self._ahead_TW = numbers_NPW.flatten(0, 1)
 
     def forward(self, scores: Tensor, *others: Tensor) -> Tensor:
         live = self.own(scores, *others)

@@ -132,7 +132,7 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
     """Activations, logits and buffers of one microbatch, or of those in flight."""
     config, training, dims = setup.config, setup.job.training, setup.dims
     _, compute, reduced = setup.widths()
-    tokens = share.rows * training.seq_len / dims.cp
+    tokens = share.sequences * training.seq_len / dims.cp
     own_tokens = tokens / dims.tp
     most_rows = _most_rows(config, setup.parallelism, max(round(own_tokens), 1))
     even, skewed = (
@@ -151,7 +151,7 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
             share.losses * vocabulary * config.dim * (compute + reduced)
         ),
     }
-    sums = flash_workspace(config, compute) * (own_tokens + _PADDING * share.rows / dims.tp)
+    sums = flash_workspace(config, compute) * (own_tokens + _PADDING * share.sequences / dims.tp)
     return even | {
         "skew": {
             line: skewed[term][line] - size for term in even for line, size in even[term].items()

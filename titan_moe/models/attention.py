@@ -141,7 +141,7 @@ class GQA(Attention):
         return self.wo(o_BSD * gate.sigmoid() if self.config.output_gate else o_BSD)
 
     def place(self, q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Gives queries and keys their places in the row."""
+        """Gives queries and keys their positions in the sequence."""
         if not self.rotary:
             if self.config.temperature is not None:
                 q_BSHC = _tempered(q_BSHC, rotation, self.config.temperature)
@@ -250,7 +250,7 @@ def plain_core(
     dtype: torch.dtype = torch.float32,
     device_type: str = "cpu",
 ) -> AttentionCore:
-    """The fastest core for a model that computes in `dtype`, with whole rows on one device."""
+    """The fastest core for a model that computes in `dtype`, with whole sequences on one device."""
     if config.indexer is not None:
         return SparseAttention(mask_documents=mask_documents)
     heads = config.attention

@@ -197,9 +197,9 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BS: token ids.
-            documents_BS: which document of its row each token belongs to, counted from 0;
-                None: each row is one document.
-            positions_BS: each token's position in its row; None: 0, 1, 2, ...
+            documents_BS: which document of its sequence each token belongs to, counted from 0;
+                None: each sequence is one document.
+            positions_BS: each token's position in its sequence; None: 0, 1, 2, ...
             labels_BS: the next token of each; IGNORE_INDEX where there is no target.
             ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
                 positions on. Ignored in evaluation.

@@ -244,7 +244,7 @@ class Share(NamedTuple):
     backward at the worst moment."""
 
     parts: dict[str, Size]
-    rows: int
+    sequences: int
     """Sequences of one microbatch."""
     layers: int
     """Sum over these microbatches of the layers that each has passed here."""

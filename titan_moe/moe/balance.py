@@ -44,8 +44,8 @@ def z_loss(logits_TE: Tensor, counted_BS: Tensor | None = None) -> Tensor:
     return (squares_T if counted_BS is None else squares_T * counted_BS.flatten()).sum()
 
 
-def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:
-    """Counts each expert in each row: counts_BE.
+def counts_per_sequence(experts_BN: Tensor, num_experts: int) -> Tensor:
+    """Counts each expert's choices in each sequence: counts_BE.
 
     Sorted, not scattered: no atomics, no host sync.
     """

@@ -135,7 +135,7 @@ class MoE(nn.Module):
                     self.rows_sent += self.dispatcher.traffic(chunk_TK, counts_E)
             if self.config.sequence_aux_loss_weight or counted_BS is not None:
                 experts_BSK = experts_TK.view(*scores_BSE.shape[:2], -1)
-                chosen_BE = self._counts_per_row(experts_BSK, counted_BS)
+                chosen_BE = self._counts_per_sequence(experts_BSK, counted_BS)
         return Choice(experts_TK, chosen_BE, drafts)
 
     def sizes(self, draft: Any) -> Any:
@@ -145,13 +145,13 @@ class MoE(nn.Module):
             self.rows_dropped += plan.dropped
         return plan
 
-    def _counts_per_row(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
+    def _counts_per_sequence(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
         """Returns the choices of each expert by sequence, chosen_BE; of whole sequences if a loss
         needs them. Adds this rank's to `tokens_per_expert` where not all tokens count."""
         num_experts = self.config.num_experts
         if counted_BS is not None:  # A number beyond the experts' is counted nowhere.
             experts_BSK = experts_BSK.masked_fill(~counted_BS[..., None], num_experts)
-        chosen_BE = balance.counts_per_row(experts_BSK.flatten(1), num_experts)
+        chosen_BE = balance.counts_per_sequence(experts_BSK.flatten(1), num_experts)
         if counted_BS is not None:
             self.router.tokens_per_expert += chosen_BE.sum(0)
         if self.config.sequence_aux_loss_weight and self.sequence_group is not None:

@@ -27,7 +27,7 @@ from titan_moe.ops.varlen_attention import (
     DocumentBounds,
     Pieces,
     bounds_of,
-    pieces_of_rows,
+    pieces_of_sequences,
     varlen_attention,
 )
 
@@ -77,7 +77,7 @@ def first_seen(positions_S: Tensor, local: LocalAttention | None) -> Tensor:
     return positions_S - positions_S % local.size
 
 
-def first_seen_in_rows(
+def first_seen_in_sequences(
     documents_BS: Tensor, local: LocalAttention | None, *, mask_documents: bool
 ) -> Tensor:
     """`first_seen` of whole sequences: [B, S], or [1, S] where all sequences' are the same.
@@ -209,7 +209,7 @@ def explicit_mask(
     documents_BS: Tensor, local: LocalAttention | None, *, mask_documents: bool
 ) -> Tensor:
     """The keys that each query sees, [B, 1, S, S] bool."""
-    first_BS = first_seen_in_rows(documents_BS, local, mask_documents=mask_documents)
+    first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=mask_documents)
     positions_S = torch.arange(first_BS.shape[1], device=first_BS.device)
     return is_seen(positions_S, positions_S, first_BS)[:, None]
 
@@ -225,8 +225,8 @@ class VarlenCore:
     ) -> Pieces:
         if not self._mask_documents:
             documents_BS = torch.zeros_like(documents_BS)
-            bounds = DocumentBounds(per_row=1, longest=documents_BS.shape[1])
-        return pieces_of_rows(documents_BS, local, bounds or bounds_of(documents_BS))
+            bounds = DocumentBounds(per_sequence=1, longest=documents_BS.shape[1])
+        return pieces_of_sequences(documents_BS, local, bounds or bounds_of(documents_BS))
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Pieces, scale: float, sinks_H=None
@@ -251,8 +251,8 @@ class FlexCore:
         return make(documents_BS, local)
 
     def _make(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
-        return self._flex.row_mask(
-            first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
+        return self._flex.sequence_mask(
+            first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
         )
 
     @torch.compiler.disable

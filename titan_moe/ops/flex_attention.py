@@ -57,8 +57,8 @@ def _in_order(tiles_BQK: Tensor) -> tuple[Tensor, Tensor]:
 def _first_seen_by(first_BS: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the lookup of a query's first key.
 
-    If all rows are alike, it does not index by row: flex attention copies an index that is a Python
-    number to the device, and waits.
+    If all sequences are alike, it does not index by sequence: flex attention copies an index that
+    is a Python number to the device, and waits.
     """
     if len(first_BS) > 1:
         return lambda b, query: first_BS[b, query]
@@ -80,8 +80,8 @@ class Flex:
         self._mask_of_tiles = BlockMask.from_kv_blocks
         self._with_lse = AuxRequest(lse=True)
 
-    def row_mask(self, first_BS: Tensor) -> Any:
-        """The mask of whole sequences from `first_seen_in_rows`."""
+    def sequence_mask(self, first_BS: Tensor) -> Any:
+        """The mask of whole sequences from `first_seen_in_sequences`."""
         first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.attention import first_seen_in_rows
+from titan_moe.ops.attention import first_seen_in_sequences
 from titan_moe.ops.operation import at_least_float32
 
 CHUNK_SIZE = 16
@@ -98,7 +98,7 @@ class Recurrence:
 
     def mask(self, documents_BS: Tensor) -> Tensor:
         masked = self._mask_documents
-        first_BS = first_seen_in_rows(documents_BS, None, mask_documents=masked)
+        first_BS = first_seen_in_sequences(documents_BS, None, mask_documents=masked)
         return torch.arange(first_BS.shape[1], device=first_BS.device) - first_BS
 
     def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class SparseAttention:
         """The keys that each query sees, before any is selected: [B, queries, keys] bool."""
         return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)[:, 0]
 
-    def whole_rows(self, x_BHSC: Tensor) -> Tensor:
+    def whole_sequences(self, x_BHSC: Tensor) -> Tensor:
         """Keys or values of whole sequences, of those of this process's tokens."""
         return x_BHSC
 
@@ -81,13 +81,13 @@ class SparseAttention:
         self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
         assert sinks_H is None and index is not None
-        k_BHTC, v_BHTC = self.whole_rows(k_BHSC), self.whole_rows(v_BHSC)
+        k_BHTC, v_BHTC = self.whole_sequences(k_BHSC), self.whole_sequences(v_BHSC)
         if isinstance(index, SharedKeys):
             chosen_BST = mask
             if index.decide is not None:
                 chosen_BST = unpack_keys(index.decide(), k_BHTC.shape[2]) & mask
             return sdpa(q_BHSC, k_BHTC, v_BHTC, chosen_BST[:, None], scale)
-        index_k_BTC = self.whole_rows(index.k_BSC[:, None])[:, 0]
+        index_k_BTC = self.whole_sequences(index.k_BSC[:, None])[:, 0]
         own = index.q_BSHC, index_k_BTC, index.weights_BSH
         with torch.no_grad():
             scores_BST = index_scores(*own).masked_fill_(~mask, -torch.inf)

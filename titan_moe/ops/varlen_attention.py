@@ -19,7 +19,7 @@ _MAX_HEAD_DIM, _ALIGNMENT = 256, 8
 class DocumentBounds(NamedTuple):
     """Holds upper bounds, known to the host, on the documents of a microbatch's sequences."""
 
-    per_row: int
+    per_sequence: int
     """Most documents of a sequence."""
     longest: int
     """Most tokens of a document."""
@@ -48,7 +48,7 @@ def bounds_of(documents_BS: Tensor) -> DocumentBounds:
     return DocumentBounds(int(begins_BS.sum(1).max()), int(starts_N.diff(append=end).max()))
 
 
-def pieces_of_rows(
+def pieces_of_sequences(
     documents_BS: Tensor, local: LocalAttention | None, bounds: DocumentBounds
 ) -> Pieces:
     """The pieces of sequences that lie end to end: their documents, cut further into chunks."""
@@ -56,18 +56,18 @@ def pieces_of_rows(
     at_S = torch.arange(seq_len, device=documents_BS.device)
     # Chunks are counted from the first token of each document.
     begins_BS = F.pad(documents_BS.diff(dim=1) != 0, (1, 0))
-    per_row, longest, window = *bounds, None
+    per_sequence, longest, window = *bounds, None
     if local is not None and local.kind == "chunk":
         place_BS = at_S - (at_S * begins_BS).cummax(1).values
         begins_BS = begins_BS | ((place_BS % local.size == 0) & (at_S > 0))
-        per_row += (seq_len - 1) // local.size
+        per_sequence += (seq_len - 1) // local.size
         longest = min(longest, local.size)
     elif local is not None:
         assert local.kind == "window", local.kind
         window = local.size
     # A sequence's piece of each token, so of each piece the first token; S for those that it lacks.
     piece_BS = begins_BS.cumsum(1)
-    pieces_BN = torch.arange(per_row, device=at_S.device).repeat(batch, 1)
+    pieces_BN = torch.arange(per_sequence, device=at_S.device).repeat(batch, 1)
     starts_BN = torch.searchsorted(piece_BS, pieces_BN)
     starts_BN += torch.arange(batch, device=at_S.device)[:, None] * seq_len
     starts_N1 = F.pad(starts_BN.flatten(), (0, 1), value=batch * seq_len).int()

@@ -14,9 +14,9 @@ from titan_moe.debug.routing_record import (
     Dims,
     Record,
     RecordWriter,
-    RowName,
+    SequenceName,
     Tokens,
-    name_rows,
+    name_sequences,
     start_record,
 )
 from titan_moe.debug.routing_trace import Kept, Replay, flipped_experts
@@ -24,30 +24,30 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.runtime.errors import RunError
 
-R, P, K, E = 6, 8, 2, 300
+N, P, K, E = 6, 8, 2, 300
 DIMS = Dims(["layers.1", "mtp.layers.0"], E, K)
-# The same row three times.
+# The same sequence three times.
 FINGERPRINTS = [7, 4_000_000_000, 7, 1, 2, 7]
 PARTS = {
     # Two data ranks by two parts of the sequence, of which one is head and tail.
     "dp 2, cp 2": [(r, p) for r in ([0, 1, 2], [3, 4, 5]) for p in ([0, 1, 6, 7], [2, 3, 4, 5])],
-    "rows in another order": [([5, 3, 1], list(range(P))), ([0, 2, 4], list(range(P)))],
-    "one": [(list(range(R)), list(range(P)))],
+    "sequences in another order": [([5, 3, 1], list(range(P))), ([0, 2, 4], list(range(P)))],
+    "one": [(list(range(N)), list(range(P)))],
 }
 
 
 def whole(step: int = 1) -> dict[str, np.ndarray]:
-    """Experts of all rows and positions, by layer."""
+    """Experts of all sequences and positions, by layer."""
     generator = np.random.default_rng(step)
-    every = np.tile(np.arange(E), (R, P, 1))
+    every = np.tile(np.arange(E), (N, P, 1))
     return {
         name: generator.permuted(every, axis=-1)[..., :K].astype(np.uint16) for name in DIMS.layers
     }
 
 
-def tokens_of(rows: list[int], positions: list[int]) -> Tokens:
-    names = name_rows(FINGERPRINTS)
-    return Tokens([names[row] for row in rows], np.array(positions))
+def tokens_of(sequences: list[int], positions: list[int]) -> Tokens:
+    names = name_sequences(FINGERPRINTS)
+    return Tokens([names[number] for number in sequences], np.array(positions))
 
 
 EVERYTHING = tokens_of(*PARTS["one"][0])
@@ -55,11 +55,13 @@ EVERYTHING = tokens_of(*PARTS["one"][0])
 
 def write(folder: Path, parts: list, steps: int = 1, limit_gb: float = 1.0) -> None:
     start_record(folder, DIMS, after=0)
-    for rank, (rows, positions) in enumerate(parts):
+    for rank, (sequences, positions) in enumerate(parts):
         writer = RecordWriter(folder, rank=rank, world_size=len(parts), limit_gb=limit_gb)
         for step in range(1, steps + 1):
-            experts = {name: x_RPK[np.ix_(rows, positions)] for name, x_RPK in whole(step).items()}
-            writer.write(step, tokens_of(rows, positions), experts)
+            experts = {
+                name: x_NPK[np.ix_(sequences, positions)] for name, x_NPK in whole(step).items()
+            }
+            writer.write(step, tokens_of(sequences, positions), experts)
 
 
 def experts(record: Record, tokens: Tokens, layers: list[str] = DIMS.layers) -> dict:
@@ -73,9 +75,9 @@ def test_record_is_read_by_other_ranks(tmp_path: Path, written: str, read: str) 
     write(tmp_path, PARTS[written])
     record, open_files = Record(tmp_path), len(os.listdir("/proc/self/fd"))
     assert record.dims == DIMS and list(record.steps) == [1]
-    for rows, positions in PARTS[read]:
-        for name, experts_RPK in experts(record, tokens_of(rows, positions)).items():
-            assert (experts_RPK == whole()[name][np.ix_(rows, positions)]).all()
+    for sequences, positions in PARTS[read]:
+        for name, experts_NPK in experts(record, tokens_of(sequences, positions)).items():
+            assert (experts_NPK == whole()[name][np.ix_(sequences, positions)]).all()
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
@@ -86,15 +88,15 @@ def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
         assert list(Record(tmp_path).steps) == []
         writer = RecordWriter(tmp_path, rank=rank, world_size=3, limit_gb=1)
         writer.write(1, EVERYTHING, {layer: whole()[layer] for layer in layers})
-    for name, experts_RPK in experts(Record(tmp_path), EVERYTHING).items():
-        assert (experts_RPK == whole()[name]).all()
+    for name, experts_NPK in experts(Record(tmp_path), EVERYTHING).items():
+        assert (experts_NPK == whole()[name]).all()
     part = tmp_path / "step-1.rank-1-of-3.npz"
     part.rename(tmp_path / f".{part.name}.tmp")
     assert list(Record(tmp_path).steps) == [], "half written"
 
 
 def test_record_writer_stops_at_its_limit(tmp_path: Path, caplog) -> None:
-    size = sum(x_RPK.nbytes for x_RPK in whole().values())
+    size = sum(x_NPK.nbytes for x_NPK in whole().values())
     with caplog.at_level(logging.WARNING):
         write(tmp_path, PARTS["one"], steps=4, limit_gb=2.5 * size / 1e9)
     assert list(Record(tmp_path).steps) == [1, 2]
@@ -144,11 +146,15 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
         Record(tmp_path)
     write(tmp_path, PARTS["one"])
     record = Record(tmp_path)
-    stranger = Tokens([RowName(0xBAD, 0)], np.arange(P))
-    with pytest.raises(RunError, match=r"step 1 of .* no routing of layers.1 for the row 00000bad"):
+    stranger = Tokens([SequenceName(0xBAD, 0)], np.arange(P))
+    with pytest.raises(
+        RunError, match=r"step 1 of .* no routing of layers.1 for the sequence 00000bad"
+    ):
         experts(record, stranger)
-    further = Tokens(name_rows(FINGERPRINTS), np.arange(P + 1))
-    with pytest.raises(RunError, match=r"for the row 00000007 at position 8: it is of other data"):
+    further = Tokens(name_sequences(FINGERPRINTS), np.arange(P + 1))
+    with pytest.raises(
+        RunError, match=r"for the sequence 00000007 at position 8: it is of other data"
+    ):
         experts(record, further)
     with pytest.raises(RunError, match=r"no routing of layers.2"):
         experts(record, EVERYTHING, ["layers.2"])

@@ -21,7 +21,7 @@ def test_sequence_loss_is_the_papers_times_the_tokens_of_each_sequence():
             frequency = 6 / (2 * 10) * (experts == e).sum().item()
             mean_share = shares[:, e].mean().item()
             expected += 10 * frequency * mean_share
-    chosen_BE = balance.counts_per_row(experts_BSK.flatten(1), shares_BSE.shape[-1])
+    chosen_BE = balance.counts_per_sequence(experts_BSK.flatten(1), shares_BSE.shape[-1])
     loss = balance.sequence_loss(shares_BSE, chosen_BE)
     torch.testing.assert_close(loss.item(), expected)
 
@@ -46,10 +46,10 @@ def test_attached_loss_gets_gradient_one_and_is_counted_once_in_the_backward():
 
 
 @pytest.mark.parametrize("num_experts", [5, 40_000])  # The latter are not numbered by 16 bits.
-def test_counts_per_row_with_experts_nobody_chose(num_experts: int):
+def test_counts_per_sequence_with_experts_nobody_chose(num_experts: int):
     last = num_experts - 1
     experts_BN = torch.tensor([[0, last, last, last], [2, 2, 0, last - 1]])
-    counts_BE = balance.counts_per_row(experts_BN, num_experts)
+    counts_BE = balance.counts_per_sequence(experts_BN, num_experts)
     assert counts_BE[:, [0, 2, last - 1, last]].tolist() == [[1, 0, 0, 3], [1, 2, 1, 0]]
     assert counts_BE.sum() == 8
 

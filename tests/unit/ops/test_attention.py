@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_moe.distributed.context_parallel.apply import local_positions
-from titan_moe.ops.attention import first_seen_in_rows, sdpa
+from titan_moe.ops.attention import first_seen_in_sequences, sdpa
 from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -36,7 +36,7 @@ def test_flex_tiles_are_those_of_all_pairs(
     """Tiles in which positions jump from chunk to chunk may also count as seen by mistake."""
     opens_BS = torch.rand(2, seq_len, generator=torch.Generator().manual_seed(0)) < 5 / seq_len
     layers = local and LocalAttention(*local, global_every=0)
-    first_BS = first_seen_in_rows(opens_BS.cumsum(1), layers, mask_documents=True)
+    first_BS = first_seen_in_sequences(opens_BS.cumsum(1), layers, mask_documents=True)
     parts = [local_positions(seq_len, cp, rank, balanced=True) for rank in range(cp)]
     for queries_S, keys_S in product(parts, [torch.arange(seq_len), *parts]):
         with Largest() as largest:
@@ -60,7 +60,7 @@ def test_compiled_flex_leaves_out_the_kernel_for_decoding(
     monkeypatch.setattr(torch, "compile", lambda f: lambda *_, **options: seen.append(options))
     q, k = (torch.zeros(1, heads, 64, 16, dtype=dtype) for heads in (8, 2))
     flex = Flex(compiled=True)
-    flex.attend(q, k, k, flex.row_mask(torch.zeros(1, 64, dtype=torch.int64)), 1.0)
+    flex.attend(q, k, k, flex.sequence_mask(torch.zeros(1, 64, dtype=torch.int64)), 1.0)
     assert seen[0]["kernel_options"]["BACKEND"] == "TRITON"
 
 

@@ -17,7 +17,7 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.local_attention import LocalAttention
-from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of, pieces_of_rows
+from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of, pieces_of_sequences
 
 DOCUMENTS_BS = torch.tensor([[0] * 6 + [1] + [2] * 6, [0] * 13, [7] * 2 + [3] * 11]).int()
 SIZES = [1, 2, 5, 12, 13, 100]
@@ -45,14 +45,14 @@ def test_bounds_of_documents() -> None:
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("kind", [None, "window", "chunk"])
 def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int) -> None:
-    per_row, longest = bounds_of(DOCUMENTS_BS)
+    per_sequence, longest = bounds_of(DOCUMENTS_BS)
     for size in SIZES:
         local = None if kind is None else LocalAttention(kind, size, global_every=0)
-        bounds = DocumentBounds(per_row + spare, longest)
-        pieces = pieces_of_rows(DOCUMENTS_BS, local, bounds)
+        bounds = DocumentBounds(per_sequence + spare, longest)
+        pieces = pieces_of_sequences(DOCUMENTS_BS, local, bounds)
         chunks = 12 // size if kind == "chunk" else 0
         assert pieces.starts_N1.dtype == torch.int32
-        assert len(pieces.starts_N1) == 3 * (per_row + spare + chunks) + 1
+        assert len(pieces.starts_N1) == 3 * (per_sequence + spare + chunks) + 1
         lengths = pieces.starts_N1.diff()
         assert (lengths >= 0).all() and lengths.max() <= len(pieces.longest_L) <= 13
         filled = pieces.starts_N1[:-1][lengths > 0].tolist()
@@ -67,13 +67,13 @@ def test_layers_are_compiled_once_whatever_the_documents(local: LocalAttention |
     torch._dynamo.reset()
     counters.clear()
     config = replace(model_config("qwen3", "gate"), num_layers=1, moe=None, local=local)
-    per_row, longest = [1, 1, 2, 5, 5, 64, 9, 3, 7, 1], [64, 1, 40, 40, 13, 1, 64, 24, 50, 2]
+    per_sequence, longest = [1, 1, 2, 5, 5, 64, 9, 3, 7, 1], [64, 1, 40, 40, 13, 1, 64, 24, 50, 2]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Decoder(config, VarlenCore(mask_documents=True))
         section, recompute = Compile(enable=True, backend="aot_eager"), ActivationCheckpoint()
         apply_compile(model.layers.values(), section, recompute)
         tokens_BS = torch.zeros(2, 64, dtype=torch.int64)
-        for each in zip(per_row, longest, strict=True):
+        for each in zip(per_sequence, longest, strict=True):
             model(tokens_BS, tokens_BS, bounds=DocumentBounds(*each)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
 

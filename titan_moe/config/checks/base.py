@@ -34,8 +34,8 @@ class Run:
         return asked and compiled.compiles_layers and compiled.backend == "inductor"
 
     @property
-    def row_lengths(self) -> dict[str, int]:
-        """Returns the lengths of the rows that the run reads, by their keys."""
+    def sequence_lengths(self) -> dict[str, int]:
+        """Returns the lengths of the sequences that the run reads, by their keys."""
         training, validation = self.job.training, self.job.validation
         if not validation.enable or validation.seq_len is None:
             return {"training.seq_len": training.seq_len}

@@ -25,7 +25,7 @@ def check_vocabulary(job: JobConfig, model: ModelConfig, tokenizer_size: int) ->
 
 def _sequence_length(run: Run) -> Iterator[str]:
     most, depths = run.model.max_seq_len, run.model.num_mtp_layers
-    for key, length in run.row_lengths.items():
+    for key, length in run.sequence_lengths.items():
         if length > most:
             yield (
                 f"{key}={length} exceeds max_seq_len={most} of {run.flavor}: choose at most {most}"

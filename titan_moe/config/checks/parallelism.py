@@ -74,7 +74,7 @@ def _sequence_slices(run: Run) -> Iterator[Mistake]:
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
     balanced = cp > 1 and degrees.context_parallel_load_balancer == "headtail"
     step, limit = math.lcm(2 * cp if balanced else cp, cp * tp), run.model.max_seq_len
-    for key, length in run.row_lengths.items():
+    for key, length in run.sequence_lengths.items():
         if length % step:
             below = length // step * step
             legal = [n for n in (below, below + step) if step <= n <= limit]
@@ -95,7 +95,7 @@ def _recurrent_segments(run: Run) -> Iterator[str]:
     if recurrent is None or cp == 1:
         return
     back = recurrent.conv_size - 1
-    for key, length in run.row_lengths.items():
+    for key, length in run.sequence_lengths.items():
         if length // segments < back:
             yield (
                 f"{key}={length} in {segments} segments for context_parallel_degree={cp} leaves "

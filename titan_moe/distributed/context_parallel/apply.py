@@ -1,12 +1,12 @@
-"""Context parallelism: each row's tokens are cut among the ranks of `cp`, attention joins them.
+"""Context parallelism: `cp` cuts the tokens of each sequence, attention joins them.
 
 Everything but attention works on its own tokens. Attention has one of three cores:
 
-    allgather   each rank gathers all keys and values: memory for those of whole rows.
+    allgather   each rank gathers all keys and values: memory for those of whole sequences.
     ulysses     each rank gets all tokens of its share of the heads (arXiv 2309.14509) and runs the
                 plain kernel. Heads and kv heads must divide by cp. Fewer bytes than the others
                 where cp is more than 1 + heads / kv heads.
-    ring        keys and values travel (`ring.py`): never a whole row in memory.
+    ring        keys and values travel (`ring.py`): never a whole sequence in memory.
 
 Head-tail balance: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r, which together see as
 much of the past on every rank. Either way a rank's positions ascend.
@@ -32,7 +32,7 @@ from titan_moe.ops.attention import AttentionCore
 
 
 class Positions(Protocol):
-    """A function that returns the positions of this rank's tokens in a row of `seq_len` tokens."""
+    """Returns the positions of this rank's tokens in a sequence of `seq_len` tokens."""
 
     def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
         """Made once for each length and device; None: the CPU."""
@@ -46,7 +46,7 @@ def local_positions(
     balanced: bool,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns a rank's tokens' positions in their row: [seq_len / cp_size] int64, ascending.
+    """Returns the positions of a rank's tokens in a sequence: [seq_len / cp_size] int64, ascending.
 
     `seq_len` divides by `cp_size`, by twice that if balanced.
     """
@@ -66,18 +66,18 @@ def context_parallel_core(
 ) -> AttentionCore:
     """The core for attention layers whose tokens are cut over `group`.
 
-    Its `mask` takes the documents of whole rows [B, S], the same on every rank of the group; its
+    Its `mask` takes the documents of whole sequences [B, S], the same on all of the group; its
     calls take this rank's tokens, at `local_positions(S, cp, rank, balanced=balanced)`, and the
     sinks of all heads, and are collective: every rank makes them in the same order. Gradients are
     plain sums over all queries, each term once: those of the sinks are parts, to be summed over the
     group like those of weights. Any S that divides, another in every microbatch if need be.
 
     Args:
-        plain: the one-device core for the same documents; what "ulysses" runs, on whole rows.
+        plain: the one-device core for the same documents; what "ulysses" runs, on whole sequences.
         group: the ranks of `cp`, two or more.
         method: "allgather", "ulysses" or "ring".
         balanced: head-tail balance; else consecutive positions.
-        mask_documents: whether documents packed into a row are kept apart.
+        mask_documents: whether documents packed into a sequence are kept apart.
         takes_flex: whether the device has compiled flex attention for the heads and their type;
             else masks are explicit.
     """
@@ -99,7 +99,7 @@ class _OwnQueries:
 
 
 class AllGather(_OwnQueries):
-    """Local queries attend to the keys and values of whole rows."""
+    """Local queries attend to the keys and values of whole sequences."""
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Block]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
@@ -111,8 +111,10 @@ class AllGather(_OwnQueries):
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
     ) -> Tensor:
-        row_BHSE = whole_row(torch.cat([k_BHSC, v_BHSC], -1), self._group, balanced=self._balanced)
-        k, v = row_BHSE.split([k_BHSC.shape[-1], v_BHSC.shape[-1]], -1)
+        whole_BHSE = whole_sequence(
+            torch.cat([k_BHSC, v_BHSC], -1), self._group, balanced=self._balanced
+        )
+        k, v = whole_BHSE.split([k_BHSC.shape[-1], v_BHSC.shape[-1]], -1)
         parts = [
             self._attention.attend(
                 q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], block_mask, scale, sinks_H
@@ -123,7 +125,7 @@ class AllGather(_OwnQueries):
 
 
 class Ulysses:
-    """Whole rows for a share of the heads, between two all-to-alls."""
+    """Attention of whole sequences for a share of the heads, between two all-to-alls."""
 
     def __init__(self, plain: AttentionCore, group: ProcessGroup, *, balanced: bool) -> None:
         self._plain, self._group, self._balanced = plain, group, balanced
@@ -147,11 +149,11 @@ class Ulysses:
         sent = torch.cat([x.flatten(1) for x in by_rank], 1)
         received = self._exchange(sent).split([x[0].numel() for x in by_rank], 1)
         parts = [got.view(x.shape) for got, x in zip(received, by_rank, strict=True)]
-        return [join_row(x, balanced=self._balanced) for x in parts]
+        return [join_sequence(x, balanced=self._balanced) for x in parts]
 
     def _share_tokens(self, o_BHSC: Tensor) -> Tensor:
         """Own heads of all tokens -> all heads of own tokens."""
-        parts = cut_row(o_BHSC, self._group.size(), balanced=self._balanced)
+        parts = cut_sequence(o_BHSC, self._group.size(), balanced=self._balanced)
         return self._exchange(parts).movedim(0, 1).flatten(1, 2)
 
     def _exchange(self, x: Tensor) -> Tensor:
@@ -179,23 +181,23 @@ class RingAttention(_OwnQueries):
         return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring, sinks_H)
 
 
-def whole_row(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:
-    """Whole rows of this rank's and the others' tokens; backward: all ranks' gradients, summed in
+def whole_sequence(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:
+    """Returns whole sequences from all ranks' tokens; backward: all ranks' gradients, summed in
     rank order."""
     size = group.size()
 
     def gather(own_BHSE: Tensor) -> Tensor:
-        return join_row(gather_parts(own_BHSE, group), balanced=balanced)
+        return join_sequence(gather_parts(own_BHSE, group), balanced=balanced)
 
     def scatter(grad_BHSE: Tensor) -> Tensor:
-        parts = cut_row(grad_BHSE, size, balanced=balanced)
+        parts = cut_sequence(grad_BHSE, size, balanced=balanced)
         return reduce_scatter_rows(parts, [1] * size, group)[0]
 
     return linear(own_BHSE, gather, scatter)
 
 
-def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
-    """The ranks' parts [cp, B, H, S/cp, E] -> whole rows [B, H, S, E], in their order."""
+def join_sequence(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
+    """The ranks' parts [cp, B, H, S/cp, E] -> whole sequences [B, H, S, E] in order."""
     held = chunks_of_ranks(len(parts_PBHSE), balanced)
     chunks = {
         chunk: x
@@ -205,15 +207,15 @@ def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
     return torch.cat([chunks[chunk] for chunk in range(len(chunks))], 2)
 
 
-def cut_row(x_BHSE: Tensor, cp_size: int, *, balanced: bool) -> Tensor:
-    """The inverse of `join_row`."""
+def cut_sequence(x_BHSE: Tensor, cp_size: int, *, balanced: bool) -> Tensor:
+    """The inverse of `join_sequence`."""
     held = chunks_of_ranks(cp_size, balanced)
     chunks = x_BHSE.chunk(cp_size * len(held[0]), 2)
     return torch.stack([torch.cat([chunks[chunk] for chunk in numbers], 2) for numbers in held])
 
 
 def chunks_of_ranks(cp_size: int, balanced: bool) -> list[list[int]]:
-    """Returns the numbers of a row's chunks that each rank holds."""
+    """Returns the numbers of a sequence's chunks that each rank holds."""
     if not balanced:
         return [[rank] for rank in range(cp_size)]
     return [[rank, 2 * cp_size - 1 - rank] for rank in range(cp_size)]

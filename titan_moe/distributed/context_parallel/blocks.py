@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys of a row, given where in the row each of them is.
+"""Attention of some queries to some keys of a sequence, given the positions of all of them.
 
 Context parallelism computes this on one rank, between its collectives. Positions must ascend.
 """
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.ops.attention import first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.attention import first_seen_in_sequences, is_seen, sdpa
 from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.operation import at_least_float32
@@ -30,7 +30,7 @@ class Upstream(NamedTuple):
     grad_BHSC: Tensor
     """The gradient of the output."""
     lse_BHS: Tensor
-    """Logarithm of the softmax's divisor over all keys of the row, and the sink if there is one."""
+    """Logarithm of the softmax's divisor over the sequence's keys, and the sink if there is one."""
     delta_BHS: Tensor
     """The product of the output with its gradient."""
 
@@ -59,11 +59,11 @@ class ExplicitBlocks:
         """Blocks that hold all visible pairs once, in the queries' order.
 
         Args:
-            documents_BS: the documents of whole rows.
-            queries_S, keys_S: their positions in the row, ascending; on the documents' device.
+            documents_BS: the documents of whole sequences.
+            queries_S, keys_S: their positions in the sequence, ascending; on the documents' device.
             local: how far back queries see; None: the whole past.
         """
-        first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
+        first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
         half = len(queries_S) // 2
         halves = (0, half), (half, len(queries_S))
         found = (_block(first_BS, queries_S, keys_S, *ends) for ends in halves)
@@ -120,7 +120,7 @@ class FlexBlocks:
         keys_S: Tensor,
         local: LocalAttention | None = None,
     ) -> list[Block]:
-        first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
+        first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
         mask = self._flex.block_mask(queries_S, keys_S, first_BS[:, queries_S])
         return [Block(slice(None), slice(None), mask)]
 

@@ -1,12 +1,12 @@
-"""Recurrent layers whose rows are cut over the ranks of `cp`.
+"""Recurrent layers whose sequences are cut over the ranks of `cp`.
 
-No token moves: each rank computes on the segments of the row that it holds, one, or two where
+No token moves: each rank computes on the segments of the sequence that it holds, one, or two where
 head-tail balance deals them out for attention's sake. What a segment makes of the state before it
 is an affine map, S -> N + M S, and so is what its tokens read of it. So a rank computes both at
 once, with K more channels of values whose state begins as the identity; all ranks then exchange
 their segments' M and N, chain those before their own, and add what that state gives.
 
-The price is the rule on K more channels of values, and an all-gather of the maps: for each row,
+The price is the rule on K more channels of values, and an all-gather of maps: for each sequence,
 head and segment K (V + K) numbers. The convolution's is the last tokens of each segment.
 """
 
@@ -23,13 +23,13 @@ from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convo
 
 
 class SegmentedRecurrence:
-    """The RecurrentCore of rows that are cut over a group. Collective, but for `mask`.
+    """The RecurrentCore of sequences that are cut over a group. Collective, but for `mask`.
 
     Args:
-        rule: of whole rows, here of segments.
+        rule: of whole sequences, here of segments.
         group: the ranks of `cp`, two or more.
         balanced: head-tail balance; else consecutive positions.
-        mask_documents: whether documents packed into a row are kept apart.
+        mask_documents: whether documents packed into a sequence are kept apart.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SegmentedRecurrence:
         self._order = [dealt.index(segment) for segment in range(len(dealt))]
         self._positions = cache(partial(local_positions, balanced=balanced))
         # The same tensor for all layers, by which rules know it again.
-        self._places = lru_cache(LATEST)(lambda x_BS, rows: self._cut(x_BS.expand(rows, -1)))
+        self._places = lru_cache(LATEST)(lambda x_BS, batch: self._cut(x_BS.expand(batch, -1)))
 
     def mask(self, documents_BS: Tensor) -> Tensor:
         place_BS = self._whole.mask(documents_BS)
@@ -77,7 +77,7 @@ class SegmentedRecurrence:
         return self._join(o_NHSV.transpose(1, 2)).transpose(1, 2)
 
     def _chained(self, maps_ZBHKE: Tensor, values: int) -> Tensor:
-        """Returns the state before each segment of the row, [Z, B, H, K, V]. All depend on all
+        """Returns the state before each segment of the sequence, [Z, B, H, K, V]. All depend on all
         maps, so that every rank's backward reaches the exchange."""
         shift, factor = maps_ZBHKE.split([values, maps_ZBHKE.shape[-1] - values], -1)
         states = [torch.zeros_like(shift[0])]
@@ -86,14 +86,14 @@ class SegmentedRecurrence:
         return torch.stack(states)
 
     def _cut(self, x_BS: Tensor) -> Tensor:
-        """Rows [B, S, ...] -> segments of rows, [segments * B, S / segments, ...]."""
+        """Sequences [B, S, ...] -> segments of sequences, [segments * B, S / segments, ...]."""
         return torch.cat(x_BS.chunk(len(self._own), 1))
 
     def _join(self, x_NS: Tensor) -> Tensor:
         return torch.cat(x_NS.chunk(len(self._own)), 1)
 
     def _of_all(self, own_N: Tensor) -> Tensor:
-        """Own segments' [segments * B, ...] -> all segments' in the row's order, [Z, B, ...].
+        """Own segments' [segments * B, ...] -> all segments' in the sequence's order, [Z, B, ...].
 
         Backward: all ranks' gradients, summed in rank order.
         """

@@ -1,7 +1,7 @@
-"""Attention over a row cut among ranks: keys and values travel around the ring (arXiv 2310.01889).
+"""Attention over sequences cut among ranks: keys and values go round the ring (arXiv 2310.01889).
 
 In each step a rank holds those of a rank before it, and merges what its queries get from them by
-log-sum-exp. No rank ever holds a whole row's keys. The backward goes around once more, and the
+log-sum-exp. No rank ever holds a whole sequence's keys. The backward goes around once more, and the
 gradients of keys and values travel with them, the last hop back to their own rank.
 
 A sink joins the softmax after the last step, as if its one logit were a block with the value 0.

@@ -1,14 +1,14 @@
 """Sparse attention whose heads are cut over `tp`, and its tokens over `cp`.
 
 Under `tp` each rank selects keys for all tokens it has gathered, from the same numbers. Under `cp`
-keys and values of whole rows are gathered, and the indexer's keys; each rank selects for its own
-queries.
+keys and values of whole sequences are gathered, and the indexer's keys; each rank selects for its
+own queries.
 """
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.context_parallel.apply import local_positions, whole_row
+from titan_moe.distributed.context_parallel.apply import local_positions, whole_sequence
 from titan_moe.ops.sparse_attention import SparseAttention
 
 
@@ -25,7 +25,7 @@ def sparse_core(
 
 
 class GatheredSparseAttention(SparseAttention):
-    """Local queries select among the keys of whole rows. Its calls are collective.
+    """Local queries select among the keys of whole sequences. Its calls are collective.
 
     Args:
         group: the ranks of `cp`, two or more.
@@ -49,5 +49,5 @@ class GatheredSparseAttention(SparseAttention):
         own_S = local_positions(length, size, rank, balanced=self._balanced, device=device)
         return super().mask(documents_BS, local)[:, own_S]
 
-    def whole_rows(self, x_BHSC: Tensor) -> Tensor:
-        return whole_row(x_BHSC, self._group, balanced=self._balanced)
+    def whole_sequences(self, x_BHSC: Tensor) -> Tensor:
+        return whole_sequence(x_BHSC, self._group, balanced=self._balanced)
