@@ -144,7 +144,7 @@ def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names, shortened."""
+    """Returns names in one line: the first ones, and how many more there are."""
     names = list(names)
     more = len(names) - _LONGEST_LIST
     return ", ".join(names[:_LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")

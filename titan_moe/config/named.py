@@ -45,7 +45,7 @@ def what_is_there(text: str) -> str:
 
 
 def _named() -> dict[str, Path]:
-    """Each configuration of a training by its path without .toml."""
+    """Returns the file of each training that comes with titan_moe, by its path without .toml."""
     files = sorted(path for path in CONFIGS.glob("*/*.toml") if path.parent.name != "suites")
     return {path.relative_to(CONFIGS).with_suffix("").as_posix(): path for path in files}
 

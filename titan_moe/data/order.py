@@ -46,7 +46,7 @@ class Corpus(Protocol):
 
 
 def digest(content: str | bytes) -> str:
-    """A short hash of what a fingerprint names."""
+    """Returns a short hash of a corpus's content or names, for its fingerprint."""
     # Names of files may hold bytes that are not UTF-8.
     content = content if isinstance(content, bytes) else content.encode(errors="surrogateescape")
     return hashlib.blake2b(content, digest_size=8).hexdigest()

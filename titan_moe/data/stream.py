@@ -175,7 +175,8 @@ def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, dic
 
 
 class _Cursor(NamedTuple):
-    """A place in a partition: before the document at `position`. `stream` is the stream's mark."""
+    """A place in a partition of a stream: before the document at `position`; `stream`: the mark
+    there."""
 
     position: int
     stream: Any

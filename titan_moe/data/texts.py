@@ -257,7 +257,7 @@ def _fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _limited(texts: Iterator[str | None]) -> Iterator[str | None]:
-    """The texts of the next batch."""
+    """Yields the texts of the next batch, which ends at a number of texts or of characters."""
     characters = 0
     for text in islice(texts, _BATCH):
         yield text

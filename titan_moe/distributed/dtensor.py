@@ -59,7 +59,7 @@ def _sharding(
 def check_divides(
     sharding: Sharding, axes: Axes, placements: Sequence[Placement], shape: Sequence[int]
 ) -> None:
-    """Raises ValueError as `sharding_of` does."""
+    """Raises ValueError for a strided shard of a dim that its cuts do not divide."""
     pairs = zip(axes, placements, strict=True)
     strided = {axis for axis, each in pairs if isinstance(each, _StridedShard) and axes[axis] > 1}
     for size, cut in zip(shape, sharding.cuts, strict=False):

@@ -270,7 +270,7 @@ def lay_out(
 
 
 def _choose_loss(output: nn.Module, job: JobConfig, meshes: Meshes, device: torch.device) -> None:
-    """Sets what the output layer, if the stage has it, computes of logits, and of how many."""
+    """Sets the cross-entropy of the output layer, if the stage has it, and its tokens per chunk."""
     if not isinstance(output, Output):
         return
     cut = meshes.dims.tp > 1

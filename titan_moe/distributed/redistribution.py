@@ -290,7 +290,8 @@ class _RedistributeFunction(torch.autograd.Function):
 
 
 def _placements(sharding: Sharding, tensor: DTensor) -> tuple[Placement, ...]:
-    """Raises ValueError as `sharding_of` does, which reads them again."""
+    """Returns the placements of a sharding. Raises ValueError for those that `sharding_of`
+    refuses."""
     axes = mesh_axes(tensor.device_mesh)
     placements = sharding.placements(axes)
     check_divides(sharding, axes, placements, tensor.shape)

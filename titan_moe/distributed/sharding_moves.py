@@ -131,7 +131,7 @@ def _permutes(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
 
 
 def _reordered(cut: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes after those that stay first."""
+    """Returns the axes that another order moves: all after the first that stay."""
     same = next((i for i, (a, b) in enumerate(zip(cut, new, strict=True)) if a != b), len(cut))
     return cut[same:]
 

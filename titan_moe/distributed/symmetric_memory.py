@@ -137,7 +137,8 @@ class Channel:
 
 
 def _memory_of(x: Tensor) -> int:
-    """Names it for as long as it is held; empty and fake tensors all have the address 0."""
+    """Returns a number of a tensor's memory, unique while it is held. Empty and fake tensors share
+    the address 0."""
     return x.untyped_storage()._cdata
 
 

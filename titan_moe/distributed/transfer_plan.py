@@ -166,7 +166,7 @@ def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pi
 
 
 def by_box(parts: Parts) -> dict[_Bounds, list[int]]:
-    """The ranks that have each box; empty ones are left out."""
+    """Returns the ranks that hold each box of a tensor; empty boxes are left out."""
     found: dict[_Bounds, list[int]] = {}
     for rank, part in parts:
         bounds = tuple((each.start, each.stop) for each in part.box)

@@ -53,7 +53,7 @@ class DeviceMetrics:
                 self._by_type.setdefault(each.dtype, []).append(each)
 
     def terms(self) -> dict[str, Tensor]:
-        """This rank's part of every sum, to be summed over the world."""
+        """Returns this rank's terms of every sum, to be added up over the world."""
         terms = {}
         for metric in self._metrics:
             terms[metric.name] = added(metric.sums, like=self._zero)

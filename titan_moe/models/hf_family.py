@@ -252,7 +252,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def period(key: str, layers: Sequence[bool]) -> int:
-    """N where layers N - 1, 2 N - 1, ... are the true ones; 0 where none is.
+    """Returns N where layers N - 1, 2 N - 1, ... are the true ones; 0 where none is.
 
     Raises ConfigError for layers without such a rule, naming the key that they come from.
     """

@@ -47,7 +47,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def norm_of(config: ModelConfig) -> Callable[[int], nn.RMSNorm]:
-    """Returns what makes a model's norms, given their number of channels."""
+    """Returns the function that makes a norm of the model for a number of channels."""
     kind = ZeroCentredRMSNorm if config.zero_centred_norms else nn.RMSNorm
     return partial(kind, eps=config.norm_eps)
 

@@ -152,7 +152,7 @@ def sdpa(
 def _with_sink_key(
     q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One more key, which alone has a further channel; queries have their head's logit there.
+    """Adds a key, which alone has a further channel; queries have their head's logit there.
 
     So any kernel computes sinks and their gradients. Values get a channel too, since fused kernels
     want as many as keys have.

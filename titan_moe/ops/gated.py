@@ -64,7 +64,7 @@ def gated_rows_backward(
 def gated_forward(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Activation
 ) -> Tensor:
-    """Computes `gated_rows`."""
+    """Computes `gated_rows` in plain torch."""
     hidden_RF = activation.hidden(gate_RF, up_RF)
     return hidden_RF if weights_R1 is None else hidden_RF.mul_(weights_R1.to(hidden_RF.dtype))
 
@@ -77,7 +77,7 @@ def gated_backward(
     weights_R1: Tensor | None,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Computes the fields of GatedGradients."""
+    """Computes the gradients of `gated_rows`, and its result, in plain torch: GatedGradients."""
     hidden_RF, pull = activation.hidden_and_pull(gate_RF, up_RF)
     grad_weights_R1 = None
     if weights_R1 is not None:

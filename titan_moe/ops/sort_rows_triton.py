@@ -16,7 +16,7 @@ _TILE = 4096
 
 
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Computes `permute_indices.count_experts`."""
+    """Counts each expert's choices, as `permute_indices.count_experts_reference` does."""
     return _count(experts_TK.contiguous(), sizes(experts_TK, num_experts)).sum(0)[:num_experts]
 
 

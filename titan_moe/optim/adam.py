@@ -105,7 +105,7 @@ class Adam(torch.optim.Optimizer):
 
 
 def _chunks(parameters: list[Tensor], limit: float) -> Iterator[list[Tensor]]:
-    """Consecutive ones, of `limit` elements on this rank at most, or of one."""
+    """Yields consecutive parameters: `limit` elements on this rank at most, or a single one."""
     some: list[Tensor] = []
     size = 0
     for parameter in parameters:

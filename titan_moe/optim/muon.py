@@ -149,7 +149,8 @@ class _Batch(NamedTuple):
 
 
 def _batches(parameters: list[Tensor], joined_group: JoinedGroup | None) -> Iterator[_Batch]:
-    """All ranks that share matrices make the same batches in the same order."""
+    """Yields batches of like matrices; ranks that share matrices make the same ones in one
+    order."""
     alike: dict[tuple, list[Tensor]] = {}
     cuts: dict[tuple, Cut | None] = {}
     for parameter in parameters:

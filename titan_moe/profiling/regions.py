@@ -80,14 +80,15 @@ class NodeMakers(Generic[T]):
         self._made: list[T] = []
 
     def note(self, doing: T, already: int = 0) -> None:
-        """Takes a note for the next nodes, and for the last `already` ones; in the forward."""
+        """Notes what the forward does from now on, for the next nodes and the last `already`
+        ones."""
         if not self._made or self._made[-1] != doing:
             number = torch.autograd._get_sequence_nr() - already  # type: ignore[attr-defined]
             self._begins.append(max(number, self._begins[-1] if self._begins else 0))
             self._made.append(doing)
 
     def last(self) -> T | None:
-        """Returns the last note."""
+        """Returns what the forward did last."""
         return self._made[-1] if self._made else None
 
     def of(self, node: torch.autograd.graph.Node) -> T | None:

@@ -161,7 +161,7 @@ class _Threads:
                 self.segments[thread].append(segment)
 
     def place_at(self, thread: Any, time: float) -> RegionPhase:
-        """Returns the place of an instant of a thread."""
+        """Returns the region and phase in which a thread was at an instant."""
         segments = self.segments.get(thread, [])
         index = bisect_right(segments, time, key=lambda each: each.start) - 1
         if index < 0 or time > segments[index].end:

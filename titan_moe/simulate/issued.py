@@ -152,7 +152,7 @@ class RecordingRank(FakeCommCounter):
 
 
 def _own(named: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that a rank brings."""
+    """Returns the tensors that a rank gives to a collective."""
     own = next(named[each] for each in _OWN if each in named)
     return [own] if isinstance(own, Tensor) else list(own)
 

@@ -147,7 +147,7 @@ class _World:
 
 
 def _run(fn: Callable[[int, Peers], None], rank: int, pipe: Connection, turns: Semaphore) -> None:
-    """Call it and end this process, without what its parent would do at its own end."""
+    """Calls `fn` and ends this process, without what its parent would do at its own end."""
     error = ""
     end_with_parent()
     try:

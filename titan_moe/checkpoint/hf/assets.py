@@ -138,7 +138,8 @@ def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str,
 
 
 def _code(settings: Mapping[str, Any]) -> set[str]:
-    """Python files that auto_map names, but for another repository's, as in `name--file.Class`."""
+    """Returns the Python files that auto_map names, not another repository's
+    (`name--file.Class`)."""
     named = settings.get(_CODE)
     lists = named.values() if isinstance(named, dict) else [named]  # An old form is a list.
     names = [name for each in lists for name in (each if isinstance(each, list) else [each])]

@@ -98,7 +98,8 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _ways(model: HFModel, name: str) -> list[HFWeight]:
-    """All ways, with the layer's number; none for what needs no place. Raises RunError."""
+    """Returns the ways in which a tensor of ours may be stored, with its layer's number; none for
+    one that is never stored. Raises RunError for one that cannot be stored."""
     if name.endswith(PREVIOUS_LOAD):
         return []
     pattern, layer = model.first_of_group.get(name, name), 0

@@ -236,7 +236,8 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
 
 
 def tokenizers_of(checkpoint: Path, manifest: Manifest) -> tuple[list[str], Training]:
-    """Returns what `Loaded` says of the tokenizers of a checkpoint."""
+    """Returns the tokenizers that may be a checkpoint's own, the likeliest first, and how documents
+    were encoded."""
     folders = [str(folder) for folder in asset_folders(checkpoint, manifest.job)]
     written = manifest.job.get("model", {}).get("tokenizer_path")
     names = ("append_eos", "prepend_bos", "parse_special_tokens")

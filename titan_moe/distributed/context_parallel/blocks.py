@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Holds what a block's backward needs of its queries; the values are over all blocks."""
+    """Holds what the backward of a block of attention needs of its queries, over all blocks."""
 
     q_BHSC: Tensor
     grad_BHSC: Tensor

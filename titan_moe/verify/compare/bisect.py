@@ -146,7 +146,8 @@ class Bisection(Runner):
         return found
 
     def _until(self, step: int) -> Words:
-        """End with this step, at the learning rate that it has in the whole training."""
+        """Returns the keys that end a run with this step, at the learning rate it has in the whole
+        one."""
         job = self._job(self.trial.baseline)
         total = job.lr_scheduler.total_steps or self.trial.steps or job.training.steps
         return (

@@ -78,7 +78,8 @@ class Comparison:
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
 
     def reasons(self) -> list[str]:
-        """The first difference, the largest one, what the band cannot see, and the costs."""
+        """Returns lines: the first difference, the largest one, what the band cannot see, the
+        costs."""
         found = [] if self.first is None else [self.first.line()]
         if self.band_check is not None and self.band is not None:
             found += _band_lines(self.band, self.band_check)

@@ -16,7 +16,7 @@ from titan_moe.verify.layouts.layouts import Layout, parse
 def control_specs(
     spec: RunSpec, number: int, *, layouts: Sequence[str] = (), num_gpus: int
 ) -> list[tuple[RunSpec, Words]]:
-    """`number` variations of a spec, and the keys that make them.
+    """Returns `number` variations of a training, each with the keys that make it.
 
     Each has its sequences in another order; every second one has another layout too, of those
     given or of the neighbours of its own, as far as its configuration allows them. The gradient

@@ -40,7 +40,7 @@ class CostCheck:
 
     @property
     def growth(self) -> float:
-        """Growth from the baseline's median to the candidate's, as a share."""
+        """Returns by what share the candidate's median is above the baseline's."""
         return median(self.candidate) / median(self.baseline) - 1
 
     @property

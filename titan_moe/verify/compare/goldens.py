@@ -27,7 +27,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Golden:
-    """A golden file, read."""
+    """The content of a golden file."""
 
     path: Path
     run: RunRecord
@@ -163,7 +163,7 @@ def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) 
 
 
 def _compact(found: dict[str, Any]) -> str:
-    """A line for each entry and each control run, so that a change of one is a change of a line."""
+    """Returns JSON with a line for each entry and control run: a change of one changes one line."""
     lines = []
     for key, value in found.items():
         text = json.dumps(value)

@@ -349,7 +349,7 @@ class Runner:
 
     @cached_property
     def _seed(self) -> Words:
-        """Keys of the initial weights of all runs, whose seed checkpoint is there."""
+        """Writes the runs' seed checkpoint, if they need one; returns the keys that load it."""
         return self._initial_weights(write=True)
 
     def _initial_weights(self, *, write: bool) -> Words:

@@ -116,7 +116,8 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
 
 
 def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
-    """Loads are compared as shares, which do not show the number of rows."""
+    """Raises ConfigError for other numbers of rows: loads are compared as shares, which hide
+    them."""
     for layer in ours.loads.keys() & theirs.loads.keys():
         a, b = ours.loads[layer][0].sum(), theirs.loads[layer][0].sum()
         if a != b:

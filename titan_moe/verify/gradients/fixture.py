@@ -186,7 +186,7 @@ def easy(fixture: Fixture, job: JobConfig) -> list[str]:
 
 
 def unmet(facts: Mapping[str, bool]) -> list[str]:
-    """Returns the keys of what is not so."""
+    """Returns the keys whose value is False."""
     return [line for line, holds in facts.items() if not holds]
 
 

@@ -176,7 +176,7 @@ def _unpoisoned(reports: list[RankReport], layout: Layout, config: ModelConfig) 
 
 
 def _lines(wrong: list[TensorDifference], axes: Mapping[str, int]) -> list[str]:
-    """One line for each tensor, router and number of a step: where it is wrong first.
+    """Returns a line for each tensor, router and number of a step: where it is wrong first.
 
     A gradient's mistake is not repeated for the moments and the parameter that follow from it.
     """

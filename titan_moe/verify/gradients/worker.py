@@ -101,7 +101,7 @@ class LocalState:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Take the fixture's weights and buffers, cut by arithmetic."""
+        """Gives the model its shards of the fixture's weights and buffers, cut by arithmetic."""
         weights, buffers = self.fixture.weights, self.fixture.buffers
         for name, parameter in self.parameters.items():
             local_part(parameter).copy_(weights[name][self.boxes[name]])

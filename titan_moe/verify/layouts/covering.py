@@ -57,7 +57,7 @@ def cover_pairs(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout
 
 
 def pairs(layout: Layout) -> set[tuple[str, str]]:
-    """The pairs of axes that are both above 1."""
+    """Returns the pairs of a layout's axes that both have several ranks."""
     return set(combinations(layout.axes, 2))
 
 

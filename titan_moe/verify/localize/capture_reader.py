@@ -35,11 +35,11 @@ class CapturedTensor:
 
 @dataclass(frozen=True)
 class Capture:
-    """One step of one run."""
+    """The tensors of one step of a run, read from its capture."""
 
     facts: Mapping[str, Any]
     rows: Sequence[int]
-    """Fingerprints of the global batch's rows, in the order of the ranks."""
+    """Fingerprints of the global batch's sequences, in the order of the ranks."""
     places: Mapping[Place, CapturedTensor]
     """Tensors by place, in the order in which a step computes them, phase by phase."""
 

@@ -246,7 +246,7 @@ def _our_logits(model: Decoder, batch: LocalBatch) -> list[Tensor]:
 
 
 def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
-    """All gradients; copies of a tied weight all get their sum, which is named after the first."""
+    """Returns all gradients; all copies of a tied weight get their sum, named after the first."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == sum(p.requires_grad for p in model.parameters())
     for group in tied_weights(config):

@@ -21,7 +21,8 @@ Found = dict[ParityCase, dict[torch.dtype, list[ParityResult]]]
 
 
 def compare_all(name: str, num_seeds: int) -> Found:
-    """Every case whose name contains `name`, on seeds 0 to num_seeds - 1."""
+    """Compares both models in every case whose name contains `name`, on seeds 0 to num_seeds -
+    1."""
     chosen = [case for case in cases() if name in str(case)]
     return {
         case: {dtype: [compare(case, seed, dtype) for seed in range(num_seeds)] for dtype in _TYPES}

@@ -30,7 +30,7 @@ vision (after Okabe and Ito)."""
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text for the `table` macro."""
+    """Heads and rows of a table of text, as the templates' macro `table` takes them."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -112,7 +112,7 @@ def _environment(runs: Sequence[RunRecord]) -> Table:
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested tables as "table.key": value in words."""
+    """Returns nested tables as a flat one: {"table.key": value in words}."""
     found: dict[str, str] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):

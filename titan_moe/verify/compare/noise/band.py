@@ -70,7 +70,7 @@ class BandCheck:
 
     @property
     def clear(self) -> bool:
-        """Says whether it is so far outside that few control runs are enough."""
+        """Says whether the curve is so far outside the band that few control runs are enough."""
         return not self.statistic <= CLEARLY * self.limit
 
 
@@ -221,7 +221,7 @@ class Band:
 
 
 def quantities_of(curve: Curve) -> list[str]:
-    """The quantities of a curve that a band can compare."""
+    """Returns the quantities of a curve that a band can compare."""
     scalars = [q for q in COMPARED if q in curve.scalars]
     return [*scalars, *(LOAD_OF + layer for layer in curve.loads)]
 

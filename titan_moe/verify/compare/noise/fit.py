@@ -85,11 +85,11 @@ class Quantities(ABC):
     @staticmethod
     @abstractmethod
     def size(off_QES: Array) -> Array:
-        """The size of differences, [..., Q, E, S] -> [..., Q, S]."""
+        """Returns the size of differences between runs: [..., Q, E, S] -> [..., Q, S]."""
 
     @abstractmethod
     def _fit(self, kept: Index) -> Fit:
-        """Fits the control runs that are kept."""
+        """Returns location and spread of the control runs of these indices."""
 
 
 class Scalar(Quantities):
@@ -129,7 +129,7 @@ class Loads(Quantities):
         return np.abs(off_QES).sum(-2) / 2
 
     def _fit(self, kept: Index) -> Fit:
-        """Fits layer by layer, because all at once are large."""
+        """Fits the loads of one layer after another: those of all layers are large."""
         runs_NLES = self._runs_NQES
         number, layers = len(kept), range(runs_NLES.shape[1])
         location_LES = np.stack([runs_NLES[kept, each].mean(0) for each in layers])

@@ -74,7 +74,7 @@ class Records:
         self._orders.setdefault(place, (stage, len(self._orders)))
 
     def add(self, place: Place, stage: int, sketches: Sketches) -> None:
-        """Keeps a chunk of a place.
+        """Keeps some of a place's sketches.
 
         Args:
             stage: of the pipeline, or a layer's number.

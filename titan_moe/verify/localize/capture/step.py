@@ -88,7 +88,7 @@ class StepCapture:
             self._hooks += watch(sharded, part, watcher)
 
     def reads(self, batch: Batch, local: LocalBatch) -> None:
-        """Before the forward of a batch: what this rank reads of it."""
+        """Records what this rank reads of a batch; before its forward."""
         positions_S = self._sharded.positions(batch.tokens_BS.shape[1])
         rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
         self._now = local, rows_B, positions_S
@@ -194,12 +194,12 @@ class StepCapture:
 
 
 def _part(box: tuple[slice, ...]) -> int:
-    """Returns a number for the part of a tensor at `box`, the same on every rank."""
+    """Returns a number that stands for the shard of a tensor at `box`, the same on every rank."""
     return hash(tuple(span.start for span in box))
 
 
 def _stage(part: Decoder, stages: list[list[str]]) -> int:
-    """Returns the stage of the pipeline that a part is."""
+    """Returns the number of the pipeline stage that holds these layers."""
     own = {name.split(".")[0] for name, _ in part.named_parameters()}
     own |= {f"layers.{number}" for number in part.layers}
     return next(index for index, names in enumerate(stages) if set(names) <= own)

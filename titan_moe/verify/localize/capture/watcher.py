@@ -103,7 +103,7 @@ class Watcher:
         return partial(self.now.lay, of=of, cut=cut)
 
     def forward(self, module: str, tensor: str, x: Tensor, lay: Lay) -> None:
-        """Records a tensor."""
+        """Records a tensor that a module's forward reads or returns."""
         phase = "recompute" if recomputing() else "forward"
         if x.is_floating_point() and not (phase == "recompute" and self._interleaved):
             self._keep(Place(phase, module, tensor), x, lay, gradient=False)
