@@ -38,7 +38,7 @@ class Capture:
     """The tensors of one step of a run, read from its capture."""
 
     facts: Mapping[str, Any]
-    rows: Sequence[int]
+    sequences: Sequence[int]
     """Fingerprints of the global batch's sequences, in the order of the ranks."""
     places: Mapping[Place, CapturedTensor]
     """Tensors by place, in the order in which a step computes them, phase by phase."""
@@ -59,7 +59,7 @@ def read_capture(folder: Path) -> Capture:
     if len(files) != facts["world_size"] or len({f["facts"]["step"] for f in files}) > 1:
         said = f"{len(files)} files of {facts['world_size']} ranks' capture of one step"
         raise ConfigError(f"{folder}: {said}: capture again into an empty folder")
-    rows = dict.fromkeys(row for each in files for row in each["facts"]["rows"])
+    sequences = dict.fromkeys(name for each in files for name in each["facts"]["sequences"])
     held: dict[Place, list[dict[str, Any]]] = defaultdict(list)
     for each in files:
         for record in each["records"]:
@@ -67,7 +67,7 @@ def read_capture(folder: Path) -> Capture:
     places = sorted(held, key=lambda place: _order(place, held[place]))
     wholes = {place: _whole(held[place]) for place in places}
     updates = [_update(wholes, place) for place in places if place.phase == "parameters"]
-    return Capture(facts, list(rows), wholes | dict(updates))
+    return Capture(facts, list(sequences), wholes | dict(updates))
 
 
 def _order(place: Place, records: Sequence[dict[str, Any]]) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ def locate(
     if not wrong:
         return None
     axes = _axes(baseline.facts["layout"], candidate.facts["layout"])
-    return Finding(compared, wrong, baseline.rows, axes, _tie(wrong[0], compared, baseline))
+    return Finding(compared, wrong, baseline.sequences, axes, _tie(wrong[0], compared, baseline))
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Finding:
     """All places, in causal order."""
     wrong: Sequence[PlaceDifference]
     """Places that differ beyond rounding, one at least."""
-    rows: Sequence[int]
-    """Fingerprints of the baseline's rows."""
+    sequences: Sequence[int]
+    """Fingerprints of the baseline's sequences."""
     axes: Mapping[str, int]
     """Axes of which one run has more ranks, by how many times."""
     tie: str
@@ -99,12 +99,13 @@ class Finding:
             return []
         shown = [str(key) for key in keys.tolist()]
         if kind == TOKENS:
-            key_rows, positions = np.divmod(keys, 1 << POSITION_BITS)
-            number = {row: place for place, row in enumerate(self.rows)}
-            by_row = {row: positions[key_rows == row] for row in np.unique(key_rows).tolist()}
+            named, positions = np.divmod(keys, 1 << POSITION_BITS)
+            number = {name: place for place, name in enumerate(self.sequences)}
+            found = {name: positions[named == name] for name in np.unique(named).tolist()}
             shown = [
-                f"row {number.get(row, '?')} ({row:08x}): {len(at)}, first at position {at.min()}"
-                for row, at in sorted(by_row.items(), key=lambda each: number.get(each[0], 0))
+                f"sequence {number.get(name, '?')} ({name:08x}): {len(at)}, "
+                f"first at position {at.min()}"
+                for name, at in sorted(found.items(), key=lambda each: number.get(each[0], 0))
             ]
         return [f"  {kind:<8} {'all' if self.first.whole else '; '.join(_first_few(shown))}"]
 

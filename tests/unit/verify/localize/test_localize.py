@@ -24,8 +24,8 @@ from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_rows
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.localize import locate, uncompared
 
-ROWS, LENGTH, WIDTH = [11, 12], 6, 5
-KEYS = token_keys(torch.tensor(ROWS), torch.arange(LENGTH)).flatten()
+SEQUENCES, LENGTH, WIDTH = [11, 12], 6, 5
+KEYS = token_keys(torch.tensor(SEQUENCES), torch.arange(LENGTH)).flatten()
 OUTPUT = Place("forward", "layers.0.attention.wo", "output")
 NEXT = Place("forward", "layers.0", "output")
 GRADIENT = Place("gradient", "norm", "gradient of weight")
@@ -61,7 +61,7 @@ def write(folder: Path, ranks: list[dict[str, torch.Tensor]], margin: float = 0.
         records.add(Place("loss", "", "loss"), 0, loss)
         weight = sketch_box(held["weight"], (slice(0, 8),))[None]
         records.add(GRADIENT, 0, Sketches(TENSOR, zero, weight))
-        facts = {"step": 1, "rank": rank, "world_size": len(ranks), "rows": ROWS}
+        facts = {"step": 1, "rank": rank, "world_size": len(ranks), "sequences": SEQUENCES}
         facts |= {"layout": LAYOUT | {"dp_shard": len(ranks)}, "compute_dtype": "float64"}
         records.save(folder / f"rank-{rank:05d}.pt", facts)
     return read_capture(folder)
@@ -87,7 +87,7 @@ def test_the_first_place_its_tokens_and_norms(baseline: Capture, tmp_path: Path)
     assert finding.first.ratio == pytest.approx(2)
     said = "\n".join(finding.lines())
     assert "layers.0.attention.wo, output (forward)" in said and "2 of 4 places" in said
-    assert "row 1 (0000000c): 3, first at position 2" in said and "exactly 2" in said
+    assert "sequence 1 (0000000c): 3, first at position 2" in said and "exactly 2" in said
 
 
 def test_a_control_run_says_what_rounding_may_do(baseline: Capture, tmp_path: Path):
@@ -165,7 +165,7 @@ def test_another_choice_is_a_tie_or_a_mistake(tmp_path: Path, margin: float, is_
     finding = locate(baseline, write(tmp_path / "candidate", [theirs], margin=margin))
     assert finding is not None and finding.first.place == CHOICE and bool(finding.tie) == is_tie
     said = "\n".join(finding.lines())
-    assert "row 0 (0000000b): 1, first at position 4" in said and ("a tie" in said) == is_tie
+    assert "sequence 0 (0000000b): 1, first at position 4" in said and ("a tie" in said) == is_tie
 
 
 @pytest.mark.parametrize("only", ["baseline", "candidate", "neither"])

@@ -44,9 +44,10 @@ TOKENS, EXPERTS, TENSOR, NUMBERS = "tokens", "experts", "tensor", "numbers"
 POSITION_BITS = 31
 
 
-def token_keys(rows_B: Tensor, positions_S: Tensor) -> Tensor:
-    """Returns a key for each token, [B, S]: the row's fingerprint of 32 bits, then the position."""
-    return (rows_B[:, None] << POSITION_BITS) | positions_S
+def token_keys(names_B: Tensor, positions_S: Tensor) -> Tensor:
+    """Returns a key for each token, [B, S]: the sequence's fingerprint of 32 bits, then the
+    position."""
+    return (names_B[:, None] << POSITION_BITS) | positions_S
 
 
 class Sketches(NamedTuple):

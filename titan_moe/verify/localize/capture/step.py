@@ -1,7 +1,8 @@
 """The capture of one step: a summary of every tensor of it, by which runs are compared.
 
-Everything is kept in the coordinates of the whole model and the whole batch: tokens by row and
-position, experts and parameters by their names, and of each tensor a sketch that adds up over its
+Everything is kept in the coordinates of the whole model and the whole batch: tokens by sequence
+and position, experts and parameters by their names, and of each tensor a sketch that adds up over
+its
 parts. So captures of any two layouts can be put side by side, and their size is bounded: per token
 and tensor 8 numbers. verify/localize/capture_reader.py reads them.
 """
@@ -75,7 +76,7 @@ class StepCapture:
         self._sharded, self._optimizer = sharded, optimizer
         self._step, self._dtype = step, compute_dtype
         self._records = Records()
-        self._rows: list[int] = []
+        self._sequences: list[int] = []
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._layers = rank, sharded.all_moe_layers()
         self._tp, self._tp_rank = dims.size("tp"), dims.coordinate(rank, "tp")
@@ -90,9 +91,9 @@ class StepCapture:
     def reads(self, batch: Batch, local: LocalBatch) -> None:
         """Records what this rank reads of a batch; before its forward."""
         positions_S = self._sharded.positions(batch.tokens_BS.shape[1])
-        rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
-        self._now = local, rows_B, positions_S
-        self._rows += [row for row in rows_B.tolist() if row not in self._rows]
+        names_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
+        self._now = local, names_B, positions_S
+        self._sequences += [name for name in names_B.tolist() if name not in self._sequences]
         read = {
             "tokens": local.tokens_BS,
             "labels": local.labels_BS,
@@ -106,7 +107,7 @@ class StepCapture:
         for name, x_BS in read.items():
             # Every rank has the documents of all positions.
             read_S = torch.arange(x_BS.shape[1]) if name == "documents" else positions_S
-            keys_T = token_keys(rows_B, read_S).flatten()
+            keys_T = token_keys(names_B, read_S).flatten()
             sketches = Sketches(TOKENS, keys_T, sketch_rows(x_BS.reshape(-1, 1).double()))
             self._records.add(Place("data", "batch", name), 0, sketches)
 
@@ -147,19 +148,19 @@ class StepCapture:
             "world_size": dims.world_size,
             "layout": {axis: dims.size(axis) for axis in axes},
             "compute_dtype": self._dtype,
-            "rows": self._rows,
+            "sequences": self._sequences,
         }
         self._records.save(folder / FOLDER / f"rank-{self._rank:05d}.pt", facts)
 
     def _tokens_of(self, documents_BS: Tensor) -> Microbatch:
         """A pipeline's microbatch is a view of the documents that its rank was given."""
-        rows, rows_B, positions_S = self._now
-        whole_BS = rows.documents_BS
+        local, names_B, positions_S = self._now
+        whole_BS = local.documents_BS
         distance = documents_BS.data_ptr() - whole_BS.data_ptr()
         first = distance // (whole_BS.stride(0) * whole_BS.element_size())
         last = first + len(documents_BS)
         assert first >= 0 and last <= len(whole_BS), "the microbatch's documents are a copy"
-        return Microbatch(rows_B[first:last], positions_S, self._tp, self._tp_rank)
+        return Microbatch(names_B[first:last], positions_S, self._tp, self._tp_rank)
 
     def _numbers(self, place: Place, numbers: Any, stage: int, kind: str, *, part: int = 0) -> None:
         """Records numbers of the whole step, or one for each expert."""

@@ -14,27 +14,27 @@ from titan_moe.verify.localize.capture.sketch import sketch_rows
 
 
 class Lay(Protocol):
-    """Sketches a tensor or a gradient of its shape; None if its rows have no keys."""
+    """Sketches a tensor or a gradient of its shape; None for one whose rows have no keys."""
 
     def __call__(self, x: Tensor, /, *, gradient: bool) -> Sketches | None: ...
 
 
 class Microbatch:
-    """The rows of one forward, as this rank reads them.
+    """The sequences of one forward, as this rank reads them.
 
     Args:
-        rows_B: each row's fingerprint.
+        names_B: each sequence's fingerprint.
         positions_S: the positions that this rank reads of each.
         tp, tp_rank: tensor parallelism: outside of attention and feed-forwards a rank holds its
             consecutive part of these positions, inside all of them.
     """
 
-    def __init__(self, rows_B: Tensor, positions_S: Tensor, tp: int, tp_rank: int) -> None:
-        self.size, self._tp_rank = len(rows_B), tp_rank
-        self._keys_BS = token_keys(rows_B, positions_S)
+    def __init__(self, names_B: Tensor, positions_S: Tensor, tp: int, tp_rank: int) -> None:
+        self.size, self._tp_rank = len(names_B), tp_rank
+        self._keys_BS = token_keys(names_B, positions_S)
         by_rank = self._keys_BS.chunk(tp, 1)
         self._own_keys_BS = by_rank[tp_rank]
-        # Gathered tokens without a dim of rows lie rank after rank.
+        # Gathered tokens without a dim of sequences lie rank after rank.
         self._gathered_keys_T = torch.cat([keys_BS.flatten() for keys_BS in by_rank])
 
     def lay(
@@ -73,9 +73,9 @@ class Watcher:
 
     Args:
         stage: which stage of the pipeline; 0 without one.
-        microbatch: of the documents that a stage's forward is given, the rows that they are.
+        microbatch: of the documents that a stage's forward is given, the sequences that they are.
         interleaved: whether other forwards run between one and its backward, so that a
-            recomputation would not be known by its rows.
+            recomputation would not be known by its sequences.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Watcher:
         """The microbatch whose forward ran last."""
 
     def begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Notes the rows of a stage's forward before it runs."""
+        """Notes the sequences of a stage's forward before it runs."""
         self.now = self._find(kwargs["documents_BS"])
 
     def by_token(self, of: Callable[[Tensor], Tensor] = lambda x: x, *, cut: bool = False) -> Lay:
