@@ -20,10 +20,9 @@ from titan_moe.verify.compare.records import COMPARED, RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial, trial_of
-from titan_moe.verify.report.pages import write_comparison
+from titan_moe.verify.report.pages import layout_words, write_comparison
 from titan_moe.verify.report.plots import Panel, charts, draw_curves
 from titan_moe.verify.report.render import render
-from titan_moe.verify.report.sections import layout_words
 
 _ACCEPTED = {
     "identical": {Verdict.IDENTICAL},

@@ -12,7 +12,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import as_toml, load_job, resolve, tomllib
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.verify.compare.records import RunRecord
-from titan_moe.verify.report.sections import ABSENT, differing_keys, layout_words
+from titan_moe.verify.report.pages import ABSENT, differing_keys, layout_words
 
 _UNMIRRORED = ("job.", "metrics.", "profiling.")
 """Tables that say nothing about what is trained."""

@@ -1,29 +1,45 @@
 """The pages of a comparison and of runs: self-contained HTML, and the figures of a comparison."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
-from titan_moe.verify.compare.records import COMPARED, RunRecord, compared
-from titan_moe.verify.report.data import deviations, load_difference, load_of
-from titan_moe.verify.report.plots import (
-    Panel,
-    charts,
-    draw_curves,
-    draw_difference,
-    draw_flips,
-    load_panels,
+from titan_moe.verify.compare.records import (
+    COMPARED,
+    LOAD_OF,
+    RunRecord,
+    compared,
+    moved_share,
+    relative_difference,
 )
+from titan_moe.verify.report import plots
+from titan_moe.verify.report.plots import Panel, charts
 from titan_moe.verify.report.render import Table, render
-from titan_moe.verify.report.sections import layout_words, shared_sections
 
+ABSENT = "\N{EM DASH}"
+_UNKNOWN = "unknown"
+_VIEWS = {
+    "dense": (DENSE_AXES, "attention, router, shared experts, embeddings, norms"),
+    "sparse": (SPARSE_AXES, "routed experts"),
+}
+_ALL_DRAWN = 64
+_DRAWN = 2
+"""Boxes of each axis that are drawn of a larger world."""
+# Tables and keys that change files and messages, and not what is trained.
+_QUIET = ("job.", "metrics.", "profiling.", "comm.", "debug.routing_record", "debug.capture_step")
+# Quantities that follow from others, or differ from machine to machine.
+_NOT_COMPARED = ("lr", "moe/", "tokens_per_second")
 _FIRST = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second")
 _MOST_LOADS = 4
 """Runs whose expert load is drawn."""
@@ -45,16 +61,17 @@ def comparison_page(comparison: Comparison) -> str:
         for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
     ]
     flips, (first, second) = comparison.flips, (run.curve.scalars for run in pair)
+    curves = partial(plots.draw_curves, runs=pair, band=comparison.band, first=comparison.first)
     panels: dict[str, Panel] = {}
-    more: dict[str, Panel] = {}
-    for key in [key for key in first if key in second and not key.startswith("moe/")]:
-        more[key] = partial(
-            draw_curves, runs=pair, quantity=key, band=comparison.band, first=comparison.first
-        )
+    more: dict[str, Panel] = {
+        key: partial(curves, quantity=key)
+        for key in first
+        if key in second and not key.startswith("moe/")
+    }
     for key in [key for key in COMPARED if key in more]:
         panels[f"{key}, both runs"] = more.pop(key)
         if not np.array_equal(first[key], second[key], equal_nan=True):
-            differ = partial(draw_difference, quantity=key, comparison=comparison)
+            differ = partial(plots.draw_difference, quantity=key, comparison=comparison)
             panels[f"{key}, difference on a log scale"] = differ
     runs = "; ".join(
         f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
@@ -68,10 +85,10 @@ def comparison_page(comparison: Comparison) -> str:
         detail=_detail,
         runs=f"Runs: {runs}.",
         flips=Table(FLIP_HEADS, flip_rows(flips)) if flips else None,
-        flip_charts=charts({"flips": partial(draw_flips, flips=flips)} if flips else {}),
+        flip_charts=charts({"flips": partial(plots.draw_flips, flips=flips)} if flips else {}),
         charts=charts(panels),
         more=charts(more),
-        load=charts(load_panels([load_of(pair[1]), load_difference(*pair)])),
+        load=charts(plots.load_panels([plots.load_of(pair[1]), plots.load_difference(*pair)])),
         quantities=deviations(comparison),
         **shared_sections(pair),
     )
@@ -82,12 +99,12 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
     compared."""
     logged = dict.fromkeys(key for run in runs for key in run.curve.scalars)
     panels: dict[str, Panel] = {
-        key: partial(draw_curves, runs=runs, quantity=key)
+        key: partial(plots.draw_curves, runs=runs, quantity=key)
         for key in logged
         if not key.startswith("moe/")
     }
     main = {key: panels.pop(key) for key in _FIRST if key in panels}
-    loads = [load_of(run) for run in runs]
+    loads = [plots.load_of(run) for run in runs]
     return render(
         "runs.html",
         title=title,
@@ -95,7 +112,7 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         charts=charts(main),
         more=charts(panels),
         events=[(run.name, event) for run in runs for event in run.events],
-        load=charts(load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
+        load=charts(plots.load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
         **shared_sections(runs),
     )
 
@@ -126,3 +143,165 @@ def _last(run: RunRecord) -> str:
             late = at[-1] == len(run.curve.steps) - 1
             known.append(value if late else f"{value} in step {run.curve.steps[at[-1]]}")
     return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Returns what the templates of all pages are given about their runs."""
+    return {
+        "notes": [line for run in runs for line in _notes(run)],
+        "layouts": _layouts(runs),
+        "configuration": _configuration(runs),
+        "environment": _environment(runs),
+    }
+
+
+def _notes(run: RunRecord) -> list[str]:
+    """Returns lines that a reader must know before trusting the run's curves."""
+    found = []
+    curve, planned = run.curve, run.config.get("training", {}).get("steps")
+    if planned is not None and curve.steps[-1] < planned:
+        found.append(f"{run.name}: its last step is {curve.steps[-1]} of {planned}")
+    for quantity in COMPARED:
+        if quantity not in curve.scalars:
+            found.append(f"{run.name}: no {quantity} was logged")
+            continue
+        broken = np.flatnonzero(~np.isfinite(curve.scalars[quantity]))
+        if len(broken):
+            found.append(
+                f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
+                f"{len(curve.steps)} steps, first in step {curve.steps[int(broken[0])]}"
+            )
+    files = {"run.json": run.facts, "config.toml": run.config}
+    if missing := [file for file, content in files.items() if not content]:
+        found.append(f"{run.name}: left no {' and no '.join(missing)}")
+    return found
+
+
+def layout_words(run: RunRecord) -> str:
+    """The axes that are larger than 1."""
+    sizes = run.facts.get("layout")
+    if not sizes:
+        return f"{_UNKNOWN} layout"
+    words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return ", ".join(words) or "one rank"
+
+
+def _configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """The keys that are not the same in all runs; of one run, those that are not the defaults."""
+    lines = [
+        f"{run.name}: the configuration is unknown, for there is no config.toml."
+        for run in runs
+        if not run.config
+    ]
+    known = [run for run in runs if run.config]
+    if is_one := len(known) == 1:
+        defaults = JobConfig().model_dump(mode="json", exclude_none=True)
+        known.append(replace(known[0], name="default", config=defaults))
+    rows = [row for row in differing_keys(known) if not is_one or row[1] != ABSENT]
+    kinds = ["quiet" if row[0].startswith(_QUIET) else "" for row in rows]
+    quiet = kinds.count("quiet")
+    if known:
+        lines.append(f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}.")
+    table = Table(["key", *(run.name for run in known)], rows, kinds=kinds) if rows else None
+    return {"lines": lines, "table": table}
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Rows of key and each run's value where these differ; keys that change no training last."""
+    configs = [_flat(run.config) for run in runs]
+    rows = [
+        [key, *(config.get(key, ABSENT) for config in configs)]
+        for key in sorted({key for config in configs for key in config})
+        if len({config.get(key) for config in configs}) > 1
+    ]
+    return sorted(rows, key=lambda row: row[0].startswith(_QUIET))
+
+
+def _environment(runs: Sequence[RunRecord]) -> Table:
+    """Code, torch, device, data, ...; facts that are not the same in all runs are marked."""
+    tables = [_flat({k: v for k, v in run.facts.items() if k != "layout"}) for run in runs]
+    keys = dict.fromkeys(key for facts in tables for key in facts)
+    rows = [["layout", *map(layout_words, runs)]]
+    rows += [[key, *(facts.get(key, _UNKNOWN) for facts in tables)] for key in keys]
+    steps = [run.curve.steps for run in runs]
+    rows.append(["steps logged", *(f"{len(s)}: {s[0]} to {s[-1]}" for s in steps)])
+    kinds = ["differs" if len(set(row[1:])) > 1 else "" for row in rows]
+    rows.append(["folder", *(str(run.folder or _UNKNOWN) for run in runs)])
+    return Table(["", *(run.name for run in runs)], rows, kinds=[*kinds, ""])
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Returns nested tables as a flat one: {"table.key": value in words}."""
+    found: dict[str, str] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Every run's ranks in both views, each rank once in each; above 64 ranks the first of each
+    axis. A layout that several runs share is drawn once."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(layout_words(run), []).append(run)
+    found = []
+    for words, alike in groups.items():
+        sizes, views = alike[0].facts.get("layout") or {}, []
+        for name, (axes, modules) in _VIEWS.items() if sizes else ():
+            larger = [(axis, sizes[axis]) for axis in axes if sizes.get(axis, 1) > 1]
+            world = prod(size for _, size in larger)
+            most = world if world <= _ALL_DRAWN else _DRAWN
+            views.append(
+                {"name": name, "modules": modules, "axes": larger, "world": world, "most": most}
+            )
+        names = ", ".join(run.name for run in alike)
+        found.append({"names": names, "words": words, "views": views})
+    return found
+
+
+class Deviation(NamedTuple):
+    """The distance of the candidate's quantity at its worst step."""
+
+    quantity: str
+    step: int
+    baseline: float
+    candidate: float
+    """NaN for loads, which are many numbers."""
+    relative: float
+    """|candidate - baseline| / |baseline|; for a load, the share of rows at other experts."""
+    reach: float
+    """Distance from the band's middle in half widths of the band, each step alone; above 1 is
+    outside. NaN without a band."""
+    steps_outside: int
+
+
+def deviations(comparison: Comparison) -> list[Deviation]:
+    """Every quantity that both runs have, the one furthest out first."""
+    first, second = comparison.baseline.curve, comparison.candidate.curve
+    reaches = {} if comparison.band is None else comparison.band.reaches(second)
+    nothing_S = np.full(len(first.steps), np.nan)
+    pairs = {
+        key: (ours_S, second.scalars[key], relative_difference(ours_S, second.scalars[key]))
+        for key, ours_S in first.scalars.items()
+        if not key.startswith(_NOT_COMPARED) and key in second.scalars
+    }
+    for layer, ours_SE in first.loads.items():
+        theirs_SE = second.loads.get(layer)
+        if theirs_SE is not None and theirs_SE.shape == ours_SE.shape:
+            pairs[LOAD_OF + layer] = nothing_S, nothing_S, moved_share(ours_SE, theirs_SE)
+    found = []
+    for key, numbers in pairs.items():
+        reach_S = reaches.get(key, nothing_S)
+        # The step that is furthest out of the band, or, without one, differs most.
+        furthest_S = reach_S if key in reaches else numbers[-1]
+        at = int(np.nan_to_num(furthest_S, nan=-1.0).argmax())
+        ours, theirs, relative, reach = (float(each_S[at]) for each_S in (*numbers, reach_S))
+        outside = int((reach_S > 1).sum())
+        found.append(Deviation(key, first.steps[at], ours, theirs, relative, reach, outside))
+    return sorted(found, key=lambda one: tuple(-np.nan_to_num([one.reach, one.relative])))

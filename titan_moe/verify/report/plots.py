@@ -4,7 +4,9 @@ import io
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +16,7 @@ from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.outcome import FirstDifference
 from titan_moe.verify.compare.pinned_routes import Flips
-from titan_moe.verify.compare.records import Array, RunRecord, relative_difference
-from titan_moe.verify.report.data import Load
+from titan_moe.verify.compare.records import BUSIEST, Array, RunRecord, relative_difference
 from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:
@@ -29,34 +30,16 @@ SOFT, GRID, BAD, BAND = (PALETTE[name][0] for name in ("soft", "grid", "bad", "b
 SERIES = [PALETTE[f"series-{number}"][0] for number in range(1, 9)]
 FLOAT32 = float(np.finfo(np.float32).eps)
 """Losses and norms are added up in float32: smaller differences mean nothing."""
-_INCHES = (6.4, 3.2)
-_STYLE: Any = {
-    "figure.figsize": _INCHES,
-    "figure.facecolor": "none",
-    "figure.constrained_layout.use": True,
-    "font.size": 8,
-    "text.parse_math": False,
-    "axes.facecolor": "none",
-    "axes.titlelocation": "left",
-    "axes.titlesize": "medium",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": "small",
-    "svg.fonttype": "none",
-    # Merges the points of a line that fall on one pixel, so that long runs make no heavy page.
-    "path.simplify_threshold": 1.0,
-}
+_STYLE = files("titan_moe.verify.report") / "templates" / "charts.mplstyle"
 _UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
+_BAND_STYLE: Any = {"color": BAND, "alpha": 0.35, "lw": 0}
 _DASHES = ("-", "--", ":", "-.")
 _FEW_POINTS = 12
 _LONGEST_LABEL, _LABEL_INCHES = 80, 0.075
 """Characters of a legend's entry, and the width of a character."""
+_MOST_ROWS = 300
+"""Experts of all layers in one heat map; above, only the busiest of each layer are drawn."""
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _GROUP_ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
 _HEAD = re.compile(r'.*?<svg [^>]*?viewBox="([^"]+)"[^>]*>', re.DOTALL)
@@ -77,7 +60,7 @@ def charts(panels: Mapping[str, Panel]) -> dict[str, Markup]:
     found = {}
     for name, panel in panels.items():
         written = io.StringIO()
-        with rc_context({**_STYLE, "svg.hashsalt": name}):
+        with rc_context({"grid.color": GRID, "svg.hashsalt": name}, fname=str(_STYLE)):
             figure = Figure()
             axes = figure.subplots()
             panel(axes)
@@ -99,7 +82,7 @@ def _legend(figure: "Figure", axes: "Axes") -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         names = [textwrap.shorten(label, _LONGEST_LABEL, placeholder="...") for label in labels]
-        columns = int(_INCHES[0] / (_LABEL_INCHES * (max(map(len, names)) + 6)))
+        columns = int(figure.get_figwidth() / (_LABEL_INCHES * (max(map(len, names)) + 6)))
         columns = min(max(columns, 1), 4)
         figure.legend(handles, names, loc="outside lower center", ncols=columns)
 
@@ -120,7 +103,7 @@ def draw_curves(
     _frame(axes, _TITLES.get(quantity, quantity.replace("_", " ")), _UNITS.get(quantity, ""))
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
-        axes.fill_between(band.steps, low, high, color=BAND, alpha=0.35, lw=0, label="noise band")
+        axes.fill_between(band.steps, low, high, label="noise band", **_BAND_STYLE)
     known: list[float] = []
     for i, run in enumerate(runs):
         if quantity not in run.curve.scalars:
@@ -137,7 +120,7 @@ def draw_curves(
         # Wide lines below, so that all are seen where they agree.
         width = 2.6 - 1.6 * i / max(1, len(runs) - 1) if len(runs) > 1 else 1.2
         style = _DASHES[i // len(SERIES) % len(_DASHES)]
-        _draw_line(axes, run.name, steps, values, color, style, width)
+        _draw_line(axes, run.name, steps, values, color=color, ls=style, lw=width)
     if quantity == "grad_norm" and known and min(known) > 0:
         _log_scale(axes)
     if not known:
@@ -156,13 +139,14 @@ def draw_difference(axes: "Axes", *, quantity: str, comparison: Comparison) -> N
         ours, label = band.location(quantity), "candidate from the band's middle"
         low, high = band.edges(quantity)
         half = np.maximum(high - ours, ours - low) / ours
-        style: Any = {"color": BAND, "alpha": 0.35, "lw": 0, "label": "half width of the band"}
-        axes.fill_between(band.steps, FLOAT32 / 10, half, **style)
+        shown: Any = {"label": "half width of the band"} | _BAND_STYLE
+        axes.fill_between(band.steps, FLOAT32 / 10, half, **shown)
         for i, control in enumerate(band.curves):
             name = "" if i else "control runs from the band's middle"
             off_S = _positive(ours, control.scalars[quantity])
-            _draw_line(axes, name, band.steps, off_S, SOFT, width=0.4)
-    _draw_line(axes, label, first.steps, _positive(ours, second.scalars[quantity]), SERIES[1])
+            _draw_line(axes, name, band.steps, off_S, color=SOFT, lw=0.4)
+    off_S = _positive(ours, second.scalars[quantity])
+    _draw_line(axes, label, first.steps, off_S, color=SERIES[1])
     axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
     _log_scale(axes)
     _mark_first(axes, comparison.first)
@@ -175,10 +159,50 @@ def draw_flips(axes: "Axes", *, flips: Sequence[Flips]) -> None:
         shares_S = 100 * each.flipped_SL.mean(1) / each.total_S
         label = {0: "candidate", 1: "control runs"}.get(i, "")
         color, width = (SOFT, 0.4) if i else (SERIES[1], 1.2)
-        _draw_line(axes, label, each.steps, shares_S, color, width=width)
+        _draw_line(axes, label, each.steps, shares_S, color=color, lw=width)
 
 
 # --- expert load ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """The expert load of a run, or the difference of two."""
+
+    name: str
+    kind: str
+    """"expert load", or "busiest experts" where single experts are too many or not logged."""
+    steps: Sequence[int]
+    layers: Mapping[str, Array]
+    """Rows over the mean of the layer's experts, by MoE layer: [experts, S] or [1, S]."""
+    signed: bool = False
+
+
+def load_of(run: RunRecord) -> Load:
+    """Expert load from the counts of rows if the run wrote them, else from its metrics."""
+    curve = run.curve
+    layers = {
+        name: (load_SE / np.maximum(load_SE.mean(1, keepdims=True), 1e-9)).T
+        for name, load_SE in curve.loads.items()
+    }
+    if layers and sum(map(len, layers.values())) <= _MOST_ROWS:
+        return Load(run.name, "expert load", curve.steps, layers)
+    busiest = {name: rows_ES.max(0, keepdims=True) for name, rows_ES in layers.items()}
+    for key, values in curve.scalars.items():
+        if key.endswith(BUSIEST):
+            busiest.setdefault(key.removeprefix("moe/").removesuffix(BUSIEST), values[None])
+    return Load(run.name, "busiest experts", curve.steps, busiest)
+
+
+def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:
+    """The candidate's loads minus the baseline's."""
+    first, second = load_of(baseline), load_of(candidate)
+    layers = {
+        name: second.layers[name] - rows_RS
+        for name, rows_RS in first.layers.items()
+        if name in second.layers and second.layers[name].shape == rows_RS.shape
+    }
+    return Load("candidate - baseline", first.kind, first.steps, layers, signed=True)
 
 
 def load_panels(loads: Sequence[Load]) -> dict[str, Panel]:
@@ -253,20 +277,12 @@ def _positive(first: Array, second: Array) -> Array:
     return np.where(found > 0, found, np.nan)
 
 
-def _draw_line(
-    axes: "Axes",
-    label: str,
-    steps: "Sequence[int] | np.ndarray",
-    values: Array,
-    color: str,
-    style: str = "-",
-    width: float = 1.2,
-) -> None:
+def _draw_line(axes: "Axes", label: str, steps: Any, values: Array, **style: Any) -> None:
+    """Draws a line over steps, with points where these are few; `style`: as of matplotlib."""
     # Legends leave out labels that start with an underscore; a run may be named so.
     shown = f"\N{ZERO WIDTH SPACE}{label}" if label else "_"
     marker = "o" if np.isfinite(values).sum() <= _FEW_POINTS else ""
-    more: Any = {"color": color, "lw": width, "marker": marker, "markersize": 3}
-    axes.plot(steps, values, style, label=shown, **more)
+    axes.plot(steps, values, label=shown, marker=marker, markersize=3, **{"lw": 1.2} | style)
 
 
 def _mark_first(axes: "Axes", first: FirstDifference | None) -> None:

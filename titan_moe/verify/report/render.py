@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -38,17 +37,15 @@ class Table:
     """A class of each row."""
 
 
+_TEMPLATES = Environment(
+    loader=PackageLoader("titan_moe.verify.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
 def render(template: str, **values: Any) -> str:
     """A page from templates/; every value is escaped unless it is markupsafe.Markup."""
-    return _environment().get_template(template).render(palette=PALETTE, **values)
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("titan_moe.verify.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return _TEMPLATES.get_template(template).render(palette=PALETTE, **values)

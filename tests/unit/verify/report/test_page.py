@@ -14,9 +14,8 @@ from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.verdict import compare_runs
-from titan_moe.verify.report.data import Load
 from titan_moe.verify.report.pages import comparison_page, runs_page
-from titan_moe.verify.report.plots import charts, load_panels
+from titan_moe.verify.report.plots import Load, charts, load_panels
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
 CONTROLS = [run(f"repeat {i}", noise=1e-6).curve for i in range(8)]

@@ -106,5 +106,5 @@ def test_every_template_is_package_data():
     patterns = data["package-data"]["titan_moe.verify.report"]
     packed = {path for pattern in patterns for path in folder.glob(pattern)}
     assert packed == {
-        path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".toml")
+        path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".toml", ".mplstyle")
     }
