@@ -13,6 +13,7 @@ import numpy as np
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.pinned_routes import ROUTES
 from titan_moe.verify.compare.records import COMPARED, Curve, relative_difference
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
@@ -22,9 +23,6 @@ from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.localize import Finding, locate, uncompared
-
-_ROUTES = "routing"
-"""The folder of the baseline's routing record, in the run's own."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +114,14 @@ class Bisection(Runner):
         record: Words = ()
         replay: Words = ()
         if model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance:
-            record = (("debug.routing_record", _ROUTES),)
+            record = (("debug.routing_record", ROUTES),)
         before = train(self.trial.baseline, "baseline", *_saved(step - 1), *record)
 
         def capture(spec: RunSpec, name: str, *words: tuple[str, str]) -> Capture:
             return read_capture(train(spec, name, *_loaded(before, step - 1), *words) / FOLDER)
 
         if record:
-            replay = (("debug.routing_replay", str(before / _ROUTES)),)
+            replay = (("debug.routing_replay", str(before / ROUTES)),)
         baseline = read_capture(before / FOLDER)
         candidate = capture(self.trial.candidate, "candidate")
         # All keep the baseline's routing: one other choice would hide all later differences.

@@ -68,9 +68,16 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
     """Draw weights and batches from the job's seed and train the reference on them."""
     config = resolve_model(config, job)
     assert config.moe is not None, "the gate wants a model with experts"
-    model = _plain_model(job, config)
+    masked = job.training.mask_documents
+    core = (AllPairs if config.indexer is None else SelectedPairs)(mask_documents=masked)
+    recurrence = TokenByToken(mask_documents=masked)
+    model = Decoder(without_balance_losses(config), core, recurrence)
+    freeze(model)
+    std_of, copies = partial(initial_std, config=config), first_names(config)
+    fill_initial_weights(model, job.debug.seed, std_of, drawn_as=copies)
+    production = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = seed_weights(model, job.debug.seed)
-    weights |= {copy: weights[first] for copy, first in first_names(config).items()}
+    weights |= {copy: weights[first] for copy, first in copies.items()}
     layers = list(model.moe_layers())
     # If groups limit the choice, an expert that scores low takes its group with it.
     group_size = config.moe.num_experts // config.moe.num_groups if config.moe.num_groups > 1 else 1
@@ -79,7 +86,6 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
     buffers = seed_buffers(layers, config.moe.num_experts, idle, job.debug.seed)
     sizes = num_sequences, job.training.seq_len, config.vocab_size
     batches = [make_batch(*sizes, seed=job.debug.seed + step) for step in range(NUM_STEPS)]
-    production = _production_weights(job, config)
     reference = Reference(model, config, job, weights, buffers)
     steps = [
         reference.step(batch, factor * job.optimizer.lr)
@@ -198,19 +204,3 @@ def norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else tensor.double().norm()[None]
         for name, tensor in tensors.items()
     }
-
-
-def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
-    masked = job.training.mask_documents
-    core = (AllPairs if config.indexer is None else SelectedPairs)(mask_documents=masked)
-    recurrence = TokenByToken(mask_documents=masked)
-    model = Decoder(without_balance_losses(config), core, recurrence)
-    freeze(model)
-    return model
-
-
-def _production_weights(job: JobConfig, config: ModelConfig) -> dict[str, Tensor]:
-    model = _plain_model(job, config)
-    std_of = partial(initial_std, config=config)
-    fill_initial_weights(model, job.debug.seed, std_of, drawn_as=first_names(config))
-    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -68,12 +68,12 @@ def _combines(layout: Layout) -> bool:
 
 def _familiar(layout: Layout, option: str, met: Counter) -> tuple[int, int]:
     """Counts how often a layout's axes have met its value of an option: the rarest, then all."""
-    value = str(getattr(layout, option))
-    counts = [met[option, value, axis] for axis in layout.axes]
-    return (min(counts, default=met[option, value, ""]), sum(counts) + met[option, value, ""])
+    counts = [met[meeting] for meeting in _meetings(layout) if meeting[0] == option]
+    return (min(counts[:-1], default=counts[-1]), sum(counts))
 
 
 def _meetings(layout: Layout) -> list[tuple[str, str, str]]:
+    """Returns the values of options with the axes that they meet, and last "" for all axes."""
     return [
         (option, str(getattr(layout, option)), axis)
         for option in OPTIONS

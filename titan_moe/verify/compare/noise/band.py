@@ -97,8 +97,10 @@ class Band:
         """"loss", "grad_norm", "load of LAYER", in this order."""
         if not self.quantities:
             raise ConfigError("the control runs have no quantity in common that could be compared")
-        kinds = dict.fromkeys(map(_kind, self.quantities))
-        self._noise = {kind: self._measure(kind) for kind in kinds}
+        self._names: dict[str, list[str]] = {}
+        for quantity in self.quantities:
+            self._names.setdefault(_kind(quantity), []).append(quantity)
+        self._noise = {kind: self._measure(kind) for kind in self._names}
         self.bounds: dict[str, float] = {}
         """Bounds in spreads, by kind of quantity; correct curves exceed one at the stated rate."""
         own_KN = []
@@ -121,7 +123,7 @@ class Band:
         statistic, furthest = 0.0, (self.steps[0], self.quantities[0])
         hits: list[tuple[int, int, float, str]] = []
         for kind, noise in self._noise.items():
-            names = self._names(kind)
+            names = self._names[kind]
             for window, distance_QS in noise.distances(self._compared(candidate, kind)):
                 distance_QS = distance_QS / self.bounds[kind]
                 if (largest := float(distance_QS.max())) > statistic:
@@ -154,7 +156,7 @@ class Band:
         for kind, noise in self._noise.items():
             _, distance_QS = noise.distances(self._compared(curve, kind))[0]
             reach_QS = distance_QS / (self.bounds[kind] * self.limit)
-            found |= dict(zip(self._names(kind), reach_QS, strict=True))
+            found |= dict(zip(self._names[kind], reach_QS, strict=True))
         return found
 
     def values(self, curve: Curve, quantity: str) -> Array:
@@ -163,12 +165,12 @@ class Band:
         if (kind := _kind(quantity)) != "load":
             return np.asarray(curve.scalars[quantity], dtype=np.float64)
         off_LES = self._compared(curve, kind) - self._noise[kind].fit.location
-        return Loads.size(off_LES)[self._names(kind).index(quantity)]
+        return Loads.size(off_LES)[self._names[kind].index(quantity)]
 
     def location(self, quantity: str) -> Array:
         """The middle of the band at each step, [S], in the units of `values`."""
         kind = _kind(quantity)
-        fit, row = self._noise[kind].fit, self._names(kind).index(quantity)
+        fit, row = self._noise[kind].fit, self._names[kind].index(quantity)
         if kind == "load":
             return fit.middles[0][row] * fit.scale[row]
         return np.exp(fit.location[row, 0])
@@ -195,9 +197,6 @@ class Band:
             "steps": self.steps,
         }
 
-    def _names(self, kind: str) -> list[str]:
-        return [q for q in self.quantities if _kind(q) == kind]
-
     def _measure(self, kind: str) -> Quantities:
         values = [self._compared(curve, kind) for curve in self.curves]
         for curve, values_QES in zip(self.curves, values, strict=True):
@@ -213,8 +212,8 @@ class Band:
         if kind != "load":
             with np.errstate(divide="ignore", invalid="ignore"):
                 return np.log(np.asarray(curve.scalars[kind], dtype=np.float64))[None, None]
-        counts = [curve.loads[layer.removeprefix(LOAD_OF)] for layer in self._names(kind)]
-        num_experts = self.curves[0].loads[self._names(kind)[0].removeprefix(LOAD_OF)].shape[1]
+        counts = [curve.loads[layer.removeprefix(LOAD_OF)] for layer in self._names[kind]]
+        num_experts = self.curves[0].loads[self._names[kind][0].removeprefix(LOAD_OF)].shape[1]
         if any(counts_SE.shape[1] != num_experts for counts_SE in counts):
             raise ConfigError(f"{curve.name}: its layers have not all {num_experts} experts")
         return np.stack([shares(counts_SE).T for counts_SE in counts])
