@@ -1,6 +1,8 @@
 """Attention and recurrence of the reference, as the papers write them: over all pairs of tokens,
 sparse with one query after another, and recurrent with one token after another."""
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,45 +12,43 @@ from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Keys, SharedKeys
 
 
+@dataclass
 class AllPairs:
     """An attention core by an explicit mask and torch's own kernel over all pairs."""
 
-    def __init__(self, *, mask_documents: bool) -> None:
-        self._mask_documents = mask_documents
+    mask_documents: bool
 
     def mask(
         self, documents_BS: Tensor, local: LocalAttention | None = None, bounds: object = None
     ) -> Tensor:
-        return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
+        return explicit_mask(documents_BS, local, mask_documents=self.mask_documents)
 
     __call__ = staticmethod(sdpa)
 
 
+@dataclass
 class SelectedPairs(AllPairs):
-    """An attention core that takes an `Index`; arXiv 2512.02556, equations 1 to 4.
+    """An attention core that takes an `Index`; arXiv 2512.02556, equations 1 to 4."""
 
-    Attributes:
-        losses: of the indexers, one of each call, by query: loss_BS.
-    """
-
-    def __init__(self, *, mask_documents: bool) -> None:
-        super().__init__(mask_documents=mask_documents)
-        self.losses: list[Tensor] = []
-        self._chosen = torch.empty(0, dtype=torch.bool)
+    losses: list[Tensor] = field(default_factory=list)
+    """The indexers' losses, one of each call, by query: loss_BS."""
+    chosen_B1ST: Tensor | None = None
+    """The keys that the latest indexer chose, which layers with its keys share."""
 
     def __call__(  # type: ignore[no-untyped-def, override]
         self, q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H=None, index: Keys | None = None
     ) -> Tensor:
         assert index is not None
         if isinstance(index, SharedKeys):
-            attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(self._chosen, -torch.inf)
+            assert self.chosen_B1ST is not None
+            attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(self.chosen_B1ST, -torch.inf)
             self.losses.append(q_BHSC.new_zeros(len(q_BHSC), q_BHSC.shape[2]))
             return attention_BHST.softmax(-1) @ v_BHSC
         products_BHST = torch.einsum("bshc,btc->bhst", index.q_BSHC, index.k_BSC)
         scores_BST = torch.einsum("bsh,bhst->bst", index.weights_BSH, products_BHST.relu())
         chosen_BST = selected(scores_BST, mask[:, 0].expand_as(scores_BST), index.top_k)
-        self._chosen = chosen_BST[:, None]
-        attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(self._chosen, -torch.inf)
+        self.chosen_B1ST = chosen_BST[:, None]
+        attention_BHST = (q_BHSC @ k_BHSC.mT * scale).where(self.chosen_B1ST, -torch.inf)
         attention_BHST = attention_BHST.softmax(-1)
         summed_BST = attention_BHST.detach().sum(1)
         target_BST = summed_BST / summed_BST.sum(-1, keepdim=True)
@@ -72,14 +72,14 @@ def selected(scores_BST: Tensor, seen_BST: Tensor, top_k: int | None) -> Tensor:
     return chosen_BST
 
 
+@dataclass
 class TokenByToken:
     """A RecurrentCore, one token after another; the mask is the document of each token."""
 
-    def __init__(self, *, mask_documents: bool) -> None:
-        self._mask_documents = mask_documents
+    mask_documents: bool
 
     def mask(self, documents_BS: Tensor) -> Tensor:
-        return documents_BS if self._mask_documents else torch.zeros_like(documents_BS)
+        return documents_BS if self.mask_documents else torch.zeros_like(documents_BS)
 
     def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, documents_BS: Tensor) -> Tensor:
         sums = []

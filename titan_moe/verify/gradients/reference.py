@@ -227,8 +227,8 @@ class Reference:
 
     def _is_for_muon(self, name: str) -> bool:
         """Weights of layers that map hidden states to hidden states."""
-        parts = name.split(".")
-        elsewhere = parts[-1] in _BIASES or _BY_ADAM & set(parts)
+        names = name.split(".")
+        elsewhere = names[-1] in _BIASES or _BY_ADAM & set(names)
         matrix = self.parameters[name].ndim > 1 and not elsewhere
         return self.optimizer.name == "Muon" and matrix
 
@@ -289,8 +289,8 @@ def asked_at(depth: int, labels_S: Tensor, documents_S: Tensor) -> list[int]:
 
 def _mtp_depth(layer: str) -> int | None:
     """The depth, from 1, of a layer of multi-token prediction; None for the decoder's layers."""
-    parts = layer.split(".")
-    return int(parts[2]) + 1 if parts[0] == "mtp" else None
+    names = layer.split(".")
+    return int(names[2]) + 1 if names[0] == "mtp" else None
 
 
 def _times_chosen(experts_SK: Tensor, router: Router) -> Tensor:

@@ -1,4 +1,4 @@
-"""One rank of the gate: trains its part of the model, and compares all that it holds."""
+"""One rank of the gate: trains what it holds of the model, and compares all of it."""
 
 import warnings
 from collections import defaultdict
@@ -73,7 +73,7 @@ def verify_on_rank(task: Task) -> RankReport:
 
 
 class LocalState:
-    """This rank's part of the model and its training, and where its parameters lie in the whole."""
+    """What this rank holds of the model, its training, and where parameters lie in the whole."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.rank = task, dist.get_rank()

@@ -124,7 +124,7 @@ def parse(text: str, dispatchers: Sequence[str] = ()) -> Layout:
     known = {field.name for field in fields(Layout)}
     choices = OPTIONS | {"dispatch": (*OPTIONS["dispatch"], *dispatchers)}
     values: dict[str, Any] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in filter(None, map(str.strip, text.split(","))):
         key, _, value = word.partition("=")
         if key not in known:
             raise ConfigError(f"{text!r}: {key!r} is unknown: choose {', '.join(sorted(known))}")

@@ -101,27 +101,27 @@ class Shards:
         lines = [f"{name} belongs to another rank" for name in sorted(held.keys() - wanted)]
         lines += [f"{name} is missing" for name in sorted(wanted - held.keys())]
         for name in sorted(held.keys() & wanted):
-            sizes = [part.stop - part.start for part in self.box(rank, name, shapes[name])]
+            sizes = [span.stop - span.start for span in self.box(rank, name, shapes[name])]
             if list(held[name]) != sizes:
                 lines.append(f"{name} has {list(held[name])} here, by arithmetic {sizes}")
         return lines
 
 
-def _even(part: tuple[int, int], pieces: int, piece: int) -> tuple[int, int]:
-    first, end = part
-    size, rest = divmod(end - first, pieces)
-    assert rest == 0, f"{end - first} is no multiple of {pieces}"
-    return first + piece * size, first + (piece + 1) * size
+def _even(span: tuple[int, int], shards: int, place: int) -> tuple[int, int]:
+    first, end = span
+    size, rest = divmod(end - first, shards)
+    assert rest == 0, f"{end - first} is no multiple of {shards}"
+    return first + place * size, first + (place + 1) * size
 
 
-def _chunk_one_dim(parts: list[tuple[int, int]], pieces: int, piece: int) -> Box:
+def _chunk_one_dim(spans: list[tuple[int, int]], shards: int, place: int) -> Box:
     """Data parallelism's cut: dim 0 into chunks of one size, of which the last may be smaller and
     further ones empty; where one would be empty, the first dim that divides, if there is any."""
-    sizes = [end - first for first, end in parts]
-    dim, chunk = 0, -(-sizes[0] // pieces)
-    if chunk * (pieces - 1) >= sizes[0]:
-        dim = next((d for d, size in enumerate(sizes) if size % pieces == 0), 0)
-        chunk = -(-sizes[dim] // pieces)
-    first, end = parts[dim]
-    cut = (min(first + piece * chunk, end), min(first + (piece + 1) * chunk, end))
-    return tuple(slice(*(cut if d == dim else part)) for d, part in enumerate(parts))
+    sizes = [end - first for first, end in spans]
+    dim, chunk = 0, -(-sizes[0] // shards)
+    if chunk * (shards - 1) >= sizes[0]:
+        dim = next((d for d, size in enumerate(sizes) if size % shards == 0), 0)
+        chunk = -(-sizes[dim] // shards)
+    first, end = spans[dim]
+    cut = (min(first + place * chunk, end), min(first + (place + 1) * chunk, end))
+    return tuple(slice(*(cut if d == dim else span)) for d, span in enumerate(spans))

@@ -30,7 +30,7 @@ class CapturedTensor:
     values: Array
     """[N, P] sketches, or [N, 1] numbers."""
     apart: Array
-    """[N]: the largest distance between ranks' copies of the same part."""
+    """[N]: the largest distance between ranks' copies of the same shard."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ def _order(place: Place, records: Sequence[dict[str, Any]]) -> tuple[int, int, i
 
 
 def _whole(records: Sequence[dict[str, Any]]) -> CapturedTensor:
-    """Joins the records of one place: the first of several copies counts, parts are added."""
-    keys, parts, values = (
+    """Joins the records of one place: the first of several copies counts, summands are added."""
+    keys, summands, values = (
         torch.cat([record[name] for record in records]).numpy()
         for name in ("keys", "parts", "values")
     )
     whole = np.unique(keys)
     sums, apart = np.zeros((len(whole), values.shape[1])), np.zeros(len(whole))
-    for part in np.unique(parts):
-        held = values[parts == part]
-        own, first, copied = np.unique(keys[parts == part], return_index=True, return_inverse=True)
+    for summand in np.unique(summands):
+        held, known = values[summands == summand], keys[summands == summand]
+        own, first, copied = np.unique(known, return_index=True, return_inverse=True)
         at = np.searchsorted(whole, own)
         sums[at] += held[first]
         with np.errstate(invalid="ignore"):

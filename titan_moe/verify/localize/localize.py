@@ -62,7 +62,7 @@ class Finding:
         phase = first.place.phase
         lines = [f"first difference: {_place_line(first.place)}", *self._keys_line()]
         if first.copies:
-            lines.append("  copies   ranks hold other values of the same part")
+            lines.append("  copies   ranks hold other values of the same shard")
         if phase != "data":
             cause = "" if first.copies else fingerprint(first.ratio, self.axes)
             lines += [

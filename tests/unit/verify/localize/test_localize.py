@@ -47,7 +47,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def write(folder: Path, ranks: list[dict[str, torch.Tensor]], margin: float = 0.5) -> Capture:
-    """Each rank has its part of the tokens, and a copy of all else."""
+    """Each rank has its chunk of the tokens, and a copy of all else."""
     for rank, held in enumerate(ranks):
         records, zero = Records(), torch.zeros(1, dtype=torch.int64)
         own = torch.arange(len(KEYS)).tensor_split(len(ranks))[rank]

@@ -1,4 +1,4 @@
-"""Sketches add up over parts of a tensor, and no difference hides from them."""
+"""Sketches add up over shards of a tensor, and no difference hides from them."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ def whole(x: torch.Tensor) -> tuple[slice, ...]:
 
 def test_columns_of_rows_add_up():
     x_NF = drawn(5, 12)
-    parts = sketch_rows(x_NF[:, :7]) + sketch_rows(x_NF[:, 7:], 7)
-    torch.testing.assert_close(parts, sketch_rows(x_NF))
+    both = sketch_rows(x_NF[:, :7]) + sketch_rows(x_NF[:, 7:], 7)
+    torch.testing.assert_close(both, sketch_rows(x_NF))
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6)])
@@ -33,7 +33,7 @@ def test_boxes_of_a_tensor_add_up(shape: tuple[int, ...], dim: int):
     torch.testing.assert_close(both.square().mean(), x.square().sum(), rtol=0.5, atol=0)
 
 
-def test_long_tensors_are_taken_in_pieces(monkeypatch):
+def test_long_tensors_are_taken_in_chunks(monkeypatch):
     from titan_moe.verify.localize.capture import sketch
 
     x_NF = drawn(50, 8)

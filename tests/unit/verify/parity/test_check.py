@@ -36,7 +36,7 @@ def test_model_agrees_with_transformers(name: str, dtype: str, seed: int):
 
 
 def _changed(config: Any, path: str, changes: dict[str, Any]) -> Any:
-    """Returns a config with other fields in one of its parts, such as "rope.scaling"."""
+    """Returns a config with other fields in one of its sections, such as "rope.scaling"."""
     first, _, rest = path.partition(".")
     if first:
         changes = {first: _changed(getattr(config, first), rest, changes)}

@@ -40,7 +40,7 @@ def scaled(record: RunRecord, quantity: str, factor: float, first: int = 0) -> R
 
 
 def assert_alone(page: Page) -> None:
-    """Nothing is loaded, and each part is there once."""
+    """Nothing is loaded, and each section is there once."""
     assert all(each.startswith(("#", "data:")) for each in page.loads), page.loads
     assert len(set(page.ids)) == len(page.ids)
     assert set(page.loads) >= {f"#{name}" for name in SECTIONS} and set(SECTIONS) <= set(page.ids)

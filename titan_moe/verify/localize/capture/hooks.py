@@ -60,8 +60,8 @@ def _watch_module(name: str, module: nn.Module, watcher: Watcher) -> list[Remova
         if isinstance(module, Output):  # Its input is that of all depths of prediction.
             x, *others = args
             depths = enumerate(x.split(watcher.now.size))
-            parts = [given(f"input of depth {k}" if k else "input", part) for k, part in depths]
-            return torch.cat(parts), *others
+            views = [given(f"input of depth {k}" if k else "input", own) for k, own in depths]
+            return torch.cat(views), *others
         return tuple(given("input", x) if isinstance(x, Tensor) else x for x in args)
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:

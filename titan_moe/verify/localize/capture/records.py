@@ -58,9 +58,9 @@ class Sketches(NamedTuple):
     """[N] int64."""
     values: Tensor
     """[N, P] sketches, or [N, 1] numbers."""
-    part: int = 0
-    """The part of the whole that these values are. Ranks' values of one key and one part are
-    copies; values of different parts are added."""
+    summand: int = 0
+    """The number of a shard, or of another summand of the whole, that these values are. Ranks'
+    values of one key and one summand are copies; values of different summands are added."""
 
 
 class Records:
@@ -93,7 +93,7 @@ class Records:
                 "order": list(self._orders[place]),
                 "kind": chunks[0].kind,
                 "keys": torch.cat([each.keys for each in chunks]),
-                "parts": torch.cat([torch.full_like(each.keys, each.part) for each in chunks]),
+                "parts": torch.cat([torch.full_like(each.keys, each.summand) for each in chunks]),
                 "values": torch.cat([each.values for each in chunks]),
             }
             for place, chunks in self._chunks.items()

@@ -1,7 +1,7 @@
-"""Sketches: what stands for a tensor in a capture, and adds up over the tensor's parts.
+"""Sketches: what stands for a tensor in a capture, and adds up over the tensor's shards.
 
 A sketch is P numbers in float64: sums of the elements with random signs, which belong to the
-elements' places in the whole tensor. So it is linear: the sketches of a tensor's parts, or of
+elements' places in the whole tensor. So it is linear: the sketches of a tensor's shards, or of
 tensors that are added, add up to the sketch of the whole. The mean square of the P sums estimates
 the sum of squares; that of a difference of two sketches does so for the difference of the two
 tensors, so none can hide (Alon, Matias and Szegedy 1999).
@@ -42,7 +42,7 @@ def sketch_rows(x_NF: Tensor, first: int = 0) -> Tensor:
 
 
 def sketch_box(x: Tensor, box: Sequence[slice]) -> Tensor:
-    """The sketch [BOX_SIGNS] of a part of a vector, a matrix or a convolution's weight [C, 1, W]
+    """The sketch [BOX_SIGNS] of a shard of a vector, a matrix or a convolution's weight [C, 1, W]
     that lies at `box` in the whole.
 
     An element's sign is the product of its row's and its column's.
@@ -64,7 +64,7 @@ def sketch_box(x: Tensor, box: Sequence[slice]) -> Tensor:
 
 
 def sketch_experts(x: Tensor, box: Sequence[slice]) -> Tensor:
-    """A sketch of each expert of a part of a stack, [E, BOX_SIGNS]."""
+    """A sketch of each expert of a shard of a stack, [E, BOX_SIGNS]."""
     if not len(x):
         return torch.zeros(0, BOX_SIGNS, dtype=torch.float64, device=x.device)
     return torch.stack([sketch_box(one, box[1:]) for one in x])

@@ -2,9 +2,8 @@
 
 Everything is kept in the coordinates of the whole model and the whole batch: tokens by sequence
 and position, experts and parameters by their names, and of each tensor a sketch that adds up over
-its
-parts. So captures of any two layouts can be put side by side, and their size is bounded: per token
-and tensor 8 numbers. verify/localize/capture_reader.py reads them.
+its shards. So captures of any two layouts can be put side by side, and their size is bounded: per
+token and tensor 8 numbers. verify/localize/capture_reader.py reads them.
 """
 
 from pathlib import Path
@@ -119,7 +118,7 @@ class StepCapture:
         for name, moe in self._sharded.moe_layers().items():
             # Every rank has the loss of its own tokens.
             place, losses = Place("loss", f"{name}.moe", "balance loss"), [moe.router.balance_loss]
-            self._numbers(place, losses, self._layers.index(name), NUMBERS, part=self._rank)
+            self._numbers(place, losses, self._layers.index(name), NUMBERS, self._rank)
 
     def updated(self, result: StepResult) -> None:
         """Records the step's sums and what it leaves; after the update, or where there is none."""
@@ -162,10 +161,10 @@ class StepCapture:
         assert first >= 0 and last <= len(whole_BS), "the microbatch's documents are a copy"
         return Microbatch(names_B[first:last], positions_S, self._tp, self._tp_rank)
 
-    def _numbers(self, place: Place, numbers: Any, stage: int, kind: str, *, part: int = 0) -> None:
+    def _numbers(self, place: Place, numbers: Any, stage: int, kind: str, summand: int = 0) -> None:
         """Records numbers of the whole step, or one for each expert."""
         values = torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()[:, None]
-        self._records.add(place, stage, Sketches(kind, torch.arange(len(values)), values, part))
+        self._records.add(place, stage, Sketches(kind, torch.arange(len(values)), values, summand))
 
     def _routers(self, phase: str) -> None:
         for name, moe in self._sharded.moe_layers().items():
@@ -187,15 +186,15 @@ class StepCapture:
                 if ".experts." in name:
                     values = sketch_experts(held, box)
                     keys = torch.arange(box[0].start, box[0].start + len(values))
-                    sketches = Sketches(EXPERTS, keys, values, _part(box[1:]))
+                    sketches = Sketches(EXPERTS, keys, values, _number_of(box[1:]))
                 else:
                     values = sketch_box(held, box)[None]
-                    sketches = Sketches(TENSOR, torch.zeros(1).long(), values, _part(box))
+                    sketches = Sketches(TENSOR, torch.zeros(1).long(), values, _number_of(box))
                 self._records.add(place, stage, sketches)
 
 
-def _part(box: tuple[slice, ...]) -> int:
-    """Returns a number that stands for the shard of a tensor at `box`, the same on every rank."""
+def _number_of(box: tuple[slice, ...]) -> int:
+    """Returns a number for the shard of a tensor at `box`, the same on every rank."""
     return hash(tuple(span.start for span in box))
 
 

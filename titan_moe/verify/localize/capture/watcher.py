@@ -26,7 +26,7 @@ class Microbatch:
         names_B: each sequence's fingerprint.
         positions_S: the positions that this rank reads of each.
         tp, tp_rank: tensor parallelism: outside of attention and feed-forwards a rank holds its
-            consecutive part of these positions, inside all of them.
+            consecutive chunk of these positions, inside all of them.
     """
 
     def __init__(self, names_B: Tensor, positions_S: Tensor, tp: int, tp_rank: int) -> None:
@@ -51,7 +51,7 @@ class Microbatch:
         Args:
             of: makes what is sketched of the tensor.
             cut: whether each tp rank has its columns of it, if it has all tokens of it.
-            gradient: True for a gradient, of which a tp rank with all columns has a part of a sum.
+            gradient: True for a gradient, of which a tp rank with all columns has one summand.
         """
         x, all_T, own_T = of(x), self._gathered_keys_T, self._own_keys_BS.flatten()
         if x.ndim > 2:
