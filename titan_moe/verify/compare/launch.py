@@ -193,11 +193,9 @@ def _command(spec: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 def _seconds(folder: Path, mark: str) -> float | None:
     """Returns the duration of the run of this mark; None if it has not ended there."""
-    try:
-        note = json.loads((folder / _NOTE).read_bytes())
-        return float(note["seconds"]) if note["mark"] == mark else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    path = folder / _NOTE
+    note = json.loads(path.read_bytes()) if path.is_file() else {}
+    return note["seconds"] if note.get("mark") == mark else None
 
 
 def _clear(folder: Path) -> None:

@@ -117,12 +117,9 @@ def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = parse(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no table")
-    except (ValueError, RecursionError) as error:
+        return dict(parse(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {reason(error)}") from None
-    return found
 
 
 def _read_curve(folder: Path, name: str) -> Curve:

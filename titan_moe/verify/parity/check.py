@@ -181,10 +181,6 @@ def _tensors(model: Decoder) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | biases
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
 def _batch(case: ParityCase, seed: int, depths: int) -> LocalBatch:
     """Returns sequences of one document each."""
     generator = torch.Generator().manual_seed(seed)
@@ -298,12 +294,13 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def _export_distance(decoder: Decoder, model: HFModel, batch: LocalBatch) -> float:
     """Compares logits with those of the model that transformers loads from a float32 export."""
     tensors = _tensors(decoder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with TemporaryDirectory() as folder:
         target = Path(folder, "exported")
         read = lambda name, box: tensors[name].detach()[box]  # noqa: E731
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            export(model, _shapes(tensors), read, target, dtype=torch.float32)
+            export(model, shapes, read, target, dtype=torch.float32)
         finally:
             dist.destroy_process_group()
         theirs = AutoModelForCausalLM.from_pretrained(

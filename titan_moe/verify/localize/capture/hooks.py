@@ -165,7 +165,7 @@ def _watch_experts(
         """Returns the sketch of tensors by row: the sum over the rows of each expert. Each of so
         many ranks with slices of an expert has the same rows; with 1, a summand of them."""
 
-        def lay(x_R: Tensor, *, gradient: bool) -> Sketches:
+        def lay(x_R: Tensor, gradient: bool) -> Sketches:
             x_RF = x_R.view(len(x_R), math.prod(x_R.shape[1:]))  # No -1: maybe no rows.
             row_R = torch.arange(len(x_RF), device=x_RF.device)
             expert_R = torch.searchsorted(rows.offsets_E, row_R, right=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,9 @@ from titan_moe.distributed.collectives import recomputing
 from titan_moe.verify.localize.capture.records import TOKENS, Place, Records, Sketches, token_keys
 from titan_moe.verify.localize.capture.sketch import sketch_rows
 
-
-class Lay(Protocol):
-    """Sketches a tensor or a gradient of its shape; None for one whose rows have no keys."""
-
-    def __call__(self, x: Tensor, /, *, gradient: bool) -> Sketches | None: ...
+Lay = Callable[[Tensor, bool], Sketches | None]
+"""Sketches a tensor or, if told so, a gradient of its shape; None for one whose rows have no
+keys."""
 
 
 class Microbatch:
@@ -38,20 +36,14 @@ class Microbatch:
         self._gathered_keys_T = torch.cat([keys_BS.flatten() for keys_BS in by_rank])
 
     def lay(
-        self,
-        x: Tensor,
-        /,
-        *,
-        of: Callable[[Tensor], Tensor],
-        cut: bool,
-        gradient: bool,
+        self, x: Tensor, gradient: bool, *, of: Callable[[Tensor], Tensor], cut: bool
     ) -> Sketches | None:
         """Sketches of a tensor [B, S, ...] or [T, F]; None for one that is not by token.
 
         Args:
+            gradient: True for a gradient, of which a tp rank with all columns has one summand.
             of: makes what is sketched of the tensor.
             cut: whether each tp rank has its columns of it, if it has all tokens of it.
-            gradient: True for a gradient, of which a tp rank with all columns has one summand.
         """
         x, all_T, own_T = of(x), self._gathered_keys_T, self._own_keys_BS.flatten()
         if x.ndim > 2:
@@ -129,6 +121,6 @@ class Watcher:
 
     def _keep(self, place: Place, x: Tensor, lay: Lay, *, gradient: bool) -> None:
         with torch.no_grad(), _disable_current_modes():
-            sketches = lay(x.detach(), gradient=gradient)
+            sketches = lay(x.detach(), gradient)
             if sketches is not None:
                 self._records.add(place, self.stage, sketches)
