@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, rotate_cases
+from tests.support import interpret
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
-from tests.support.permute_cases import ALIGNMENTS, cases, check, check_choices
 from tests.support.token_sums import BOUND, CASES, Draw, errors
 from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
@@ -19,10 +18,9 @@ from titan_moe.ops.permute_indices import (
 )
 
 
-@pytest.mark.parametrize("row_alignment", ALIGNMENTS)
-def test_permute_indices_equals_the_slow_loop(row_alignment):
-    for counts, unused in cases():
-        check(counts, unused, row_alignment, device="cuda")
+@pytest.mark.parametrize("name", interpret.CASES)
+def test_kernels_equal_the_slow_formulas(name):
+    interpret.cases_of(name).check_kernels("cuda")
 
 
 def test_permute_indices_is_one_launch_without_a_wait():
@@ -51,11 +49,6 @@ def test_sums_over_tokens_in_bfloat16_are_within_one_percent(name: str):
     assert max(errors(CASES[name](Draw("cuda")))) < BOUND
 
 
-@pytest.mark.parametrize("dtype", move_rows_cases.DTYPES, ids=str)
-def test_rows_are_copied_and_added_as_by_the_slow_loops(dtype):
-    assert move_rows_cases.check(dtype, "cuda") == move_rows_cases.NUM_CASES
-
-
 def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
     num_tokens, top_k, dim = 4096, 8, 2048
     x_TD = torch.randn(num_tokens, dim, dtype=torch.bfloat16, device="cuda")
@@ -80,10 +73,6 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
         assert torch.equal(first, again)
 
 
-def test_choices_are_sorted_and_copied_as_by_the_slow_loops():
-    check_choices("cuda")
-
-
 def test_choices_are_sorted_and_copied_without_a_wait():
     experts_TK = torch.rand(16384, 128, device="cuda").topk(8).indices
     torch.cuda.set_sync_debug_mode("error")
@@ -95,23 +84,11 @@ def test_choices_are_sorted_and_copied_without_a_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)
-def test_gated_rows_equal_autograd(dtype):
-    assert gated_cases.check(dtype, "cuda", rounds_once=True) == len(list(gated_cases.cases(dtype)))
-
-
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("shape", [(16, 24), (7, 24), (16, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_grouped_mm_equals_the_slow_loop(dtype, shape, case):
     check_against_the_slow_loop(dtype, shape, case, device="cuda")
-
-
-@pytest.mark.parametrize("dtype", cross_entropy_cases.DTYPES, ids=str)
-def test_cross_entropy_equals_torchs_loss(dtype):
-    count = cross_entropy_cases.check(dtype, "cuda")
-    assert count == 2 * len(cross_entropy_cases.SIZES)
-    cross_entropy_cases.check_labels_outside("cuda")
 
 
 def test_cross_entropy_is_one_launch_and_repeats_its_bits():
@@ -136,8 +113,3 @@ def test_the_weights_gradient_is_added_up_in_float32():
         found.append([loss, *torch.autograd.grad(loss, inputs)])
     for ours, exact in zip(*found, strict=True):
         assert (ours - exact).norm() <= 1e-2 * exact.norm()
-
-
-@pytest.mark.parametrize("dtype", rotate_cases.DTYPES, ids=str)
-def test_rotations_are_those_of_complex_numbers(dtype):
-    assert rotate_cases.check(dtype, "cuda") == rotate_cases.NUM_CASES

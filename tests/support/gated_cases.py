@@ -12,6 +12,7 @@ from titan_moe.ops.gated import ACTIVATIONS, gated_rows, gated_rows_backward
 
 # (rows, F): odd, one column, several tiles wide, several programs, none at all.
 SIZES = [(5, 3), (3, 1), (7, 1100), (70, 96), (0, 8)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 # Wide types have the arithmetic's rounding, narrow ones their own in every pass.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 # Kernels round once, and are compared with the exact result in the type that they store.
@@ -55,9 +56,8 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float().view(torch.int32) & -65536).view(torch.float32)
 
 
-def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False) -> int:
-    """Values and gradients against autograd in float64; how many cases there were."""
-    count = 0
+def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False) -> None:
+    """Checks values and gradients against autograd in float64."""
     for case in cases(dtype, device):
         gate_up = tuple(x.double().requires_grad_() for x in case.gate_up)
         inputs, weights = list(gate_up), None
@@ -81,9 +81,12 @@ def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False)
             error, size = (ours.double() - theirs).norm(), theirs.norm()
             assert error <= limit * size, (case.name, ours.shape, error / size)
         assert all(torch.equal(a, b) for a, b in zip(kept, case.gate_up, strict=True))
-        count += 1
     _check_what_is_not_finite(dtype, device)
-    return count
+
+
+def check_kernels(device: str) -> None:
+    for dtype in DTYPES:
+        check(dtype, device, rounds_once=True)
 
 
 def _check_what_is_not_finite(dtype: torch.dtype, device: str) -> None:

@@ -11,7 +11,6 @@ from titan_moe.ops import move_rows
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 # (tokens, experts per token, D): narrow, odd, wider than a tile, none at all.
 SIZES = [(5, 1, 1), (300, 2, 1), (7, 3, 5), (33, 8, 96), (3, 2, 2500), (0, 2, 8)]
-NUM_CASES = 2 * len(SIZES)
 
 
 def cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -33,9 +32,8 @@ def cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield x_TD, source_R, rows_TK.view(num_tokens, top_k)
 
 
-def check(dtype: torch.dtype, device: str = "cpu") -> int:
-    """Copy and add against loops over rows; how many cases there were."""
-    count = 0
+def check(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Checks copies and sums against loops over rows."""
     for numbers_TD, source_R, rows_TK in cases():
         x_TD = numbers_TD.to(dtype) * (1 + 2**-40)  # Exact in float64, and 1 in narrower types.
         x_TD[::7, :1], x_TD[1::7, -1:] = torch.nan, torch.inf
@@ -60,8 +58,11 @@ def check(dtype: torch.dtype, device: str = "cpu") -> int:
         spread_RD = one_1D.to(device).expand(len(y_RD), -1)  # A gradient may be of this kind.
         total_TD = move_rows.add_rows(spread_RD, rows_TK.to(device)).cpu()
         assert torch.equal(total_TD, (rows_TK >= 0).sum(1, keepdim=True).to(dtype) * one_1D)
-        count += 1
-    return count
+
+
+def check_kernels(device: str) -> None:
+    for dtype in DTYPES:
+        check(dtype, device)
 
 
 def _assert_equal(found: Tensor, expected: Tensor) -> None:
