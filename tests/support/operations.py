@@ -1,11 +1,14 @@
 """Watches the operations that torch runs, and its collectives."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Size, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Operations(TorchDispatchMode):
@@ -23,6 +26,18 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._note(func, result)
         return result
+
+
+@contextmanager
+def shapes_of_results() -> Iterator[set[Size]]:
+    """Collects the shapes of the tensors that operations return while the block runs."""
+    found: set[Size] = set()
+
+    def note(func: Any, result: Any) -> None:
+        found.update(x.shape for x in tree_leaves(result) if isinstance(x, Tensor))
+
+    with Operations(note):
+        yield found
 
 
 def watch_collectives(names: Iterable[str], note: Callable[[str, Any], object]) -> None:

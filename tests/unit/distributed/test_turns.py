@@ -6,8 +6,8 @@ from contextvars import ContextVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.operations import Operations
 from titan_moe.distributed.turns import BACKWARD, FORWARD, Turns
 
 TURNS = Turns(torch.device("cpu"))
@@ -52,17 +52,12 @@ def test_turn_passes_at_each_exchange_and_an_error_ends_both_there(exchanges, fa
 def test_backward_has_the_callers_modes_and_variables():
     found: list[str] = []
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     def backward() -> None:
         torch.ones(1)
         found.append(WORD.get())
 
     word = WORD.set("here")
-    with Seen():
+    with Operations(lambda func, _: found.append(func.__name__)):
         TURNS.run(lambda: None, backward)
     WORD.reset(word)
     assert found == ["ones.default", "here"]

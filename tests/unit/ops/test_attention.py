@@ -7,25 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.support.operations import shapes_of_results
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.ops.attention import first_seen_in_sequences, sdpa
 from titan_moe.ops.flex_attention import Flex
 from titan_moe.ops.local_attention import LocalAttention
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor had which any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
-        return result
 
 
 @pytest.mark.parametrize("local", [None, ("window", 300), ("chunk", 512)], ids=str)
@@ -39,9 +26,9 @@ def test_flex_tiles_are_those_of_all_pairs(
     first_BS = first_seen_in_sequences(opens_BS.cumsum(1), layers, mask_documents=True)
     parts = [local_positions(seq_len, cp, rank, balanced=True) for rank in range(cp)]
     for queries_S, keys_S in product(parts, [torch.arange(seq_len), *parts]):
-        with Largest() as largest:
+        with shapes_of_results() as shapes:
             ours = Flex(compiled=False).block_mask(queries_S, keys_S, first_BS[:, queries_S])
-        assert largest.elements <= 4 * seq_len
+        assert 0 < max(shape.numel() for shape in shapes) <= 4 * seq_len
         theirs = create_block_mask(ours.mask_mod, 2, None, *ours.seq_lengths, device="cpu")
         if jumps:
             assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
