@@ -56,20 +56,15 @@ def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
     return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    """Recipe, or None for no float8 -> loss and gradients of one process."""
-
-    @cache
-    def find(recipe: str | None):
-        (found,) = run_on_ranks(one_step, 1, job_of(recipe))
-        return found
-
-    return find
+@cache
+def one_rank(recipe: str | None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Returns the loss and the gradients of one process; without a recipe, without float8."""
+    (found,) = run_on_ranks(one_step, 1, job_of(recipe))
+    return found
 
 
 @pytest.mark.parametrize("recipe", tiered(["rowwise"], slow=["rowwise_with_gw_hp", "tensorwise"]))
-def test_float8_rounds_within_bounds(one_rank, recipe: str):
+def test_float8_rounds_within_bounds(recipe: str):
     loss, exact = one_rank(None)
     ours, grads = one_rank(recipe)
     assert loss != ours and abs(ours - loss) < 1e-2 * loss
@@ -77,7 +72,7 @@ def test_float8_rounds_within_bounds(one_rank, recipe: str):
 
 
 @pytest.mark.parametrize("axis", tiered(["dp_shard"], slow=["dp_replicate"]))
-def test_data_parallel_layouts_have_the_same_bits(one_rank, axis: str):
+def test_data_parallel_layouts_have_the_same_bits(axis: str):
     loss, grads = one_rank("rowwise")
     for ours, found in run_on_ranks(one_step, 2, job_of("rowwise", f"{axis}=2")):
         assert ours == loss
@@ -94,7 +89,7 @@ LAYOUTS = ["dp_shard=2,ep=2", "tp=2", "dp_shard=2,etp=2", "cp=2", "pp=2,tp=2,ep=
 
 
 @pytest.mark.parametrize("layout", split(LAYOUTS, ["tp=2"]))
-def test_other_layouts_round_no_worse(one_rank, layout: str):
+def test_other_layouts_round_no_worse(layout: str):
     """Ranks that cut a sum have scales of their own for their parts of it."""
     expected, exact = one_rank(None)
     alone = largest_error(one_rank("rowwise")[1], exact)
@@ -104,6 +99,6 @@ def test_other_layouts_round_no_worse(one_rank, layout: str):
     assert 0.5 * alone < largest_error(found, exact) < 1.3 * alone
 
 
-def test_cut_linears_that_multiply_exactly_are_seen(one_rank):
+def test_cut_linears_that_multiply_exactly_are_seen():
     _, exact = one_rank(None)
     assert largest_error(whole("tp=2", planted=True)[1], exact) < 1e-4

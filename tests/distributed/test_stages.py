@@ -16,6 +16,7 @@ from titan_moe import trainer
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
+from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 STEPS = 8
@@ -79,7 +80,7 @@ def test_figures_are_of_the_stage_that_a_step_is_in(live: Path) -> None:
         for each in facts["stages"]
     ]
     assert found == [(3, 12 * 64, 2, 1), (5, 12 * 64, 1, 2), (6, 12 * 96, 1, 2)]
-    lines = [json.loads(line) for line in (live / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(live / "metrics.jsonl")
     per_step = [8 * 32] * 2 + [12 * 64] * 3 + [12 * 96] * 3
     assert [line["tokens"] for line in lines] == list(accumulate(per_step))
     assert [line["step"] for line in lines if "time/reshard" in line] == [3, 5, 6]

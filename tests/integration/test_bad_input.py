@@ -46,17 +46,8 @@ def misspelt_flavor(folder: Path) -> Bad:
     return Bad(_CONFIG, ["did you mean 'debugmodel'?"], {"model__flavor": "debugmodle"})
 
 
-def too_few_ranks(folder: Path) -> Bad:
-    overrides = {"parallelism__data_parallel_shard_degree": 8}
-    return Bad(_CONFIG, ["dp_shard 8 = 8 ranks, but this"], overrides, {"NGPU": 2})
-
-
 def no_number_of_ranks(folder: Path) -> Bad:
     return Bad(_CONFIG, ["NGPU=all", "whole number"], variables={"NGPU": "all"})
-
-
-def missing_config_file(folder: Path) -> Bad:
-    return Bad(_CONFIG, ["nowhere.toml", "No such file"], variables={"CONFIG_FILE": "nowhere.toml"})
 
 
 def missing_data(folder: Path) -> Bad:
@@ -115,7 +106,7 @@ def test_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
     "case",
     tiered(
         [unknown_key, missing_data, unwritable_folder],
-        slow=[too_few_ranks, no_number_of_ranks, missing_config_file, folder_in_use, port_in_use],
+        slow=[no_number_of_ranks, folder_in_use, port_in_use],
     ),
 )
 def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:

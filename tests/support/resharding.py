@@ -26,6 +26,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.metrics import curves
+from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.ranks import run_on_ranks
@@ -75,7 +76,7 @@ class Run:
 
     def logged(self, step: int, *keys: str) -> tuple[float, ...]:
         """Returns these keys of a step's metrics."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        lines = read_json_lines(self.folder / "metrics.jsonl")
         return next(tuple(line[key] for key in keys) for line in lines if line["step"] == step)
 
 

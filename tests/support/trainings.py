@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.trainer import Trainer, train
+from titan_moe.trainer import Trainer
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.records import Curve, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
@@ -57,10 +58,18 @@ def process_here() -> Process:
 
 
 def train_here(
-    job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] | None = None
+    job: JobConfig,
+    *,
+    disturb: bool = False,
+    kill: tuple[str, int] | None = None,
+    alter: Callable[[Trainer], None] | None = None,
 ) -> bool:
-    """Train on this rank; `disturb` starts from other random states and a warm thread pool. Returns
-    whether the run stopped before its last step, saved."""
+    """Trains on this rank. Returns whether the run stopped before its last step, saved.
+
+    Args:
+        disturb: starts from other random states and a warm thread pool.
+        alter: plants a mistake before the first step.
+    """
     curves.plot_curves = lambda *_, **__: None  # The picture takes as long as many steps.
     if disturb:
         torch.manual_seed(12345)
@@ -69,7 +78,10 @@ def train_here(
         torch.set_num_threads(1)
     if kill is not None:
         _plant_kill(*kill)
-    return train(job, model_of_job(job.model), process_here())
+    trainer = Trainer(job, model_of_job(job.model), process_here())
+    if alter is not None:
+        alter(trainer)
+    return trainer.train()
 
 
 def _plant_kill(where: str, rank: int) -> None:
@@ -190,17 +202,9 @@ def train_curve(
     keys = dict((*batch_words(spec, spec.job()), *words)) | _LOGGED
     keys |= {"metrics.log_freq": "1", "job.dump_folder": str(folder)}
     job = resolve(load_job([*spec.file(), *spec.arguments(*keys.items())]), spec.world_size)
-    run_on_ranks(_train_altered, spec.world_size, job, alter)
+    run_on_ranks(partial(train_here, alter=alter), spec.world_size, job)
     curve = read_run(folder).curve
     lines = read_json_lines(folder / "parameter_norms.jsonl")
     names = lines[0].keys() - {"step"}
     norms = {f"norm of {name}": np.array([line[name] for line in lines]) for name in names}
     return replace(curve, scalars={**curve.scalars, **norms})
-
-
-def _train_altered(job: JobConfig, alter: Callable[[Trainer], None] | None) -> None:
-    curves.plot_curves = lambda *_, **__: None
-    trainer = Trainer(job, model_of_job(job.model), process_here())
-    if alter is not None:
-        alter(trainer)
-    trainer.train()

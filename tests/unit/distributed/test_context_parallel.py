@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.visible import visible
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
@@ -24,20 +25,6 @@ def test_every_position_is_held_once_and_positions_ascend(cp_size: int, balanced
     assert all(len(part) == 48 // cp_size and (part.diff() > 0).all() for part in parts)
 
 
-def _visible(documents_BS: torch.Tensor, local: LocalAttention | None) -> torch.Tensor:
-    """Pair by pair: [B, S, S]."""
-    at = torch.arange(documents_BS.shape[1])
-    distance = at[:, None] - at
-    seen = (documents_BS[:, :, None] == documents_BS[:, None]) & (distance >= 0)
-    if local and local.kind == "window":
-        seen &= distance < local.size
-    elif local:
-        same = documents_BS[:, :, None] == documents_BS[:, None]
-        chunk_BS = (at - same.int().argmax(-1)) // local.size
-        seen &= chunk_BS[:, :, None] == chunk_BS[:, None]
-    return seen.long()
-
-
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("mask_documents", [True, False])
 @pytest.mark.parametrize("balanced", [True, False])
@@ -50,10 +37,10 @@ def test_blocks_hold_every_visible_pair_once(
     found = torch.zeros(2, 24, 24, dtype=torch.int64)
     for queries_S, keys_S in product(positions, positions):
         for queries, keys, mask in attention.blocks(documents_BS, queries_S, keys_S, local):
-            visible = torch.ones(1, dtype=torch.int64) if mask is None else mask[:, 0].long()
-            found[:, queries_S[queries, None], keys_S[keys]] += visible
-    expected = _visible(documents_BS if mask_documents else torch.zeros(2, 24), local)
-    assert torch.equal(found, expected)
+            pairs = torch.ones(1, dtype=torch.int64) if mask is None else mask[:, 0].long()
+            found[:, queries_S[queries, None], keys_S[keys]] += pairs
+    expected = visible(documents_BS if mask_documents else torch.zeros(2, 24), local)
+    assert torch.equal(found, expected.long())
 
 
 def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from tests.support.visible import visible
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import model_config
@@ -56,24 +57,12 @@ LOCALS = {
 }
 
 
-def sees(documents_S, local, query, key) -> bool:
-    """The rule itself, for one pair."""
-    if key > query or documents_S[key] != documents_S[query]:
-        return False
-    if local is None:
-        return True
-    if local.kind == "window":
-        return query - key < local.size
-    start = documents_S.tolist().index(documents_S[query])
-    return (query - start) // local.size == (key - start) // local.size
-
-
 def slow_attention(q, k, v, documents_BS, local, scale, sinks):
     """Query by query, head by head."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
-    groups = q.shape[1] // k.shape[1]
+    groups, seen_BSS = q.shape[1] // k.shape[1], visible(documents_BS, local)
     for b, h, i in product(*map(range, q.shape[:3])):
-        seen = [j for j in range(i + 1) if sees(documents_BS[b], local, i, j)]
+        seen = seen_BSS[b, i].nonzero()[:, 0].tolist()
         scores = [q[b, h, i] @ k[b, h // groups, j] * scale for j in seen]
         if sinks is not None:
             scores.append(sinks[h])

@@ -51,24 +51,6 @@ def _model(depths: int, *, sparse: bool = False, **balance: float) -> Decoder:
     return model
 
 
-def _look_ahead(depths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return look_ahead(Batch(TOKENS, LABELS, DOCUMENTS, [[], []]), depths)
-
-
-def test_labels_ahead_stay_in_the_row_and_in_the_document():
-    tokens_BKS, labels_BKS = _look_ahead(2)
-    assert tokens_BKS[0].tolist() == [[1, 4, 1, 5, 9, 2, 6, 0], [4, 1, 5, 9, 2, 6, 0, 0]]
-    no = IGNORE_INDEX
-    assert labels_BKS[0].tolist() == [
-        [4, no, no, 9, 2, 6, 7, no],
-        [no, no, no, 2, 6, 7, no, no],
-    ]
-    assert labels_BKS[1].tolist() == [
-        [5, 8, 9, 7, no, no, no, no],
-        [8, 9, 7, no, no, no, no, no],
-    ]
-
-
 def _slow_losses(model: Decoder, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of cross-entropies of the decoder, and of all depths, arXiv 2412.19437, 21 to 25."""
     main, further = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -109,7 +91,8 @@ def _slow_losses(model: Decoder, depths: int) -> tuple[torch.Tensor, torch.Tenso
 def test_losses_and_gradients_are_those_of_the_equations(depths: int):
     model = _model(depths)
     positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
-    main = model(TOKENS, DOCUMENTS, positions, LABELS, *_look_ahead(depths))
+    ahead = look_ahead(Batch(TOKENS, LABELS, DOCUMENTS, [[], []]), depths)
+    main = model(TOKENS, DOCUMENTS, positions, LABELS, *ahead)
     main.backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.support.rotate_cases import turned
 from titan_moe.models import rope as rope_module
 from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
 from titan_moe.models.rope import Rope, inverse_frequencies, rotate, softmax_factor
@@ -16,15 +17,9 @@ def test_rotation_is_complex_multiplication_of_the_pairs(pairing: str):
     x_BSHC = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     positions_BS = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 3, 3, 1]])
     out = rotate(x_BSHC, rope(positions_BS, torch.float64), pairing)
-    for b in range(2):
-        for s in range(5):
-            for i in range(4):
-                a, c = (i, i + 4) if pairing == "halves" else (2 * i, 2 * i + 1)
-                angle = positions_BS[b, s].item() * 100.0 ** (-2 * i / 8)
-                turn = complex(math.cos(angle), math.sin(angle))
-                turned = torch.complex(x_BSHC[b, s, :, a], x_BSHC[b, s, :, c]) * turn
-                torch.testing.assert_close(out[b, s, :, a], turned.real)
-                torch.testing.assert_close(out[b, s, :, c], turned.imag)
+    frequencies_C = torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
+    angles_BSC = positions_BS[..., None] * frequencies_C
+    torch.testing.assert_close(out, turned(x_BSHC, angles_BSC, pairing, 0))
 
 
 def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.visible import visible
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_weights
@@ -66,10 +67,7 @@ def test_multi_token_prediction_costs_a_projection_a_layer_and_its_logits():
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 @pytest.mark.parametrize("size", [1, 6, 100])
 def test_how_much_a_token_sees_on_average(seq_len: int, kind: str, size: int):
-    first = [0] * seq_len
-    for i in range(seq_len):
-        first[i] = max(0, i - size + 1) if kind == "window" else i - i % size
-    seen = sum(i - first[i] + 1 for i in range(seq_len)) / seq_len
     local = LocalAttention(kind, size, global_every=2)
+    seen = visible(torch.zeros(1, seq_len), local).sum().item() / seq_len
     assert mean_seen(local, seq_len) == pytest.approx(seen, rel=1e-12)
     assert mean_seen(None, seq_len) == (seq_len + 1) / 2

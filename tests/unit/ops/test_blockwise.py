@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.visible import visible
 from titan_moe.ops.blockwise_attention import attend_in_blocks
 
 SCALE = 0.3
@@ -23,8 +24,7 @@ def _inputs(
 def _documents(seq_len: int) -> Tensor:
     """[2, 1, S, S]: two rows, cut differently."""
     documents_BS = torch.stack([torch.arange(seq_len) // 7, torch.arange(seq_len) // 19])
-    same = documents_BS[:, :, None] == documents_BS[:, None]
-    return (same & torch.ones(seq_len, seq_len, dtype=torch.bool).tril())[:, None]
+    return visible(documents_BS)[:, None]
 
 
 def _oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
