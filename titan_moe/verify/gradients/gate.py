@@ -114,7 +114,7 @@ class Gate:
                 problems = _problems(result, layout, reports)
                 unfit = _unpoisoned(reports, layout, config)
             except RankError as error:
-                problems, result.traceback = [_headline(str(error))], str(error)
+                problems, result.traceback = [headline(str(error))], str(error)
         if not problems and unfit:
             result.lines = [f"{layout}: this model proves nothing: {line}" for line in unfit]
         else:
@@ -153,10 +153,13 @@ def _problems(result: Result, layout: Layout, reports: list[RankReport]) -> list
     return lines
 
 
-def _headline(error: str) -> str:
-    """Returns the line of a rank's traceback that names the exception, whose message may go on."""
+def headline(error: str) -> str:
+    """Returns the line of a rank's traceback that names the exception, whose message may go on, or
+    begin on the next line."""
     _, _, raised = error.rpartition("Traceback (most recent call last):\n")
-    return next(line for line in raised.splitlines() if line and not line.startswith(" "))
+    lines = [line.rstrip() for line in raised.splitlines() if line.strip()]
+    at = next(index for index, line in enumerate(lines) if not line.startswith(" "))
+    return " ".join(lines[at : at + 1 + lines[at].endswith(":")])
 
 
 def _unpoisoned(reports: list[RankReport], layout: Layout, config: ModelConfig) -> list[str]:

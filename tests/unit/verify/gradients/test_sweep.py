@@ -7,7 +7,7 @@ import torch
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.revision import code_in_words, running_code
-from titan_moe.verify.gradients.gate import Result
+from titan_moe.verify.gradients.gate import Result, headline
 from titan_moe.verify.gradients.sweep import (
     RESULTS_FILE,
     code_fingerprint,
@@ -48,6 +48,12 @@ def test_failures_and_other_code_are_tried_again(tmp_path):
     anew = FakeGate()
     run(anew, tmp_path)
     assert len(anew.asked) == 3
+
+
+def test_headline_joins_a_message_that_begins_on_the_next_line():
+    frames = 'Traceback (most recent call last):\n  File "a.py", line 1\n'
+    assert headline(f"{frames}RuntimeError: \nread twice\nmore") == "RuntimeError: read twice"
+    assert headline(f"{frames}ValueError: one\ntwo") == "ValueError: one"
 
 
 def test_summary_and_page(tmp_path):
