@@ -31,7 +31,7 @@ _ACCEPTED = {
     "too slow": {Verdict.TOO_SLOW},
     "too large": {Verdict.TOO_LARGE},
 }
-_OF_TRIAL = ("steps", "control_layouts", "seed", "max_slowdown", "max_memory_growth", "pin_routing")
+_OF_TRIAL = {"steps", "control_layouts", "seed", "max_slowdown", "max_memory_growth", "pin_routing"}
 """Keys of an entry that its trial has too."""
 
 
@@ -123,15 +123,8 @@ def entry_trial(entry: Entry) -> Trial:
         ranks=entry.ranks,
         overrides=parse_overrides(split_words(entry.overrides)),
     )
-    options = {key: getattr(entry, key) for key in _OF_TRIAL}
-    return trial_of(
-        entry.name,
-        common,
-        entry.baseline,
-        entry.candidate,
-        num_control_runs=entry.repeats,
-        **options,
-    )
+    options = entry.model_dump(include=_OF_TRIAL) | {"num_control_runs": entry.repeats}
+    return trial_of(entry.name, common, entry.baseline, entry.candidate, **options)
 
 
 def prepare_suite(suite: Suite, folder: Path, forecast: Forecast, say: Progress) -> list[Runner]:

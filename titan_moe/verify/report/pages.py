@@ -33,9 +33,6 @@ _VIEWS = {
     "dense": (DENSE_AXES, "attention, router, shared experts, embeddings, norms"),
     "sparse": (SPARSE_AXES, "routed experts"),
 }
-_ALL_DRAWN = 64
-_DRAWN = 2
-"""Boxes of each axis that are drawn of a larger world."""
 # Tables and keys that change files and messages, and not what is trained.
 _QUIET = ("job.", "metrics.", "profiling.", "comm.", "debug.routing_record", "debug.capture_step")
 # Quantities that follow from others, or differ from machine to machine.
@@ -81,7 +78,6 @@ def comparison_page(comparison: Comparison) -> str:
         "comparison.html",
         title=comparison.title,
         comparison=comparison,
-        color=_color,
         detail=_detail,
         runs=f"Runs: {runs}.",
         flips=Table(FLIP_HEADS, flip_rows(flips)) if flips else None,
@@ -115,10 +111,6 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         load=charts(plots.load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
         **shared_sections(runs),
     )
-
-
-def _color(verdict: Verdict) -> str:
-    return {0: "good", 3: "good", 5: "warn"}.get(verdict.exit_code, "bad")
 
 
 def _detail(comparison: Comparison) -> str:
@@ -245,8 +237,7 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Every run's ranks in both views, each rank once in each; above 64 ranks the first of each
-    axis. A layout that several runs share is drawn once."""
+    """Every run's ranks in both views. A layout that several runs share is drawn once."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         groups.setdefault(layout_words(run), []).append(run)
@@ -256,10 +247,7 @@ def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         for name, (axes, modules) in _VIEWS.items() if sizes else ():
             larger = [(axis, sizes[axis]) for axis in axes if sizes.get(axis, 1) > 1]
             world = prod(size for _, size in larger)
-            most = world if world <= _ALL_DRAWN else _DRAWN
-            views.append(
-                {"name": name, "modules": modules, "axes": larger, "world": world, "most": most}
-            )
+            views.append({"name": name, "modules": modules, "axes": larger, "world": world})
         names = ", ".join(run.name for run in alike)
         found.append({"names": names, "words": words, "views": views})
     return found

@@ -18,18 +18,13 @@ from titan_moe.verify.report.pages import comparison_page, runs_page
 from titan_moe.verify.report.plots import Load, charts, load_panels
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
-CONTROLS = [run(f"repeat {i}", noise=1e-6).curve for i in range(8)]
+CONTROLS = [run(f"repeat {i}", noise=1e-6) for i in range(8)]
 EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
 
 
 def against(candidate: RunRecord, *, controls: bool = True, **others: object) -> Comparison:
     baseline = run("base", noise=1e-6, facts=facts(world_size=1))
-    found = compare_runs(
-        "A change",
-        baseline,
-        candidate,
-        controls=[RunRecord(curve.name, curve) for curve in CONTROLS] if controls else (),
-    )
+    found = compare_runs("A change", baseline, candidate, controls=CONTROLS if controls else ())
     return replace(found, **others)  # type: ignore[arg-type]
 
 
