@@ -2,7 +2,7 @@
 
 import hashlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ def code_revision(checkout: Path) -> dict[str, Any] | None:
     return {"commit": commit, "changed": bool(changed)}
 
 
-def package_hash(package: Path) -> str:
-    """Returns a hash of the names and contents of all *.py files below a folder."""
+def package_hash(folder: Path, patterns: Sequence[str] = ("**/*.py",)) -> str:
+    """Returns a hash of the names and contents of a folder's files, all *.py if not told others."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

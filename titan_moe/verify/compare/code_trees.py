@@ -1,6 +1,5 @@
 """The code of a run: this working tree, or a clean worktree of a commit."""
 
-import hashlib
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
         head = "no git repository"
         if found := code_revision(REPO):
             head = f"{found['commit'][:7]}{', changed' * found['changed']}"
-        return CodeTree(REPO, _hash(REPO), f"working tree ({head})")
+        return CodeTree(REPO, package_hash(REPO, _RUNS), f"working tree ({head})")
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
         raise ConfigError(f"revision={revision}: git knows no such commit in {REPO}")
@@ -59,23 +58,13 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
         _git("worktree", "add", "--force", "--detach", str(folder), commit)
     if _git("status", "--porcelain", at=folder) or _git("rev-parse", "HEAD", at=folder) != commit:
         raise ConfigError(f"{folder}: files were changed there: remove the folder, and run again")
-    return CodeTree(folder, _hash(folder), f"{revision} ({commit[:7]})")
+    return CodeTree(folder, package_hash(folder, _RUNS), f"{revision} ({commit[:7]})")
 
 
 def remove_worktrees(worktrees: Path) -> None:
     """Remove what `code_tree` has checked out, unless something was changed there."""
     for folder in sorted(worktrees.glob("[0-9a-f]" * _SHORT)):
         _git("worktree", "remove", str(folder.resolve()), ok=(0, 128))
-
-
-def _hash(folder: Path) -> str:
-    found = hashlib.sha256()
-    for pattern in _RUNS:
-        for path in sorted(folder.glob(pattern)):
-            if path.is_file():
-                found.update(f"{path.relative_to(folder)}\0".encode())
-                found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def _git(*words: str, at: Path | None = None, ok: tuple[int, ...] = (0,)) -> str:
