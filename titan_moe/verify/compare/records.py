@@ -1,7 +1,6 @@
 """Files of a run, as comparisons and reports read them."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +125,7 @@ def _read_curve(folder: Path, name: str) -> Curve:
     lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
     steps = sorted(lines)
     scalars = {
-        key: np.array([_number(lines[step].get(key)) for step in steps])
+        key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
         for key in dict.fromkeys(key for line in lines.values() for key in line)
         if key in _SCALARS or key.endswith(BUSIEST)
     }
@@ -141,7 +140,3 @@ def _read_curve(folder: Path, name: str) -> Curve:
 
 def _steps(path: Path) -> list[dict[str, Any]]:
     return [line for line in read_json_lines(path) if "step" in line]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -1,7 +1,7 @@
 """Tensors against their reference, and what a wrong ratio of norms says about the mistake."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,12 @@ def above_bound(differences: Iterable[TensorDifference], dtype: str) -> list[Ten
 def by_cause(difference: TensorDifference) -> tuple[int, int, float]:
     """Sorts causes before what follows from them, the largest error of a quantity first."""
     return difference.step, _CAUSES_FIRST.index(difference.quantity), -difference.error
+
+
+def first_few(items: Sequence[str], most: int = 5) -> list[str]:
+    """Returns the first items and, in a last one, how many others there are."""
+    more = len(items) - most
+    return [*items[:most], f"and {more} more"] if more > 0 else list(items)
 
 
 def compare(

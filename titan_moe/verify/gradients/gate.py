@@ -14,7 +14,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-from titan_moe.verify.gradients.compare import TensorDifference, above_bound, by_cause
+from titan_moe.verify.gradients.compare import TensorDifference, above_bound, by_cause, first_few
 from titan_moe.verify.gradients.fixture import (
     MAX_NORM,
     OWN_KEYS,
@@ -186,9 +186,7 @@ def _lines(wrong: list[TensorDifference], axes: Mapping[str, int]) -> list[str]:
     seen: dict[str, TensorDifference] = {}
     for difference in sorted(wrong, key=by_cause):
         seen.setdefault(difference.name or difference.quantity, difference)
-    lines = [difference.line(axes) for difference in seen.values()]
-    rest = len(lines) - _MOST_LINES
-    return lines[:_MOST_LINES] + ([f"and {rest} more"] if rest > 0 else [])
+    return first_few([difference.line(axes) for difference in seen.values()], _MOST_LINES)
 
 
 def _easy_layout(fixture: Fixture, job: JobConfig, layout: Layout) -> list[str]:

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_moe.verify.gradients.compare import fingerprint
+from titan_moe.verify.gradients.compare import fingerprint, first_few
 from titan_moe.verify.localize.capture.records import EXPERTS, PHASES, POSITION_BITS, TOKENS, Place
 from titan_moe.verify.localize.capture_reader import Capture, norms
 from titan_moe.verify.localize.difference import PlaceDifference, differences
-
-_MOST_SHOWN = 5
 
 
 def locate(
@@ -85,7 +83,7 @@ class Finding:
             f"{_place_line(d.place)}: off by {d.off_by:.1e}, ratio {d.ratio:.6g}" for d in later
         ]
         if then:
-            lines += ["  then:", *(f"    {line}" for line in _first_few(then))]
+            lines += ["  then:", *(f"    {line}" for line in first_few(then))]
         return lines
 
     def of_phase(self) -> tuple[int, int]:
@@ -107,7 +105,7 @@ class Finding:
                 f"first at position {at.min()}"
                 for name, at in sorted(found.items(), key=lambda each: number.get(each[0], 0))
             ]
-        return [f"  {kind:<8} {'all' if self.first.whole else '; '.join(_first_few(shown))}"]
+        return [f"  {kind:<8} {'all' if self.first.whole else '; '.join(first_few(shown))}"]
 
 
 def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
@@ -126,7 +124,7 @@ def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
         only = [place for place in only if place.phase not in counted_elsewhere]
         if only:
             count = f"{len(only)} of its {len(ours.places)} places"
-            shown = "; ".join(_first_few([_place_line(place) for place in only]))
+            shown = "; ".join(first_few([_place_line(place) for place in only]))
             lines.append(f"not compared: {count} only the {name} has: {shown}")
     if not any(len(baseline.places[p].keys) for p in baseline.places.keys() & candidate.places):
         lines.append("not compared: the runs have no place in common")
@@ -156,12 +154,6 @@ def _tie(choice: PlaceDifference, compared: Sequence[PlaceDifference], baseline:
             if margin.max() <= 2 * each.bound * usual:
                 return f"scores are at most {margin.max():.1e} apart"
     return ""
-
-
-def _first_few(items: Sequence[str]) -> list[str]:
-    """Returns the first items and, in a last one, how many others there are."""
-    more = len(items) - _MOST_SHOWN
-    return [*items[:_MOST_SHOWN], f"and {more} more"] if more > 0 else list(items)
 
 
 def _place_line(place: Place) -> str:
