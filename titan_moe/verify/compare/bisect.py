@@ -111,17 +111,14 @@ class Bisection(Runner):
             assert folder is not None
             return folder
 
-        record: Words = ()
-        replay: Words = ()
-        if model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance:
-            record = (("debug.routing_record", ROUTES),)
+        routed = model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
+        record = (("debug.routing_record", ROUTES),) if routed else ()
         before = train(self.trial.baseline, "baseline", *_saved(step - 1), *record)
 
         def capture(spec: RunSpec, name: str, *words: tuple[str, str]) -> Capture:
             return read_capture(train(spec, name, *_loaded(before, step - 1), *words) / FOLDER)
 
-        if record:
-            replay = (("debug.routing_replay", str(before / ROUTES)),)
+        replay = (("debug.routing_replay", str(before / ROUTES)),) if routed else ()
         baseline = read_capture(before / FOLDER)
         candidate = capture(self.trial.candidate, "candidate")
         # All keep the baseline's routing: one other choice would hide all later differences.

@@ -97,16 +97,14 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
         raise ConfigError(f"{folder}: its metrics are damaged: {reason(error)}") from None
     if not len(curve.steps):
         raise ConfigError(f"{path}: no step is logged")
-    names = "run.json", "config.toml", EVENTS, INITIAL_WEIGHTS
-    facts, config, decided, weights = (folder / name for name in names)
     return RunRecord(
         name,
         curve,
-        _read_table(facts, json.loads),
-        _read_table(config, tomllib.loads),
+        _read_table(folder / "run.json", json.loads),
+        _read_table(folder / "config.toml", tomllib.loads),
         folder,
-        _steps(decided) if decided.is_file() else (),
-        _read_table(weights, json.loads),
+        _steps(folder / EVENTS),
+        _read_table(folder / INITIAL_WEIGHTS, json.loads),
     )
 
 
@@ -130,8 +128,8 @@ def _read_curve(folder: Path, name: str) -> Curve:
         if key in _SCALARS or key.endswith(BUSIEST)
     }
     data = [lines[step]["data"] for step in steps if "data" in lines[step]]
-    path, loads = folder / "expert_counts.jsonl", {}
-    counts = {line.pop("step"): line for line in _steps(path)} if path.is_file() else {}
+    loads: dict[str, Array] = {}
+    counts = {line.pop("step"): line for line in _steps(folder / "expert_counts.jsonl")}
     if steps and counts.keys() >= set(steps):
         for layer in counts[steps[0]]:
             loads[layer] = np.array([counts[step][layer] for step in steps], dtype=np.float64)
@@ -139,4 +137,5 @@ def _read_curve(folder: Path, name: str) -> Curve:
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    return [line for line in read_json_lines(path) if "step" in line]
+    """Returns the lines that are of a step; none where there is no file."""
+    return [line for line in read_json_lines(path) if "step" in line] if path.is_file() else []

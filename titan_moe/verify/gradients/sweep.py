@@ -71,7 +71,6 @@ def gate_page(title: str, rows: Sequence[tuple[Result, Layout]], facts: Mapping[
     Args:
         facts: the summary of the results.
     """
-    heads = [*AXES, *OPTIONS, "type", "result", "worst error", "tensors", "seconds", "worst tensor"]
     machine = describe_device(torch.device("cpu"))
     made = (
         f"{code_in_words(running_code())}, torch {torch.__version__}, on {platform.node()} "
@@ -80,7 +79,6 @@ def gate_page(title: str, rows: Sequence[tuple[Result, Layout]], facts: Mapping[
     return render(
         "gate.html",
         title=title,
-        heads=heads,
         axes=AXES,
         options=OPTIONS,
         rows=rows,
