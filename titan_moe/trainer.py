@@ -47,7 +47,7 @@ from titan_moe.runtime.process import Process, collect_everything, seed_everythi
 from titan_moe.runtime.stopping import StopRequest
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
-from titan_moe.verify.localize.capture.step import capture_of_step
+from titan_moe.verify.localize.capture.step import StepCapture
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ class Trainer:
         with phases("data", step), region("data"):
             batches = self.data.loader.next_step()
         set_lr(self.optimizer, lr_factor(step, self.job.lr_scheduler, training.steps))
-        capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
+        asked = step == self.job.debug.capture_step
+        capture = StepCapture(self.job, self.sharded, self.optimizer, step) if asked else None
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         with phases("step"), self.routing.step(step, batches):
             without_text = documents_without_text(self.data.loader.state_dict())

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
+from titan_moe.distributed import policies
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
@@ -47,33 +48,19 @@ _SUMS = {
 """Phases of a step's sums."""
 
 
-def capture_of_step(
-    step: int, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer
-) -> "StepCapture | None":
-    """The capture of a step, if the job asks for it."""
-    if step != job.debug.capture_step:
-        return None
-    return StepCapture(sharded, optimizer, step=step, compute_dtype=compute_dtype(job))
-
-
 def compute_dtype(job: JobConfig) -> str:
-    """Returns the name of the type of activations."""
-    wide = job.training.dtype == "float64"
-    return "float64" if wide else job.training.mixed_precision_param
+    """Returns the name of the type of activations, which decides what rounding may do."""
+    return str(policies.compute_dtype(job)).removeprefix("torch.")
 
 
 class StepCapture:
-    """Watches a step from its start to its update, then writes this rank's file.
-
-    Args:
-        compute_dtype: the type of activations, which decides what rounding may do.
-    """
+    """Watches a step from its start to its update, then writes this rank's file."""
 
     def __init__(
-        self, sharded: ShardedModel, optimizer: Optimizer, *, step: int, compute_dtype: str
+        self, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer, step: int
     ) -> None:
         self._sharded, self._optimizer = sharded, optimizer
-        self._step, self._dtype = step, compute_dtype
+        self._step, self._dtype = step, compute_dtype(job)
         self._records = Records()
         self._sequences: list[int] = []
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
