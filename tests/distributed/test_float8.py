@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import split, tiered
-from tests.support.tiny import FirstGradients, batch_of, make_job, tiny, tiny_step
+from tests.support.tiny import FirstGradients, batch_of, largest_error, make_job, tiny, tiny_step
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed import tensor_parallel
 from titan_moe.runtime.ranks import run_on_ranks
@@ -49,11 +49,6 @@ def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, to
 
     seen = FirstGradients(sharded)
     return step(own, observer=seen).loss, seen.found
-
-
-def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The largest relative error of a gradient."""
-    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
 @cache

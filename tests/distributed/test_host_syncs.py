@@ -2,7 +2,9 @@
 dispatcher sends as many rows as tokens chose."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -92,8 +94,9 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
     assert config.moe is not None
     config = replace(config, num_layers=LAYERS, moe=replace(config.moe, top_k=TOP_K))
     sharded, step = tiny_step(job, config)
-    for moe in sharded.moe_layers().values():
-        plant(moe, planted)
+    if planted is not None:
+        for moe in sharded.moe_layers().values():
+            moe.dispatcher.send_home = partial(_sent_wrongly, moe.dispatcher.send_home, planted)
     batch = make_batch(job.training.global_batch_size, SEQ_LEN, config.vocab_size, seed=1)
     place = sharded.meshes.dims.coordinate(sharded.meshes.rank, "batch")
     batches = own_batches(batch, job.training.local_batch_size, place, own.data_ranks)
@@ -104,26 +107,14 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
     return seen.places
 
 
-def plant(moe: Any, bug: str | None) -> None:
-    send_home = moe.dispatcher.send_home
-
-    def truth(y_RD: Tensor, *plan: Any) -> Tensor:
-        return send_home(y_RD * bool(torch.ones(()) != 0), *plan)
-
-    def masked(y_RD: Tensor, *plan: Any) -> Tensor:
-        return send_home(y_RD[torch.ones(len(y_RD), dtype=torch.bool)], *plan)
-
-    def watched(y_RD: Tensor, *plan: Any) -> Tensor:
+def _sent_wrongly(send_home: Callable[..., Any], bug: str, y_RD: Tensor, *plan: Any) -> Any:
+    if bug == "a truth is asked for":
+        y_RD = y_RD * bool(torch.ones(()) != 0)
+    elif bug == "rows chosen by a mask":
+        y_RD = y_RD[torch.ones(len(y_RD), dtype=torch.bool)]
+    else:  # A gradient is read.
         y_RD.register_hook(lambda grad: grad * (grad.new_ones(()).item() == 1))
-        return send_home(y_RD, *plan)
-
-    wrong = {
-        "a truth is asked for": truth,
-        "rows chosen by a mask": masked,
-        "a gradient is read": watched,
-    }
-    if bug is not None:
-        moe.dispatcher.send_home = wrong[bug]
+    return send_home(y_RD, *plan)
 
 
 def count(

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import titan_moe
-from tests.support.live_bytes import LiveBytes
 from tests.support.planting import Bug, plant, right_source
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.dtensor import local_part, sharding_of
@@ -25,6 +27,37 @@ from titan_moe.simulate.comm_counter import CommCounter
 
 GRID = {"x": 2, "y": 2}
 Pairs = list[tuple[str, str]]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts floating storages that operations read or made, after each operation; what a kernel
+    or a backend takes for itself is not seen. `peak` is the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = tree_flatten(args)
+        if func.namespace == "c10d":
+            # Copies, since gloo's threads hold the tensors of a collective for a while after it.
+            copies = [each.clone() if isinstance(each, Tensor) else each for each in leaves]
+            result = func(*tree_unflatten(copies, spec))
+            tree_leaves(result)[-1].wait()
+            for each, copy in zip(leaves, copies, strict=True):
+                if isinstance(each, Tensor):
+                    each.copy_(copy)
+        else:
+            result = func(*args, **(kwargs or {}))
+            leaves += tree_leaves(result)
+        for each in leaves:
+            if isinstance(each, Tensor) and each.is_floating_point():
+                storage = each.untyped_storage()
+                self._storages[StorageWeakRef(storage)] = storage.nbytes()
+        self._storages = {ref: n for ref, n in self._storages.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._storages.values()))
+        return result
 
 
 def whole_of(shape: tuple[int, ...]) -> Tensor:

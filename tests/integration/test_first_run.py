@@ -1,15 +1,15 @@
 """A first run shows its progress and commands that work, also from an installed package."""
 
-import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import TITAN_MOE
+from tests.support.jobs import run_to_end
 from tests.support.paths import REPO, copy_checkout
-from titan_moe.runtime.process_pool import TIMEOUT_S
 
 
 def _commands(text: str) -> list[str]:
@@ -27,26 +27,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy_checkout(folder / "source")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     words = [*pip, "--no-index", "--target", str(folder / "site"), str(folder / "source")]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = run_to_end(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "site"
 
 
 @pytest.mark.slow
 def test_an_installed_package_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    dropped = ("TITAN_MOE_CHECKOUT", "PYTHONPATH")
-    variables = {name: value for name, value in os.environ.items() if name not in dropped}
-    variables |= {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    run = partial(run_to_end, cwd=tmp_path, PYTHONPATH=installed, TITAN_MOE_CHECKOUT="")
 
     def titan_moe(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "titan_moe", *words],
-            env=variables,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        done = run(*TITAN_MOE, *words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -58,6 +49,6 @@ def test_an_installed_package_trains_outside_the_checkout(installed: Path, tmp_p
     told = titan_moe("train", "--config", "default", "--ranks", "2", "--validation.steps=2", *keys)
     generate, page = _commands(told)
     assert "generate outputs/default/checkpoint/step-2" in generate
-    subprocess.run(page, shell=True, env=variables, cwd=tmp_path, check=True)
+    assert run("bash", "-c", page).returncode == 0
     assert (tmp_path / "outputs" / "default" / "curves.png").is_file()
     assert (tmp_path / "outputs" / "default" / "report.html").is_file()

@@ -1,13 +1,109 @@
 """Whole steps in bfloat16: their gradients are those of the same steps with sums in float32."""
 
-import pytest
-from torch import nn
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 
-from tests.support.wide_sums import differences
-from titan_moe.models.decoder import Decoder
-from titan_moe.models.registry import FAMILIES
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.support.paths import REPO
+from titan_moe.data.batch import Batch
+from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.registry import FAMILIES, model_config
+from titan_moe.moe.decisions import DecisionMemo
+from titan_moe.train_step import look_ahead
 
 pytestmark = pytest.mark.slow
+
+NARROW, WIDE = torch.bfloat16, torch.float32
+ROWS, SEQ_LEN = 8, 512
+_ROUNDS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+class WideSums(TorchDispatchMode):
+    """Runs every operation on bfloat16 tensors in float32, and rounds its results once.
+
+    Its operands are rounded as in a plain step. So the two differ in how an operation computes,
+    which is how it adds up.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, arguments = kwargs or {}, func._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        aliased = [each for each in arguments if each.alias_info]
+        written = [each.name for each in aliased if each.alias_info.is_write]
+        is_view, is_narrow = len(written) < len(aliased), any(map(_is_narrow, tree_leaves(given)))
+        if is_view or not is_narrow or func in _ROUNDS:
+            return func(*args, **kwargs)
+        wide = tree_map_only(Tensor, lambda x: x.to(WIDE) if _is_narrow(x) else x, given)
+        wide = tree_map_only(torch.dtype, lambda x: WIDE if x == NARROW else x, wide)
+        found = func(**wide)
+        if written:
+            for name in written:
+                given[name].copy_(wide[name])
+            return given[written[0]]
+        # The plain operation runs too, for the types of its results.
+        like = iter(tree_leaves(func(*args, **kwargs)))
+        return tree_map_only(Tensor, lambda x: x.to(next(like).dtype), found)
+
+
+def _is_narrow(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == NARROW
+
+
+def bytes_of_text() -> Batch:
+    """Rows of this repository's pages, of two documents each: some tokens are frequent."""
+    text = b"".join(path.read_bytes() for path in sorted((REPO / "docs").glob("*.md")))
+    tokens = torch.tensor(list(text[: ROWS * (SEQ_LEN + 1)])).view(ROWS, -1)
+    documents = (torch.arange(SEQ_LEN) >= SEQ_LEN // 3).int().expand(ROWS, -1)
+    return Batch(tokens[:, :-1], tokens[:, 1:].clone(), documents, [])
+
+
+def gradients(model: Decoder, batch: Batch, around: AbstractContextManager) -> dict[str, Tensor]:
+    """The loss of the bytes, and the gradients of all parameters."""
+    model.zero_grad()
+    positions = torch.arange(SEQ_LEN).expand(ROWS, -1)
+    ahead = look_ahead(batch, 1)
+    with around:
+        loss = model(batch.tokens_BS, batch.documents_BS, positions, batch.labels_BS, *ahead)
+        loss.backward()
+    grads = {name: p.grad.double() for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), **grads}
+
+
+def differences(family: str, flavor: str, change: Callable[[Decoder], object]) -> dict[str, float]:
+    """Relative differences of a step's loss and gradients from those with sums in float32, where
+    experts and keys are chosen alike; of every family with multi-token prediction and all losses.
+
+    Args:
+        change: may plant a mistake in the model.
+    """
+    config = model_config(family, flavor)
+    assert config.moe is not None
+    losses = {"sequence_aux_loss_weight": 0.01, "global_aux_loss_weight": 0.02}
+    moe = replace(config.moe, **losses, z_loss_weight=0.003)
+    model = Decoder(config := replace(config, moe=moe, num_mtp_layers=1))
+    fill_initial_weights(model, 0, partial(initial_std, config=config))
+    model.output.chunk_size = 1024
+    change(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(NARROW)
+    memos = [each.contexts() for each in model.modules() if isinstance(each, DecisionMemo)]
+    steps = []
+    for which, mode in enumerate((nullcontext(), WideSums())):
+        with ExitStack() as stack:
+            for contexts in memos:
+                stack.enter_context(contexts[which])
+            steps.append(gradients(model, bytes_of_text(), mode))
+    plain, wide = steps
+    return {name: ((plain[name] - x).norm() / x.norm()).item() for name, x in wide.items()}
+
 
 FLAVORS = {"qwen3": "debugmodel_moe"}
 BOUND = 0.01

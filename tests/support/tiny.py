@@ -58,6 +58,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def largest_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Returns the largest relative error of a gradient."""
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
 class FirstGradients:
     """An observer that keeps the gradients of a model's first step."""
 
@@ -78,19 +83,13 @@ class FirstGradients:
 
 
 def batch_of(step: int, rows: slice) -> Batch:
-    """Some rows of a global batch."""
-    tokens, labels, documents = (x[rows] for x in global_batch(step, 96))
-    return Batch(tokens, labels, documents, [[]] * len(tokens))
-
-
-def global_batch(step: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels, documents of all rows; the number of ignored targets differs from row to
-    row."""
+    """Returns some rows of a global batch, which differ in the number of targets."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
+    tokens = torch.randint(0, 96, (ROWS, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     for row in range(ROWS):
         labels[row, : 2 * row % 19] = -100
     ends = torch.randint(3, SEQ_LEN, (ROWS, 1), generator=generator)
     documents = (torch.arange(SEQ_LEN) >= ends).int()
-    return tokens[:, :-1], labels, documents
+    own = (x[rows] for x in (tokens[:, :-1], labels, documents))
+    return Batch(*own, [[]] * len(tokens[rows]))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from tests.support.packing import train_packed_and_alone
 from tests.support.visible import visible
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
@@ -186,22 +187,16 @@ def test_rows_of_heads_begin_where_fused_kernels_can_load(nope_dim: int, dtype: 
 
 
 @pytest.mark.parametrize("attention", [GQA, MLA])
-def test_packed_documents_give_the_logits_of_each_alone(attention):
+def test_packed_documents_are_trained_as_one_by_one(attention):
     config = _config(attention)
     torch.manual_seed(0)
-    model = Decoder(config, Sdpa(mask_documents=True)).double()
-    for name, parameter in model.named_parameters():
+    cores = Sdpa(mask_documents=True), Sdpa()
+    packed, alone = (Decoder(config, core).double() for core in cores)
+    for name, parameter in packed.named_parameters():
         if initial_std(name, config) is not None:
             parameter.data.normal_(0, 0.3)
-    tokens_BS = torch.randint(0, 32, (2, 8))
-    positions_BS = torch.arange(8).expand(2, 8)
-    packed = model(tokens_BS, DOCUMENTS_BS, positions_BS)
-    for b in range(2):
-        for document in range(int(DOCUMENTS_BS[b].max()) + 1):
-            where = DOCUMENTS_BS[b] == document
-            tokens = tokens_BS[b, where][None]
-            alone = model(tokens, torch.zeros_like(tokens), positions_BS[b, where][None])
-            torch.testing.assert_close(packed[b, where], alone[0])
+    alone.load_state_dict(packed.state_dict())
+    train_packed_and_alone(packed, alone, (3, 2, 7, 1))
 
 
 def test_initial_std_by_name():

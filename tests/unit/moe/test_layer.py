@@ -18,7 +18,7 @@ from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.verify.gradients.poison import Poison
 
-CONFIG = MoEConfig(num_experts=6, top_k=2, hidden_dim=8, normalize_top_k=True)
+CONFIG = MoEConfig(6, top_k=2, hidden_dim=8, normalize_top_k=True, route_scale=2.5)
 DIM = 16
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.support.sort_rows_cases import check_kernels
 from titan_moe.ops.move_rows import combine_rows, copy_rows, gathered_rows
 from titan_moe.ops.permute_indices import copy_to_ranks
 
@@ -40,7 +39,3 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
     if num_rows:
         assert torch.autograd.gradcheck(sent_of, x_MD)
         assert torch.autograd.gradcheck(lambda y: combine_rows(y, copies), y_RD)
-
-
-def test_counts_sort_and_copies_equal_the_slow_loops() -> None:
-    check_kernels("cpu")

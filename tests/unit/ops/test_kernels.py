@@ -19,6 +19,11 @@ def test_rotations_are_those_of_complex_numbers(dtype: torch.dtype) -> None:
     cases_of("rotate").check(dtype)
 
 
+@pytest.mark.parametrize("name", ["permute", "sort_rows"])
+def test_index_maps_in_plain_torch_equal_the_slow_loops(name: str) -> None:
+    cases_of(name).check_kernels("cpu")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_triton_kernels_equal_the_slow_formulas(name: str) -> None:
     check_interpreted(name)
