@@ -59,14 +59,14 @@ class Log:
     def mark_now(self, name: str) -> None:
         self.events.append(Event(name, phase()))
 
-    def seen(self, x: Tensor, name: str) -> Tensor:
-        """x, whose gradient's arrival is logged."""
-        return _Seen.apply(x, self, name) if x.requires_grad else x
-
     def mark(self, module: nn.Module, name: str) -> None:
         """Log when a module that returns a tensor begins to compute, in either direction."""
         module.register_forward_pre_hook(lambda module, args: self.mark_now(name))
-        module.register_forward_hook(lambda module, args, output: self.seen(output, name))
+        module.register_forward_hook(lambda module, args, output: self._mark_gradient(output, name))
+
+    def _mark_gradient(self, x: Tensor, name: str) -> None:
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.mark_now(name))
 
     def inside(self, other: bool = False) -> list[tuple[str, list[str]]]:
         """The phase of each exchange, and what happened between its start and its wait; with
@@ -83,19 +83,6 @@ class Log:
 
 def phase() -> str:
     return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-
-
-class _Seen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: Log, name: str) -> Tensor:
-        ctx.seen = log, name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        log, name = ctx.seen
-        log.mark_now(name)
-        return grad, None, None
 
 
 # --- shared experts beside rows ---

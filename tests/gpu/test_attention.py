@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.operations import without_waits
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
 from titan_moe.ops import flex_attention
 from titan_moe.ops.attention import AttentionCore, FlexCore, Sdpa, VarlenCore, choose_core
@@ -116,12 +117,9 @@ def test_flash_never_waits_for_the_device():
     documents_BS = _documents()
     bounds = bounds_of(documents_BS)
     q, k, v = (x.bfloat16().requires_grad_() for x in _drawn(8, 2, 2))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waits():
         out = core(q, k, v, core.mask(documents_BS, LOCALS["chunk"], bounds), 0.1)
         out.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("local", ["all", "window", "narrow window"])

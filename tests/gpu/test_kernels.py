@@ -5,6 +5,7 @@ import torch
 
 from tests.support import interpret
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
+from tests.support.operations import without_waits
 from tests.support.token_sums import BOUND, CASES, Draw, errors
 from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
@@ -26,11 +27,8 @@ def test_kernels_equal_the_slow_formulas(name):
 def test_permute_indices_is_one_launch_without_a_wait():
     counts_PE = torch.tensor([[3, 0, 5], [1, 2, 0]], device="cuda")
     assert len(kernels_of(lambda: permute_indices(counts_PE, 11, 16))) == 1
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waits():
         permute_indices(counts_PE, 11, 16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def kernels_of(piece) -> list[str]:
@@ -65,23 +63,17 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
         lambda: add_rows(y_RD, rows_TK),
     ):
         assert len(kernels_of(piece)) == 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waits():
             first, again = piece(), piece()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(first, again)
 
 
 def test_choices_are_sorted_and_copied_without_a_wait():
     experts_TK = torch.rand(16384, 128, device="cuda").topk(8).indices
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waits():
         sort_by_expert(experts_TK, 128)
         copies_to_ranks(experts_TK, 16, 8)
         copy_to_ranks(reached_ranks(experts_TK, 16, 8), 8)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("case", SIZES)

@@ -54,14 +54,6 @@ def test_a_run_from_a_folder_to_a_folder(source, tmp_path):
     assert_same_bits(read_folder(tmp_path / "run/checkpoint/step-2-hf"), read_folder(out))
 
 
-def test_folder_of_another_model_is_named(source, tmp_path):
-    other = _overrides(source, model__flavor="debugmodel_moe")
-    done = run_train(tmp_path / "run", {"NGPU": 1}, **other)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "does not fit the model" in line and "dim 256 (there 32)" in line
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_a_folder_in_the_way_is_named_before_training(source, tmp_path):
     taken = tmp_path / "run/checkpoint/step-1-hf"

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,16 @@ def shapes_of_results() -> Iterator[set[Size]]:
 
     with Operations(note):
         yield found
+
+
+@contextmanager
+def without_waits() -> Iterator[None]:
+    """Makes an error of each wait of the host for CUDA while the block runs."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def watch_collectives(names: Iterable[str], note: Callable[[str, Any], object]) -> None:

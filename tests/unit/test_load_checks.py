@@ -1,7 +1,6 @@
 """A checkpoint that cannot be loaded is refused before any rank starts, by `check` and by the
 launcher, whose checks are `check_all`; the one that can is not."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import tokenizers
 import torch
 from tokenizers.models import WordLevel
 
+from tests.support.documents import write_jsonl
 from tests.support.hf_folders import make_folder, small_model
 from tests.support.trainings import make_job, train_here
 from titan_moe.config.errors import ConfigError
@@ -20,21 +20,16 @@ from titan_moe.train import check_all
 WORDS = [f"some words of document {number}, and more of them" for number in range(200)]
 
 
-def write_data(path: Path, words: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
-    return path
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run of two steps on one rank, its TOML file, its data, and other files."""
     folder = tmp_path_factory.mktemp("trained")
-    training = {"dataset": "json", "dataset_path": str(write_data(folder / "a.jsonl", WORDS))}
+    training = {"dataset": "json", "dataset_path": write_jsonl(folder / "a.jsonl", WORDS)}
     training |= {"local_batch_size": 4, "global_batch_size": 4}
     job = make_job(folder / "run", steps=2, training=training)
     save_job(job, folder / "run.toml")
     run_on_ranks(train_here, 1, job)
-    write_data(folder / "b.jsonl", WORDS[1:])
+    write_jsonl(folder / "b.jsonl", WORDS[1:])
     make_folder(folder / "hf", small_model("mixtral"), torch.float32)
     (folder / "empty").mkdir()
     (folder / "tokenizer").mkdir()
@@ -57,6 +52,7 @@ def lines_of(folder: Path, words: str, ranks: int = 1) -> list[str]:
 NEW = "--job.dump_folder {}/new --checkpoint.initial_load_path {}"
 STEP_2 = f"{NEW}/run/checkpoint/step-2"
 INITIAL = "checkpoint.initial_load_path={}"
+MIXTRAL = "--model.name mixtral --model.flavor debugmodel"
 WHOLE = "--checkpoint.initial_load_model_only false"
 REFUSED = [
     ("--checkpoint.load_step 77", "checkpoint.load_step=77: {}/run/checkpoint has steps 2: choose"),
@@ -75,6 +71,7 @@ REFUSED = [
     (f"{STEP_2} --training.seq_len 32", None),
     (f"{NEW}/hf", f"{INITIAL}/hf: {{}}/hf is no checkpoint of titan_moe"),
     (f"{NEW}/hf --checkpoint.initial_load_in_hf", f"{INITIAL}/hf: {{}}/hf holds a model of the fa"),
+    (f"{NEW}/hf --checkpoint.initial_load_in_hf {MIXTRAL}", "there 272); model.flavor=hf with"),
 ]
 
 

@@ -34,12 +34,9 @@ def slow_varlen_attn(
     assert q_THC.shape[2] == k_THC.shape[2] == v_THC.shape[2]
     group = q_THC.shape[1] // k_THC.shape[1]
     assert enable_gqa == (group > 1)
-    at_T = torch.arange(len(q_THC))
-    piece_T = torch.bucketize(at_T, starts_N1, right=True)
-    distance_TT = at_T[:, None] - at_T
-    seen_TT = (piece_T[:, None] == piece_T) & (distance_TT >= 0)
-    if window_size[0] >= 0:
-        seen_TT &= distance_TT <= window_size[0]
+    piece_T = torch.bucketize(torch.arange(len(q_THC)), starts_N1, right=True)
+    window = LocalAttention("window", window_size[0] + 1, global_every=0)
+    (seen_TT,) = visible(piece_T[None], window if window_size[0] >= 0 else None)
     q, k, v = (x.transpose(0, 1) for x in (q_THC, k_THC, v_THC))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
     weights = (q @ k.mT * scale).masked_fill(~seen_TT, float("-inf")).softmax(-1)
