@@ -19,9 +19,13 @@ from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 TOKENIZER = load_tokenizer("bytes")
 
 
-def build_loader(section: Training, tokenizer: Tokenizer, **place) -> Loader:
-    """Returns a loader that reads in this process; `place`: keywords of `build_reader`."""
-    reader = build_reader(section, tokenizer, **place)
+def build_loader(section: Training, tokenizer: Tokenizer = TOKENIZER, **place) -> Loader:
+    """Returns a loader that reads in this process, of the only rank by default.
+
+    `place`: keywords of `build_reader`.
+    """
+    alone = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
+    reader = build_reader(section, tokenizer, **(alone | place))
     return Loader(reader, prefetch_factor=section.dataloader.prefetch_factor)
 
 
@@ -30,8 +34,7 @@ def loaders_of(section: Training, num_ranks: int, *, seed: int, rows: int) -> li
     place = {"seed": seed, "num_ranks": num_ranks, "global_batch_size": rows}
     held_out = Validation(enable=True)
     return [
-        build_loader(section, TOKENIZER, validation=held_out, rank=rank, **place)
-        for rank in range(num_ranks)
+        build_loader(section, validation=held_out, rank=rank, **place) for rank in range(num_ranks)
     ]
 
 

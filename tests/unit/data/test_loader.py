@@ -1,4 +1,5 @@
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,6 @@ from tests.support.documents import (
 )
 from tests.support.jobs import until
 from titan_moe.config.job_config import Dataset
-from titan_moe.data.build import build_reader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
 from titan_moe.data.stream import StreamOrder
@@ -26,10 +26,7 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
 ROWS = 8
-
-
-def loaders(section, num_ranks, *, seed=3, rows=ROWS):
-    return loaders_of(section, num_ranks, seed=seed, rows=rows)
+loaders = partial(loaders_of, seed=3, rows=ROWS)
 
 
 @pytest.fixture
@@ -146,8 +143,8 @@ def test_stream_of_any_files_reads_each_document_once_a_pass(tmp_path, counts, r
         local_batch_size=1,
         repeat_dataset=True,
     )
-    place = {"seed": 0, "num_ranks": ranks, "global_batch_size": 16}
-    parts = [build_loader(section, TOKENIZER, rank=rank, **place) for rank in range(ranks)]
+    place = {"num_ranks": ranks, "global_batch_size": 16}
+    parts = [build_loader(section, rank=rank, **place) for rank in range(ranks)]
     rows = [tokens for step in take(parts, steps) for tokens, *_ in step]
     found = Counter(TOKENIZER.decode(ids) for row in rows for ids in (row[:33], row[33:]))
     assert found.total() == 32 * steps
@@ -211,26 +208,24 @@ def test_state_of_another_stream_is_refused(keys, options, line):
     ],
 )
 def test_resume_with_other_tokens_around_documents_is_refused(key, saved, value):
-    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 2}
-    state = build_reader(training(), TOKENIZER, **place).state_dict()
+    state = build_loader(training()).state_dict()
     section = training(**{key: value})
-    other = build_reader(section, load_tokenizer("bytes", section), **place)
+    other = build_loader(section, load_tokenizer("bytes", section))
     line = rf"with training.{key}={saved}, this run has training.{key}={str(value).lower()}: set it"
     with pytest.raises(RunError, match=line.replace("|", r"\|")):
         other.load_state_dict(state)
 
 
 def test_resume_with_another_tokenizer_names_the_key_and_both_values(tmp_path):
-    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 2}
     paths = [write_ranks(tmp_path / name / "tokenizer.model") for name in ("first", "copy")]
     first, copy, other = (load_tokenizer(path) for path in (*paths, "bytes"))
-    state = build_reader(training(), first, **place).state_dict()
-    build_reader(training(), copy, **place).load_state_dict(state)  # Another path to the same.
+    state = build_loader(training(), first).state_dict()
+    build_loader(training(), copy).load_state_dict(state)  # Another path to the same.
     with pytest.raises(RunError) as error:
-        build_reader(training(), other, **place).load_state_dict(state)
+        build_loader(training(), other).load_state_dict(state)
     line = str(error.value)
     assert f"with model.tokenizer_path={paths[0]!r}, this run has 'bytes'" in line
     assert "exclude_from_loading" not in line and first.fingerprint not in line
     write_ranks(tmp_path / "first/tokenizer.model", merges=(b"ab",))
     with pytest.raises(RunError, match=r"tokenizer_path=.*whose files have changed since"):
-        build_reader(training(), load_tokenizer(paths[0]), **place).load_state_dict(state)
+        build_loader(training(), load_tokenizer(paths[0])).load_state_dict(state)

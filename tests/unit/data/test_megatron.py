@@ -76,8 +76,7 @@ def test_training_on_a_pair_is_training_on_its_texts(tmp_path):
         ("megatron", "around"),
     ):
         section = training(dataset=kind, dataset_path=str(tmp_path / name), local_batch_size=4)
-        place = {"seed": 1, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-        loader = build_loader(section, around, **place)
+        loader = build_loader(section, around)
         batches = [batch for _ in range(6) for batch in loader.next_step()]
         found.append([(b.tokens_BS.tolist(), b.labels_BS.tolist()) for b in batches])
     assert all(batches == found[0] for batches in found)

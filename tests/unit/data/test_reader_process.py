@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.documents import random_texts, take, training, write_jsonl
+from tests.support.documents import build_loader, random_texts, take, training, write_jsonl
 from tests.support.jobs import is_running, until
 from tests.support.processes import start_process
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
-from titan_moe.data.build import build_reader
+from titan_moe.config.training_stages import job_of_step
 from titan_moe.data.loader import Loader
+from titan_moe.data.reader import documents_without_text
 from titan_moe.data.reader_process import ReaderProcess
-from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.train_data import TrainData
@@ -31,16 +31,11 @@ def in_a_process(section, **place):
     return Loader(ReaderProcess(section, "bytes", **(PLACE | place)), prefetch_factor=2)
 
 
-def in_this_process(section, **place):
-    reader = build_reader(section, load_tokenizer("bytes"), **(PLACE | place))
-    return Loader(reader, prefetch_factor=2)
-
-
 def test_reader_process_gives_the_batches_of_a_reader_in_this_process(tmp_path):
     write_jsonl(tmp_path / "a.json", random_texts(80))
     write_jsonl(tmp_path / "b.json", random_texts(90, seed=1))
     section = training(dataset="c4", dataset_path=str(tmp_path), repeat_dataset=True)
-    far, near = in_a_process(section), in_this_process(section)
+    far, near = in_a_process(section), build_loader(section, **PLACE)
     assert far.identity == near.identity and far.state_dict() == near.state_dict()
     for _ in range(6):
         assert take([far], 1) == take([near], 1)
@@ -128,20 +123,29 @@ def test_reader_process_ends_with_its_rank(number):
     assert until(lambda: not is_running(pid), 20)
 
 
+DIMS = SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1)
+
+
+def job_of(section, stages=()):
+    model = {"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"}
+    return JobConfig(model=model, training=section, stages=list(stages))
+
+
+def data_of(job, device="cpu"):
+    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
+    return TrainData(job, model_of_job(job.model), process)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])
 def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     pinned_for = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pinned_for.append(str(device)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    job = JobConfig(
-        model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
-        training=training(global_batch_size=8),
-    )
-    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
-    data = TrainData(job, model_of_job(job.model), process)
-    data.open(job, SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1))
+    job = job_of(training(global_batch_size=8))
+    data = data_of(job, device)
+    data.open(job, DIMS)
     assert isinstance(data.loader._reader, ReaderProcess) == device.startswith("cuda")
-    expected = in_this_process(job.training, seed=job.debug.seed, rank=0, num_ranks=1)
+    expected = build_loader(job.training, seed=job.debug.seed)
     state = expected.state_dict()
     assert take([data.loader], 1) == take([expected], 1)
     assert pinned_for == [device] * device.startswith("cuda")
@@ -149,3 +153,22 @@ def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     assert len(data.loader.next_step()) == 4
     data.loader.close()
     expected.close()
+
+
+def test_documents_without_a_text_are_counted_across_a_resume_in_another_stage(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [None, "a", "b", "c"])
+    keys = {"dataset": "json", "dataset_path": path, "repeat_dataset": True, "seq_len": 4}
+    later_stage = {"from_step": 3, "global_batch_size": 4, "local_batch_size": 4}
+    job = job_of(training(global_batch_size=2, **keys), [later_stage])
+    data, later = data_of(job), data_of(job)
+    data.open(job_of_step(job, 1), DIMS)
+    for _ in range(2):
+        data.loader.next_step()
+    counted = documents_without_text(data.loader.state_dict())
+    later.open(job_of_step(job, 3), DIMS)
+    later.load_state(data.loader.state_dict())
+    assert documents_without_text(later.loader.state_dict()) == counted > 0
+    later.loader.next_step()
+    assert documents_without_text(later.loader.state_dict()) > counted
+    data.loader.close()
+    later.loader.close()

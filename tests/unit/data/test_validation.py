@@ -10,16 +10,12 @@ from titan_moe.data.build import build_validation
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.runtime.errors import RunError
 
-PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-
 
 def build(training, num_ranks=1, **keys):
     validation = Validation(**({"enable": True, "local_batch_size": 2} | keys))
     place = {"seed": 0, "num_ranks": num_ranks}
-    return [
-        build_validation(validation, training, TOKENIZER, rank=rank, **place)
-        for rank in range(num_ranks)
-    ]
+    ranks = range(num_ranks)
+    return [build_validation(validation, training, TOKENIZER, rank=r, **place) for r in ranks]
 
 
 def rows_in_order(ranks):
@@ -89,7 +85,7 @@ def test_held_out_documents_are_whole_and_never_trained_on(training):
 
 def trained_documents(training, validation, number):
     """The names of so many different documents that a run trains on."""
-    loader = build_loader(training, TOKENIZER, validation=validation, **PLACE)
+    loader = build_loader(training, validation=validation)
     names = set()
     for _ in range(2000):
         names |= {name for batch in loader.next_step() for row in batch.samples for name in row}
@@ -110,10 +106,10 @@ def test_without_held_out_documents_all_are_trained_on(training, tmp_path, own_d
 
 def test_position_of_a_run_that_held_documents_out_is_refused_without_validation(training):
     with_validation = Validation(enable=True)
-    state = build_loader(training, TOKENIZER, validation=with_validation, **PLACE).state_dict()
-    build_loader(training, TOKENIZER, validation=with_validation, **PLACE).load_state_dict(state)
+    state = build_loader(training, validation=with_validation).state_dict()
+    build_loader(training, validation=with_validation).load_state_dict(state)
     with pytest.raises(RunError, match="taken with fingerprint="):
-        build_loader(training, TOKENIZER, **PLACE).load_state_dict(state)
+        build_loader(training).load_state_dict(state)
 
 
 def test_training_data_named_again_means_its_held_out_part(training, tmp_path):
