@@ -25,6 +25,9 @@ _READ = (
     *("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path"),
     *("validation.dataset_path", "checkpoint.initial_load_path", "debug.routing_replay"),
 )
+_EXCLUDE = "checkpoint.exclude_from_loading"
+_DEGREE_OF_NONE = '{"from_step": 2, "parallelism": {"tensor_degree": 2}}'
+_ANY_BATCH = '{"from_step": 2, "global_batch_size": -1}'
 
 
 @pytest.mark.parametrize("key", _PATHS)
@@ -87,11 +90,7 @@ def test_data_without_a_path_takes_the_place_of_a_file_s(
         (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
         (["--lr_scheduler.total_steps", "null"], "lr_scheduler.total_steps", None),
         (["--activation_checkpoint.mode", "none"], "activation_checkpoint.mode", "none"),
-        (
-            ["--checkpoint.exclude_from_loading", "optimizer,dataloader"],
-            "checkpoint.exclude_from_loading",
-            ["optimizer", "dataloader"],
-        ),
+        ([f"--{_EXCLUDE}", "optimizer,dataloader"], _EXCLUDE, ["optimizer", "dataloader"]),
     ],
 )
 def test_command_line_values(argv: list[str], key: str, value: object) -> None:
@@ -150,14 +149,22 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),
         (["--config", "n" * 300], "cannot be read: File name too long"),
         (["--job.config_file"], "expected one argument"),
-        (
-            ["--comm.axes.epp.max_ctas", "8"],
-            "comm.axes.epp = \"epp\" (command line): must be 'pp', ",
-        ),
+        (["--comm.axes.epp.max_ctas", "8"], 'comm.axes.epp = "epp" (command line): must be '),
         (["--comm.axes.ep.ctas", "8"], "choose min_ctas, max_ctas, high_priority"),
         (["--comm.axes", '{"ep": {"max_ctas": 80}}'], "must be a table"),
         (["--comm.axes.ep", "8"], 'comm.axes.ep = "8" (command line): must be a table'),
         (["--stages", "[8]"], "stages.0 = 8 (command line): must be a table"),
+        (["--stages", '[{"seq_len": 16}]'], "stages.0.from_step (command line): is required"),
+        (
+            ["--stages", '[{"from_step": 1}]'],
+            "from_step = 1 (command line): must be greater than 1",
+        ),
+        (["--stages", '[{"from_step": 2, "seqlen": 16}]'], "did you mean training.seq_len?"),
+        (["--stages", f"[{_DEGREE_OF_NONE}]"], "mean parallelism.tensor_parallel_degree?"),
+        (
+            ["--stages", f"[{_ANY_BATCH}]"],
+            "stages.0.global_batch_size = -1 (command line): must be g",
+        ),
         (["--comm.axes.ep.max_ctas=80"], "comm.axes.ep.max_ctas = "),
         (["--comm.axes.ep.min_ctas=9", "--comm.axes.ep.max_ctas=8"], "must be at most max_ctas"),
         (["--comm.mode=fake_backend"], "nothing would be trained: use titan-moe check"),
@@ -246,14 +253,11 @@ def test_configuration_is_read_while_a_table_of_names_is_being_imported(monkeypa
 MOE = REPO / "configs" / "qwen3" / "debugmodel_moe.toml"
 
 
+_SHORT = "qwen3/debugmodel_moe"
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "qwen3/debugmodel_moe",
-        "qwen3/debugmodel_moe.toml",
-        "configs/qwen3/debugmodel_moe.toml",
-        "debugmodel_moe",
-    ],
+    "text", [_SHORT, f"{_SHORT}.toml", f"configs/{_SHORT}.toml", "debugmodel_moe"]
 )
 def test_a_name_is_found_from_any_folder(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,5 @@
 import pytest
 
-from tests.support.refusals import refusal
 from titan_moe.config.parse import load_job, resolve, save_job
 from titan_moe.config.training_stages import job_of_step, tokens_per_step, training_stages
 
@@ -74,27 +73,3 @@ def test_stages_of_the_command_line_replace_those_of_the_file(job, tmp_path):
     (stage,) = load_job(["--config", str(tmp_path / "job.toml"), "--stages", text]).stages
     assert stage.from_step == 5
     assert stage.parallelism.model_fields_set == {"expert_parallel_degree"}
-
-
-@pytest.mark.parametrize(
-    ("stages", "line"),
-    [
-        ('[{"seq_len": 16}]', "stages.0.from_step (command line): is required"),
-        ('[{"from_step": 1}]', "stages.0.from_step = 1 (command line): must be greater than 1"),
-        (
-            '[{"from_step": 2, "seqlen": 16}]',
-            "stages.0.seqlen = 16 (command line): no such key; did you mean training.seq_len?",
-        ),
-        (
-            '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]',
-            "stages.0.parallelism.tensor_degree = 2 (command line): no such key; did you mean "
-            "parallelism.tensor_parallel_degree?",
-        ),
-        (
-            '[{"from_step": 2, "global_batch_size": -1}]',
-            "stages.0.global_batch_size = -1 (command line): must be greater than 0",
-        ),
-    ],
-)
-def test_a_value_that_no_stage_can_have(stages, line):
-    assert refusal(load_job, ["--stages", stages]) == line
