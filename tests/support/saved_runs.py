@@ -86,10 +86,10 @@ class Run:
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """Lets no file grow beyond 20 kB while the block runs."""
+def full_disk(num_bytes: int = 20_000) -> Iterator[None]:
+    """Lets no file grow beyond this size while the block runs."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, unlimited[1]))
     try:
         yield
     finally:

@@ -26,8 +26,6 @@ _READ = (
     *("validation.dataset_path", "checkpoint.initial_load_path", "debug.routing_replay"),
 )
 _EXCLUDE = "checkpoint.exclude_from_loading"
-_DEGREE_OF_NONE = '{"from_step": 2, "parallelism": {"tensor_degree": 2}}'
-_ANY_BATCH = '{"from_step": 2, "global_batch_size": -1}'
 
 
 @pytest.mark.parametrize("key", _PATHS)
@@ -157,13 +155,20 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--stages", '[{"seq_len": 16}]'], "stages.0.from_step (command line): is required"),
         (
             ["--stages", '[{"from_step": 1}]'],
-            "from_step = 1 (command line): must be greater than 1",
+            "stages.0.from_step = 1 (command line): must be greater than 1",
         ),
-        (["--stages", '[{"from_step": 2, "seqlen": 16}]'], "did you mean training.seq_len?"),
-        (["--stages", f"[{_DEGREE_OF_NONE}]"], "mean parallelism.tensor_parallel_degree?"),
         (
-            ["--stages", f"[{_ANY_BATCH}]"],
-            "stages.0.global_batch_size = -1 (command line): must be g",
+            ["--stages", '[{"from_step": 2, "seqlen": 16}]'],
+            "stages.0.seqlen = 16 (command line): no such key; did you mean training.seq_len?",
+        ),
+        (
+            ["--stages", '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]'],
+            "stages.0.parallelism.tensor_degree = 2 (command line): no such key; did you mean "
+            "parallelism.tensor_parallel_degree?",
+        ),
+        (
+            ["--stages", '[{"from_step": 2, "global_batch_size": -1}]'],
+            "stages.0.global_batch_size = -1 (command line): must be greater than 0",
         ),
         (["--comm.axes.ep.max_ctas=80"], "comm.axes.ep.max_ctas = "),
         (["--comm.axes.ep.min_ctas=9", "--comm.axes.ep.max_ctas=8"], "must be at most max_ctas"),

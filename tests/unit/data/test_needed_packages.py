@@ -1,18 +1,15 @@
 """A training imports no package that it does not use, and says which one it lacks."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.documents import write_jsonl
-from tests.support.jobs import command
+from tests.support.jobs import command, run_to_end
 from tests.support.refusals import refusal
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.tokens import write_tokens
-from titan_moe.runtime.process_pool import TIMEOUT_S
 from titan_moe.train import prepare
 
 _UNUSED = (
@@ -34,13 +31,7 @@ def test_training_on_token_ids_needs_few_packages(tmp_path: Path) -> None:
     _, *words = command(
         tmp_path, training__dataset="tokens", training__dataset_path=tokens, training__steps=1
     )
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN, _UNUSED, *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    run = run_to_end(sys.executable, "-c", _RUN, _UNUSED, *words, OMP_NUM_THREADS=1)
     assert run.returncode == 0, run.stderr
     assert "curves.png is not drawn: pip install matplotlib" in run.stderr + run.stdout
 

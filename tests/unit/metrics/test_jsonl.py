@@ -2,10 +2,10 @@
 
 import json
 import math
-import resource
 
 import pytest
 
+from tests.support.saved_runs import full_disk
 from titan_moe.metrics.jsonl import JsonLines, add_event, read_json_lines, set_events_aside
 
 
@@ -35,16 +35,21 @@ def test_a_full_disk_is_named_and_the_run_goes_on_from_there(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2])
     sink = JsonLines(path, resume_step=2)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
-    try:
-        with pytest.raises(OSError, match=str(path)):
-            sink.write(3, {"loss": 1.0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        sink.close()
+    with full_disk(path.stat().st_size + 5), pytest.raises(OSError, match=str(path)):
+        sink.write(3, {"loss": 1.0})
+    sink.close()
     write_steps(path, [3], resume_step=2)
     assert steps_in(path) == [1, 2, 3]
+
+
+def test_json_line_is_one_write(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl", resume_step=0)
+    calls, file = [], sink._file
+    counting = {"write": lambda _, x: calls.append(len(x)) or file.write(x)}
+    sink._file = type("Counting", (), counting | {"close": lambda _: file.close()})()
+    sink.write(1, {f"moe/layers.{number}/cv": 1.0 for number in range(5000)})
+    sink.close()
+    assert calls == [(tmp_path / "metrics.jsonl").stat().st_size] and calls[0] > 100_000
 
 
 def test_resume_drops_what_will_be_run_again(tmp_path):

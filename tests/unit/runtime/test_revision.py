@@ -44,12 +44,9 @@ def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-m", "x")
     found = code_revision(tmp_path)
     assert found is not None and len(str(found["commit"])) == 40 and found["changed"] is False
-    (tmp_path / "file").write_text("2")
-    assert (code_revision(tmp_path) or {})["changed"] is True
-    (tmp_path / "file").write_text("1")
-    assert (code_revision(tmp_path) or {})["changed"] is False
-    (tmp_path / "new.py").touch()
-    assert (code_revision(tmp_path) or {})["changed"] is True
+    for name, text, changed in (("file", "2", True), ("file", "1", False), ("new.py", "", True)):
+        (tmp_path / name).write_text(text)
+        assert (code_revision(tmp_path) or {})["changed"] is changed
 
 
 def test_what_recipes_make_is_no_change_of_the_code(tmp_path: Path) -> None:

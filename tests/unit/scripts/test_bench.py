@@ -18,6 +18,7 @@ from scripts.bench.measure import Goal
 from scripts.bench.torchtitan import compare, jobs
 from scripts.bench.torchtitan.torchtitan_rank import fill_indices
 from tests.support.paths import REPO
+from tests.support.refusals import config_file
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.train import prepare
 
@@ -78,14 +79,9 @@ def test_rows_of_torchtitan_are_configurations_that_run(tmp_path: Path) -> None:
     assert (loaded.vocab_size, loaded.decode([loaded.eos_id])) == (jobs.VOCAB_SIZE, jobs.EOS)
     for row in compare.all_rows():
         tables = jobs.Jobs(tmp_path, tmp_path / "venv").tables("titan_moe", row, 20)
-        check_job(tables, row.layout.num_ranks, tmp_path)
-
-
-def check_job(tables: dict[str, Any], ranks: int, folder: Path) -> None:
-    config = folder / "job.toml"
-    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-    job, _, _ = prepare(["--job.config_file", str(config)], ranks, {})
-    assert job.training.global_batch_size == 8
+        words = config_file(tmp_path, tomli_w.dumps(tables))
+        job, _, _ = prepare(words, row.layout.num_ranks, {})
+        assert job.training.global_batch_size == 8
 
 
 def observed(*, step: float, last: float, peak: float) -> jobs.Observed:
