@@ -4,14 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.documents import (
-    loaders_of,
-    position,
-    random_texts,
-    take,
-    write_hub,
-    write_jsonl,
-)
+from tests.support.documents import loaders_of, position, random_texts, take, write_hub, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.order import CorpusOrder, Split

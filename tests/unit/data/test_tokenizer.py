@@ -120,7 +120,6 @@ def test_special_tokens_that_are_lacking_or_not_understood_are_refused(tmp_path,
     assert len(error.value.lines) == 1
 
 
-INSTRUCT = {"tokenizer_config.json": {"eos_token": "<|im_end|>", "bos_token": "<s>"}}
 NAMES = ("<s>", "<|endoftext|>", "<|im_end|>", "<tool>")
 
 
@@ -170,7 +169,8 @@ def test_prepend_bos_is_by_default_as_the_folder_says(tmp_path, says, bos, key, 
 
 
 def test_special_tokens_inside_documents_are_parsed_by_key(tmp_path):
-    path = write_folder(tmp_path / "tok", INSTRUCT, specials=NAMES)
+    config = {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}
+    path = write_folder(tmp_path / "tok", config, specials=NAMES)
     parsed = load_tokenizer(path, Training(parse_special_tokens=True))
     ids = parsed.encode("a<|im_end|>").tolist()
     assert len(ids) == 2 and ids[1] in parsed.stop_ids

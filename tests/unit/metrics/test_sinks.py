@@ -210,17 +210,13 @@ VALUES = {
 }
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, *lines: tuple[int, dict[str, float]]) -> list[str]:
+def test_console_line_has_the_measured_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "13:46:43")
     stream = io.StringIO()
     console = Console(stream, steps=1000)
-    for step, values in lines:
-        console.write(step, values)
-    return stream.getvalue().splitlines()
-
-
-def test_console_line_has_the_measured_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    full, short = printed(monkeypatch, (7, VALUES), (8, {"loss": 1.0, "lr": 0.0}))
+    console.write(7, VALUES)
+    console.write(8, {"loss": 1.0, "lr": 0.0})
+    full, short = stream.getvalue().splitlines()
     assert full == (
         "13:46:43 step    7/1000  loss  5.61235  grad norm   1.5000  lr 8.00e-04  "
         "tok/s/dev  12,345  TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01"

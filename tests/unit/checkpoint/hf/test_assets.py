@@ -36,37 +36,30 @@ def _settings(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def _exported(folder, changes, text=None):
-    """Change config.json of a new folder, import it and export it; returns the export's."""
-    model = small_model("qwen3_5_moe")
-    make_folder(folder / "in", model, torch.bfloat16, num_files=1)
-    settings = _settings(folder / "in") | {"eos_token_id": None} | changes
-    if text is not None:
-        settings = {"model_type": "qwen3_5_moe", "text_config": settings | text}
-    _write(folder / "in", config=settings)
-    import_folder(folder / "in", folder / "imported", torch.float32)
-    export_checkpoint(folder / "imported", folder / "out", torch.bfloat16)
-    assert differences(model.config, model_of(folder / "out").config) == []
-    return _settings(folder / "out")
-
-
 _MROPE = {"mrope_section": [1, 1, 1], "mrope_interleaved": True}
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "text_config"])
 def test_export_keeps_what_config_json_says_beyond_dimensions(inside, tmp_path):
-    model = small_model("qwen3_5_moe").settings()
-    rope = {"rope_type": "default", "rope_theta": model["rope_theta"], **_MROPE}
+    model = small_model("qwen3_5_moe")
+    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    settings = _settings(tmp_path / "in") | {"eos_token_id": None}
+    rope = {"rope_type": "default", "rope_theta": settings["rope_theta"], **_MROPE}
     extra = {"mamba_ssm_dtype": "float32", "nested": {"a": {"b": [1]}}, "eos_token_id": [5, 6]}
     positions = {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "pad_token_id": 0}
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
-    changes = extra | positions | quantized
-    found = _exported(tmp_path, {} if inside else changes, changes if inside else None)
+    settings |= extra | positions | quantized
+    whole = {"model_type": "qwen3_5_moe", "text_config": settings} if inside else settings
+    _write(tmp_path / "in", config=whole)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
+    assert differences(model.config, model_of(tmp_path / "out").config) == []
+    found = _settings(tmp_path / "out")
     found = found.get("text_config", found)
     assert found.items() >= extra.items()
     assert [found[key] for key in ENDS] == [None, [5, 6], 0]
     assert found["rope_parameters"].items() >= _MROPE.items()
-    assert found["rope_parameters"]["rope_theta"] == model["rope_theta"]
+    assert found["rope_parameters"]["rope_theta"] == settings["rope_theta"]
     assert found["torch_dtype"] == "bfloat16" and "quantization_config" not in found
 
 
@@ -83,11 +76,7 @@ def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
     [
         # Documents end with this token, whose model never writes that which ends a turn.
         ("<|eot_id|>", {}, "<|end_of_text|>"),
-        (
-            "<|eot_id|>",
-            {"append_eos": "<|end_header_id|>"},
-            "<|end_header_id|>",
-        ),
+        ("<|eot_id|>", {"append_eos": "<|end_header_id|>"}, "<|end_header_id|>"),
         ("<|eot_id|>", {"append_eos": False}, "<|eot_id|>"),
         ("<|end_of_text|>", {}, "<|end_of_text|>"),
     ],
