@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.paths import REPO
 from titan_moe.cli.command import Answer, Command, out_file, path_of
-from titan_moe.cli.main import COMMANDS, load_command, main
+from titan_moe.cli.main import COMMANDS, load_command
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import known_keys
 from titan_moe.runtime.errors import RunError
@@ -84,6 +84,7 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         ("train --max-restarts -1", "--max-restarts: -1 must be 0 or more"),
         ("train --ranks x", "--ranks: x must be a positive number"),
         ("verify losses --repeats x", "--repeats: x must be 0 or more"),
+        ("check ~no_such_user/run", "error: ~no_such_user/run: there is no such user: write the p"),
     ],
 )
 def test_a_wrong_argument_is_one_line(words: str, says: str) -> None:
@@ -284,9 +285,3 @@ def test_of_several_ranks_the_first_prints(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.setitem(os.environ, name, "1")
     assert _ended(Command(lambda options: Answer(1, ["one"]))) == (0, "", "")
-
-
-def test_argument_that_names_no_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "~no_such_user/run"]) == 2
-    says = "error: ~no_such_user/run: there is no such user: write the path out, "
-    assert capsys.readouterr().err.startswith(says)

@@ -153,7 +153,7 @@ def test_interrupt_ends_the_command_that_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "folder", "says"),
+    ("variables", "words", "says"),
     [
         ({"NNODES": "x"}, "new", "NNODES=x must be a whole number"),
         ({"NODE_RANK": "-1"}, "new", "NODE_RANK=-1 must be a whole number"),
@@ -162,11 +162,12 @@ def test_interrupt_ends_the_command_that_runs(tmp_path: Path) -> None:
         ({"NNODES": "2"}, "new", "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT, not ''"),
         ({}, "file", "is a file, or below one: name a folder"),
         ({}, "file/new", "is a file, or below one: name a folder"),
+        ({}, "new --only gtae", "--only gtae: choose from fails, hangs"),
     ],
 )
-def test_wrong_variable_or_folder_is_one_line(
+def test_wrong_variable_folder_or_part_is_one_line(
     variables: dict[str, str],
-    folder: str,
+    words: str,
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -175,14 +176,9 @@ def test_wrong_variable_or_folder_is_one_line(
     (tmp_path / "file").touch()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert first_hour.main([str(tmp_path / folder), "--device", "cpu"]) == 2
+    assert first_hour.main([*f"{tmp_path}/{words}".split(), "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and line.endswith(says)
-
-
-def test_unknown_part_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert first_hour.main([str(tmp_path), "--device", "cpu", "--only", "gtae"]) == 2
-    assert capsys.readouterr().err.startswith("error: --only gtae: choose from fails, hangs")
+    assert line.startswith("error: ") and says in line
 
 
 @pytest.mark.parametrize("main", [first_hour.main, gpu_moe.main])

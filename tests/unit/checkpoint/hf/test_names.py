@@ -112,21 +112,19 @@ def test_qwen3_next_predicts_ahead_where_the_folder_has_weights_for_it(tmp_path)
 
 
 def test_indexers_that_are_to_warm_up_may_be_missing(tmp_path, caplog):
-    sparse = small_model("deepseek_v32")
+    sparse, folder = _made(tmp_path, "deepseek_v32")
     attention = sparse.config.attention
     assert isinstance(attention, MLAConfig) and attention.indexer is not None
     warm_up = replace(attention, indexer=replace(attention.indexer, warm_up=True))
     warm = HFModel(sparse.family, replace(sparse.config, attention=warm_up))
-    make_folder(tmp_path / "in", sparse, torch.bfloat16, num_files=1)
-
     with pytest.raises(RunError, match=r"1 tensor missing: model.layers.0.self_attn.indexer.wk"):
-        _find(tmp_path / "in", warm, _leave_out("layers.0.self_attn.indexer.wk"))
+        _find(folder, warm, _leave_out("layers.0.self_attn.indexer.wk"))
     with caplog.at_level("INFO", logger="titan_moe"):
-        found = _find(tmp_path / "in", warm, _leave_out(".indexer."))
+        found = _find(folder, warm, _leave_out(".indexer."))
     assert "norm.weight" in found and not any("indexer" in x for x in found)
     assert any("no indexers: they begin with random weights" in line for line in caplog.messages)
     with pytest.raises(RunError, match=r"tensors missing: model.layers.0.self_attn.indexer"):
-        _find(tmp_path / "in", sparse, lambda tensors: None)
+        _find(folder, sparse, lambda tensors: None)
 
 
 def test_a_tied_output_may_be_there(tmp_path):
