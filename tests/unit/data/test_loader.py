@@ -29,39 +29,23 @@ ROWS = 8
 loaders = partial(loaders_of, seed=3, rows=ROWS)
 
 
-@pytest.fixture
-def files(tmp_path, monkeypatch):
+@pytest.fixture(params=["synthetic", "json, repeated", "stream", "files of unequal sizes", "blend"])
+def section(request, tmp_path, monkeypatch):
+    """Each kind of data."""
     monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # The ranks' marks must differ.
     write_files(tmp_path / "few", [90, 0, 7])
-    return {
-        "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
-        "c4": write_hub(tmp_path / "hub", random_texts(600, seed=1)),
-        "few": str(tmp_path / "few"),
+    texts = write_jsonl(tmp_path / "a.jsonl", random_texts(400))
+    json = {"dataset": "json", "dataset_path": texts}
+    c4 = {"dataset": "c4", "dataset_path": write_hub(tmp_path / "hub", random_texts(600, seed=1))}
+    blend = [json | {"weight": 1}, c4 | {"weight": 2.5}, {"dataset": "synthetic", "weight": 0.5}]
+    keys = {
+        "synthetic": {"repeat_dataset": False},
+        "json, repeated": json | {"mask_documents": False},
+        "stream": c4,
+        "files of unequal sizes": {"dataset": "c4", "dataset_path": str(tmp_path / "few")},
+        "blend": {"blend": blend},
     }
-
-
-def sections(files):
-    return {
-        "synthetic": training(),
-        "json, repeated": training(
-            dataset="json", dataset_path=files["json"], repeat_dataset=True, mask_documents=False
-        ),
-        "stream": training(dataset="c4", dataset_path=files["c4"], repeat_dataset=True),
-        "files of unequal sizes": training(
-            dataset="c4", dataset_path=files["few"], repeat_dataset=True
-        ),
-        "blend": training(
-            repeat_dataset=True,
-            blend=[
-                Dataset(dataset="json", dataset_path=files["json"], weight=1),
-                Dataset(dataset="c4", dataset_path=files["c4"], weight=2.5),
-                Dataset(dataset="synthetic", weight=0.5),
-            ],
-        ),
-    }
-
-
-KINDS = ["synthetic", "json, repeated", "stream", "files of unequal sizes", "blend"]
+    return training(**({"repeat_dataset": True} | keys[request.param]))
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -80,10 +64,8 @@ def test_rows_are_the_slow_packing_of_their_documents(mask):
         assert [step[row] for step in steps] == expected[:40]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
-def test_resume_under_another_number_of_ranks(files, kind, before, after):
-    section = sections(files)[kind]
+def test_resume_under_another_number_of_ranks(section, before, after):
     reference = take(loaders(section, 1), 120)
     first = loaders(section, before)
     stop = {1: 1, 4: 37, 2: 83}[before]

@@ -23,21 +23,14 @@ class Stage:
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def sources(tmp_path, monkeypatch):
     monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(90, longest=60))
+    write_jsonl(tmp_path / "hub" / "b.json", random_texts(80, seed=1, longest=60))
     return {
-        "json": write_jsonl(tmp_path / "a.jsonl", random_texts(90, longest=60)),
-        "c4": write_jsonl(tmp_path / "hub" / "b.json", random_texts(80, seed=1, longest=60)),
+        "json": Dataset(dataset="json", dataset_path=path, weight=1),
+        "c4": Dataset(dataset="c4", dataset_path=str(tmp_path / "hub"), weight=2.5),
     }
-
-
-def blend(files, *names):
-    folder = files["c4"].rpartition("/")[0]
-    parts = {
-        "json": Dataset(dataset="json", dataset_path=files["json"], weight=1),
-        "c4": Dataset(dataset="c4", dataset_path=folder, weight=2.5),
-    }
-    return [parts[name] for name in names]
 
 
 def build(stage, parts):
@@ -73,19 +66,19 @@ def sequences(batches):
 
 @pytest.mark.parametrize("names", [("json",), ("c4",), ("json", "c4")])
 @pytest.mark.parametrize("lengths", [(32, 96), (96, 16)])
-def test_sequences_go_on_under_another_length(files, names, lengths):
-    parts = blend(files, *names)
+def test_sequences_go_on_under_another_length(sources, names, lengths):
+    parts = [sources[name] for name in names]
     staged = staged_run([Stage(4, length, 6, ranks=2) for length in lengths], parts)
     plain = staged_run([Stage(4, 16, 6 * sum(lengths) // 16)], parts)
     assert sequences(staged) == sequences(plain)
 
 
 @pytest.mark.parametrize("batches", [(4, 8), (8, 2), (6, 4)])
-def test_another_batch_begins_behind_all_documents_before(files, batches):
+def test_another_batch_begins_behind_all_documents_before(sources, batches):
     before, after = batches
     plan = [Stage(before, 32, 7, ranks=2), Stage(after, 48, 1)]
-    *first, last = staged_run(plan, blend(files, "json"))
-    corpus = FileCorpus(Source("training.", "json", files["json"]))
+    *first, last = staged_run(plan, [sources["json"]])
+    corpus = FileCorpus(Source("training.", "json", sources["json"].dataset_path))
     order = CorpusOrder("json", corpus, split=Split.TRAIN, seed=SEED, repeat=False)
     places = {order.document(place).name: place for place in range(order.size)}
     seen = max(places[name] for step in first for *_, names in step for name in names)
@@ -108,10 +101,10 @@ def test_stages_over_several_files_read_nothing_twice_on_any_ranks(tmp_path, bat
     assert len(set.union(*stages)) == sum(map(len, stages))
 
 
-def test_stage_resumes_at_its_position(files):
+def test_stage_resumes_at_its_position(sources):
     """A checkpoint inside a stage, or written by its first step before anything was read."""
     before, after = Stage(4, 32, 7, ranks=2), Stage(8, 32, 4, ranks=4)
-    parts = blend(files, "json", "c4")
+    parts = [*sources.values()]
     first, reference, resumed = build(before, parts), build(after, parts), build(after, parts)
     take(first, before.steps)
     moved = continue_state(position(first), first[0].identity, reference[0].identity)

@@ -61,11 +61,11 @@ def test_set_lr_scales_each_group_by_its_own_peak():
 
 
 _INVERSE = {"decay_type": "inverse_sqrt"}
-KEYS = {"lr_scheduler": {"warmup_steps": 10, "min_lr_factor": 0.05}, "optimizer": {"lr": 4e-3}}
 
 
 def record(training_steps=300, lr=4e-3, **schedule):
-    tables = {"lr_scheduler": KEYS["lr_scheduler"] | schedule, "optimizer": {"lr": lr}}
+    schedule = {"warmup_steps": 10, "min_lr_factor": 0.05} | schedule
+    tables = {"lr_scheduler": schedule, "optimizer": {"lr": lr}}
     return JobConfig(**tables, training={"steps": training_steps}).model_dump(mode="json")
 
 
@@ -77,11 +77,7 @@ def record(training_steps=300, lr=4e-3, **schedule):
         (record(290), 20, "step 21 .* at 0.00385; lr_scheduler.total_steps=300 keeps the earlier"),
         (record(600), 5, "step 11 would have been taken"),
         (record(lr=3e-3), 5, "step 6 .* at 0.0024 by .* at 0.0018; optimizer.lr=0.004 keeps"),
-        (
-            record(decay_type="cosine", warmup_steps=20),
-            5,
-            'warmup_steps=10 lr_.*type="linear" keeps',
-        ),
+        (record(decay_type="cosine", warmup_steps=20), 5, 'up_steps=10 lr_.*type="linear" keeps'),
         (record(decay_ratio=0.5), 5, "lr_scheduler.decay_ratio=null keeps"),
         (record(**_INVERSE), 5, 'step 11 .* lr_scheduler.decay_type="linear" keeps'),
     ],

@@ -15,20 +15,8 @@ from scripts.first_hour.session import REPO, Session
 from scripts.one_gpu import __main__ as one_gpu
 from scripts.one_gpu.stages import all_stages
 
-SCRIPT = REPO / "scripts" / "one_gpu.sh"
 CALL = ("--device", "cpu", "--commit", "abc")
-LACKS = """
-import sys
-from importlib.machinery import PathFinder
-
-class Lacking(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.partition(".")[0] not in {names}:
-            return super().find_spec(name, path, target)
-
-sys.meta_path[sys.meta_path.index(PathFinder)] = Lacking
-"""
+LACKS = "import sys; sys.modules.update(dict.fromkeys({names}))  # Imports of these raise."
 
 
 def writes(session: Session) -> Seen:
@@ -108,7 +96,7 @@ def call(folder: Path, lacking: set[str], *words: str) -> subprocess.CompletedPr
     """Runs the script where packages cannot be imported."""
     (folder / "sitecustomize.py").write_text(LACKS.format(names=lacking))
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(folder)}
-    command = [str(SCRIPT), str(folder / "out"), *CALL, *words]
+    command = [REPO / "scripts" / "one_gpu.sh", folder / "out", *CALL, *words]
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
 
 
