@@ -20,12 +20,8 @@ class _Toy(nn.Module):
 def test_model_tensors_are_parameters_and_persistent_buffers():
     model = _Toy()
     named = model_tensors([model])
-    assert set(named) == {
-        "model.linear.weight",
-        "model.linear.bias",
-        "model.frozen",
-        "model.bias_E",
-    }
+    names = ("linear.weight", "linear.bias", "frozen", "bias_E")
+    assert set(named) == {f"model.{name}" for name in names}
     named["model.linear.bias"].zero_()
     assert not model.linear.bias.any()
 

@@ -43,10 +43,7 @@ def index(file):
         (garbage, "damaged, or no safetensors file"),
         (index("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors is missing"),
         (index("../other.safetensors"), "index.json is damaged: it names a file in another folder"),
-        (
-            lambda folder: (folder.parent / "out").mkdir(),
-            "out exists: name another folder, or remove it",
-        ),
+        (lambda f: (f.parent / "out").mkdir(), "out exists: name another folder, or remove it"),
     ],
 )
 def test_bad_folder_is_one_line_and_leaves_nothing(change, words, folder):

@@ -118,13 +118,8 @@ def test_without_repetition_each_document_is_read_once(tmp_path):
 def test_stream_of_any_files_reads_each_document_once_a_pass(tmp_path, counts, ranks, steps):
     """A sequence holds two documents and their EOS, so that all read equally many."""
     texts = write_files(tmp_path, counts)
-    section = training(
-        dataset="c4",
-        dataset_path=str(tmp_path),
-        seq_len=66,
-        local_batch_size=1,
-        repeat_dataset=True,
-    )
+    c4 = {"dataset": "c4", "dataset_path": str(tmp_path), "repeat_dataset": True}
+    section = training(**c4, seq_len=66, local_batch_size=1)
     place = {"num_ranks": ranks, "global_batch_size": 16}
     parts = [build_loader(section, rank=rank, **place) for rank in range(ranks)]
     rows = [tokens for step in take(parts, steps) for tokens, *_ in step]
@@ -174,7 +169,7 @@ def fail(corpus, index):
         ({"seq_len": 32}, {}, "seq_len=64, this run has seq_len=32"),
         ({"append_eos": False}, {}, r'with training.append_eos="<\|eos\|>", .*eos=false: set it'),
         ({"prepend_bos": True}, {}, "training.prepend_bos=false, .*prepend_bos=true: set it"),
-        ({"parse_special_tokens": True}, {}, "special_tokens=false, .*special_tokens=true: set it"),
+        ({"parse_special_tokens": True}, {}, "training.parse_special_tokens=false, .*=true: set"),
     ],
 )
 def test_state_of_another_stream_or_of_other_tokens_is_refused(keys, options, line):

@@ -69,12 +69,8 @@ def test_training_on_a_pair_is_training_on_its_texts(tmp_path):
     write_megatron(tmp_path / "around", [[bos, document, eos] for document in ids])
     write_jsonl(tmp_path / "json", texts)
     found = []
-    for kind, name in (
-        ("json", "json"),
-        ("megatron", "plain"),
-        ("megatron", "ended"),
-        ("megatron", "around"),
-    ):
+    for name in ("json", "plain", "ended", "around"):
+        kind = "json" if name == "json" else "megatron"
         section = training(dataset=kind, dataset_path=str(tmp_path / name), local_batch_size=4)
         loader = build_loader(section, around)
         batches = [batch for _ in range(6) for batch in loader.next_step()]
@@ -127,7 +123,6 @@ def test_damage_that_only_shows_when_it_is_read_is_an_error_of_its_document(tmp_
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path, token):
     write_megatron(tmp_path / "x", [[[1, 2]]] * 20 + [[[3, token]]], code=4)
     section = training(dataset="megatron", dataset_path=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"^document x/20 holds tokens .* but the tokenizer has 0 to"
-    ):
+    line = r"^document x/20 holds tokens .* but the tokenizer has 0 to"
+    with pytest.raises(ConfigError, match=line):
         sample_data(section, Validation(), TOKENIZER, seed=0, global_batch_size=4)

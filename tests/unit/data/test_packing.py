@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.documents import slow_rows
-from titan_moe.data.packing import IGNORE_INDEX, Encoded, Packer
+from titan_moe.data.packing import IGNORE_INDEX as IGNORED
+from titan_moe.data.packing import Encoded, Packer
 
 EOS = 99
 
@@ -41,27 +42,17 @@ def test_rows_equal_the_slow_packer(lengths, seq_len, mask):
     # Each token but the first is a target once, or ignored as the first of a document.
     stream = [token for _, ids in documents for token in ids]
     first_tokens = sum(1 for _ in documents) - 1 if mask and documents else 0
-    targets = sum(int((row.labels_S != IGNORE_INDEX).sum()) for row in rows)
+    targets = sum(int((row.labels_S != IGNORED).sum()) for row in rows)
     assert targets == max(0, len(stream) - 1 - first_tokens)
 
 
 def test_borders_by_hand():
     documents = [("a", [1, 2, EOS]), ("b", [3, EOS]), ("c", [4, 5, 6, 7, 8, EOS])]
     rows = pack(documents, seq_len=4, mask=True)
-    assert as_lists(rows[0]) == (
-        [1, 2, EOS, 3],
-        [2, EOS, IGNORE_INDEX, EOS],
-        [0, 0, 0, 1],
-        ["a", "b"],
-    )
+    assert as_lists(rows[0]) == ([1, 2, EOS, 3], [2, EOS, IGNORED, EOS], [0, 0, 0, 1], ["a", "b"])
     # The row opens with b's EOS; its target would be c's first token.
-    assert as_lists(rows[1]) == ([EOS, 4, 5, 6], [IGNORE_INDEX, 5, 6, 7], [0, 1, 1, 1], ["b", "c"])
-    assert as_lists(rows[2]) == (
-        [7, 8, EOS, EOS],
-        [8, EOS, IGNORE_INDEX, IGNORE_INDEX],
-        [0, 0, 0, 1],
-        ["c"],
-    )
+    assert as_lists(rows[1]) == ([EOS, 4, 5, 6], [IGNORED, 5, 6, 7], [0, 1, 1, 1], ["b", "c"])
+    assert as_lists(rows[2]) == ([7, 8, EOS, EOS], [8, EOS, IGNORED, IGNORED], [0, 0, 0, 1], ["c"])
 
 
 @pytest.mark.parametrize("lengths", [[], [0]])

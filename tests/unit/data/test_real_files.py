@@ -137,9 +137,8 @@ def test_a_folder_is_read_in_every_compression(tmp_path, reader):
         one, two = (compress(json_lines({"text": end + more})) for more in "12")
         write(tmp_path, {f"a.jsonl.{end}".strip("."): one + two})
     write(tmp_path, {"a.jsonl.zip": zipped(json_lines({"text": "zip1"}, {"text": "zip2"}))})
-    assert sorted(texts(reader, tmp_path)) == sorted(
-        end + more for end in [*pack, "zip"] for more in "12"
-    )
+    wanted = [end + more for end in [*pack, "zip"] for more in "12"]
+    assert sorted(texts(reader, tmp_path)) == sorted(wanted)
     write(tmp_path, {"b/plain.jsonl.gz": json_lines({"text": "plain"})})
     assert texts(reader, tmp_path / "b") == ["plain"]
 
@@ -179,10 +178,8 @@ def test_columns_that_nobody_reads_do_not_matter(tmp_path, reader, case):
 
 
 def test_a_path_names_a_nested_text(tmp_path, reader):
-    write(
-        tmp_path / "a",
-        {"a.jsonl": json_lines({"doc": {"text": "a"}}, {"doc": "b"}, {"doc.text": "c"})},
-    )
+    lines = json_lines({"doc": {"text": "a"}}, {"doc": "b"}, {"doc.text": "c"})
+    write(tmp_path / "a", {"a.jsonl": lines})
     rows = [{"text": "a", "n": 1}, None, {"text": "c", "n": 2}]
     write(tmp_path / "b", {"a.parquet": parquet(doc=rows, text=[1, 2, 3])})
     for folder, form in (("a", "json"), ("b", "parquet")):

@@ -139,9 +139,8 @@ def test_drawn_files_are_read_once_in_equal_shares_and_resumed_on_other_ranks(se
                 with suppress(OutOfDocumentsError):
                     while len(texts) < most:
                         texts += read(source, sequence, [len(texts)], batch=batch)
-                partition, place = Assignment(batch, source.num_partitions).place(
-                    sequence, len(texts)
-                )
+                assignment = Assignment(batch, source.num_partitions)
+                partition, place = assignment.place(sequence, len(texts))
                 oldest[partition] = min(place, oldest.get(partition, place))
             places.append(source.mark(oldest))
     assert sorted(itertools.chain(*found)) == sorted(itertools.chain(*files))

@@ -48,14 +48,9 @@ def test_every_number_of_ranks_validates_the_same_rows(training):
 def test_rows_are_those_of_a_plain_packing(tmp_path, mask):
     texts = random_texts(150)
     path = write_jsonl(tmp_path / "v.jsonl", texts)
-    rows = slow_rows(
-        [
-            (f"json/{number}", [*text.encode(), TOKENIZER.eos_id])
-            for number, text in enumerate(texts)
-        ],
-        seq_len=64,
-        mask=mask,
-    )
+    ids = [[*text.encode(), TOKENIZER.eos_id] for text in texts]
+    documents = [(f"json/{number}", each) for number, each in enumerate(ids)]
+    rows = slow_rows(documents, seq_len=64, mask=mask)
     section = Training(seq_len=64, local_batch_size=2, mask_documents=mask)
     found = rows_in_order(build(section, dataset="json", dataset_path=path))
     assert found[: len(rows)] == [tuple(row[:3]) for row in rows]

@@ -53,11 +53,8 @@ def test_device_metrics_of_two_ranks():
     for tensor, value in ((first, 1.0), (second, 2.0), (sent, 3.0), (bound, 2.0)):
         tensor.fill_(value)
     sums = {name: 2 * term.item() for name, term in metrics.terms().items()}
-    assert metrics.values(sums, num_targets=4) == {
-        "per target": 1.5,
-        "ratio": 1.5,
-        "of other ranks": 0.0,
-    }
+    found = metrics.values(sums, num_targets=4)
+    assert found == {"per target": 1.5, "ratio": 1.5, "of other ranks": 0.0}
     metrics.reset()
     assert not any(term.item() for term in metrics.terms().values())
     nothing = metrics.values(dict.fromkeys(sums, 0.0), num_targets=0)

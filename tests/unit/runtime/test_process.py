@@ -167,9 +167,8 @@ def test_flash_attention_3_is_used_if_installed_on_capability_9(
 def test_pick_device_refuses_more_ranks_than_gpus() -> None:
     device = pick_device(Launch(rank=1, world_size=2, local_rank=1, local_world_size=2))
     assert device == torch.device("cuda", 1) and "nccl" in backend_for(device)
-    with pytest.raises(
-        RunError, match=r"4 ranks for 2 GPUs: start with NGPU=2, with --comm\.share_gpus"
-    ):
+    line = r"4 ranks for 2 GPUs: start with NGPU=2, with --comm\.share_gpus"
+    with pytest.raises(RunError, match=line):
         pick_device(Launch(local_world_size=4))
 
 

@@ -13,9 +13,8 @@ from titan_moe.runtime.stopping import StopRequest, all_attempts, has_stopped, r
 
 def test_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> None:
     environment = {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "2"}
-    first, second = (
-        StopRequest(Launch(rank=4 + rank, local_rank=rank), environment) for rank in range(2)
-    )
+    launches = (Launch(rank=4 + rank, local_rank=rank) for rank in range(2))
+    first, second = (StopRequest(launch, environment) for launch in launches)
     assert not first.asks() and not second.asks()
     request_stop(tmp_path)
     assert first.asks() and not second.asks()

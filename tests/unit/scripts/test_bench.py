@@ -137,10 +137,8 @@ def test_different_models_are_not_compared() -> None:
 
 def test_round_compares_programs_of_which_torchtitan_alone_prints_its_parameters() -> None:
     row, steps = compare.all_rows()[0], 12
-    seen = {
-        "titan_moe": jobs.Observed(),
-        "torchtitan": jobs.Observed(num_parameters=row.model.num_parameters),
-    }
+    theirs = jobs.Observed(num_parameters=row.model.num_parameters)
+    seen = {"titan_moe": jobs.Observed(), "torchtitan": theirs}
     runner = SimpleNamespace(run=lambda program, row, steps: seen[program])
     compare.run_round(row, jobs.PROGRAMS, runner, steps)
     assert row.runs == {program: [run] for program, run in seen.items()}
