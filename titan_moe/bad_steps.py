@@ -2,7 +2,7 @@
 
 A step is bad if its loss or gradient norm is not finite, or if the norm is a spike. Both are known
 before the update, from the step's own all-reduce, and are the same on every rank: all ranks decide
-alike, without another collective.
+alike, and the decision needs no collective.
 """
 
 from collections import deque

@@ -189,7 +189,7 @@ class TrainStep:
             local = local_batch(batch, self._sharded, self._device)
             if observer is not None:
                 observer.reads(batch, local)
-            loss_sum += self._sharded.execution.train(local, last=number == len(batches))
+            loss_sum += self._sharded.execution.accumulate(local, last=number == len(batches))
         if self._sharded.partial_over_tp:
             tensor_parallel.sum_grads(self._sharded.partial_over_tp, self._tp_group, self._device)
         if self._sharded.tied_weights.copies:
@@ -303,7 +303,11 @@ def validation_loss(
     batches: Iterable[Batch], sharded: ShardedModel, device: torch.device
 ) -> tuple[float, int]:
     """Returns the mean cross-entropy over the target tokens of all ranks' batches, and the number
-    of (token, expert) choices that did not fit into the buffers between ranks. Collective."""
+    of (token, expert) choices that did not fit into the buffers between ranks. Collective.
+
+    Training goes on as if nothing had been: these batches have readers of their own, nothing draws
+    random numbers, and loads are counted and biases moved in training alone.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sharded.train(False)
     for batch in batches:
@@ -339,10 +343,10 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Lo
         labels_BS=batch.labels_BS.to(device, non_blocking=True),
         documents_BS=batch.documents_BS.to(device, non_blocking=True),
     )
-    num_rows, seq_len = whole.tokens_BS.shape
+    batch_size, seq_len = whole.tokens_BS.shape
     positions_S = sharded.positions(seq_len, device=device)
     own = slice(None) if len(positions_S) == seq_len else positions_S
-    positions_BS = positions_S.expand(num_rows, -1)
+    positions_BS = positions_S.expand(batch_size, -1)
     if sharded.counts_in_documents:
         positions_BS = positions_S - document_starts(whole.documents_BS)[:, own]
     local = LocalBatch(

@@ -43,7 +43,7 @@ from titan_moe.config.job_config import JobConfig, Profiling
 from titan_moe.distributed.memory import GIB, Memory, memory
 from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.registry import model_config
-from titan_moe.models.stats import part_weights
+from titan_moe.models.stats import part_flops
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.device import memory_of, peak_flops
 
@@ -148,7 +148,7 @@ def steps(
         profile(training.run, arguments.trace)
     result = results[-1]
     rate = arguments.rows * seq_len / statistics.median(seconds)
-    flops = 3 * sum(part_weights(training.sharded.config, seq_len).values()) * rate
+    flops = 3 * sum(part_flops(training.sharded.config, seq_len).values()) * rate
     figures = {
         "layers": num_layers,
         "tokens/s": rate,

@@ -97,3 +97,13 @@ def test_other_layouts_round_no_worse(layout: str):
 def test_cut_linears_that_multiply_exactly_are_seen():
     _, exact = one_rank(None)
     assert largest_error(whole("tp=2", planted=True)[1], exact) < 1e-4
+
+
+def _printed(job: JobConfig) -> str:
+    return str(tiny_step(job, tiny(job))[0].parts[0])
+
+
+def test_a_printed_model_shows_recipes_under_tensor_parallelism():
+    for text in run_on_ranks(_printed, 2, job_of("rowwise_with_gw_hp", "tp=2")):
+        assert "ColumnParallelLinear(Float8Linear(rowwise_with_gw_hp))" in text
+        assert "ExpertOutputs(swiglu, grouped_mm)" in text

@@ -139,7 +139,9 @@ def widest_logits(world_size: int) -> int:
     sharded = build_sharded_model(job, config, device=torch.device("cpu"), world_size=world_size)
     tokens = torch.arange(32).view(2, 16)
     with shapes_of_results() as seen:
-        sharded.execution.train(LocalBatch(tokens, tokens, torch.zeros_like(tokens), tokens % 16))
+        sharded.execution.accumulate(
+            LocalBatch(tokens, tokens, torch.zeros_like(tokens), tokens % 16)
+        )
     # Gathered weights are [V/tp, D]; D is none of these widths.
     widths = {config.vocab_size, config.vocab_size // world_size}
     return max(shape[-1] for shape in seen if shape and shape[-1] in widths)

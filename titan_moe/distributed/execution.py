@@ -40,7 +40,7 @@ class Execution(Protocol):
     """Runs forward and backward. Ranks of one `cp` or `tp` group compute one sum of cross-entropies
     together: each returns its own share of the value, and each runs backward from the whole sum."""
 
-    def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
+    def accumulate(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
         """Add the batch's gradients, as plain sums; returns this rank's share of the loss sum.
 
         Gradients stand where the optimizer looks for them after the `last` batch of a step.
@@ -57,7 +57,7 @@ class WholeModel:
         self._model = model
         self._sync = sync
 
-    def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
+    def accumulate(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
         self._sync.begin(last=last)
         loss = self._forward(batch)
         loss.backward()

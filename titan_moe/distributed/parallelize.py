@@ -60,7 +60,7 @@ from titan_moe.models.decoder import (
 )
 from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
-from titan_moe.models.stats import part_weights
+from titan_moe.models.stats import part_flops
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
@@ -237,10 +237,10 @@ def lay_out(
     if job.parallelism.expert_parallel_overlap:
         dispatch = dispatch._replace(num_chunks=2)
     for part in parts:
-        # 3. What multiplies in float8, while every weight is whole.
-        if in_float8 := quantize(part, job.model.converters, job.quantize):
-            first, last = in_float8[0], in_float8[-1]
-            logger.info("float8: %d Linear and MoE layers, %s to %s", len(in_float8), first, last)
+        # 3. What multiplies in low precision, while every weight is whole.
+        if names := quantize(part, job.model.converters, job.quantize):
+            words = ", ".join(job.model.converters), len(names), names[0], names[-1]
+            logger.info("%s: %d Linear and MoE layers, %s to %s", *words)
 
         # 4. Experts to their ranks, before anything else looks at parameters; then heads and
         # hidden dims, and losses that ask for whole sequences.
@@ -347,8 +347,8 @@ def _is_balanced(parallelism: Parallelism) -> bool:
 def _stages(job: JobConfig, config: ModelConfig) -> list[list[str]]:
     if job.parallelism.pipeline_parallel_degree == 1:
         return [module_names(config.num_layers)]
-    weights = part_weights(config, job.training.seq_len)
-    return model_parts(job.parallelism, weights, config.num_layers)
+    flops = part_flops(config, job.training.seq_len)
+    return model_parts(job.parallelism, flops, config.num_layers)
 
 
 def _own_parts(

@@ -138,8 +138,12 @@ class _Cut(nn.Module):
     def __init__(self, module: Any, mesh: DeviceMesh, group: ProcessGroup, dim: int = 0) -> None:
         super().__init__()
         self.group = group
+        self._whole = f"{type(module).__name__}({module.extra_repr()})"
         self.register_parameter("weight", module.weight)
         cut_parameter(self, "weight", mesh, [dim])
+
+    def extra_repr(self) -> str:
+        return self._whole
 
 
 class ColumnParallelLinear(_Cut):

@@ -29,7 +29,7 @@ from titan_moe.metrics.jsonl import JsonLines, add_event, keep_earlier, set_even
 from titan_moe.metrics.sinks import Console, Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.stats import part_weights
+from titan_moe.models.stats import part_flops
 from titan_moe.runtime.device import describe_device, memory_of, peak_flops
 from titan_moe.runtime.files import replacing, write_whole
 from titan_moe.runtime.position import POSITION
@@ -234,9 +234,9 @@ def describe_layout(job: JobConfig, sharded: ShardedModel, device: torch.device)
     parameters, estimate = dict(sharded.named_parameters()), sharded.accumulation.estimate
     logger.info("%s", layout_summary(parameters, sharded.meshes, sharded.accumulation.line))
     if sharded.meshes.dims.pp > 1:
-        weights = part_weights(sharded.config, job.training.seq_len)
+        flops = part_flops(sharded.config, job.training.seq_len)
         size = job.training.local_batch_size
-        logger.info("%s", pipeline_summary(job.parallelism, sharded.stages, weights, size))
+        logger.info("%s", pipeline_summary(job.parallelism, sharded.stages, flops, size))
     logger.info("memory of a rank by arithmetic, %s: %s", estimate.unit, estimate)
     if (gpu := memory_of(device)) is not None:
         logger.info("%s", estimate.margin(gpu))
@@ -301,7 +301,7 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     A matrix product costs twice its forward again in the backward (arXiv 2204.02311, appendix B);
     recomputation does not count.
     """
-    return 3 * sum(part_weights(config, seq_len).values())
+    return 3 * sum(part_flops(config, seq_len).values())
 
 
 def throughput(

@@ -189,7 +189,7 @@ def total(config: ModelConfig) -> Size:
     return Size(sum(p.dense for p in parts.values()), sum(p.routed for p in parts.values()))
 
 
-def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
+def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
     """FLOPs of the matrix products of one token's forward, of every part in the model's order.
 
     Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
@@ -261,20 +261,22 @@ def shares_of_ranks(
 
     Raises ConfigError for a pipeline that this model cannot be cut into.
     """
-    sizes, rows = part_sizes(config), training.local_batch_size
+    sizes, batch = part_sizes(config), training.local_batch_size
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:
-        yield Share(sizes, rows, config.num_layers + config.num_mtp_layers, 1, 0)
+        yield Share(sizes, batch, config.num_layers + config.num_mtp_layers, 1, 0)
         return
-    if wrong := pipeline.problems(parallelism, num_layers=config.num_layers, local_batch_size=rows):
+    if wrong := pipeline.problems(
+        parallelism, num_layers=config.num_layers, local_batch_size=batch
+    ):
         raise ConfigError([str(each) for each in wrong])
-    weights = part_weights(config, training.seq_len)
-    stages = pipeline.model_parts(parallelism, weights, config.num_layers)
+    flops = part_flops(config, training.seq_len)
+    stages = pipeline.model_parts(parallelism, flops, config.num_layers)
     layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
     layers[-1] += config.num_mtp_layers
     stages[-1] += [name for name in sizes if name == "mtp"]
     schedule = pipeline.schedule_of(parallelism)
-    count = pipeline.num_microbatches(parallelism, rows)
+    count = pipeline.num_microbatches(parallelism, batch)
     for rank in range(ranks):
         own = pipeline.stages_of_rank(schedule, rank, ranks, len(stages))
         outputs, losses = pipeline.in_flight(schedule, rank, ranks, len(stages), count)

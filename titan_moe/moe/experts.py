@@ -58,6 +58,9 @@ class ExpertOutputs(nn.Module):
         super().__init__()
         self.activation, self.scale_inputs, self.multiply = activation, scale_inputs, multiply
 
+    def extra_repr(self) -> str:
+        return f"{self.activation}, {self.multiply.__name__}"
+
     def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
         offsets_E, multiply = rows.offsets_E, self.multiply
         weights_R1 = rows.weights_R[:, None]

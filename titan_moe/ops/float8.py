@@ -54,6 +54,9 @@ class Float8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)
 
+    def extra_repr(self) -> str:
+        return self.multiply.__name__
+
     def product(self, x: Tensor, w_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
         """Computes F.linear in float8, with any part of the weight."""
         y = self.multiply(x, w_FD)
@@ -79,6 +82,7 @@ def float8_linear(recipe: str, *, emulate: bool) -> LinearProduct:
     def multiply(x: Tensor, w_FD: Tensor) -> Tensor:
         return matmul_with_hp_or_float8_args.apply(x, w_FD.t(), products, config)
 
+    multiply.__name__ = recipe  # A printed model shows it.
     return multiply
 
 
@@ -121,6 +125,7 @@ def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool = False) -> Grou
             y_RF.register_hook(torch.Tensor.contiguous)
         return y_RF
 
+    multiply.__name__ = recipe
     return multiply
 
 

@@ -14,7 +14,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES, flavors, model_config
-from titan_moe.models.stats import attention_stats, part_sizes, part_weights
+from titan_moe.models.stats import attention_stats, part_flops, part_sizes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def estimate(config: ModelConfig) -> None:
     memory(Setup(JobConfig(), config, 1))
 
 
-@pytest.mark.parametrize("use", [build, part_sizes, part_weights, estimate])
+@pytest.mark.parametrize("use", [build, part_sizes, part_flops, estimate])
 def test_an_unknown_variant_is_named(use: Callable[[ModelConfig], object]) -> None:
     with pytest.raises(TypeError, match="LinearAttention"):
         use(with_variant(LinearAttention()))

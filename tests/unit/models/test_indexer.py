@@ -15,7 +15,7 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder, freeze, initial_std
 from titan_moe.models.registry import model_config
-from titan_moe.models.stats import part_sizes, part_weights
+from titan_moe.models.stats import part_flops, part_sizes
 from titan_moe.verify.gradients.reference import without_balance_losses
 
 GATE = replace(model_config("deepseek_v32", "gate"), num_layers=3, num_mtp_layers=0)
@@ -85,8 +85,8 @@ def test_packed_documents_are_trained_as_one_by_one():
 @pytest.mark.parametrize("seq_len", [4, 6, 64])
 def test_pairs_that_are_not_selected_cost_nothing(seq_len: int):
     """The gate's top-k is 6."""
-    layer = part_weights(GATE, seq_len)["layers.1"]
-    more = part_weights(sparse(top_k=seq_len), seq_len)["layers.1"]
+    layer = part_flops(GATE, seq_len)["layers.1"]
+    more = part_flops(sparse(top_k=seq_len), seq_len)["layers.1"]
     left_out = sum(max(0, seen - 6) for seen in range(1, seq_len + 1)) / seq_len
     heads, channels = GATE.attention.num_heads, GATE.attention.qk_dim + GATE.attention.v_dim
     assert more - layer == pytest.approx(2 * heads * channels * left_out)

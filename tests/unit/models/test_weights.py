@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.visible import visible
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.models.stats import part_weights
+from titan_moe.models.stats import part_flops
 from titan_moe.ops.attention import Sdpa
 from titan_moe.ops.local_attention import LocalAttention, mean_seen
 
@@ -29,7 +29,7 @@ def test_weights_are_the_flops_of_a_token(
     if family == "deepseek_v3" and not low_rank_query:
         config = replace(config, attention=replace(config.attention, q_rank=None))
     model = Decoder(config, Sdpa()).double()  # torch counts neither grouped GEMMs
-    weights = part_weights(config, _SEQ_LEN)
+    weights = part_flops(config, _SEQ_LEN)
     assert list(weights) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"]
 
     tokens_BS = torch.zeros(1, _SEQ_LEN, dtype=torch.int64)
@@ -58,7 +58,7 @@ def test_weights_are_the_flops_of_a_token(
 
 def test_multi_token_prediction_costs_a_projection_a_layer_and_its_logits():
     config = model_config("deepseek_v3", "gate")
-    ahead, plain = (part_weights(replace(config, num_mtp_layers=k), _SEQ_LEN) for k in (2, 0))
+    ahead, plain = (part_flops(replace(config, num_mtp_layers=k), _SEQ_LEN) for k in (2, 0))
     layer, logits = plain["layers.1"], plain["output"]
     assert ahead == plain | {"output": logits + 2 * (4 * config.dim**2 + layer + logits)}
 

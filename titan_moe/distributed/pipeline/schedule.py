@@ -38,9 +38,9 @@ def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
 class Pipeline:
     """Runs this rank's stages over the microbatches of one schedule run; an Execution.
 
-    A run is `rows / microbatch_size` microbatches. Gradients are plain sums; FSDP reduces them once
-    at the end of a run, so a step of several runs reduces several times, and still sums. The loss
-    stands on the ranks of the last stage; elsewhere it is 0.
+    A run is `sequences / microbatch_size` microbatches. Gradients are plain sums; FSDP reduces them
+    once at the end of a run, so a step of several runs reduces several times, and still sums. The
+    loss stands on the ranks of the last stage; elsewhere it is 0.
 
     Args:
         parts: this rank's stages, ascending.
@@ -77,7 +77,7 @@ class Pipeline:
         for moe in (each for part in parts for each in part.modules() if isinstance(each, MoE)):
             moe.dispatcher.turns = self._turns
 
-    def train(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
+    def accumulate(self, batch: LocalBatch, *, last: bool = True) -> Tensor:
         shape = batch.tokens_BS.shape
         if shape not in self._training:
             self._training[shape] = self._build(self._schedule.name, shape, self._microbatch_size)
@@ -167,11 +167,11 @@ class Pipeline:
             gradients = back.get_local_bwd_output(late)
             stages[backward.stage_index - 1].set_local_bwd_input(gradients, late)
 
-    def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
+    def _build_stage(self, index: int, part: nn.Module, batch: int, seq_len: int) -> "_Stage":
         """Gives torch the shapes, or it would run the model to learn them and send pickles."""
-        tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
+        tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
         like = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
-        stream = torch.empty(rows, seq_len // self._tp, self._dim, **like)  # type: ignore[call-overload]
+        stream = torch.empty(batch, seq_len // self._tp, self._dim, **like)  # type: ignore[call-overload]
         loss = torch.empty((), **like | {"dtype": torch.float64})  # type: ignore[call-overload]
         return _Stage(
             part,

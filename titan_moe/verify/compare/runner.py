@@ -1,4 +1,7 @@
-"""A comparison from beginning to end: a seed checkpoint, two runs, control runs, a verdict."""
+"""A comparison from beginning to end: a seed checkpoint, two runs, control runs, a verdict.
+
+`verify losses` runs it. `verdict.compare_runs` decides, by the band of `noise/band.py`.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
