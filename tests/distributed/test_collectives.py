@@ -11,12 +11,10 @@ from titan_moe.runtime.ranks import run_on_ranks
 
 def functional_gathers() -> list[str]:
     """Functional all-gathers of a gather of parts, on one rank of gloo."""
-    seen = []
-
-    with Operations(lambda func, _: seen.append(str(func))):
+    with Operations() as seen:
         gathered = gather_parts(torch.full((2,), dist.get_rank()), dist.group.WORLD)
     assert gathered.tolist() == [[0, 0], [1, 1]]
-    return [name for name in seen if "all_gather_into_tensor" in name]
+    return [name for name in seen.calls if "all_gather_into_tensor" in name]
 
 
 def test_gloo_gets_no_functional_all_gather():

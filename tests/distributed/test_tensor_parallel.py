@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.operations import shapes_of_results
+from tests.support.operations import Operations
 from tests.support.tiers import tiered
 from tests.support.tiny import make_job
 from titan_moe.distributed import tensor_parallel
@@ -138,13 +138,13 @@ def widest_logits(world_size: int) -> int:
     config = model_config("qwen3", "gate")
     sharded = build_sharded_model(job, config, device=torch.device("cpu"), world_size=world_size)
     tokens = torch.arange(32).view(2, 16)
-    with shapes_of_results() as seen:
+    with Operations() as seen:
         sharded.execution.accumulate(
             LocalBatch(tokens, tokens, torch.zeros_like(tokens), tokens % 16)
         )
     # Gathered weights are [V/tp, D]; D is none of these widths.
     widths = {config.vocab_size, config.vocab_size // world_size}
-    return max(shape[-1] for shape in seen if shape and shape[-1] in widths)
+    return max(shape[-1] for shape in seen.shapes if shape and shape[-1] in widths)
 
 
 @pytest.mark.parametrize("world_size", tiered([1, 2], slow=[4]))

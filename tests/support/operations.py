@@ -1,5 +1,6 @@
 """Watches the operations that torch runs, and its collectives."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,32 +14,24 @@ from torch.utils._pytree import tree_leaves
 
 
 class Operations(TorchDispatchMode):
-    """Calls `note` with each operation that has run while it is active, and its result."""
+    """Sees the operations that run while it is active, those of compiled graphs included."""
 
-    def __init__(self, note: Callable[[Any, Any], object]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._note = note
+        self.calls: Counter[str] = Counter()
+        """Number of calls of each operation, by its name without the overload."""
+        self.shapes: set[Size] = set()
+        """Shapes of all tensors that operations returned."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # Operations in compiled graphs count too.
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self._note(func, result)
+        self.calls[str(func).rpartition(".")[0]] += 1
+        self.shapes.update(x.shape for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
-
-
-@contextmanager
-def shapes_of_results() -> Iterator[set[Size]]:
-    """Collects the shapes of the tensors that operations return while the block runs."""
-    found: set[Size] = set()
-
-    def note(func: Any, result: Any) -> None:
-        found.update(x.shape for x in tree_leaves(result) if isinstance(x, Tensor))
-
-    with Operations(note):
-        yield found
 
 
 @contextmanager

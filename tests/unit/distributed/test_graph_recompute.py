@@ -55,11 +55,10 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
 
     with saved_tensors_hooks(note, lambda x: x):
         loss = model(tokens, torch.zeros_like(tokens), positions).square().sum()
-    backward: Counter[str] = Counter()
-    with Operations(lambda func, _: backward.update([str(func).rpartition(".")[0]])):
+    with Operations() as backward:
         loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Trained(grads, backward, sum(kept.values()))
+    return Trained(grads, backward.calls, sum(kept.values()))
 
 
 @pytest.mark.slow

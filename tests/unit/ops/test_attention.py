@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.support.operations import shapes_of_results
+from tests.support.operations import Operations
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.ops.attention import first_seen_in_sequences, sdpa
 from titan_moe.ops.flex_attention import Flex
@@ -26,9 +26,9 @@ def test_flex_tiles_are_those_of_all_pairs(
     first_BS = first_seen_in_sequences(opens_BS.cumsum(1), layers, mask_documents=True)
     parts = [local_positions(seq_len, cp, rank, balanced=True) for rank in range(cp)]
     for queries_S, keys_S in product(parts, [torch.arange(seq_len), *parts]):
-        with shapes_of_results() as shapes:
+        with Operations() as seen:
             ours = Flex(compiled=False).block_mask(queries_S, keys_S, first_BS[:, queries_S])
-        assert 0 < max(shape.numel() for shape in shapes) <= 4 * seq_len
+        assert 0 < max(shape.numel() for shape in seen.shapes) <= 4 * seq_len
         theirs = create_block_mask(ours.mask_mod, 2, None, *ours.seq_lengths, device="cpu")
         if jumps:
             assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.operations import shapes_of_results
+from tests.support.operations import Operations
 from titan_moe.ops.cross_entropy import IGNORE_INDEX
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -73,7 +73,7 @@ def test_a_loss_in_float32_does_not_depend_on_the_number_of_chunks():
 
 def test_no_more_logits_than_a_chunk_of_tokens_ever_exist():
     x, weight, labels = case()
-    with shapes_of_results() as shapes:
+    with Operations() as seen:
         linear_cross_entropy(x, weight, labels, chunk_size=4).loss.backward()
-    logits = [shape for shape in shapes if len(shape) == 2 and shape[1] == VOCABULARY]
+    logits = [shape for shape in seen.shapes if len(shape) == 2 and shape[1] == VOCABULARY]
     assert max(num_tokens for num_tokens, _ in logits) == 4
