@@ -4,6 +4,7 @@ Errors are the largest differences from one process in float64: of o, dq, dk, dv
 gradient summed over ranks.
 """
 
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tests.support.tiers import split, tiered
 from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.ops.attention import Sdpa
+from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.runtime.ranks import run_on_ranks
 
 BOUND = 1e-12
@@ -27,9 +29,7 @@ SEQ_LEN = 96
 SCALE = 0.3
 
 
-class Local(NamedTuple):
-    kind: str
-    size: int
+Local = partial(LocalAttention, global_every=0)
 
 
 class Case(NamedTuple):
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     balanced: bool
     mask_documents: bool
     shape: str
-    local: Local | None = None
+    local: LocalAttention | None = None
     sinks: bool = False
 
 

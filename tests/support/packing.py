@@ -1,11 +1,22 @@
-"""Packed documents in a whole model, against each document alone."""
+"""Whole models with initial weights; packed documents against each document alone."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_moe.models.decoder import Decoder
+from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder, initial_std
+
+
+def filled(config: ModelConfig, *cores: Any) -> Decoder:
+    """Returns a model with its initial weights, in float64."""
+    model = Decoder(config, *cores)
+    fill_initial_weights(model, 0, partial(initial_std, config=config))
+    return model.double()
 
 
 def gradients(model: Decoder) -> dict[str, Tensor]:

@@ -10,19 +10,16 @@ import torch
 from torch.nn import functional
 
 from tests.support.documents import write_ranks
+from tests.support.packing import filled
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.generate import decode, prompt_ids
 from titan_moe.models.cache import with_cache
-from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, model_config
 
 
 def _model(family: str, flavor: str = "gate", **changes: int) -> Decoder:
-    config = replace(model_config(family, flavor), **changes)
-    model = Decoder(config).double()
-    fill_initial_weights(model, 0, lambda name: initial_std(name, config))
-    return model.eval()
+    return filled(replace(model_config(family, flavor), **changes)).eval()
 
 
 def test_decode_takes_the_likeliest_token_of_the_last_max_seq_len() -> None:

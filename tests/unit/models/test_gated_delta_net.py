@@ -1,16 +1,14 @@
 """Recurrent layers in a whole model: packed documents, initial values, costs."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.packing import gradients, train_packed_and_alone
-from titan_moe.distributed.init_weights import fill_initial_weights
+from tests.support.packing import filled, gradients, train_packed_and_alone
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
 from titan_moe.ops.attention import choose_core
@@ -24,9 +22,8 @@ BOTH = pytest.mark.parametrize("config", [CONFIG, KIMI], ids=["qwen3_next", "kim
 
 def _model(config: ModelConfig = CONFIG, *, mask_documents: bool = True) -> Decoder:
     core = choose_core(mask_documents=mask_documents)
-    model = Decoder(config, core, Recurrence(chunked_rule, mask_documents=mask_documents))
-    fill_initial_weights(model, 0, partial(initial_std, config=config))
-    return model.double().eval()
+    recurrence = Recurrence(chunked_rule, mask_documents=mask_documents)
+    return filled(config, core, recurrence).eval()
 
 
 @BOTH

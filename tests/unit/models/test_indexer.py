@@ -1,19 +1,17 @@
 """Sparse attention in a whole model: what its indexer's loss trains, and packed documents."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.packing import gradients, train_packed_and_alone
+from tests.support.packing import filled, gradients, train_packed_and_alone
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
-from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig
-from titan_moe.models.decoder import Decoder, freeze, initial_std
+from titan_moe.models.decoder import Decoder, freeze
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops, part_sizes
 from titan_moe.verify.gradients.reference import without_balance_losses
@@ -30,10 +28,9 @@ def sparse(**changes: object) -> ModelConfig:
 
 
 def built(config: ModelConfig, *, mask_documents: bool = True) -> Decoder:
-    model = Decoder(config, plain_core(config, mask_documents=mask_documents))
-    fill_initial_weights(model, 0, partial(initial_std, config=config))
+    model = filled(config, plain_core(config, mask_documents=mask_documents))
     freeze(model)
-    return model.double()
+    return model
 
 
 def drawn(length: int) -> Tensor:

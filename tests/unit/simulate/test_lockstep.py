@@ -41,13 +41,13 @@ def _reports(fn: Callable[[int, Peers], None]) -> list[Report]:
     return list(run_ranks(fn, len(_WORLD)))
 
 
-def _ran(fn: Callable, *arguments: object) -> list[Report]:
-    ((_, reports),) = in_fresh_processes(fn, [arguments], num_workers=1)
+def _ran(fn: Callable[[int, Peers], None]) -> list[Report]:
+    ((_, reports),) = in_fresh_processes(_reports, [(fn,)], num_workers=1)
     return reports
 
 
 def test_members_get_each_other_s_values() -> None:
-    reports = _ran(_reports, _exchange_twice)
+    reports = _ran(_exchange_twice)
     said = sorted((r.rank, r.value) for r in reports if not r.has_ended)
     assert said == [(0, [0, 1, 2]), (0, [0, 20]), (1, [0, 1, 2]), (2, [0, 1, 2]), (2, [0, 20])]
     assert sorted(r.rank for r in reports if r.has_ended) == [0, 1, 2]
@@ -55,12 +55,12 @@ def test_members_get_each_other_s_values() -> None:
 
 
 def test_ranks_that_wait_in_vain_are_abandoned() -> None:
-    said = {r.rank: r.value for r in _ran(_reports, _one_leaves_it_out) if not r.has_ended}
+    said = {r.rank: r.value for r in _ran(_one_leaves_it_out) if not r.has_ended}
     assert said == {0: "abandoned", 1: "went through", 2: "abandoned"}
 
 
 def test_a_rank_that_fails_and_one_that_dies() -> None:
-    reports = _ran(_reports, _one_fails_and_one_dies)
+    reports = _ran(_one_fails_and_one_dies)
     errors = {r.rank: r.error for r in reports if r.has_ended}
     assert "ValueError: of rank 0" in errors[0] and errors[1] == "its process has died"
     assert not errors[2]
