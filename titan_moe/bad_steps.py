@@ -106,11 +106,8 @@ class BadSteps:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, JSON-able; empty if it is the initial one."""
-        kept: dict[str, Any] = {}
-        if self._norms:
-            kept["norms"] = list(self._norms)
-        if self._skipped:
-            kept["skipped"] = self._skipped
+        state = {"norms": list(self._norms), "skipped": self._skipped}
+        kept = {key: value for key, value in state.items() if value}
         return {"bad_steps": kept} if kept else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -25,53 +25,58 @@ logger = logging.getLogger(__name__)
 
 
 class TrainData:
-    """This rank's loaders."""
+    """This rank's loaders, at the beginning of the data."""
 
-    def __init__(self, job: JobConfig, config: ModelConfig, process: Process) -> None:
-        self._job = job
+    def __init__(
+        self,
+        run_job: JobConfig,
+        job: JobConfig,
+        config: ModelConfig,
+        process: Process,
+        dims: ParallelDims,
+    ) -> None:
+        """`run_job`: the whole run's configuration; `job`, `dims`: the present stage's, and its
+        layout. Raises ConfigError."""
+        self._job = run_job
         self._process = process
         self.tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
         if lines := check_vocabulary(job, config, self.tokenizer.vocab_size):
             raise ConfigError(lines)
         for line in data_notes(job.training, job.validation) if process.is_main else []:
             logger.info(line)
+        self._open(job, dims)
 
-    def open(self, job: JobConfig, dims: ParallelDims) -> None:
-        """Open the loaders at the beginning of the data, for the stage and the layout of `job`."""
-        rank = self._process.rank
+    def _open(self, job: JobConfig, dims: ParallelDims) -> None:
+        """Open the loaders at the beginning of the data.
+
+        Beside a GPU, whose kernels this process launches, a child process reads. The child's start
+        takes seconds, so a run on the CPU reads in this process.
+        """
+        training, tokenizer_path = job.training, job.model.tokenizer_path
+        rank, on_gpu = self._process.rank, self._process.device.type == "cuda"
         place = {
             "seed": job.debug.seed,
             "rank": dims.coordinate(rank, "batch"),
             "num_ranks": dims.size("batch"),
         }
-        self.loader = self._open_loader(
-            job,
-            global_batch_size=job.training.global_batch_size,
-            permutation=job.debug.permute_rows,
-            validation=job.validation,
-            **place,
+        reads: dict[str, Any] = place | {
+            "global_batch_size": training.global_batch_size,
+            "permutation": job.debug.permute_rows,
+            "validation": job.validation,
+        }
+        reader: StepReader | ReaderProcess
+        if on_gpu:
+            reader = ReaderProcess(training, tokenizer_path, job.job.imports, **reads)
+        else:
+            reader = build_reader(training, self.tokenizer, **reads)
+        self.loader = Loader(
+            reader,
+            prefetch_factor=training.dataloader.prefetch_factor,
+            pin_for=self._process.device if on_gpu else None,
         )
         self.validation: ValidationLoader | None = None
         if job.validation.enable:
-            self.validation = build_validation(
-                job.validation, job.training, self.tokenizer, **place
-            )
-
-    def _open_loader(self, job: JobConfig, **place: Any) -> Loader:
-        """Open a loader that reads in a child process beside a GPU, whose kernels this process
-        launches. The child's start takes seconds, so a run on the CPU reads in this process."""
-        on_gpu = self._process.device.type == "cuda"
-        reader: StepReader | ReaderProcess
-        if on_gpu:
-            imports = job.job.imports
-            reader = ReaderProcess(job.training, job.model.tokenizer_path, imports, **place)
-        else:
-            reader = build_reader(job.training, self.tokenizer, **place)
-        return Loader(
-            reader,
-            prefetch_factor=job.training.dataloader.prefetch_factor,
-            pin_for=self._process.device if on_gpu else None,
-        )
+            self.validation = build_validation(job.validation, training, self.tokenizer, **place)
 
     def reopen(self, job: JobConfig, dims: ParallelDims) -> None:
         """Open the loaders for another stage or layout, where all ranks' data is; collective."""
@@ -79,7 +84,7 @@ class TrainData:
         dist.all_gather_object(states, self.loader.state_dict())
         before = self.loader.identity
         self.loader.close()
-        self.open(job, dims)
+        self._open(job, dims)
         state = continue_state(merge_states(states), before, self.loader.identity)
         self.loader.load_state_dict(state)
 

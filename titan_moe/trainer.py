@@ -21,7 +21,7 @@ from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
-from titan_moe.config.training_stages import changes, job_of_step, same_layout, training_stages
+from titan_moe.config.training_stages import changes, job_of_step, training_stages
 from titan_moe.data.batch import Batch
 from titan_moe.data.reader import documents_without_text, merge_states
 from titan_moe.data.tokenizer import loss_unit, token_ends
@@ -74,12 +74,11 @@ class Trainer:
         """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
-        self.data = TrainData(self.run_job, model_config, process)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
         self._build_model(job)
         self._prepare_updates()
-        self.data.open(job, self.meshes.dims)
+        self.data = TrainData(self.run_job, job, model_config, process, self.meshes.dims)
         self.progress = Progress()
         state = self.checkpointer.load() or {}
         if "data" in state:
@@ -302,7 +301,8 @@ class Trainer:
         forget_compiled(job.compile)
         # A pipeline's stages, and buffers in symmetric memory, depend on the length of sequences.
         sized = job.parallelism.expert_parallel_comm_backend == "symmetric"
-        moves = self.meshes.dims.pp > 1 or sized or not same_layout(self.job, job)
+        layouts = [(each.parallelism, each.activation_checkpoint) for each in (self.job, job)]
+        moves = self.meshes.dims.pp > 1 or sized or layouts[0] != layouts[1]
         sent = self._move_to(job) if moves else 0
         self.job, self._ran = job, False
         self.data.reopen(job, self.meshes.dims)

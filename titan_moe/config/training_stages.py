@@ -42,14 +42,6 @@ def changes(before: JobConfig, after: JobConfig) -> str:
     return ", ".join(words)
 
 
-def same_layout(before: JobConfig, after: JobConfig) -> bool:
-    """Returns whether both have the same parallelism and activation checkpointing."""
-    return (before.parallelism, before.activation_checkpoint) == (
-        after.parallelism,
-        after.activation_checkpoint,
-    )
-
-
 def training_stage_lines(job: JobConfig) -> list[str]:
     """Returns one line for each stage after the first, with what it changes."""
     jobs = [each for _, each in training_stages(job)]

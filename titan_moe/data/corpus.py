@@ -187,7 +187,11 @@ class FileCorpus:
         self._table = _load(source, self._files, self.column)
         # The Arrow column itself: a row through `datasets` costs 50 times as much.
         self._texts = self._table.data.column(self.column)
-        self.fingerprint = f"{dataset}:{_digest(self._files)}:documents={len(self._table)}"
+        # Names and sizes alone; the contents may be terabytes.
+        base = Path(os.path.commonpath([path.parent for path in self._files]))
+        listing = [f"{path.relative_to(base)}\0{path.stat().st_size}\0" for path in self._files]
+        names = digest("".join(listing))
+        self.fingerprint = f"{dataset}:{names}:documents={len(self._table)}"
         self.fingerprint += column_mark(self.column)
         if not any(self[index].content for index in range(0, len(self), -(-len(self) // FIRST))):
             problem = why_without_texts(
@@ -240,13 +244,6 @@ def _load(source: Source, files: Sequence[Path], column: str) -> Any:
 def column_mark(column: str) -> str:
     """The suffix of a fingerprint for a column other than "text"."""
     return "" if column == "text" else f":column={column}"
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """Digest of names and sizes; the contents may be terabytes."""
-    base = Path(os.path.commonpath([path.parent for path in files]))
-    listing = "".join(f"{path.relative_to(base)}\0{path.stat().st_size}\0" for path in files)
-    return digest(listing)
 
 
 def sampled_checksum(files: Sequence[Path]) -> str:

@@ -51,16 +51,12 @@ class Packer:
         self._mask_documents = mask_documents
         self._padding_id = padding_id
         self._document: Encoded | None = None
-        self._offset = 0
-
-    @property
-    def offset(self) -> int:
+        self.offset = 0
         """Tokens of the current document that are used up."""
-        return self._offset
 
     def resume(self, document: Encoded | None, offset: int) -> None:
         """Go on `offset` tokens into `document`; None: with the next one."""
-        self._document, self._offset = document, offset
+        self._document, self.offset = document, offset
 
     def next_sequence(self) -> PackedSequence | None:
         """Pack one sequence; None when the documents have no target left to give."""
@@ -70,17 +66,17 @@ class Packer:
         samples: list[str] = []
         filled = 0
         while filled < wanted:
-            if self._document is None or self._offset == len(self._document.ids):
-                self._document, self._offset = self._next_document(), 0
+            if self._document is None or self.offset == len(self._document.ids):
+                self._document, self.offset = self._next_document(), 0
                 if self._document is None:
                     break
             ids = self._document.ids
-            count = min(wanted - filled, len(ids) - self._offset)
-            tokens[filled : filled + count] = ids[self._offset : self._offset + count]
+            count = min(wanted - filled, len(ids) - self.offset)
+            tokens[filled : filled + count] = ids[self.offset : self.offset + count]
             documents[filled : filled + count] = len(samples)
             samples.append(self._document.name)
             filled += count
-            self._offset += count
+            self.offset += count
         if filled < 2:
             return None
         documents[filled:] = len(samples)
@@ -89,7 +85,7 @@ class Packer:
         if self._mask_documents:
             labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
         if filled == wanted:
-            self._offset -= 1  # The last label is the next sequence's first token.
+            self.offset -= 1  # The last label is the next sequence's first token.
         held = int(documents[min(filled, self._seq_len) - 1]) + 1
         return PackedSequence(tokens[:-1], labels, documents[:-1], samples[:held])
 

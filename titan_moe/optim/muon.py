@@ -20,7 +20,7 @@ steps leave them anywhere from 0.68 to 1.17.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -222,16 +222,9 @@ def redistribute_matrices(
     number = len(pieces_NAB)
     matrix = tuple(slice(0, max(box[dim].stop for box in cut.boxes)) for dim in range(2))
     pieces = [(slice(0, number), *box) for box in cut.boxes]
-    shares = [(share, *matrix) for share in _shares(number, len(cut.boxes))]
+    size, more = divmod(number, len(cut.boxes))  # As evenly as possible.
+    edges = accumulate((size + (rank < more) for rank in range(len(cut.boxes))), initial=0)
+    shares = [(slice(*edge), *matrix) for edge in pairwise(edges)]
     exchange = partial(exchange_boxes, place=cut.place, group=cut.group)
     whole_NAB = exchange(pieces_NAB, pieces, shares)
     return exchange(function(whole_NAB), shares, pieces)
-
-
-def _shares(number: int, num_ranks: int) -> list[slice]:
-    """Assigns matrices to ranks, as evenly as possible."""
-    edges = [
-        rank * (number // num_ranks) + min(rank, number % num_ranks)
-        for rank in range(num_ranks + 1)
-    ]
-    return [slice(*edge) for edge in pairwise(edges)]

@@ -131,9 +131,9 @@ def job_of(section, stages=()):
     return JobConfig(model=model, training=section, stages=list(stages))
 
 
-def data_of(job, device="cpu"):
+def data_of(job, step=1, device="cpu"):
     process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
-    return TrainData(job, model_of_job(job.model), process)
+    return TrainData(job, job_of_step(job, step), model_of_job(job.model), process, DIMS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])
@@ -142,8 +142,7 @@ def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pinned_for.append(str(device)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     job = job_of(training(global_batch_size=8))
-    data = data_of(job, device)
-    data.open(job, DIMS)
+    data = data_of(job, device=device)
     assert isinstance(data.loader._reader, ReaderProcess) == device.startswith("cuda")
     expected = build_loader(job.training, seed=job.debug.seed)
     state = expected.state_dict()
@@ -160,12 +159,10 @@ def test_documents_without_a_text_are_counted_across_a_resume_in_another_stage(t
     keys = {"dataset": "json", "dataset_path": path, "repeat_dataset": True, "seq_len": 4}
     later_stage = {"from_step": 3, "global_batch_size": 4, "local_batch_size": 4}
     job = job_of(training(global_batch_size=2, **keys), [later_stage])
-    data, later = data_of(job), data_of(job)
-    data.open(job_of_step(job, 1), DIMS)
+    data, later = data_of(job), data_of(job, step=3)
     for _ in range(2):
         data.loader.next_step()
     counted = documents_without_text(data.loader.state_dict())
-    later.open(job_of_step(job, 3), DIMS)
     later.load_state(data.loader.state_dict())
     assert documents_without_text(later.loader.state_dict()) == counted > 0
     later.loader.next_step()

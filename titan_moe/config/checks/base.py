@@ -1,6 +1,7 @@
 """The configuration that rules look at, and helpers for their sentences."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,16 @@ def flavor(job: JobConfig) -> str:
 def divisors(key: str, number: int) -> list[list[Change]]:
     """Returns a remedy for each divisor: that value of the key."""
     return choices(key, [n for n in range(1, number + 1) if number % n == 0])
+
+
+def must_divide(key: str, degree: int, sizes: Mapping[str, int], of: str = "") -> Iterator[Mistake]:
+    """Yields a mistake unless the key's value divides all sizes, given by their names."""
+    if broken := [f"{name}={size}" for name, size in sizes.items() if size % degree]:
+        yield Mistake(
+            f"{key}={degree} must divide {' and '.join(broken)}{of}",
+            divisors(key, math.gcd(*sizes.values())),
+            "choose another degree",
+        )
 
 
 def choices(key: str, values: Iterable[int]) -> list[list[Change]]:

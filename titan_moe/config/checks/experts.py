@@ -1,9 +1,8 @@
 """Experts: their mesh axes, their dispatch, and their products in low precision."""
 
-import math
 from collections.abc import Iterator
 
-from titan_moe.config.checks.base import Rule, Run, divisors
+from titan_moe.config.checks.base import Rule, Run, divisors, must_divide
 from titan_moe.config.errors import Mistake
 
 
@@ -28,21 +27,12 @@ def _sizes(run: Run) -> Iterator[Mistake]:
     if moe is None:
         return
     ep, etp = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
-    if moe.num_experts % ep:
-        yield Mistake(
-            f"parallelism.expert_parallel_degree={ep} must divide num_experts={moe.num_experts}",
-            divisors("parallelism.expert_parallel_degree", moe.num_experts),
-            "choose another degree",
-        )
+    experts = {"num_experts": moe.num_experts}
+    yield from must_divide("parallelism.expert_parallel_degree", ep, experts)
     sizes = {"the experts' hidden_dim": moe.hidden_dim}
     if moe.projection_bias:  # The bias after the second projection is cut like what it is added to.
         sizes["dim"] = run.model.dim
-    if broken := [f"{name}={size}" for name, size in sizes.items() if size % etp]:
-        yield Mistake(
-            f"parallelism.expert_tensor_parallel_degree={etp} must divide {' and '.join(broken)}",
-            divisors("parallelism.expert_tensor_parallel_degree", math.gcd(*sizes.values())),
-            "choose another degree",
-        )
+    yield from must_divide("parallelism.expert_tensor_parallel_degree", etp, sizes)
 
 
 def _dispatch(run: Run) -> Iterator[str | Mistake]:

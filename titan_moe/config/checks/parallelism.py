@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from titan_moe.config import pipeline
-from titan_moe.config.checks.base import Rule, Run, choices, divisors
+from titan_moe.config.checks.base import Rule, Run, choices, divisors, must_divide
 from titan_moe.config.errors import Mistake
 
 
@@ -43,13 +43,8 @@ def _tensor(run: Run) -> Iterator[Mistake]:
     if model.moe is not None and model.moe.num_shared_experts:
         shared = model.moe.num_shared_experts * model.moe.hidden_dim
         sizes["the shared experts' hidden_dim"] = shared
-    if broken := [f"{name}={size}" for name, size in sizes.items() if size % degree]:
-        yield Mistake(
-            f"parallelism.tensor_parallel_degree={degree} must divide {' and '.join(broken)} of "
-            f"{run.flavor}",
-            divisors("parallelism.tensor_parallel_degree", math.gcd(*sizes.values())),
-            "choose another degree",
-        )
+    key = "parallelism.tensor_parallel_degree"
+    yield from must_divide(key, degree, sizes, of=f" of {run.flavor}")
 
 
 def _symmetric_memory(run: Run) -> Iterator[str]:
