@@ -165,6 +165,7 @@ class TensorBoard:
     def write(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
+        self._writer.flush()  # A failed run never closes it, and two minutes would be lost.
 
     def close(self) -> None:
         self._writer.close()

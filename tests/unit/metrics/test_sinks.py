@@ -106,6 +106,17 @@ def test_tensorboard_hides_steps_that_are_made_again(tmp_path):
     assert [step for step, _ in found] == list(range(1, 12))
 
 
+def test_tensorboard_events_are_on_disk_before_the_run_ends(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = sinks.TensorBoard(tmp_path, resume_step=0)
+    sink.write(1, {"loss": 2.5})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    sink.close()
+
+
 def test_mlflow_resumes_its_run(tmp_path, monkeypatch):
     calls = []
 
