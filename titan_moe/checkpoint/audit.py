@@ -43,7 +43,7 @@ def _read(folder: Path) -> str:
         seen = _read_files(folder, manifest.files, MANIFEST)
         stored = StoredTensors(folder)
         found = total_sums(
-            (chunk.name, box_sum(stored.read(chunk), chunk)) for chunk in stored.chunks()
+            (chunk.name, int(box_sum(stored.read(chunk), chunk))) for chunk in stored.chunks()
         )
         if wrong := compare_checksums(manifest, found):
             raise RunError(f"wrong checksum of {', '.join(wrong)}")

@@ -40,7 +40,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Raises RunError on all ranks when replicas of a tensor differ, naming tensors and ranks.
     """
     chunks = held_chunks(tensors)
-    sums = [_sum(local_part(tensors[each.name]).detach(), each) for each in chunks]
+    sums = [box_sum(local_part(tensors[each.name]).detach(), each) for each in chunks]
     # One copy from the device for all tensors.
     values = torch.stack(sums).tolist() if sums else []
     mine = [(each.name, str(each.box), value) for each, value in zip(chunks, values, strict=True)]
@@ -52,11 +52,6 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if differ := {place: by for place, by in holders.items() if len(by) > 1}:
         raise RunError(_differences(differ))
     return total_sums((name, value) for (name, _), by in holders.items() for value in by)
-
-
-def box_sum(values: Tensor, chunk: Chunk) -> int:
-    """Returns what the values of a chunk add to the sum of its tensor."""
-    return int(_sum(values, chunk))
 
 
 def total_sums(sums: Iterable[tuple[str, int]]) -> dict[str, str]:
@@ -89,9 +84,9 @@ def _differences(differ: Mapping[tuple[str, str], Mapping[int, Sequence[int]]]) 
     return f"ranks hold different values of what should be replicas: {', '.join(lines)}"
 
 
-def _sum(values: Tensor, chunk: Chunk) -> Tensor:
-    """Returns the sum of bits * weight over a chunk, as a 0-dim int64 tensor on the values' device:
-    nothing waits for it."""
+def box_sum(values: Tensor, chunk: Chunk) -> Tensor:
+    """Returns what the values of a chunk add to the sum of its tensor: a 0-dim int64 tensor on the
+    values' device, for which nothing waits."""
     assert tuple(values.shape) == sizes(chunk.box), f"{tuple(values.shape)} values of {chunk}"
     strides = [prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
     start = sum(each.start * stride for each, stride in zip(chunk.box, strides, strict=True))
@@ -117,8 +112,8 @@ def _blocks(values: Tensor, strides: Sequence[int], limit: int) -> Iterator[tupl
         return
     dim = next(dim for dim, size in enumerate(values.shape) if size > 1)
     step = max(1, limit // (values.numel() // values.shape[dim]))
-    for number, part in enumerate(values.split(step, dim)):
-        for offset, block in _blocks(part, strides, limit):
+    for number, piece in enumerate(values.split(step, dim)):
+        for offset, block in _blocks(piece, strides, limit):
             yield number * step * strides[dim] + offset, block
 
 

@@ -67,7 +67,7 @@ def test_boxes_add_up_however_they_lie(dtype, monkeypatch):
                 box = form(tensor.narrow(dim, first, length))
                 starts = [first * (d == dim) for d in range(3)]
                 place = tuple(slice(a, a + n) for a, n in zip(starts, box.shape, strict=True))
-                sums.append(("x", box_sum(box, Chunk("x", place, tuple(tensor.shape), dtype))))
+                sums.append(("x", int(box_sum(box, Chunk("x", place, tuple(tensor.shape), dtype)))))
             assert total_sums(sums) == {"x": whole}
 
 

@@ -133,28 +133,28 @@ class HFFolder:
         self.num_bytes = sum(file.stat().st_size for file in files)
         """Bytes of all tensor files."""
         self._slices: dict[str, Any] = {}
-        for file, parts in files.items():
-            if twice := sorted(self._slices.keys() & parts):
+        for file, slices in files.items():
+            if twice := sorted(self._slices.keys() & slices):
                 raise RunError(f"{file} and another file have a tensor {twice[0]}: remove one")
-            self._slices |= parts
+            self._slices |= slices
         block = weight_block(self.settings, path / CONFIG)
         self._quantized: dict[str, Float8 | MXFP4 | Int4] = {}
         hidden: set[str] = set()
-        for name, part in self._slices.items():
-            if part.get_dtype() in _FP8:
+        for name, stored in self._slices.items():
+            if stored.get_dtype() in _FP8:
                 self._quantized[name] = self._float8(name, block)
                 hidden |= {name, name + SCALE_INV}
-            elif name.endswith(BLOCKS) and part.get_dtype() == "U8":
+            elif name.endswith(BLOCKS) and stored.get_dtype() == "U8":
                 plain = name.removesuffix(BLOCKS)
                 self._quantized[plain] = self._mxfp4(plain)
                 hidden |= {name, plain + SCALES}
-            elif name.endswith(PACKED) and part.get_dtype() == "I32":
+            elif name.endswith(PACKED) and stored.get_dtype() == "I32":
                 plain = name.removesuffix(PACKED)
                 self._quantized[plain] = self._int4(plain)
                 hidden |= {name, plain + SCALE, plain + SHAPE}
         self.shapes = {
-            name: tuple(part.get_shape())
-            for name, part in self._slices.items()
+            name: tuple(stored.get_shape())
+            for name, stored in self._slices.items()
             if name not in hidden
         } | {name: tensor.shape for name, tensor in self._quantized.items()}
         """Shapes of all tensors by name."""
@@ -164,8 +164,8 @@ class HFFolder:
         wrapper = wrapper_of(self.settings)
         patterns = () if wrapper is None else wrapper.rest
         return {
-            name: part
-            for name, part in self._slices.items()
+            name: stored
+            for name, stored in self._slices.items()
             if any(fnmatchcase(name, pattern) for pattern in patterns)
         }
 
@@ -179,17 +179,17 @@ class HFFolder:
 
     def save_rest(self, path: Path) -> None:
         """Write the tensors around the text model, if there are any, for `rest` to read."""
-        if tensors := {name: part[()] for name, part in self.rest().items()}:
+        if tensors := {name: stored[()] for name, stored in self.rest().items()}:
             save(tensors, path / REST, {_TEXT: json.dumps(self.text_shapes())})
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box, whose slices may have steps."""
-        around = tuple(slice(part.start, part.stop) for part in box)
+        around = tuple(slice(along.start, along.stop) for along in box)
         quantized = self._quantized.get(name)
         values = quantized.read(around, self._read) if quantized else self._read(name, around)
         if not values.is_floating_point():
             raise RunError(f"{self.path}: {name} holds {values.dtype}: name unquantised weights")
-        return values[tuple(slice(None, None, part.step) for part in box)]
+        return values[tuple(slice(None, None, along.step) for along in box)]
 
     def _read(self, name: str, box: Box) -> Tensor:
         try:
@@ -267,9 +267,9 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
         files = {folder / name: _opened(folder / name) for name in sorted(set(named.values()))}
         if missing := sorted(named.keys() - {name for file in files.values() for name in file}):
             raise RunError(f"{index} names tensors that no file has: {', '.join(missing[:4])}")
-        for file, parts in files.items():  # The index tells which of two files is read.
+        for file, slices in files.items():  # The index tells which of two files is read.
             files[file] = {
-                n: part for n, part in parts.items() if named.get(n) in (None, file.name)
+                n: stored for n, stored in slices.items() if named.get(n) in (None, file.name)
             }
     else:
         single = [folder / name for name in (SINGLE, REST) if (folder / name).is_file()]

@@ -66,8 +66,8 @@ class HFSource:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's parts of tensors, plain or DTensors. Those that the folder does not have
-        stay."""
+        """Fill this rank's shards of tensors, plain or DTensors. Those that the folder does not
+        have stay."""
         stored = {name: tensor for name, tensor in tensors.items() if name in self.found}
         with progress_bar("load", len(stored), "tensor") as bar:
             for name, tensor in stored.items():
@@ -150,7 +150,7 @@ def _write_share(
 
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
-        sums.append((chunk.name, box_sum(values, chunk)))
+        sums.append((chunk.name, int(box_sum(values, chunk))))
         bar.update()
         return values
 

@@ -62,7 +62,7 @@ class CheckpointSource:
         chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
         values = self._stored.read(chunk)
         # A tensor that is written twice, as a copy too, is read twice: it counts once.
-        self._sums[MODEL + name, str(box)] = box_sum(values, chunk)
+        self._sums[MODEL + name, str(box)] = int(box_sum(values, chunk))
         return values
 
     def verify(self, *, doing: str) -> None:
@@ -235,9 +235,9 @@ def _tensors(
                 tensors.setdefault(theirs, Written(shape, of_type, []))
             for piece in way.pieces(whole(way.shape)):
                 tensors[piece.tensor].pieces.append((name, piece))
-    for name, part in rest.items():
-        shape = tuple(part.get_shape())
-        tensors[name] = Written(shape, part[0:0].dtype if shape else part[()].dtype, [], part)
+    for name, stored in rest.items():
+        shape = tuple(stored.get_shape())
+        tensors[name] = Written(shape, stored[0:0].dtype if shape else stored[()].dtype, [], stored)
     return tensors
 
 
@@ -284,13 +284,13 @@ def _write(path: Path, file: File, read: Read) -> None:
             continue
         tensors[theirs] = torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, piece in tensor.pieces:
-            part = values[name][inside(piece.ours, boxes[name])]
+            ours = values[name][inside(piece.ours, boxes[name])]
             if piece.transposed:
-                part = part.transpose(-1, -2)
+                ours = ours.transpose(-1, -2)
             place = tensors[theirs][piece.theirs]
-            place.copy_(part.reshape(place.shape))
+            place.copy_(ours.reshape(place.shape))
             is_float16 = tensor.dtype == torch.float16
-            if is_float16 and part.isfinite().all() and not place.isfinite().all():
+            if is_float16 and ours.isfinite().all() and not place.isfinite().all():
                 raise RunError(f"{theirs} has values that float16 cannot hold: export bfloat16")
     save(tensors, path, {})
 
