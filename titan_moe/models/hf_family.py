@@ -280,7 +280,7 @@ class HFWeight:
     a stack is stored whole, experts first, like ours."""
     transposed: bool = False
     """Their last two dims are ours swapped."""
-    part: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
+    rows: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
     """The stored rows that are ours, if projections share a tensor: of a matrix, its second last
     dim in our order; of a bias, its last; `Rows` of the first dim."""
     ones: tuple[int, int] = (0, 0)
@@ -328,7 +328,7 @@ EXPERTS: HFKeys = {
     "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
     "moe.experts.w1": (
         HFWeight("mlp.experts.{expert}.gate_proj.weight"),
-        HFWeight("mlp.experts.gate_up_proj", part="first half"),
+        HFWeight("mlp.experts.gate_up_proj", rows="first half"),
     ),
     "moe.experts.w2": (
         HFWeight("mlp.experts.{expert}.down_proj.weight"),
@@ -336,7 +336,7 @@ EXPERTS: HFKeys = {
     ),
     "moe.experts.w3": (
         HFWeight("mlp.experts.{expert}.up_proj.weight"),
-        HFWeight("mlp.experts.gate_up_proj", part="second half"),
+        HFWeight("mlp.experts.gate_up_proj", rows="second half"),
     ),
 }
 ROUTING_BIAS: HFKeys = {

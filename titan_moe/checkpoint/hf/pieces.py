@@ -40,7 +40,7 @@ class Stored(NamedTuple):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the Hugging Face tensors that hold it."""
         shape = list(self.shape[1:] if self.one_by_one else self.shape)
-        if isinstance(rows := self.way.part, Rows):
+        if isinstance(rows := self.way.rows, Rows):
             shape[0] = shape[0] // (rows.last - rows.first) * rows.size
         elif rows != "whole":
             shape[self._shared_dim(len(shape))] *= 2
@@ -55,8 +55,8 @@ class Stored(NamedTuple):
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """Yields the pieces that cover a box of our tensor, each element once."""
-        if isinstance(self.way.part, Rows):
-            for there, here in _grouped_rows(box[0], self.way.part):
+        if isinstance(self.way.rows, Rows):
+            for there, here in _grouped_rows(box[0], self.way.rows):
                 yield Piece(self.way.name, (there, *box[1:]), (here, *box[1:]), transposed=False)
             return
         if not self.one_by_one:
@@ -79,23 +79,23 @@ class Stored(NamedTuple):
 
     def _theirs(self, box: Box) -> Box:
         theirs = list(box)
-        if (part := self.way.part) != "whole":
-            assert isinstance(part, str)
+        if (rows := self.way.rows) != "whole":
+            assert isinstance(rows, str)
             dim = self._shared_dim(len(box))
             size = self.shape[dim - len(box)]
-            theirs[dim] = _shared_rows(box[dim], part, size)
+            theirs[dim] = _shared_rows(box[dim], rows, size)
         if self.way.transposed:
             theirs[-2:] = theirs[:-3:-1]
         before, after = (whole([1] * ones) for ones in self.way.ones)
         return *before, *theirs, *after
 
 
-def _shared_rows(rows: slice, part: str, size: int) -> slice:
-    if part in _STEP:
-        first, step = _STEP[part]
-        return slice(step * rows.start + first, step * rows.stop, step)
-    shift = size if part == "second half" else 0
-    return slice(rows.start + shift, rows.stop + shift)
+def _shared_rows(box: slice, rows: str, size: int) -> slice:
+    if rows in _STEP:
+        first, step = _STEP[rows]
+        return slice(step * box.start + first, step * box.stop, step)
+    shift = size if rows == "second half" else 0
+    return slice(box.start + shift, box.stop + shift)
 
 
 def _grouped_rows(box: slice, rows: Rows) -> Iterator[tuple[slice, slice]]:

@@ -81,11 +81,11 @@ _SINKS: hf.HFKeys = {"attention.sinks.weight": (hf.HFWeight("self_attn.sinks"),)
 _EXPERTS: hf.HFKeys = {
     "moe.router.gate.weight": (hf.HFWeight("mlp.router.weight"),),
     "moe.router.gate.bias": (hf.HFWeight("mlp.router.bias"),),
-    "moe.experts.w1": (hf.HFWeight("mlp.experts.gate_up_proj", transposed=True, part="even"),),
-    "moe.experts.w3": (hf.HFWeight("mlp.experts.gate_up_proj", transposed=True, part="odd"),),
+    "moe.experts.w1": (hf.HFWeight("mlp.experts.gate_up_proj", transposed=True, rows="even"),),
+    "moe.experts.w3": (hf.HFWeight("mlp.experts.gate_up_proj", transposed=True, rows="odd"),),
     "moe.experts.w2": (hf.HFWeight("mlp.experts.down_proj", transposed=True),),
-    "moe.experts.b1": (hf.HFWeight("mlp.experts.gate_up_proj_bias", part="even"),),
-    "moe.experts.b3": (hf.HFWeight("mlp.experts.gate_up_proj_bias", part="odd"),),
+    "moe.experts.b1": (hf.HFWeight("mlp.experts.gate_up_proj_bias", rows="even"),),
+    "moe.experts.b3": (hf.HFWeight("mlp.experts.gate_up_proj_bias", rows="odd"),),
     "moe.experts.b2": (hf.HFWeight("mlp.experts.down_proj_bias"),),
 }
 

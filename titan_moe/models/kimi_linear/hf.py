@@ -181,7 +181,7 @@ def keys(config: ModelConfig) -> hf.HFKeys:
         f"attention.conv.{x}.weight": (
             hf.HFWeight(f"self_attn.{x}_conv1d.weight"),
             hf.HFWeight(
-                "self_attn.conv1d.weight", part=hf.Rows(n * width, (n + 1) * width, 3 * width)
+                "self_attn.conv1d.weight", rows=hf.Rows(n * width, (n + 1) * width, 3 * width)
             ),
         )
         for n, x in enumerate("qkv")

@@ -110,10 +110,10 @@ _FEED_FORWARD = {
 _EXPERTS: hf.HFKeys = {
     "moe.router.gate.weight": (hf.HFWeight("feed_forward.router.weight"),),
     "moe.experts.w1": (
-        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="first half"),
+        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, rows="first half"),
     ),
     "moe.experts.w3": (
-        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="second half"),
+        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, rows="second half"),
     ),
     "moe.experts.w2": (hf.HFWeight("feed_forward.experts.down_proj", transposed=True),),
 }

@@ -179,6 +179,6 @@ def _sections(name: str, **sizes: int) -> dict[str, hf.HFWeight]:
     """The parts of a tensor whose rows are groups of these sections."""
     found, first, size = {}, 0, sum(sizes.values())
     for section, rows in sizes.items():
-        found[section] = hf.HFWeight(name, part=hf.Rows(first, first + rows, size))
+        found[section] = hf.HFWeight(name, rows=hf.Rows(first, first + rows, size))
         first += rows
     return found

@@ -12,9 +12,9 @@ from titan_moe.distributed.boxes import inside, sizes
 from titan_moe.models.hf_family import HFWeight, Rows
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 6
-PARTS = ("whole", "first half", "second half", "even", "odd")
+KINDS = ("whole", "first half", "second half", "even", "odd")
 CASES = [
-    (name, shape, HFWeight(theirs, transposed=transposed, part=part))
+    (name, shape, HFWeight(theirs, transposed=transposed, rows=rows))
     for name, shape, theirs in (
         ("layers.1.feed_forward.w1.weight", (ROWS, COLUMNS), "w"),
         ("layers.1.moe.experts.w1", (EXPERTS, ROWS, COLUMNS), "w"),
@@ -23,12 +23,12 @@ CASES = [
         ("layers.1.moe.experts.b1", (EXPERTS, ROWS), "b.{expert}"),
         ("layers.1.attention.wq.bias", (ROWS,), "b"),
     )
-    for part in PARTS
+    for rows in KINDS
     for transposed in (False, True)
     if not transposed or len(shape) - ("{expert}" in theirs) - (theirs[0] == "b") >= 2
 ]
 CASES += [
-    ("layers.1.attention.in_proj.q.weight", (ROWS, *inner), HFWeight("w", part=Rows(*rows)))
+    ("layers.1.attention.in_proj.q.weight", (ROWS, *inner), HFWeight("w", rows=Rows(*rows)))
     for rows in ((0, 2, 5), (3, 5, 5), (1, 2, 3), (2, 6, 7))
     for inner in ((COLUMNS,), (1, 3))
 ]
@@ -36,7 +36,7 @@ CASES += [
 
 def _slow(theirs, name, way):
     """Returns our whole tensor, or one expert's part of it, from the whole stored tensor."""
-    if isinstance(rows := way.part, Rows):
+    if isinstance(rows := way.rows, Rows):
         mine = [row for row in range(len(theirs)) if rows.first <= row % rows.size < rows.last]
         return theirs[mine]
     if way.transposed:
@@ -50,7 +50,7 @@ def _slow(theirs, name, way):
         "second half": range(size // 2, size),
         "even": range(0, size, 2),
         "odd": range(1, size, 2),
-    }[way.part]
+    }[way.rows]
     return np.stack([np.take(theirs, row, axis) for row in rows], axis)
 
 
