@@ -172,7 +172,7 @@ class Checkpointer:
         specs, sums = gather_specs(tensors), self._checksums(tensors)
         states = [] if model_only else gather_rank_states(state)
 
-        def finish(names: set[str]) -> None:
+        def publish_all(names: set[str]) -> None:
             if states:
                 write_train_state(aside, states, self._merge_data)
             manifest = self._manifest(step, specs, sums, model_only=model_only)
@@ -181,7 +181,7 @@ class Checkpointer:
         doing = f"cannot save checkpoint {target}"
         aside = on_rank_zero(lambda: folders.begin(target), doing=doing)
         # A thread beside training leaves the GPU alone.
-        writer = FolderWriter(aside, finish, copy_ahead=10_000_000 if wait else 0)
+        writer = FolderWriter(aside, publish_all, copy_ahead=10_000_000 if wait else 0)
         planner = SavePlanner(held_chunks(tensors))
         how: dict[str, Any] = {"planner": planner, "process_group": self._group}
         how |= {"state_dict": local_tensors(tensors), "storage_writer": writer}

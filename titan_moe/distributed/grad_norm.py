@@ -1,7 +1,15 @@
 """The global gradient norm, the same number in every layout, and clipping by it.
 
 Gradients arrive as plain sums over tokens; one pass divides them by the number of target tokens and
-clips.
+clips. The sums over ranks are complete before:
+
+    | a parameter that is     | is summed over           | by                          |
+    |-------------------------|--------------------------|-----------------------------|
+    | dense                   | dp_replicate and fsdp    | FSDP                        |
+    | a routed expert's       | dp_replicate and edp     | FSDP                        |
+    |                         | ep and etp               | the dispatch's own backward |
+    | whole on every tp rank  | tp                       | tensor_parallel.sum_grads   |
+    | a copy of a tied weight | the stages with a copy   | tied_weights.sum_tied_grads |
 """
 
 from collections.abc import Iterable, Sequence

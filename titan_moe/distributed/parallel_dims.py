@@ -33,7 +33,7 @@ SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 AXES = tuple(dict.fromkeys((*DENSE_AXES, *SPARSE_AXES)))
 """Every primary axis, once."""
 DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
-    "fsdp": ("dp_shard", "cp"),
+    "fsdp": ("dp_shard", "cp"),  # torchtitan's dp_shard_cp.
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
     "sequence": ("cp", "tp"),

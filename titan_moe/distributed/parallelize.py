@@ -238,8 +238,8 @@ def lay_out(
         dispatch = dispatch._replace(num_chunks=2)
     for part in parts:
         # 3. What multiplies in low precision, while every weight is whole.
-        if names := quantize(part, job.model.converters, job.quantize):
-            words = ", ".join(job.model.converters), len(names), names[0], names[-1]
+        if found := quantize(part, job.model.converters, job.quantize):
+            words = ", ".join(job.model.converters), len(found), found[0], found[-1]
             logger.info("%s: %d Linear and MoE layers, %s to %s", *words)
 
         # 4. Experts to their ranks, before anything else looks at parameters; then heads and

@@ -159,10 +159,10 @@ class MoE(nn.Module):
         return chosen_BE
 
     def _balance_loss(
-        self, scores: Scores, chosen_BE: Tensor | None, num_rows: int, counted_BS: Tensor | None
+        self, scores: Scores, chosen_BE: Tensor | None, batch: int, counted_BS: Tensor | None
     ) -> Tensor | None:
         config, terms = self.config, []
-        shares_BSE = scores.shares_TE.unflatten(0, (num_rows, -1))
+        shares_BSE = scores.shares_TE.unflatten(0, (batch, -1))
         if counted_BS is not None:
             shares_BSE = shares_BSE * counted_BS[..., None]
         if config.sequence_aux_loss_weight:
