@@ -136,7 +136,7 @@ def test_damaged_record_is_one_line(tmp_path: Path) -> None:
     np.save(single := io.BytesIO(), np.zeros(3))
     for damaged in (content[:-100], b"", b"text", bytes(flipped), single.getvalue()):
         part.write_bytes(damaged)
-        with pytest.raises(RunError, match=r"0-of-1.npz is damaged, or no part of a ") as error:
+        with pytest.raises(RunError, match=r"0-of-1.npz is damaged, or no file of a ") as error:
             experts(Record(tmp_path), EVERYTHING)
         assert "\n" not in str(error.value)
 
