@@ -41,7 +41,7 @@ REAL_FILES = {"titan_moe": 2_130, "tests": 2_470, "scripts": 60}
 # Regression jobs that a cluster can afford came later; 450 and 350 lines were meant.
 REGRESSION_JOBS = {"titan_moe": 700, "tests": 985, "scripts": 70}
 # A core that reads straight gave lines back; 2,000 and 700 are meant.
-STRAIGHT_CORE = {"titan_moe": -988, "tests": -669, "scripts": 0}
+STRAIGHT_CORE = {"titan_moe": -987, "tests": -669, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

@@ -17,7 +17,7 @@ CHECKOUT = PACKAGE.parent
 def running_code() -> dict[str, str | bool]:
     """Returns "folder" and "sha256" of this process's code, at the first call; in a git checkout
     also "commit" and whether files are "changed"."""
-    found: dict[str, str | bool] = {"folder": str(PACKAGE), "sha256": package_hash(PACKAGE)}
+    found: dict[str, str | bool] = {"folder": str(PACKAGE), "sha256": files_hash(PACKAGE)}
     return found | (code_revision(CHECKOUT) or {})
 
 
@@ -34,7 +34,7 @@ def code_revision(checkout: Path) -> dict[str, Any] | None:
     return {"commit": commit, "changed": bool(changed)}
 
 
-def package_hash(folder: Path, patterns: Sequence[str] = ("**/*.py",)) -> str:
+def files_hash(folder: Path, patterns: Sequence[str] = ("**/*.py",)) -> str:
     """Returns a hash of the names and contents of a folder's files, all *.py if not told others."""
     digest = hashlib.sha256()
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}

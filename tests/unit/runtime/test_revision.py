@@ -9,7 +9,7 @@ from titan_moe.runtime.revision import (
     checkout_around,
     code_in_words,
     code_revision,
-    package_hash,
+    files_hash,
     running_code,
     wanted_checkout,
 )
@@ -17,21 +17,21 @@ from titan_moe.runtime.revision import (
 
 def test_running_code_is_this_package() -> None:
     found = running_code()
-    assert found["folder"] == str(PACKAGE) and found["sha256"] == package_hash(PACKAGE)
+    assert found["folder"] == str(PACKAGE) and found["sha256"] == files_hash(PACKAGE)
     assert (PACKAGE / "trainer.py").is_file()
     assert code_in_words(found).startswith(str(PACKAGE))
 
 
-def test_package_hash_covers_names_and_contents(tmp_path: Path) -> None:
+def test_files_hash_covers_names_and_contents(tmp_path: Path) -> None:
     hashes = []
     for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "2"), ("sub/b.py", "2")):
         folder = tmp_path / str(len(hashes))
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(text)
         (folder / "a.txt").write_text(str(len(hashes)))
-        hashes.append(package_hash(folder))
+        hashes.append(files_hash(folder))
     assert len(set(hashes)) == 4
-    assert package_hash(tmp_path / "2") == hashes[2]
+    assert files_hash(tmp_path / "2") == hashes[2]
 
 
 def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.revision import CHECKOUT, code_in_words, code_revision, package_hash
+from titan_moe.runtime.revision import CHECKOUT, code_in_words, code_revision, files_hash
 
 REPO = CHECKOUT
 WORKTREES = ".comparison_worktrees"
@@ -28,12 +28,12 @@ class CodeTree:
 
     def __str__(self) -> str:
         package = self.folder / "titan_moe"
-        return f"{package}, {self.description} (sha256 {package_hash(package)[:12]})"
+        return f"{package}, {self.description} (sha256 {files_hash(package)[:12]})"
 
     def problem(self, ran: Mapping[str, Any]) -> str:
         """Says why a run that recorded `ran` (runtime.revision.running_code) ran other code than
         this; "" if it did not."""
-        if ran.get("sha256") == package_hash(self.folder / "titan_moe"):
+        if ran.get("sha256") == files_hash(self.folder / "titan_moe"):
             return ""
         return f"it ran {code_in_words(ran)} instead of {self}"
 
@@ -47,7 +47,7 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
         head = "no git repository"
         if found := code_revision(REPO):
             head = f"{found['commit'][:7]}{', changed' * found['changed']}"
-        return CodeTree(REPO, package_hash(REPO, _RUNS), f"working tree ({head})")
+        return CodeTree(REPO, files_hash(REPO, _RUNS), f"working tree ({head})")
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
         raise ConfigError(f"revision={revision}: git knows no such commit in {REPO}")
@@ -58,7 +58,7 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
         _git("worktree", "add", "--force", "--detach", str(folder), commit)
     if _git("status", "--porcelain", at=folder) or _git("rev-parse", "HEAD", at=folder) != commit:
         raise ConfigError(f"{folder}: files were changed there: remove the folder, and run again")
-    return CodeTree(folder, package_hash(folder, _RUNS), f"{revision} ({commit[:7]})")
+    return CodeTree(folder, files_hash(folder, _RUNS), f"{revision} ({commit[:7]})")
 
 
 def remove_worktrees(worktrees: Path) -> None:

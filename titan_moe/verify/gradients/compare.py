@@ -13,7 +13,7 @@ class Tolerance(NamedTuple):
 
     bound: float
     """Largest relative error of a rank's shard of a tensor."""
-    floor: float
+    least_share: float
     """The error of a rank's shard is divided by the shard's norm, but at least by this share of the
     whole tensor's norm (of one expert's, for experts): a shard that should be zero holds rounding
     errors of larger numbers."""
@@ -38,7 +38,7 @@ class TensorDifference(NamedTuple):
     name: str
     """The parameter's or layer's name; an expert's weight ends in its number: w1[3]."""
     error: float
-    """||ours - reference|| / max(||reference||, floor * ||whole reference||)."""
+    """||ours - reference|| / max(||reference||, least_share * ||whole reference||)."""
     ratio: float
     """||ours|| / ||reference||."""
 
@@ -71,7 +71,7 @@ def first_few(items: Sequence[str], most: int = 5) -> list[str]:
 
 
 def compare(
-    where: tuple[int, int, str, str], ours: Tensor, theirs: Tensor, *, floor: float
+    where: tuple[int, int, str, str], ours: Tensor, theirs: Tensor, *, least_norm: float
 ) -> TensorDifference:
     """Compares a shard as held with what it should be.
 
@@ -79,14 +79,14 @@ def compare(
 
     Args:
         where: step, rank, quantity and name.
-        floor: the least norm that the difference is divided by.
+        least_norm: the least norm that the difference is divided by.
     """
     if ours.shape != theirs.shape:
         return TensorDifference(*where, math.inf, math.nan)
     ours, theirs = ours.double(), theirs.double()
     distance, our_norm, their_norm = (ours - theirs).norm(), ours.norm(), theirs.norm()
     # 0 / 0 counts as equal: zeros are right if the reference is zero.
-    error = torch.where(distance == 0, 0.0, distance / their_norm.clamp(min=floor))
+    error = torch.where(distance == 0, 0.0, distance / their_norm.clamp(min=least_norm))
     ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
     return TensorDifference(*where, worst([error.item()]), ratio.item())
 

@@ -15,7 +15,7 @@ import torch
 from titan_moe.config.job_config import JobConfig
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.device import describe_device
-from titan_moe.runtime.revision import PACKAGE, code_in_words, package_hash, running_code
+from titan_moe.runtime.revision import PACKAGE, code_in_words, files_hash, running_code
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout
 from titan_moe.verify.report.render import render
@@ -26,7 +26,7 @@ RESULTS_FILE = "results.jsonl"
 def code_fingerprint(job: JobConfig, device: str) -> str:
     """Changes with the configuration, every line of the package, torch, and "cpu" or "cuda"."""
     said = f"{job.model_dump_json()} torch {torch.__version__} {device}"
-    said += package_hash(PACKAGE)
+    said += files_hash(PACKAGE)
     return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
 

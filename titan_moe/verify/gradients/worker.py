@@ -73,7 +73,7 @@ def verify_on_rank(task: Task) -> RankReport:
 
 
 class LocalState:
-    """What this rank holds of the model, its training, and where parameters lie in the whole."""
+    """Holds this rank's shards of the model, its training, and the shards' places in the whole."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.rank = task, dist.get_rank()
@@ -121,18 +121,19 @@ class LocalState:
         self, number: int, result: StepResult, snapshot: Snapshot
     ) -> Iterator[TensorDifference]:
         """Compares everything that a step left on this rank."""
-        step, floor = self.fixture.steps[number], TOLERANCES[self.task.job.training.dtype].floor
+        step = self.fixture.steps[number]
+        share = TOLERANCES[self.task.job.training.dtype].least_share
         where = number, self.rank
         assert result.counts_LE is not None
         counts = result.counts_LE.cpu()
         snapshot["counts"] = dict(zip(step.tensors["counts"], counts, strict=True))
         for quantity, theirs in step.tensors.items():
             for name, *pair, whole in self._pairs(snapshot[quantity], theirs):
-                yield compare((*where, quantity, name), *pair, floor=floor * whole)
+                yield compare((*where, quantity, name), *pair, least_norm=share * whole)
         measured: dict[str, Any] = vars(result) | (result.metrics or {})
         for quantity, reference in step.numbers.items():
             ours = scalar(measured.get(quantity))
-            yield compare((*where, quantity, ""), ours, scalar(reference), floor=0.0)
+            yield compare((*where, quantity, ""), ours, scalar(reference), least_norm=0.0)
 
     def _pairs(
         self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]

@@ -59,7 +59,7 @@ def read_capture(folder: Path) -> Capture:
     if len(files) != facts["world_size"] or len({f["facts"]["step"] for f in files}) > 1:
         said = f"{len(files)} files of {facts['world_size']} ranks' capture of one step"
         raise ConfigError(f"{folder}: {said}: capture again into an empty folder")
-    sequences = dict.fromkeys(name for each in files for name in each["facts"]["sequences"])
+    sequences = dict.fromkeys(name for each in files for name in each["facts"]["rows"])
     held: dict[Place, list[dict[str, Any]]] = defaultdict(list)
     for each in files:
         for record in each["records"]:

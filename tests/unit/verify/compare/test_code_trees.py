@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.processes import git
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.revision import package_hash
+from titan_moe.runtime.revision import files_hash
 from titan_moe.verify.compare import code_trees
 from titan_moe.verify.compare.code_trees import code_tree, remove_worktrees
 
@@ -61,7 +61,7 @@ def test_an_unknown_revision_is_told(repo: Path, tmp_path: Path):
 
 def test_a_run_of_other_code_is_noticed(repo: Path, tmp_path: Path):
     asked = code_tree("HEAD", tmp_path / "w")
-    sha256 = package_hash(asked.folder / "titan_moe")
+    sha256 = files_hash(asked.folder / "titan_moe")
     assert asked.problem({"folder": "/x", "commit": "0" * 40, "sha256": sha256}) == ""
     found = asked.problem({"folder": "/x", "commit": "a" * 40, "changed": True, "sha256": "b" * 64})
     assert found.startswith("it ran /x at aaaaaaa, changed (sha256 bbbbbbbbbbbb) instead of ")

@@ -11,25 +11,25 @@ from titan_moe.verify.gradients.worker import scalar
 AXES = {"pp": 1, "tp": 2, "ep": 4}
 
 
-def difference(ours, theirs, floor=1e-6) -> TensorDifference:
+def difference(ours, theirs, least_norm=1e-6) -> TensorDifference:
     tensors = (torch.tensor(values, dtype=torch.float64) for values in (ours, theirs))
-    return compare((0, 3, "gradient", "w"), *tensors, floor=floor)
+    return compare((0, 3, "gradient", "w"), *tensors, least_norm=least_norm)
 
 
 def test_equal_tensors_are_at_distance_0():
     assert difference([1.0, 2.0], [1.0, 2.0]).error == 0
-    assert difference([0.0, 0.0], [0.0, 0.0], floor=0.0).error == 0
+    assert difference([0.0, 0.0], [0.0, 0.0], least_norm=0.0).error == 0
     assert difference([], []).error == 0
 
 
 def test_what_should_be_nothing_must_be_nothing():
-    assert difference([1e-30], [0.0], floor=0.0).error == math.inf
+    assert difference([1e-30], [0.0], least_norm=0.0).error == math.inf
 
 
-def test_errors_are_relative_to_the_part_or_to_a_floor_of_the_whole():
+def test_errors_are_relative_to_the_part_or_to_a_least_share_of_the_whole():
     assert difference([1.0 + 1e-8], [1.0]).error == pytest.approx(1e-8, rel=1e-4)
     assert difference([2e-12], [1e-12]).error == pytest.approx(1e-6)
-    assert difference([2e-3], [1e-3], floor=1.0).error == pytest.approx(1e-3)
+    assert difference([2e-3], [1e-3], least_norm=1.0).error == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("ours", [[math.nan, 1.0], [math.inf, 1.0], [1.0, 1.0, 1.0]])
@@ -57,5 +57,5 @@ def test_fingerprints(ratio: float, told: str):
     [(3.0 * (1 + 1e-8), 3.0, 1e-8), (None, 3.0, 1.0), (3, 3.0, 0.0), (0.5, None, math.inf)],
 )
 def test_numbers_are_compared_in_float64_and_lacking_ones_are_far(ours, theirs, error: float):
-    found = compare((0, 0, "loss", ""), scalar(ours), scalar(theirs), floor=0.0)
+    found = compare((0, 0, "loss", ""), scalar(ours), scalar(theirs), least_norm=0.0)
     assert found.error == pytest.approx(error, rel=1e-6)

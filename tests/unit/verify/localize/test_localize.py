@@ -61,7 +61,7 @@ def write(folder: Path, ranks: list[dict[str, torch.Tensor]], margin: float = 0.
         records.add(Place("loss", "", "loss"), 0, loss)
         weight = sketch_box(held["weight"], (slice(0, 8),))[None]
         records.add(GRADIENT, 0, Sketches(TENSOR, zero, weight))
-        facts = {"step": 1, "rank": rank, "world_size": len(ranks), "sequences": SEQUENCES}
+        facts = {"step": 1, "rank": rank, "world_size": len(ranks), "rows": SEQUENCES}
         facts |= {"layout": LAYOUT | {"dp_shard": len(ranks)}, "compute_dtype": "float64"}
         records.save(folder / f"rank-{rank:05d}.pt", facts)
     return read_capture(folder)

@@ -134,7 +134,7 @@ class StepCapture:
             "world_size": dims.world_size,
             "layout": {axis: dims.size(axis) for axis in axes},
             "compute_dtype": self._dtype,
-            "sequences": self._sequences,
+            "rows": self._sequences,  # Captures of other revisions are read by this name.
         }
         self._records.save(folder / FOLDER / f"rank-{self._rank:05d}.pt", facts)
 
