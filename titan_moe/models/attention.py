@@ -2,7 +2,7 @@
 the dimensions."""
 
 from collections.abc import Callable
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from titan_moe.models.config import (
     MLAConfig,
     ModelConfig,
     PositionTemperature,
-    RopeConfig,
 )
 from titan_moe.models.indexer import Indexer, SharedSelection
 from titan_moe.models.output import norm_of
@@ -55,73 +54,40 @@ def build_attention(
     raise TypeError(f"models/attention.py builds no attention from a {type(attention).__name__}")
 
 
-@build_attention.register
-def _(attention: GQAConfig, config: ModelConfig, layer: int, core: AttentionCore) -> Attention:
-    return GQA(
-        config.dim,
-        attention,
-        config.rope,
-        norm_eps=config.norm_eps,
-        norm=norm_of(config),
-        core=core,
-        rotary=config.rotates(layer),
-    )
-
-
-@build_attention.register
-def _(attention: MLAConfig, config: ModelConfig, layer: int, core: AttentionCore) -> Attention:
-    return MLA(config.dim, attention, config.rope, core=core)
-
-
+@build_attention.register(GQAConfig)
 class GQA(Attention):
     """Grouped-query attention (arXiv 2305.13245).
 
-    Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k may be normed.
-
-    Args:
-        norm: makes the norms of learned `qk_norm`.
-        rotary: whether positions rotate queries and keys; else `config.temperature` may scale
-            queries.
+    Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k may be normed. Where
+    positions do not rotate a layer's queries and keys, `temperature` may scale queries.
     """
 
     def __init__(
-        self,
-        dim: int,
-        config: GQAConfig,
-        rope: RopeConfig,
-        *,
-        norm_eps: float,
-        norm: Callable[[int], nn.Module],
-        core: AttentionCore,
-        rotary: bool = True,
+        self, attention: GQAConfig, config: ModelConfig, layer: int, core: AttentionCore
     ) -> None:
         super().__init__()
-        self.config, self.pairing, self.rotary, self.norm_eps = (
-            config,
-            rope.pairing,
-            rotary,
-            norm_eps,
-        )
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5 * softmax_factor(rope)
-        self.core = core
-        queries = config.num_heads * config.head_dim * (1 + config.output_gate)
-        self.wq = nn.Linear(dim, queries, bias=config.bias)
-        self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
-        self.wv = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
-        output_bias = config.bias and config.output_bias
-        self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=output_bias)
+        self.config, self.core = attention, core
+        self.pairing, self.rotary = config.rope.pairing, config.rotates(layer)
+        self.norm_eps, self.head_dim = config.norm_eps, attention.head_dim
+        self.scale = self.head_dim**-0.5 * softmax_factor(config.rope)
+        dim, bias = config.dim, attention.bias
+        heads, keys = (n * self.head_dim for n in (attention.num_heads, attention.num_kv_heads))
+        self.wq = nn.Linear(dim, heads * (1 + attention.output_gate), bias=bias)
+        self.wk = nn.Linear(dim, keys, bias=bias)
+        self.wv = nn.Linear(dim, keys, bias=bias)
+        self.wo = nn.Linear(heads, dim, bias=bias and attention.output_bias)
         # Norms of whole projections, over all heads; norms of each head.
         self.wq_norm: nn.Module = nn.Identity()
         self.wk_norm: nn.Module = nn.Identity()
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm == "across_heads":
-            self.wq_norm = nn.RMSNorm(self.wq.out_features, eps=norm_eps)
-            self.wk_norm = nn.RMSNorm(self.wk.out_features, eps=norm_eps)
-        elif config.qk_norm == "learned":
-            self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
-        self.sinks = PerHead(config.num_heads) if config.sinks else None
+        if attention.qk_norm == "across_heads":
+            self.wq_norm = nn.RMSNorm(self.wq.out_features, eps=config.norm_eps)
+            self.wk_norm = nn.RMSNorm(self.wk.out_features, eps=config.norm_eps)
+        elif attention.qk_norm == "learned":
+            self.q_norm = norm_of(config)(self.head_dim)
+            self.k_norm = norm_of(config)(self.head_dim)
+        self.sinks = PerHead(attention.num_heads) if attention.sinks else None
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
@@ -149,11 +115,8 @@ class GQA(Attention):
         q_BSHC, k_BSHC = (rotate(x_BSHC, rotation, self.pairing) for x_BSHC in (q_BSHC, k_BSHC))
         if self.config.qk_norm != "unweighted":
             return q_BSHC, k_BSHC
-        head_dim = q_BSHC.shape[-1:]
-        return (
-            F.rms_norm(q_BSHC, head_dim, eps=self.norm_eps),
-            F.rms_norm(k_BSHC, head_dim, eps=self.norm_eps),
-        )
+        norm = partial(F.rms_norm, normalized_shape=(self.head_dim,), eps=self.norm_eps)
+        return norm(q_BSHC), norm(k_BSHC)
 
 
 class PerHead(nn.Module):
@@ -171,6 +134,7 @@ class PerHead(nn.Module):
         return self.weight
 
 
+@build_attention.register(MLAConfig)
 class MLA(Attention):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
@@ -179,31 +143,29 @@ class MLA(Attention):
     """
 
     def __init__(
-        self, dim: int, config: MLAConfig, rope: RopeConfig, *, core: AttentionCore
+        self, attention: MLAConfig, config: ModelConfig, layer: int, core: AttentionCore
     ) -> None:
         super().__init__()
-        self.config = config
-        self.pairing = rope.pairing
-        qk_dim = config.qk_dim
-        self.scale = qk_dim**-0.5 * softmax_factor(rope)
-        self.core = core
-        if config.q_rank is None:
-            self.wq = nn.Linear(dim, config.num_heads * qk_dim, bias=False)
+        self.config, self.core, self.pairing = attention, core, config.rope.pairing
+        dim, qk_dim = config.dim, attention.qk_dim
+        self.scale = qk_dim**-0.5 * softmax_factor(config.rope)
+        if attention.q_rank is None:
+            self.wq = nn.Linear(dim, attention.num_heads * qk_dim, bias=False)
         else:
-            self.wq_a = nn.Linear(dim, config.q_rank, bias=config.bias)
-            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
-            self.wq_b = nn.Linear(config.q_rank, config.num_heads * qk_dim, bias=False)
-        self.wkv_a = nn.Linear(dim, config.kv_rank + config.rope_dim, bias=config.bias)
-        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=config.norm_eps)
-        kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
-        self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
-        self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)
+            self.wq_a = nn.Linear(dim, attention.q_rank, bias=attention.bias)
+            self.q_norm = nn.RMSNorm(attention.q_rank, eps=attention.norm_eps)
+            self.wq_b = nn.Linear(attention.q_rank, attention.num_heads * qk_dim, bias=False)
+        self.wkv_a = nn.Linear(dim, attention.kv_rank + attention.rope_dim, bias=attention.bias)
+        self.kv_norm = nn.RMSNorm(attention.kv_rank, eps=attention.norm_eps)
+        kv_dim = attention.num_heads * (attention.nope_dim + attention.v_dim)
+        self.wkv_b = nn.Linear(attention.kv_rank, kv_dim, bias=False)
+        self.wo = nn.Linear(attention.num_heads * attention.v_dim, dim, bias=attention.bias)
         self.indexer: Indexer | SharedSelection | None = None
-        if config.indexer is not None:
-            assert config.q_rank is not None, "an indexer reads the query's latent"
-            self.indexer = Indexer(dim, config.q_rank, config.indexer)
-            if config.indexer.shares:
-                self.indexer = SharedSelection(config.indexer)
+        if attention.indexer is not None:
+            assert attention.q_rank is not None, "an indexer reads the query's latent"
+            self.indexer = Indexer(dim, attention.q_rank, attention.indexer)
+            if attention.indexer.shares:
+                self.indexer = SharedSelection(attention.indexer)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None

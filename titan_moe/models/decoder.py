@@ -111,7 +111,13 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.sees: Sees = "state" if config.recurs(layer) else config.local_in(layer)
-        self.attention = _mixer(layer, config, core, recurrence)
+        mixer = config.mixer(layer)
+        self.attention: Attention
+        if isinstance(mixer, GatedDeltaConfig):
+            eps = config.norm_eps
+            self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
+        else:
+            self.attention = build_attention(mixer, config, layer, core)
         self.attention_norm = norm_of(config)(config.dim)
         self.ffn_norm = norm_of(config)(config.dim)
         self.moe: MoE | None = None
@@ -140,15 +146,6 @@ class Block(nn.Module):
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
         return x_BSD + h_BSD
-
-
-def _mixer(
-    layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
-) -> Attention:
-    mixer = config.mixer(layer)
-    if isinstance(mixer, GatedDeltaConfig):
-        return GatedDeltaNet(config.dim, mixer, norm_eps=config.norm_eps, core=recurrence)
-    return build_attention(mixer, config, layer, core)
 
 
 class Decoder(nn.Module):
