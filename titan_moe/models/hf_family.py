@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import (
-    GQAConfig,
+    GatedDeltaConfig,
     Llama3Scaling,
     ModelConfig,
     RopeConfig,
@@ -131,6 +131,7 @@ def settings_of(
         "architectures": [f"{architecture}ForCausalLM"],
         "model_type": model_type,
         "hidden_act": "silu",
+        "num_key_value_heads": config.attention.num_kv_heads,
         **own,
         **write_fields(config, keys),
         **rope_to_hf(config.rope),
@@ -185,6 +186,13 @@ def attention_of(config: ModelConfig, kind: type[A], family: str) -> A:
         f"{type(config.attention).__name__}, only of a {kind.__name__}: add it to "
         f"titan_moe/models/{family}/hf.py"
     )
+
+
+def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
+    """The recurrent layers of a family that has some, and experts. Raises ConfigError without."""
+    if config.recurrent is None or config.moe is None:
+        raise ConfigError(f"the Hugging Face form of {family} has recurrent layers and experts")
+    return config.recurrent
 
 
 def rope_from_hf(
@@ -315,8 +323,11 @@ BLOCK_NORMS = renamed(
     "*_norm.weight", "*_layernorm.weight", {"attention": "input", "ffn": "post_attention"}
 )
 _HEADS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-GQA = renamed("attention.*.weight", "self_attn.*.weight", _HEADS)
-GQA_BIASES = renamed("attention.*.bias", "self_attn.*.bias", _HEADS)
+GQA_BLOCK: HFKeys = {
+    **BLOCK_NORMS,
+    **renamed("attention.*.weight", "self_attn.*.weight", _HEADS),
+    **renamed("attention.*.bias", "self_attn.*.bias", _HEADS),
+}
 QK_NORMS = renamed(
     "attention.*.weight", "self_attn.*.weight", {"q_norm": "q_norm", "k_norm": "k_norm"}
 )
@@ -373,19 +384,15 @@ MTP_COPIES: HFCopies = {
 }
 
 
-def gqa_block(config: ModelConfig, family: str) -> dict[str, tuple[HFWeight, ...]]:
-    """Keys of a layer's norms and of its attention, where heads share keys and values."""
-    attention = attention_of(config, GQAConfig, family)
-    return {**BLOCK_NORMS, **GQA, **(GQA_BIASES if attention.bias else {})}
+def in_model(block: HFKeys) -> dict[str, tuple[HFWeight, ...]]:
+    """The keys of a model with this block in each layer."""
+    return {**EMBEDDINGS, **in_layers(block)}
 
 
-def in_model(block: HFKeys, num_mtp_layers: int = 0) -> dict[str, tuple[HFWeight, ...]]:
+def in_model_with_mtp(block: HFKeys) -> HFKeys:
     """The keys of a model with this block in each layer, multi-token prediction's too."""
-    keys = {**EMBEDDINGS, **in_layers(block)}
-    if num_mtp_layers:
-        keys |= in_layers(block, ours="mtp.layers.{layer}.block.")
-        keys |= in_layers(_MTP, ours="mtp.layers.{layer}.")
-    return keys
+    ahead = in_layers(block, ours="mtp.layers.{layer}.block.")
+    return {**in_model(block), **ahead, **in_layers(_MTP, ours="mtp.layers.{layer}.")}
 
 
 def in_layers(

@@ -48,11 +48,10 @@ def test_an_unknown_variant_is_named(use: Callable[[ModelConfig], object]) -> No
 def test_a_variant_without_hugging_face_names_is_refused_in_a_line(family: str) -> None:
     config = replace(model_config(family, "gate"), attention=LinearAttention())
     kind = type(model_config(family, "gate").attention).__name__
-    for use in (HFModel.settings, lambda model: model.keys):
-        assert refusal(use, HFModel(family, config)).startswith(
-            f"the Hugging Face form of {family} has no place for attention of a LinearAttention, "
-            f"only of a {kind}: add it to titan_moe/models/{family}/hf.py"
-        )
+    assert refusal(HFModel(family, config).settings).startswith(
+        f"the Hugging Face form of {family} has no place for attention of a LinearAttention, "
+        f"only of a {kind}: add it to titan_moe/models/{family}/hf.py"
+    )
 
 
 def test_counts_of_a_variant_are_those_of_its_module() -> None:

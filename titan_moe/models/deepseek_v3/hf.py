@@ -11,9 +11,8 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import MLAConfig, ModelConfig
-from titan_moe.models.hf_mla import MLA_KEYS, mla_block
+from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 
-_FAMILY = "deepseek_v3"
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES = hf.MTP_COPIES
@@ -34,12 +33,8 @@ _V3 |= {"n_group": 8, "topk_group": 4}
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    hf.only(settings, hidden_act=("silu",), mlp_bias=(False,), moe_layer_freq=(1,))
-    hf.only(settings, rope_interleave=(True,))
-    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
-    mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
-    fields = hf.read_fields(settings, MLA_KEYS, _DEFAULTS | mtp)
-    fields["rope"] = hf.rope_from_hf(settings, "neighbours", latent=True)
+    hf.only(settings, hidden_act=("silu",))
+    fields = read_mla(settings, MLA_KEYS, _DEFAULTS)
     if settings.get("n_routed_experts"):
         fields |= _experts(settings)
     return hf.make_config(fields, MLAConfig)
@@ -62,10 +57,10 @@ def _experts(settings: hf.Settings) -> hf.Fields:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = hf.attention_of(config, MLAConfig, _FAMILY), config.moe
-    is_v3 = _is_v3(config)
+    hf.attention_of(config, MLAConfig, "deepseek_v3")
+    is_v3, moe = _is_v3(config), config.moe
     names = ("DeepseekV3", "deepseek_v3") if is_v3 else ("DeepseekV2", "deepseek_v2")
-    settings = hf.settings_of(config, *names, MLA_KEYS, num_key_value_heads=attention.num_heads)
+    settings = hf.settings_of(config, *names, MLA_KEYS)
     if moe is None:
         # transformers knows dense layers only as the first ones.
         return settings | {"first_k_dense_replace": config.num_layers, "n_routed_experts": 0}
@@ -85,7 +80,5 @@ def _is_v3(config: ModelConfig) -> bool:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. The routing's bias has a place beside sigmoid scores only (V3)."""
-    block = mla_block(hf.attention_of(config, MLAConfig, _FAMILY))
-    if _is_v3(config):
-        block = {**block, **hf.ROUTING_BIAS}
-    return hf.in_model(block, config.num_mtp_layers)
+    bias = hf.ROUTING_BIAS if _is_v3(config) else {}
+    return hf.in_model_with_mtp({**MLA_BLOCK, **bias})

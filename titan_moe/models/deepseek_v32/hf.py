@@ -11,7 +11,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import IndexerConfig, MLAConfig, ModelConfig
-from titan_moe.models.hf_mla import MLA_KEYS, dense_layers, mla_block
+from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 
 _FAMILY = "deepseek_v32"
 _GLM = "glm_moe_dsa"
@@ -47,28 +47,21 @@ _GLM_DEFAULTS = {
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     glm = settings.get("model_type") == _GLM
-    hf.only(settings, hidden_act=("silu",), mlp_bias=(False,), moe_layer_freq=(1,))
-    hf.only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
-    hf.only(settings, rope_interleave=(True,), indexer_rope_interleave=(glm,))
-    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
-    hf.only(settings, index_topk_pattern=())
+    hf.only(settings, hidden_act=("silu",), scoring_func=("sigmoid",), topk_method=("noaux_tc",))
+    hf.only(settings, indexer_rope_interleave=(glm,), index_topk_pattern=())
     if not glm:
         hf.only(settings, index_topk_freq=(1,), indexer_types=())
     if other := set(hf.given(settings, "layer_types", [])) - {"indexed_attention"}:
         only = "only indexed_attention is supported"
         raise ConfigError(f"config.json: layer_types: {only}, not {other.pop()}")
-    defaults = _DEFAULTS | (_GLM_DEFAULTS if glm else {})
-    mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 0)}
-    fields = hf.read_fields(settings, _KEYS, defaults | mtp)
+    fields = read_mla(settings, _KEYS, _DEFAULTS | (_GLM_DEFAULTS if glm else {}))
     indexer = hf.read_fields(settings, _INDEXER_KEYS, {})
     fields |= {
-        "num_dense_layers": dense_layers(settings, fields["num_dense_layers"]),
         "attention.indexer": IndexerConfig(
             **{path.rpartition(".")[2]: value for path, value in indexer.items()},
             pairing="neighbours" if glm else "halves",
             shared_in=_shared(settings, fields["num_layers"]) if glm else (),
         ),
-        "rope": hf.rope_from_hf(settings, "neighbours", latent=True),
         "moe.score": "sigmoid",
         "moe.group_score_top": 2 if fields["moe.num_groups"] > 1 else 1,
     }
@@ -89,12 +82,11 @@ def _shared(settings: hf.Settings, num_layers: int) -> tuple[int, ...]:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, indexer = _sparse(config)
+    indexer = hf.attention_of(config, MLAConfig, _FAMILY).indexer
+    if indexer is None or config.moe is None:
+        raise ConfigError(f"the Hugging Face form of {_FAMILY} has an indexer and experts")
     glm = indexer.pairing == "neighbours"
-    own: dict[str, Any] = {
-        "num_key_value_heads": attention.num_heads,
-        "indexer_rope_interleave": glm,
-    }
+    own: dict[str, Any] = {"indexer_rope_interleave": glm}
     if indexer.shared_in:
         layers = range(config.num_layers)
         own["indexer_types"] = [_SHARED if n in indexer.shared_in else _FULL for n in layers]
@@ -104,12 +96,4 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    block = {**mla_block(_sparse(config)[0]), **hf.ROUTING_BIAS}
-    return hf.in_model(block, config.num_mtp_layers)
-
-
-def _sparse(config: ModelConfig) -> tuple[MLAConfig, IndexerConfig]:
-    attention = hf.attention_of(config, MLAConfig, _FAMILY)
-    if attention.indexer is None or config.moe is None:
-        raise ConfigError(f"the Hugging Face form of {_FAMILY} has an indexer and experts")
-    return attention, attention.indexer
+    return hf.in_model_with_mtp({**MLA_BLOCK, **hf.ROUTING_BIAS})

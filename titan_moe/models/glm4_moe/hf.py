@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
-from titan_moe.models.hf_mla import MLA_KEYS, dense_layers, mla_block
+from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 
 _FAMILY = "glm4_moe"
 _LATENT = "glm4_moe_lite"
@@ -61,13 +61,8 @@ def _fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
 
 
 def _latent_fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
-    hf.only(settings, rope_interleave=(True,), partial_rotary_factor=(1.0,))
-    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
-    fields = hf.read_fields(settings, _LATENT_KEYS, {**defaults, **_LATENT_DEFAULTS})
-    return fields | {
-        "num_dense_layers": dense_layers(settings, fields["num_dense_layers"]),
-        "rope": hf.rope_from_hf(settings, "neighbours", latent=True),
-    }
+    hf.only(settings, partial_rotary_factor=(1.0,))
+    return read_mla(settings, _LATENT_KEYS, {**defaults, **_LATENT_DEFAULTS})
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -75,9 +70,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if isinstance(config.attention, MLAConfig):
         dense = config.num_dense_layers
         kinds = ["dense"] * dense + ["sparse"] * (config.num_layers - dense)
-        own: dict[str, Any] = {"num_key_value_heads": config.attention.num_heads}
-        own["mlp_layer_types"] = kinds
-        return hf.settings_of(config, "Glm4MoeLite", _LATENT, _LATENT_KEYS, **own)
+        names = ("Glm4MoeLite", _LATENT)
+        return hf.settings_of(config, *names, _LATENT_KEYS, mlp_layer_types=kinds)
     attention = hf.attention_of(config, GQAConfig, _FAMILY)
     return hf.settings_of(
         config,
@@ -91,9 +85,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    if isinstance(config.attention, MLAConfig):
-        block = mla_block(config.attention)
-    else:
-        feed_forward = {**hf.FEED_FORWARD, **hf.SHARED_EXPERTS, **hf.EXPERTS}
-        block = {**hf.gqa_block(config, _FAMILY), **hf.QK_NORMS, **feed_forward}
-    return hf.in_model({**block, **hf.ROUTING_BIAS}, config.num_mtp_layers)
+    # Both have the same experts.
+    gqa = {} if isinstance(config.attention, MLAConfig) else {**hf.GQA_BLOCK, **hf.QK_NORMS}
+    return hf.in_model_with_mtp({**MLA_BLOCK, **gqa, **hf.ROUTING_BIAS})

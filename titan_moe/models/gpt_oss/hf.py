@@ -92,4 +92,4 @@ _EXPERTS: hf.HFKeys = {
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing's choice have no place."""
-    return hf.in_model({**hf.gqa_block(config, _FAMILY), **_SINKS, **_EXPERTS})
+    return hf.in_model({**hf.GQA_BLOCK, **_SINKS, **_EXPERTS})

@@ -10,7 +10,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GatedDeltaConfig, MLAConfig, ModelConfig
-from titan_moe.models.hf_mla import MLA_KEYS, dense_layers, mla_block
+from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 
 _FAMILY = "kimi_linear"
 MODEL_TYPES = (_FAMILY,)
@@ -66,11 +66,9 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     published = {key: settings.get(name) for name, key in _ALIASES.items()}
     settings = published | {key: value for key, value in settings.items() if value is not None}
     hf.only(settings, **{key: (value,) for key, value in _FIXED.items()})
-    hf.only(settings, num_key_value_heads=(hf.needed(settings, "num_attention_heads"),))
     hf.only(settings, num_nextn_predict_layers=(0,))
-    fields = hf.read_fields(settings, _KEYS, _DEFAULTS)
+    fields = read_mla(settings, _KEYS, _DEFAULTS)
     fields |= {
-        "num_dense_layers": dense_layers(settings, fields["num_dense_layers"]),
         "attention.rotary": False,
         "rope": hf.rope_from_hf(settings),
         "recurrent": _recurrent_layers(settings, fields["num_layers"]),
@@ -103,7 +101,8 @@ def _recurrent_layers(settings: hf.Settings, num_layers: int) -> GatedDeltaConfi
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, recurrent = _mixers(config)
+    hf.attention_of(config, MLAConfig, _FAMILY)
+    recurrent = hf.recurrent_of(config, _FAMILY)
     layers = range(1, config.num_layers + 1)
     states = {
         "head_dim": recurrent.key_dim,
@@ -111,7 +110,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "short_conv_kernel_size": recurrent.conv_size,
     }
     own = _FIXED | {
-        "num_key_value_heads": attention.num_heads,
         "linear_attn_config": {
             "full_attn_layers": [layer for layer in layers if not config.recurs(layer - 1)],
             "kda_layers": [layer for layer in layers if config.recurs(layer - 1)],
@@ -121,13 +119,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "layer_types": [_KINDS[not config.recurs(layer - 1)] for layer in layers],
     }
     return hf.settings_of(config, "KimiLinear", _FAMILY, _KEYS, **own)
-
-
-def _mixers(config: ModelConfig) -> tuple[MLAConfig, GatedDeltaConfig]:
-    attention = hf.attention_of(config, MLAConfig, _FAMILY)
-    if config.recurrent is None or config.moe is None:
-        raise ConfigError(f"the Hugging Face form of {_FAMILY} has recurrent layers and experts")
-    return attention, config.recurrent
 
 
 # The published form, then that of transformers 5 in memory.
@@ -175,7 +166,7 @@ _FEED_FORWARD: hf.HFKeys = {
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    attention, recurrent = _mixers(config)
+    recurrent = hf.recurrent_of(config, _FAMILY)
     width = recurrent.num_key_heads * recurrent.key_dim
     convolutions: hf.HFKeys = {
         f"attention.conv.{x}.weight": (
@@ -186,6 +177,6 @@ def keys(config: ModelConfig) -> hf.HFKeys:
         )
         for n, x in enumerate("qkv")
     }
-    block = {**mla_block(attention), **_RECURRENT, **convolutions}
+    block = {**MLA_BLOCK, **_RECURRENT, **convolutions}
     block |= {**hf.BLOCK_SPARSE_EXPERTS, **_FEED_FORWARD}
     return hf.in_model(block)

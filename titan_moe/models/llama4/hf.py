@@ -121,4 +121,4 @@ _EXPERTS: hf.HFKeys = {
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    return hf.in_model({**hf.gqa_block(config, _FAMILY), **_FEED_FORWARD, **_EXPERTS})
+    return hf.in_model({**hf.GQA_BLOCK, **_FEED_FORWARD, **_EXPERTS})

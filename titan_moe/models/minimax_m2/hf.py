@@ -71,4 +71,4 @@ _ROUTING_BIAS: hf.HFKeys = {
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
     experts = {**hf.BLOCK_SPARSE_EXPERTS, **_ROUTING_BIAS}
-    return hf.in_model({**hf.gqa_block(config, _FAMILY), **_NORMS, **experts})
+    return hf.in_model({**hf.GQA_BLOCK, **_NORMS, **experts})

@@ -38,4 +38,4 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    return hf.in_model({**hf.gqa_block(config, _FAMILY), **hf.BLOCK_SPARSE_EXPERTS})
+    return hf.in_model({**hf.GQA_BLOCK, **hf.BLOCK_SPARSE_EXPERTS})

@@ -66,4 +66,4 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
     feed_forward = {**hf.FEED_FORWARD, **hf.EXPERTS}
-    return hf.in_model({**hf.gqa_block(config, _FAMILY), **hf.QK_NORMS, **feed_forward})
+    return hf.in_model({**hf.GQA_BLOCK, **hf.QK_NORMS, **feed_forward})

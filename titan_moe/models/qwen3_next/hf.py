@@ -92,9 +92,9 @@ def _shared_experts(settings: hf.Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, recurrent = _mixers(config)
+    attention = hf.attention_of(config, GQAConfig, _FAMILY)
+    joined = hf.recurrent_of(config, _FAMILY).files_join_heads
     assert config.moe is not None
-    joined = recurrent.files_join_heads
     attends = [not config.recurs(layer) for layer in range(config.num_layers)]
     return hf.settings_of(
         config,
@@ -105,13 +105,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         partial_rotary_factor=attention.partial_rotary_factor,
         shared_expert_intermediate_size=config.moe.num_shared_experts * config.moe.hidden_dim,
     )
-
-
-def _mixers(config: ModelConfig) -> tuple[GQAConfig, GatedDeltaConfig]:
-    attention = hf.attention_of(config, GQAConfig, _FAMILY)
-    if config.recurrent is None or config.moe is None:
-        raise ConfigError(f"the Hugging Face form of {_FAMILY} has recurrent layers and experts")
-    return attention, config.recurrent
 
 
 _SHARED = {
@@ -143,8 +136,8 @@ _RECURRENT = hf.renamed(
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor. Biases of the routing have no place, nor has a second layer of
     multi-token prediction."""
-    _, recurrent = _mixers(config)
-    block = {**hf.gqa_block(config, _FAMILY), **hf.QK_NORMS, **_recurrent(recurrent)}
+    recurrent = _recurrent(hf.recurrent_of(config, _FAMILY))
+    block = {**hf.GQA_BLOCK, **hf.QK_NORMS, **recurrent}
     block |= {**hf.FEED_FORWARD, **hf.EXPERTS, **_SHARED}
     found = hf.in_model(block)
     if config.num_mtp_layers == 1:
