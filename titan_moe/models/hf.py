@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
 from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.models.hf_family import HFCopies, HFKeys
+from titan_moe.models.hf_family import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
 
@@ -69,20 +69,21 @@ class HFModel:
         return {name: self.wrapper.ways(ways) for name, ways in keys.items()}
 
     @property
-    def copies(self) -> HFCopies:
-        """Maps Hugging Face's names of copies in multi-token prediction layers to our names."""
-        copies: HFCopies = family_module(self.family).COPIES if self.config.num_mtp_layers else {}
-        if self.wrapper is None:
-            return copies
-        return {self.wrapper.name(copy): ours for copy, ours in copies.items()}
+    def copies(self) -> dict[str, str]:
+        """Maps Hugging Face's names of tensors that are published in multi-token prediction layers
+        as copies to our names of what they copy. They may be missing on import, and are not read.
+        """
+        copied = ("tok_embeddings.weight", "output.weight")
+        ahead = {ours: self.keys.get(f"mtp.layers.{{layer}}.{ours}") for ours in copied}
+        return {ways[0].name: ours for ours, ways in ahead.items() if ways}
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) of their tensors that have no place here, or none in this model."""
-        patterns: tuple[str, ...] = family_module(self.family).IGNORED
-        patterns += () if self.wrapper is None else self.wrapper.rest
-        ahead = self.config.num_mtp_layers
-        return tuple(pattern for pattern in patterns if not (ahead and pattern.startswith("mtp.")))
+        """Patterns (fnmatch) of their tensors that have no place here, or none in this model:
+        angles, which are computed, multi-token prediction that is left out, and the wrapper's."""
+        ahead = () if self.config.num_mtp_layers else ("mtp.*",)
+        around = () if self.wrapper is None else self.wrapper.rest
+        return "*.rotary_emb.inv_freq", *ahead, *around
 
     @cached_property
     def first_of_group(self) -> dict[str, str]:

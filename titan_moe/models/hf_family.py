@@ -5,8 +5,6 @@ No torch. A family's `hf.py` has
     MODEL_TYPES     the model_type values of config.json that it reads
     from_hf, to_hf  dimensions from config.json, and config.json from dimensions
     keys            our tensors' names -> theirs, and how each is laid out
-    IGNORED         patterns (fnmatch) of their tensors that have no place here
-    COPIES          their tensors that are published as copies of another
 
 `from_hf` and `to_hf` share tables of our fields and their keys. Two forms of config.json are read:
 that of published models (`rope_theta`, `rope_scaling`), and what transformers 5 writes
@@ -300,10 +298,6 @@ class HFWeight:
 # and so are copies of tied weights, which take what the first of their group takes.
 HFKeys = Mapping[str, tuple[HFWeight, ...]]
 
-# Their name, with the {layer} of a multi-token prediction layer -> our tensor of which it is
-# published as a copy. Copies may be missing on import, where they are not read.
-HFCopies = Mapping[str, str]
-
 
 def renamed(ours: str, theirs: str, names: Mapping[str, str]) -> HFKeys:
     """Tensors that are stored like ours; in both patterns * stands for a name of the table."""
@@ -376,12 +370,11 @@ _MTP = renamed(
         "hidden_norm": "hnorm",
         "projection": "eh_proj",
         "norm": "shared_head.norm",
+        # Copies (`HFModel.copies`).
+        "tok_embeddings": "embed_tokens",
+        "output": "shared_head.head",
     },
 )
-MTP_COPIES: HFCopies = {
-    "model.layers.{layer}.embed_tokens.weight": "tok_embeddings.weight",
-    "model.layers.{layer}.shared_head.head.weight": "output.weight",
-}
 
 
 def in_model(block: HFKeys) -> dict[str, tuple[HFWeight, ...]]:

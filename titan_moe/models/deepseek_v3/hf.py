@@ -14,8 +14,6 @@ from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
-IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-COPIES = hf.MTP_COPIES
 
 _EXPERT_KEYS = {**hf.ROUTER_KEYS, "moe.score": "scoring_func"}
 _DEFAULTS = hf.DEFAULTS | {

@@ -16,8 +16,6 @@ from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 _FAMILY = "deepseek_v32"
 _GLM = "glm_moe_dsa"
 MODEL_TYPES = (_FAMILY, _GLM)
-IGNORED: tuple[str, ...] = ()
-COPIES = hf.MTP_COPIES
 
 _FULL, _SHARED = "full", "shared"
 

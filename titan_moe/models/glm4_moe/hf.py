@@ -16,8 +16,6 @@ from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 _FAMILY = "glm4_moe"
 _LATENT = "glm4_moe_lite"
 MODEL_TYPES = (_FAMILY, _LATENT, "glm4v_moe_text")
-IGNORED: tuple[str, ...] = ()
-COPIES = hf.MTP_COPIES
 
 _KEYS = {**hf.GQA_KEYS, **hf.ROUTER_KEYS, "num_mtp_layers": "num_nextn_predict_layers"}
 _LATENT_KEYS = {**MLA_KEYS, **hf.ROUTER_KEYS}
@@ -85,6 +83,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    # Both have the same experts.
+    # The experts are the same; names of the other attention replace those of the latent one.
     gqa = {} if isinstance(config.attention, MLAConfig) else {**hf.GQA_BLOCK, **hf.QK_NORMS}
     return hf.in_model_with_mtp({**MLA_BLOCK, **gqa, **hf.ROUTING_BIAS})

@@ -10,8 +10,6 @@ from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "gpt_oss"
 MODEL_TYPES = ("gpt_oss",)
-IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-COPIES: hf.HFCopies = {}
 
 _KEYS = {
     **hf.GQA_KEYS,

@@ -14,8 +14,6 @@ from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
 
 _FAMILY = "kimi_linear"
 MODEL_TYPES = (_FAMILY,)
-IGNORED: tuple[str, ...] = ()
-COPIES: hf.HFCopies = {}
 
 _KEYS = {
     **MLA_KEYS,

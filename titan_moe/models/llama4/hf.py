@@ -14,8 +14,6 @@ from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "llama4"
 MODEL_TYPES = ("llama4_text",)
-IGNORED = ("*.rotary_emb.inv_freq",)
-COPIES: hf.HFCopies = {}
 
 _KEYS = {
     **hf.GQA_KEYS,

@@ -11,8 +11,6 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 
 _FAMILY = "minimax_m2"
 MODEL_TYPES = ("minimax_m2",)
-IGNORED: tuple[str, ...] = ()
-COPIES: hf.HFCopies = {}
 
 _DEFAULTS = hf.DEFAULTS | {
     "num_key_value_heads": 8,

@@ -9,8 +9,6 @@ from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "mixtral"
 MODEL_TYPES = ("mixtral",)
-IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-COPIES: hf.HFCopies = {}
 
 _DEFAULTS = hf.DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 

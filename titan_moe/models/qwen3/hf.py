@@ -10,8 +10,6 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 _FAMILY = "qwen3"
 _WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
-IGNORED: tuple[str, ...] = ()
-COPIES: hf.HFCopies = {}
 
 _EXPERT_KEYS = {
     "moe.num_experts": "num_experts",

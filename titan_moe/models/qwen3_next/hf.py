@@ -17,8 +17,6 @@ from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
 _FAMILY = "qwen3_next"
 _QWEN3_5 = "qwen3_5_moe_text"
 MODEL_TYPES = (_FAMILY, _QWEN3_5)
-IGNORED = ("mtp.*",)
-COPIES: hf.HFCopies = {}
 
 _KEYS = {
     **hf.GQA_KEYS,
