@@ -1,8 +1,9 @@
 """Families and flavors by name. No torch.
 
-A flavor is a file `<family>/flavors/<flavor>.json`: a config.json in the published form, which the
-family's `from_hf` reads. Its key "titan_moe" holds fields of ModelConfig that such a file cannot
-say: weights of the training's losses, the balancing of experts, initial values.
+A family is a folder with an `hf.py`. A flavor is a file `<family>/flavors/<flavor>.json`: a
+config.json in the published form, which the family's `from_hf` reads. Its key "titan_moe" holds
+fields of ModelConfig that such a file cannot say: weights of the training's losses, the balancing
+of experts, initial values.
 """
 
 import json
@@ -17,18 +18,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf_settings import text_of
 
-FAMILIES = (
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe",
-    "gpt_oss",
-    "kimi_linear",
-    "llama4",
-    "minimax_m2",
-    "mixtral",
-    "qwen3",
-    "qwen3_next",
-)
+FAMILIES = tuple(sorted(file.parent.name for file in Path(__file__).parent.glob("*/hf.py")))
 
 T = TypeVar("T")
 
