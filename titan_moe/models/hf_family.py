@@ -66,13 +66,21 @@ ROUTER_KEYS = {
     "moe.top_groups": "topk_group",
     "num_dense_layers": "first_k_dense_replace",
 }
-# Keys of models whose layers all have experts, and no biases.
-BLOCK_SPARSE_KEYS = {
-    **{path: key for path, key in GQA_KEYS.items() if path != "attention.bias"},
+QWEN_EXPERT_KEYS = {
+    "moe.num_experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "moe_intermediate_size",
+    "moe.normalize_top_k": "norm_topk_prob",
+    "moe_every": "decoder_sparse_step",
+}
+# Keys of models whose layers all have experts; then of those among them that have no biases.
+LOCAL_EXPERT_KEYS = {
+    **GQA_KEYS,
     "moe.num_experts": "num_local_experts",
     "moe.top_k": "num_experts_per_tok",
     "moe.hidden_dim": "intermediate_size",
 }
+BLOCK_SPARSE_KEYS = {path: key for path, key in LOCAL_EXPERT_KEYS.items() if "bias" not in path}
 DEFAULTS = {
     "attention_bias": False,
     "tie_word_embeddings": False,

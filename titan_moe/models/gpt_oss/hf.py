@@ -11,12 +11,6 @@ from titan_moe.ops.local_attention import LocalAttention
 _FAMILY = "gpt_oss"
 MODEL_TYPES = ("gpt_oss",)
 
-_KEYS = {
-    **hf.GQA_KEYS,
-    "moe.num_experts": "num_local_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_dim": "intermediate_size",
-}
 _DEFAULTS = hf.DEFAULTS | {
     "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
@@ -28,7 +22,7 @@ _NO_SCALING = {"rope_type": "default"}
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     hf.only(settings, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
-    fields = hf.read_fields(settings, _KEYS, _DEFAULTS | hf.gqa_defaults(settings))
+    fields = hf.read_fields(settings, hf.LOCAL_EXPERT_KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
         "attention.sinks": True,
         "rope": _rope(settings),
@@ -67,7 +61,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         config,
         "GptOss",
         "gpt_oss",
-        _KEYS,
+        hf.LOCAL_EXPERT_KEYS,
         swiglu_limit=7.0,
         sliding_window=None if config.local is None else config.local.size,
         layer_types=["sliding_attention" if near else "full_attention" for near in local],

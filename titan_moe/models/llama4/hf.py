@@ -15,13 +15,7 @@ from titan_moe.ops.local_attention import LocalAttention
 _FAMILY = "llama4"
 MODEL_TYPES = ("llama4_text",)
 
-_KEYS = {
-    **hf.GQA_KEYS,
-    "hidden_dim": "intermediate_size_mlp",
-    "moe.num_experts": "num_local_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_dim": "intermediate_size",
-}
+_KEYS = hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"}
 _DEFAULTS = hf.DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 
 

@@ -11,13 +11,6 @@ _FAMILY = "qwen3"
 _WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
 
-_EXPERT_KEYS = {
-    "moe.num_experts": "num_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_dim": "moe_intermediate_size",
-    "moe.normalize_top_k": "norm_topk_prob",
-    "moe_every": "decoder_sparse_step",
-}
 _DEFAULTS = hf.DEFAULTS | {
     "max_position_embeddings": 32_768,
     "norm_topk_prob": False,
@@ -38,7 +31,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         # transformers 5 may write another name.
         if settings.get("num_local_experts") is not None:
             defaults["num_experts"] = settings["num_local_experts"]
-        fields |= hf.read_fields(settings, _EXPERT_KEYS, defaults)
+        fields |= hf.read_fields(settings, hf.QWEN_EXPERT_KEYS, defaults)
         fields["num_dense_layers"] = _dense_layers(settings)
     return hf.make_config(fields, GQAConfig)
 
@@ -56,7 +49,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     names = ("Qwen3", "qwen3") if config.moe is None else ("Qwen3Moe", "qwen3_moe")
     settings = hf.settings_of(config, *names, hf.GQA_KEYS, use_sliding_window=False)
     if config.moe is not None:
-        settings |= hf.write_fields(config, _EXPERT_KEYS)
+        settings |= hf.write_fields(config, hf.QWEN_EXPERT_KEYS)
         settings["mlp_only_layers"] = list(range(config.num_dense_layers))
     return settings
 

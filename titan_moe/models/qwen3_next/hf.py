@@ -20,11 +20,7 @@ MODEL_TYPES = (_FAMILY, _QWEN3_5)
 
 _KEYS = {
     **hf.GQA_KEYS,
-    "moe.num_experts": "num_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_dim": "moe_intermediate_size",
-    "moe.normalize_top_k": "norm_topk_prob",
-    "moe_every": "decoder_sparse_step",
+    **hf.QWEN_EXPERT_KEYS,
     "num_mtp_layers": "mtp_num_hidden_layers",
 }
 _RECURRENT_KEYS = {
