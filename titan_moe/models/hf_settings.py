@@ -1,9 +1,10 @@
 """Published models around a text model, and keys that a config.json keeps of an earlier one."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from titan_moe.models.config import Llama3Scaling, YarnScaling
 from titan_moe.models.hf_family import HFWeight
 
 # Keys of rope_scaling and rope_parameters that are read into a RopeConfig, or refused.
@@ -12,16 +13,9 @@ _ROPE = {
     "rope_type",
     "type",
     "partial_rotary_factor",
-    "factor",
     "original_max_position_embeddings",
     "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "low_freq_factor",
-    "high_freq_factor",
+    *(field.name for scaling in (YarnScaling, Llama3Scaling) for field in fields(scaling)),
 }
 
 

@@ -128,23 +128,19 @@ def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> lis
     """Names but for copies, ignored ones, and layers that only multi-token prediction has."""
     first, own = model.config.num_layers, model.config.num_mtp_layers
     theirs = model_of(folder.path).config.num_mtp_layers
+    layers, copies = range(first + own, first + theirs), _copies(model)
     prefixes = {way.name.partition("{layer}")[0] for ways in model.keys.values() for way in ways}
-    left_out = [
-        f"{prefix}{layer}." for prefix in prefixes for layer in range(first + own, first + theirs)
-    ]
-    copies = _copies(model)
-    rest, ahead, ignored = [], [], []
-    for name in names:
-        if name.startswith(tuple(left_out)):
-            ahead.append(name)
-        elif any(fnmatchcase(name, pattern) for pattern in model.ignored):
-            ignored.append(name)
-        elif name not in copies:
-            rest.append(name)
-    mtp = "tensors of multi-token prediction layers are left out"
-    for says, left in ((mtp, ahead), ("tensors are not trained", ignored)):
-        if left:
-            logger.info("%d %s: %s", len(left), says, listed(left))
+    expected = {
+        "of multi-token prediction layers are left out": [
+            f"{prefix}{layer}.*" for prefix in prefixes for layer in layers
+        ],
+        "are not trained": model.ignored,
+    }
+    rest = [name for name in names if name not in copies]
+    for says, patterns in expected.items():
+        if left := [x for x in rest if any(fnmatchcase(x, pattern) for pattern in patterns)]:
+            logger.info("%d tensors %s: %s", len(left), says, listed(left))
+        rest = [name for name in rest if name not in left]
     return rest
 
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
-from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
+from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.ops.local_attention import LocalAttention
 
-_FAMILY = "gpt_oss"
 MODEL_TYPES = ("gpt_oss",)
 
 _DEFAULTS = hf.DEFAULTS | {
@@ -16,16 +15,18 @@ _DEFAULTS = hf.DEFAULTS | {
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
 }
-_NO_SCALING = {"rope_type": "default"}
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     hf.only(settings, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
+    # Without the key, transformers takes the published models' YaRN.
+    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
+        raise ConfigError("config.json: rope_scaling is missing; none is {'rope_type': 'default'}")
     fields = hf.read_fields(settings, hf.LOCAL_EXPERT_KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
         "attention.sinks": True,
-        "rope": _rope(settings),
+        "rope": hf.rope_from_hf(settings),
         "local": _local(settings),
         "moe.normalize_top_k": True,
         "moe.router_bias": True,
@@ -33,13 +34,6 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         "moe.activation": "clamped_swiglu",
     }
     return hf.make_config(fields, GQAConfig)
-
-
-def _rope(settings: hf.Settings) -> RopeConfig:
-    # Without the key, transformers takes the published models' YaRN.
-    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
-        raise ConfigError("config.json: rope_scaling is missing; none is {'rope_type': 'default'}")
-    return hf.rope_from_hf(settings)
 
 
 def _local(settings: hf.Settings) -> LocalAttention | None:
@@ -55,7 +49,7 @@ def _local(settings: hf.Settings) -> LocalAttention | None:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    hf.attention_of(config, GQAConfig, _FAMILY)
+    hf.attention_of(config, GQAConfig, "gpt_oss")
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
     settings = hf.settings_of(
         config,
@@ -66,7 +60,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         sliding_window=None if config.local is None else config.local.size,
         layer_types=["sliding_attention" if near else "full_attention" for near in local],
     )
-    return settings | {"rope_scaling": settings["rope_scaling"] or _NO_SCALING}
+    return settings | {"rope_scaling": settings["rope_scaling"] or {"rope_type": "default"}}
 
 
 _SINKS: hf.HFKeys = {"attention.sinks.weight": (hf.HFWeight("self_attn.sinks"),)}

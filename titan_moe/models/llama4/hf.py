@@ -12,7 +12,6 @@ from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
 from titan_moe.ops.local_attention import LocalAttention
 
-_FAMILY = "llama4"
 MODEL_TYPES = ("llama4_text",)
 
 _KEYS = hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"}
@@ -76,7 +75,7 @@ def _moe_every(settings: hf.Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention = hf.attention_of(config, GQAConfig, _FAMILY)
+    attention = hf.attention_of(config, GQAConfig, "llama4")
     layers = range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
     own = {

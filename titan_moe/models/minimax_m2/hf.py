@@ -9,7 +9,6 @@ from typing import Any
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
 
-_FAMILY = "minimax_m2"
 MODEL_TYPES = ("minimax_m2",)
 
 _DEFAULTS = hf.DEFAULTS | {
@@ -49,7 +48,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention = hf.attention_of(config, GQAConfig, _FAMILY)
+    attention = hf.attention_of(config, GQAConfig, "minimax_m2")
     own = _FIXED | {"rotary_dim": attention.rope_dim}
     return hf.settings_of(config, "MiniMaxM2", "minimax_m2", hf.BLOCK_SPARSE_KEYS, **own)
 

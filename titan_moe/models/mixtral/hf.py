@@ -7,7 +7,6 @@ from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.ops.local_attention import LocalAttention
 
-_FAMILY = "mixtral"
 MODEL_TYPES = ("mixtral",)
 
 _DEFAULTS = hf.DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
@@ -28,7 +27,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    hf.attention_of(config, GQAConfig, _FAMILY)
+    hf.attention_of(config, GQAConfig, "mixtral")
     window = None if config.local is None else config.local.size
     own = {"router_jitter_noise": 0.0, "sliding_window": window}
     return hf.settings_of(config, "Mixtral", "mixtral", hf.BLOCK_SPARSE_KEYS, **own)

@@ -7,7 +7,6 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
 
-_FAMILY = "qwen3"
 _WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
 
@@ -45,7 +44,7 @@ def _dense_layers(settings: hf.Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    hf.attention_of(config, GQAConfig, _FAMILY)
+    hf.attention_of(config, GQAConfig, "qwen3")
     names = ("Qwen3", "qwen3") if config.moe is None else ("Qwen3Moe", "qwen3_moe")
     settings = hf.settings_of(config, *names, hf.GQA_KEYS, use_sliding_window=False)
     if config.moe is not None:
