@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.saved_runs import plain_checkpointer
 from tests.support.tiers import tiered
-from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
-from titan_moe.config.job_config import Checkpoint, JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES
@@ -33,15 +33,8 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     sharded = build_sharded_model(job, model.config, device=cpu, world_size=own.world_size)
     tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
     load_hf(source, model, tensors)
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True),
-        target.parent,
-        modules=sharded.parts,
-        optimizer=None,
-        job_record={"model": {"hf_assets_path": str(source)}},
-        merge_data=lambda states: {},
-        model=model,
-    )
+    record = {"model": {"hf_assets_path": str(source)}}
+    checkpointer = plain_checkpointer(target.parent, sharded.parts, model=model, job_record=record)
     checkpointer.save(1, {})
     # More files than ranks, and not as many for each of them.
     with mock.patch.object(write, "LARGEST_FILE", 40_000):
@@ -76,7 +69,7 @@ def test_round_trip_in_every_layout(family, layout, tmp_path):
 @pytest.mark.parametrize("family", tiered(["qwen3"], slow=["deepseek_v3"]))
 def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     model = small_model(family)
-    wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, num_files=1)
+    wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, one_file=True)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
     paths = tmp_path / "in", tmp_path / "out"
     run_on_ranks(through, parse(layout).world_size, model, layout, *paths, "float32")

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
 
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, model_shapes, write_as
@@ -25,7 +26,7 @@ def small_model(family: str, num_layers: int = 4) -> HFModel:
 
 
 def make_folder(
-    folder: Path, model: HFModel, dtype: torch.dtype, *, num_files: int = 2, fused: bool = False
+    folder: Path, model: HFModel, dtype: torch.dtype, *, one_file: bool = False, fused: bool = False
 ) -> dict[str, Tensor]:
     """Write a folder and return its tensors in the published form.
 
@@ -49,17 +50,8 @@ def make_folder(
     if fused:
         _fuse(stored, targets)
     folder.mkdir(parents=True)
-    names = sorted(stored)
-    index = {}
-    for number in range(num_files):
-        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-        file = file if num_files > 1 else "model.safetensors"
-        own = {name: stored[name].contiguous() for name in names[number::num_files]}
-        save_file(own, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(own, file)
-    if num_files > 1:
-        text = json.dumps({"metadata": {}, "weight_map": index})
-        (folder / "model.safetensors.index.json").write_text(text)
+    size = sum(tensor.nbytes for tensor in stored.values())
+    save_torch_state_dict(stored, folder, max_shard_size=size if one_file else size * 2 // 3)
     (folder / "config.json").write_text(json.dumps(model.settings() | {"eos_token_id": 1}))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')

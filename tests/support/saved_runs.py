@@ -1,7 +1,7 @@
 """Runs of a toy model in this process, their checkpoints, and what refuses one."""
 
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from titan_moe.runtime.errors import RunError
 
 def plain_checkpointer(
     folder: Path,
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | None = None,
     *,
     model: HFModel | None = None,
@@ -32,6 +32,7 @@ def plain_checkpointer(
     """Returns a checkpointer that saves into `folder`/checkpoint.
 
     Args:
+        module: the model, or its stages.
         model: family and dimensions, for Hugging Face folders.
         merge_data: joins the data positions of all ranks.
         keys: of the [checkpoint] table.
@@ -39,7 +40,7 @@ def plain_checkpointer(
     return Checkpointer(
         Checkpoint(**{"enable": True, **keys}),
         folder,
-        modules=[module],
+        modules=[module] if isinstance(module, nn.Module) else module,
         optimizer=optimizer,
         job_record=dict(job_record),
         merge_data=merge_data,

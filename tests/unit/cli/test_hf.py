@@ -17,7 +17,7 @@ from titan_moe.runtime.process_pool import in_fresh_processes
 
 @pytest.fixture
 def folder(tmp_path):
-    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16, num_files=1)
+    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16, one_file=True)
     return tmp_path / "in"
 
 

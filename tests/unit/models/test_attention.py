@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from tests.support.packing import train_packed_and_alone
+from tests.support.packing import filled, train_packed_and_alone
 from tests.support.visible import visible
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
@@ -185,14 +185,8 @@ def test_rows_of_heads_begin_where_fused_kernels_can_load(nope_dim: int, dtype: 
 
 @pytest.mark.parametrize("attention", [GQA, MLA])
 def test_packed_documents_are_trained_as_one_by_one(attention):
-    config = _config(attention)
-    torch.manual_seed(0)
-    cores = Sdpa(mask_documents=True), Sdpa()
-    packed, alone = (Decoder(config, core).double() for core in cores)
-    for name, parameter in packed.named_parameters():
-        if initial_std(name, config) is not None:
-            parameter.data.normal_(0, 0.3)
-    alone.load_state_dict(packed.state_dict())
+    config = replace(_config(attention), init_std=0.3)
+    packed, alone = filled(config, Sdpa(mask_documents=True)), filled(config, Sdpa())
     train_packed_and_alone(packed, alone, (3, 2, 7, 1))
 
 

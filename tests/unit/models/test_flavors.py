@@ -5,7 +5,7 @@ import torch
 
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
-from titan_moe.models.stats import Size, part_sizes, total
+from titan_moe.models.stats import Size, attention_stats, part_sizes, total
 
 # Billions of parameters by model cards and papers: total; active per token (None: dense); and the
 # vocabulary's matrices in the latter: both (2), the output layer's (1) or none (0).
@@ -86,3 +86,8 @@ def test_sizes_by_arithmetic_are_those_of_the_model(name: str, flavor: str):
             size.dense + parameter.numel() * (not routed), size.routed + parameter.numel() * routed
         )
     assert built == part_sizes(config)
+    for number, layer in enumerate(model.layers.values()):
+        parameters = list(layer.attention.parameters())
+        counted = attention_stats(config.mixer(number), config.dim)
+        assert counted.parameters == sum(p.numel() for p in parameters)
+        assert counted.matrices == sum(p.numel() for p in parameters if p.ndim > 1)

@@ -45,7 +45,7 @@ def write(folder: Path, settings: object) -> Path:
 
 
 @pytest.mark.parametrize(("family", "flavor"), EVERY)
-def test_flavor_survives_config_json_also_of_transformers(family, flavor, tmp_path):
+def test_flavor_survives_config_json_also_of_transformers_and_a_record(family, flavor, tmp_path):
     config = model_config(family, flavor)
     for settings in (settings_of(family, flavor), HFModel(family, config).settings()):
         found = model_of(write(tmp_path, settings))
@@ -55,6 +55,7 @@ def test_flavor_survives_config_json_also_of_transformers(family, flavor, tmp_pa
     assert theirs.to_dict()["model_type"] == settings["model_type"]
     theirs.save_pretrained(tmp_path)
     assert differences(config, model_of(tmp_path).config) == []
+    assert from_record(json.loads(json.dumps(as_record(config)))) == config
 
 
 _UNSEEN = {"rope_parameters", "sliding_window", "n_group", "topk_group", "norm_topk_prob"}
@@ -78,12 +79,6 @@ def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(tmp_path):
     write(tmp_path, settings_of("qwen3", "gate") | both)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert model_of(tmp_path).config.rope.theta == theirs["rope_theta"] == 7.0
-
-
-@pytest.mark.parametrize(("family", "flavor"), EVERY)
-def test_record_of_dimensions_gives_them_back(family, flavor):
-    config = model_config(family, flavor)
-    assert from_record(json.loads(json.dumps(as_record(config)))) == config
 
 
 V3, V2, QWEN3 = ("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("qwen3", "30B-A3B")

@@ -13,7 +13,7 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder, freeze
 from titan_moe.models.registry import model_config
-from titan_moe.models.stats import part_flops, part_sizes
+from titan_moe.models.stats import part_flops
 from titan_moe.verify.gradients.reference import without_balance_losses
 
 GATE = replace(model_config("deepseek_v32", "gate"), num_layers=3, num_mtp_layers=0)
@@ -116,9 +116,5 @@ def test_stages_begin_with_layers_that_select_keys() -> None:
 
 
 def test_layers_that_share_keys_have_no_indexer() -> None:
-    config = model_config("deepseek_v32", "gate_shared")
-    sizes = {name: part.dense for name, part in part_sizes(config).items()}
-    for number, layer in Decoder(config).layers.items():
-        parameters = [p.numel() for n, p in layer.named_parameters() if ".experts." not in n]
+    for number, layer in Decoder(model_config("deepseek_v32", "gate_shared")).layers.items():
         assert any("indexer" in n for n, _ in layer.named_parameters()) == (number in "025")
-        assert sum(parameters) == sizes[f"layers.{number}"]

@@ -42,7 +42,7 @@ _MROPE = {"mrope_section": [1, 1, 1], "mrope_interleaved": True}
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "text_config"])
 def test_export_keeps_what_config_json_says_beyond_dimensions(inside, tmp_path):
     model = small_model("qwen3_5_moe")
-    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    make_folder(tmp_path / "in", model, torch.bfloat16, one_file=True)
     settings = _settings(tmp_path / "in") | {"eos_token_id": None}
     rope = {"rope_type": "default", "rope_theta": settings["rope_theta"], **_MROPE}
     extra = {"mamba_ssm_dtype": "float32", "nested": {"a": {"b": [1]}}, "eos_token_id": [5, 6]}

@@ -34,7 +34,7 @@ def _leave_out(word):
 def _made(path, family):
     """Returns a family's model and its folder."""
     model = small_model(family)
-    make_folder(path / "in", model, torch.bfloat16, num_files=1)
+    make_folder(path / "in", model, torch.bfloat16, one_file=True)
     return model, path / "in"
 
 
@@ -101,7 +101,7 @@ def test_multi_token_prediction_that_is_not_there_is_missing(deepseek):
 
 def test_qwen3_next_predicts_ahead_where_the_folder_has_weights_for_it(tmp_path):
     model = small_model("qwen3_next")
-    tensors = make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    tensors = make_folder(tmp_path / "in", model, torch.bfloat16, one_file=True)
     ahead = {name for name in tensors if name.startswith("mtp.")}
     published = {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"}
     assert published < ahead and "mtp.layers.0.mlp.experts.7.up_proj.weight" in ahead

@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
-from torch import nn
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.packing import filled
 from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_sums
@@ -32,13 +33,6 @@ def _imported(folder, model):
     import_folder(folder / "in", folder / "imported", torch.float32)
 
 
-def _drawn(model):
-    plain = Decoder(model.config)
-    for parameter in plain.parameters():
-        nn.init.normal_(parameter)
-    return plain
-
-
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Everything is cut often, and there are several files."""
@@ -48,7 +42,7 @@ def small_pieces(monkeypatch):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_there_and_back(family, dtype, tmp_path, small_pieces):
+def test_there_and_back_and_transformers_opens_an_export(family, dtype, tmp_path, small_pieces):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, dtype)
     import_folder(tmp_path / "in", tmp_path / "step-0", torch.float32)
@@ -59,6 +53,14 @@ def test_there_and_back(family, dtype, tmp_path, small_pieces):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
     assert (tmp_path / "out" / "generation_config.json").exists()
     assert not list(tmp_path.glob(".*"))
+    opened, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    beyond = f"layers.{model.config.num_layers}."
+    assert all(beyond in name for name in info["unexpected_keys"])
+    assert opened.dtype == dtype
+    assert opened.config.eos_token_id == 1 and opened.config.bos_token_id is None
 
 
 def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
@@ -82,7 +84,7 @@ def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_last_save_is_exported_beside_its_checkpoint(mode, tmp_path):
     model = small_model("mixtral")
-    plain = _drawn(model)
+    plain = filled(model.config)
     keys = {"interval": 1, "async_mode": mode, "last_save_in_hf": True, "export_dtype": "float32"}
     checkpointer = plain_checkpointer(tmp_path, plain, model=model, **keys)
     folder = tmp_path / "checkpoint"
@@ -99,7 +101,9 @@ def test_last_save_is_exported_beside_its_checkpoint(mode, tmp_path):
 
 def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
     model = small_model("mixtral")
-    checkpointer = plain_checkpointer(tmp_path, _drawn(model), model=model, last_save_in_hf=True)
+    checkpointer = plain_checkpointer(
+        tmp_path, filled(model.config), model=model, last_save_in_hf=True
+    )
     checkpointer.check_export(3)
     checkpointer.save(3, {}, last=True)  # Killed before the export.
     checkpointer.check_export(3, finished=True)
@@ -125,23 +129,6 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatc
         export_checkpoint(folder, tmp_path / "out", torch.float32)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
-def test_transformers_opens_an_export(family, tmp_path):
-    import transformers
-
-    model = small_model(family)
-    _imported(tmp_path, model)
-    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
-    opened, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["mismatched_keys"]
-    beyond = f"layers.{model.config.num_layers}."
-    assert all(beyond in name for name in info["unexpected_keys"])
-    assert opened.dtype == torch.bfloat16
-    assert opened.config.eos_token_id == 1 and opened.config.bos_token_id is None
 
 
 def test_files_follow_the_umask(tmp_path):
@@ -191,7 +178,7 @@ def _as_fp8(path, names, block=16):
 
 
 def test_float8_comes_as_what_it_means(tmp_path):
-    wanted = make_folder(tmp_path / "in", small_model("deepseek_v3"), torch.float32, num_files=1)
+    wanted = make_folder(tmp_path / "in", small_model("deepseek_v3"), torch.float32, one_file=True)
     names = [n for n, t in wanted.items() if t.ndim == 2 and "proj" in n and "eh_proj" not in n]
     _as_fp8(tmp_path / "in", names)
     folder = HFFolder(tmp_path / "in")
