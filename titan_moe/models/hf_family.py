@@ -330,9 +330,7 @@ GQA_BLOCK: HFKeys = {
     **renamed("attention.*.weight", "self_attn.*.weight", _HEADS),
     **renamed("attention.*.bias", "self_attn.*.bias", _HEADS),
 }
-QK_NORMS = renamed(
-    "attention.*.weight", "self_attn.*.weight", {"q_norm": "q_norm", "k_norm": "k_norm"}
-)
+QK_NORMS = renamed("attention.*_norm.weight", "self_attn.*_norm.weight", {"q": "q", "k": "k"})
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 FEED_FORWARD = renamed("feed_forward.*.weight", "mlp.*.weight", PROJECTIONS)
 SHARED_EXPERTS = renamed("moe.shared_experts.*.weight", "mlp.shared_experts.*.weight", PROJECTIONS)
@@ -357,17 +355,13 @@ ROUTING_BIAS: HFKeys = {
 }
 # The form that Mistral and MiniMax publish: one tensor per expert.
 BLOCK_SPARSE_EXPERTS: HFKeys = {
-    "moe.router.gate.weight": (
-        HFWeight("block_sparse_moe.gate.weight"),
-        *EXPERTS["moe.router.gate.weight"],
-    ),
-    **{
-        f"moe.experts.{w}": (
-            HFWeight(f"block_sparse_moe.experts.{{expert}}.{w}.weight"),
-            *EXPERTS[f"moe.experts.{w}"],
-        )
-        for w in ("w1", "w2", "w3")
-    },
+    name: (HFWeight(f"block_sparse_moe.{theirs}.weight"), *EXPERTS[name])
+    for name, theirs in (
+        ("moe.router.gate.weight", "gate"),
+        ("moe.experts.w1", "experts.{expert}.w1"),
+        ("moe.experts.w2", "experts.{expert}.w2"),
+        ("moe.experts.w3", "experts.{expert}.w3"),
+    )
 }
 # Around the block of a multi-token prediction layer, as published by DeepSeek and Z.ai.
 _MTP = renamed(
@@ -378,8 +372,7 @@ _MTP = renamed(
         "hidden_norm": "hnorm",
         "projection": "eh_proj",
         "norm": "shared_head.norm",
-        # Copies (`HFModel.copies`).
-        "tok_embeddings": "embed_tokens",
+        "tok_embeddings": "embed_tokens",  # This and the next are copies (`HFModel.copies`).
         "output": "shared_head.head",
     },
 )
