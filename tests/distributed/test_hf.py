@@ -24,6 +24,16 @@ from titan_moe.verify.layouts.layouts import apply_layout, parse
 ALL_AXES = "dp_shard=2,tp=2,ep=2,etp=2"
 
 
+def round_trip(model: HFModel, layout: str, folder: Path, dtype: str, **form: bool) -> Path:
+    """Write a folder in a form, and take it through a layout; returns the export, whose tensors
+    have the same bits."""
+    source, target, ranks = folder / "in", folder / "out", parse(layout).world_size
+    wanted = make_folder(source, model, getattr(torch, dtype), **form)
+    run_on_ranks(through, ranks, model, layout, source, target, dtype)
+    assert_same_bits(read_folder(target), wanted)
+    return target
+
+
 def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str) -> None:
     """Load a folder into a sharded model, and export the model."""
     own, cpu = parse(layout), torch.device("cpu")
@@ -55,22 +65,14 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     ),
 )
 def test_round_trip_in_every_layout(family, layout, tmp_path):
-    model = small_model(family)
-    wanted = make_folder(tmp_path / "in", model, torch.bfloat16)
-    paths = tmp_path / "in", tmp_path / "out"
-    run_on_ranks(through, parse(layout).world_size, model, layout, *paths, "bfloat16")
-    assert_same_bits(read_folder(tmp_path / "out"), wanted)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > parse(layout).world_size
+    out = round_trip(small_model(family), layout, tmp_path, "bfloat16")
+    assert len(list(out.glob("*.safetensors"))) > parse(layout).world_size
     assert not list(tmp_path.glob(".*"))
-    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
+    assert (out / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
 
 
 @pytest.mark.parametrize("layout", tiered(["pp=2"], slow=[ALL_AXES]))
 @pytest.mark.parametrize("family", tiered(["qwen3"], slow=["deepseek_v3"]))
 def test_experts_stored_whole_and_float32(family, layout, tmp_path):
-    model = small_model(family)
-    wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, one_file=True)
+    round_trip(small_model(family), layout, tmp_path, "float32", fused=True, one_file=True)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
-    paths = tmp_path / "in", tmp_path / "out"
-    run_on_ranks(through, parse(layout).world_size, model, layout, *paths, "float32")
-    assert_same_bits(read_folder(tmp_path / "out"), wanted)

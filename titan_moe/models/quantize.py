@@ -70,7 +70,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
             continue
         product = float8_grouped_mm(recipe, emulate=emulate)
         for name, module in list(model.named_modules()):
-            if isinstance(module, MoE) and _has_word(f"{name}.experts", fqns):
+            if isinstance(module, MoE) and any(word in f"{name}.experts" for word in fqns):
                 plain = module.experts.compute
                 module.experts.compute = ExpertOutputs(
                     plain.activation, scale_inputs=plain.scale_inputs, multiply=product
@@ -98,9 +98,5 @@ def _linears(
             continue
         aligned = all(size % unit == 0 for size in module.weight.shape)
         kept = name == "output" or ".gates." in name or ".indexer." in name
-        if aligned and not kept and not _has_word(name, left_alone):
+        if aligned and not kept and not any(word in name for word in left_alone):
             yield name, module
-
-
-def _has_word(name: str, words: Sequence[str]) -> bool:
-    return any(word in name for word in words)

@@ -88,18 +88,16 @@ def _llama3(base_C: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def attention_factor(config: RopeConfig) -> float:
     """Returns the factor of cosines and sines under YaRN; 1 without YaRN."""
-    match config.scaling:
-        case YarnScaling() as yarn:
-            return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-    return 1.0
+    if not isinstance(yarn := config.scaling, YarnScaling):
+        return 1.0
+    return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
 
 
 def softmax_factor(config: RopeConfig) -> float:
     """Returns DeepSeek's factor of the attention's softmax scale under YaRN; 1 without YaRN."""
-    match config.scaling:
-        case YarnScaling() as yarn:
-            return _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
-    return 1.0
+    if not isinstance(yarn := config.scaling, YarnScaling):
+        return 1.0
+    return _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
 
 
 def _mscale(factor: float, mscale: float) -> float:

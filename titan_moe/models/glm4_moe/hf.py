@@ -41,7 +41,11 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, hidden_act=("silu",), scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 1)}
     latent = settings.get("model_type") == _LATENT
-    fields = (_latent_fields if latent else _fields)(settings, _DEFAULTS | mtp)
+    if latent:
+        hf.only(settings, partial_rotary_factor=(1.0,))
+        fields = read_mla(settings, _LATENT_KEYS, _DEFAULTS | mtp | _LATENT_DEFAULTS)
+    else:
+        fields = _fields(settings, _DEFAULTS | mtp)
     fields["moe.score"] = "sigmoid"
     fields["moe.group_score_top"] = 2 if fields["moe.num_groups"] > 1 else 1
     return hf.make_config(fields, MLAConfig if latent else GQAConfig)
@@ -56,11 +60,6 @@ def _fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
         "attention.partial_rotary_factor": hf.partial_rotary_factor(settings, head_dim, 0.5),
         "rope": hf.rope_from_hf(settings),
     }
-
-
-def _latent_fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
-    hf.only(settings, partial_rotary_factor=(1.0,))
-    return read_mla(settings, _LATENT_KEYS, {**defaults, **_LATENT_DEFAULTS})
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
