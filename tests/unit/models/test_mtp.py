@@ -90,9 +90,8 @@ def _slow_losses(model: Decoder, depths: int) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("depths", [1, 2])
 def test_losses_and_gradients_are_those_of_the_equations(depths: int):
     model = _model(depths)
-    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
     ahead = look_ahead(Batch(TOKENS, LABELS, DOCUMENTS, [[], []]), depths)
-    main = model(TOKENS, DOCUMENTS, positions, LABELS, *ahead)
+    main = model(TOKENS, DOCUMENTS, None, LABELS, *ahead)
     main.backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -106,8 +105,7 @@ def test_losses_and_gradients_are_those_of_the_equations(depths: int):
 
 def test_an_evaluation_needs_no_tokens_ahead_and_counts_none():
     model = _model(1).eval()
-    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
-    assert model(TOKENS, DOCUMENTS, positions).shape == (*TOKENS.shape, 11)
+    assert model(TOKENS, DOCUMENTS).shape == (*TOKENS.shape, 11)
     for moe in model.moe_layers().values():
         assert not moe.router.tokens_per_expert.any()
 

@@ -34,7 +34,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, hidden_act=("silu",))
     fields = read_mla(settings, MLA_KEYS, _DEFAULTS)
     if settings.get("n_routed_experts"):
-        fields |= _experts(settings)
+        fields = _experts(settings) | fields
     return hf.make_config(fields, MLAConfig)
 
 

@@ -82,6 +82,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> hf.HFKeys:
     """Names of each tensor."""
-    # The experts are the same; names of the other attention replace those of the latent one.
+    # The experts are the same; names of the other attention take the place of the latent one's.
     gqa = {} if isinstance(config.attention, MLAConfig) else {**hf.GQA_BLOCK, **hf.QK_NORMS}
     return hf.in_model_with_mtp({**MLA_BLOCK, **gqa, **hf.ROUTING_BIAS})
