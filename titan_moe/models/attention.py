@@ -218,7 +218,7 @@ def plain_core(
     heads = config.attention
     return choose_core(
         mask_documents=mask_documents,
-        local_or_sinks=config.local_or_sinks,
+        local_or_sinks=config.local is not None or heads.sinks,
         takes_varlen=device_type == "cuda"
         and varlen_attention.takes(heads.qk_dim, heads.v_dim, dtype)
         and not heads.sinks,

@@ -253,11 +253,6 @@ class ModelConfig:
         return attention.indexer if isinstance(attention, MLAConfig) else None
 
     @property
-    def local_or_sinks(self) -> bool:
-        """True if a layer's attention is more than causal: local, or with sinks."""
-        return self.local is not None or self.attention.sinks
-
-    @property
     def has_temperature(self) -> bool:
         """True if attention depends on positions themselves, not only on their differences."""
         attention = self.attention

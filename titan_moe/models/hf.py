@@ -110,15 +110,13 @@ class HFModel:
 
 def model_of_job(section: Model) -> ModelConfig:
     """The dimensions that a [model] table asks for. Raises ConfigError."""
-    config = _flavor_of_job(section)
-    if section.num_mtp_layers is None:
-        return config
-    return replace(config, num_mtp_layers=section.num_mtp_layers)
+    named = section.flavor != "hf"
+    config = model_config(section.name, section.flavor) if named else _config_of_folder(section)
+    depths = section.num_mtp_layers
+    return config if depths is None else replace(config, num_mtp_layers=depths)
 
 
-def _flavor_of_job(section: Model) -> ModelConfig:
-    if section.flavor != "hf":
-        return model_config(section.name, section.flavor)
+def _config_of_folder(section: Model) -> ModelConfig:
     flavors(section.name)  # Refuses a name that is no family.
     if section.hf_assets_path is None:
         raise ConfigError("model.flavor='hf' needs model.hf_assets_path, a Hugging Face folder")

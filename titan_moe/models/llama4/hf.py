@@ -47,10 +47,8 @@ def _temperature(settings: hf.Settings) -> PositionTemperature | None:
 
 def _local(settings: hf.Settings) -> LocalAttention:
     # Layers without rotary positions are those that see the whole sequence.
-    every, num_layers = (
-        hf.given(settings, "no_rope_layer_interval", 4),
-        settings["num_hidden_layers"],
-    )
+    num_layers = settings["num_hidden_layers"]
+    every = hf.given(settings, "no_rope_layer_interval", 4)
     rotates = settings.get("no_rope_layers") or [
         (layer + 1) % every != 0 for layer in range(num_layers)
     ]
