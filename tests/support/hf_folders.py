@@ -35,7 +35,6 @@ def make_folder(
     torch.manual_seed(0)
     targets = write_as(model, model_shapes(model.config))
     published: dict[str, Tensor] = {}
-    stored: dict[str, Tensor] = {}
     # What published code keeps in float32.
     wide = (".A_log", ".dt_bias", ".e_score_correction_bias")
     wide += (".gate.weight",) * any(name.endswith(EXPERT_BIAS) for name in targets)

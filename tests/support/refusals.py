@@ -1,4 +1,4 @@
-"""Writes a configuration, and reads the line that answers a user's mistake in it."""
+"""Writes a configuration, and reads the line that answers a user's mistake, in it or elsewhere."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
 
 
 def config_file(folder: Path, text: str) -> list[str]:
@@ -13,6 +14,14 @@ def config_file(folder: Path, text: str) -> list[str]:
     path = folder / "job.toml"
     path.write_text(text)
     return ["--job.config_file", str(path)]
+
+
+def failure(call: Callable[..., object], *arguments: object) -> str:
+    """Returns the RunError that a call raises, which is one line."""
+    with pytest.raises(RunError) as caught:
+        call(*arguments)
+    (line,) = str(caught.value).splitlines()
+    return line
 
 
 def refusals(call: Callable[..., object], *arguments: object) -> list[str]:
