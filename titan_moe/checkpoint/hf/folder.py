@@ -152,11 +152,8 @@ class HFFolder:
                 plain = name.removesuffix(PACKED)
                 self._quantized[plain] = self._int4(plain)
                 hidden |= {name, plain + SCALE, plain + SHAPE}
-        self.shapes = {
-            name: tuple(stored.get_shape())
-            for name, stored in self._slices.items()
-            if name not in hidden
-        } | {name: tensor.shape for name, tensor in self._quantized.items()}
+        self.shapes = {name: self._shape(name) for name in self._slices if name not in hidden}
+        self.shapes |= {name: tensor.shape for name, tensor in self._quantized.items()}
         """Shapes of all tensors by name."""
 
     def rest(self) -> dict[str, Any]:
