@@ -1,14 +1,9 @@
-"""Runs to report on, and a page as its parts."""
+"""A page as its parts, and the facts of a layout."""
 
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
-from zlib import crc32
-
-import numpy as np
 
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.verify.compare.records import Curve, RunRecord
 
 _VOID = {"meta", "img", "br", "input"}
 
@@ -69,40 +64,9 @@ class Page(HTMLParser):
         return ids[-1] if ids else ""
 
 
-def run(
-    name: str,
-    *,
-    seed: int = 0,
-    noise: float = 0.0,
-    steps: Sequence[int] = range(1, 31),
-    layers: int = 2,
-    experts: int = 4,
-    facts: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-) -> RunRecord:
-    """Falling curves; runs of one seed differ by their noise alone."""
-    rng, own = np.random.default_rng(seed), np.random.default_rng(crc32(name.encode()))
-    number = len(steps)
-    falling = 3 + 3 * np.exp(-np.arange(number) / 10) + 0.1 * rng.random(number)
-
-    def noisy(values: np.ndarray) -> np.ndarray:
-        return values * np.exp(noise * own.normal(size=values.shape))
-
-    scalars = {"loss": noisy(falling), "grad_norm": noisy(falling / 3)}
-    loads = {
-        f"layers.{layer}": rng.multinomial(64, np.ones(experts) / experts, number).astype(float)
-        for layer in range(1, layers + 1)
-    }
-    return RunRecord(name, Curve(name, list(steps), scalars, loads), facts or {}, config or {})
-
-
 def facts(**degrees: int) -> dict[str, Any]:
     """run.json of a layout."""
     world = degrees.pop("world_size")
     dims = ParallelDims(world_size=world, **degrees)
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
-    return {
-        "torch": "2.13.0",
-        "world_size": world,
-        "layout": {axis: dims.size(axis) for axis in axes},
-    }
+    return {"world_size": world, "layout": {axis: dims.size(axis) for axis in axes}}

@@ -1,6 +1,9 @@
 """Records of runs whose curves are known."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +21,37 @@ FACTS = {
 }
 
 
-def run(name: str, noise: float = 0.0, seed: int = 0, **facts) -> RunRecord:
-    rng = np.random.default_rng(seed)
-    falling = 6 * np.exp(-np.array(STEPS) / 20)
+def run(
+    name: str,
+    noise: float = 0.0,
+    seed: int = 0,
+    *,
+    steps: Sequence[int] = STEPS,
+    rows: Sequence[float] = (100, 200, 300, 400),
+    layers: int = 1,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    **facts: Any,
+) -> RunRecord:
+    """Returns a run whose curves fall. Noise moves them, and rows between the first two experts.
+
+    Args:
+        rows: of each expert in a step of a layer.
+    """
+    rng, number = np.random.default_rng(seed), len(steps)
+    falling = 6 * np.exp(-np.array(steps) / 20)
     scalars = {
-        "loss": falling * np.exp(noise * rng.normal(size=20)),
-        "grad_norm": falling / 3 * np.exp(noise * rng.normal(size=20)),
+        "loss": falling * np.exp(noise * rng.normal(size=number)),
+        "grad_norm": falling / 3 * np.exp(noise * rng.normal(size=number)),
     }
-    rows_SE = np.tile([100.0, 200, 300, 400], (20, 1))
-    if noise:
-        moved = rng.integers(0, 3, size=20)
+    loads = {}
+    for layer in range(1, layers + 1):
+        rows_SE = np.tile(np.array(rows, float), (number, 1))
+        moved = rng.integers(0, 3, size=number) * (noise > 0)
         rows_SE[:, 0] += moved
         rows_SE[:, 1] -= moved
-    curve = Curve(name, STEPS, scalars, {"layers.1": rows_SE}, [7 * step for step in STEPS])
-    return RunRecord(name, curve, FACTS | facts)
+        loads[f"layers.{layer}"] = rows_SE
+    curve = Curve(name, list(steps), scalars, loads, [7 * step for step in steps])
+    return RunRecord(name, curve, FACTS | facts, config)
 
 
 def controls(number: int = 12, noise: float = 1e-4) -> list[RunRecord]:

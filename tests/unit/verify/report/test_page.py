@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.report_cases import Page, facts, run
+from tests.support.report_cases import Page, facts
+from tests.support.verdict_cases import run
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.outcome import Verdict
@@ -18,12 +19,12 @@ from titan_moe.verify.report.pages import comparison_page, runs_page
 from titan_moe.verify.report.plots import Load, charts, load_panels
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
-CONTROLS = [run(f"repeat {i}", noise=1e-6) for i in range(8)]
+CONTROLS = [run(f"repeat {i}", 1e-6, seed=i) for i in range(1, 9)]
 EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
 
 
 def against(candidate: RunRecord, *, controls: bool = True, **others: object) -> Comparison:
-    baseline = run("base", noise=1e-6, facts=facts(world_size=1))
+    baseline = run("base", 1e-6, **facts(world_size=1))
     found = compare_runs("A change", baseline, candidate, controls=CONTROLS if controls else ())
     return replace(found, **others)  # type: ignore[arg-type]
 
@@ -44,12 +45,12 @@ def assert_alone(page: Page) -> None:
 @pytest.mark.parametrize(
     "verdict, make, words",
     [
-        (Verdict.IDENTICAL, lambda: run("base", noise=1e-6), "loads of 2 layers"),
-        (Verdict.INSIDE, lambda: run("other", noise=1e-6), "the baseline and 8 control runs"),
+        (Verdict.IDENTICAL, lambda: run("base", 1e-6), "loads of 1 layers"),
+        (Verdict.INSIDE, lambda: run("other", 1e-6, seed=9), "the baseline and 8 control runs"),
         (
             Verdict.DIFFERENT,
-            lambda: scaled(run("other", noise=1e-6), "grad_norm", 1.01, 20),
-            "First outside at step 21: grad_norm is ",
+            lambda: scaled(run("other", 1e-6, seed=9), "grad_norm", 1.01, 10),
+            "First outside at step 11: grad_norm is ",
         ),
     ],
 )
@@ -73,7 +74,7 @@ def test_comparison_page_has_a_row_for_each_cost_that_has_a_limit():
         CostCheck(TIME, [1.0, 1.01, 1.0], [1.3, 1.31, 1.3], 0.1),
         CostCheck(MEMORY, [2], [2], 0.1),
     ]
-    page = Page(comparison_page(against(run("base", noise=1e-6), costs=costs)))
+    page = Page(comparison_page(against(run("base", 1e-6), costs=costs)))
     assert "Identical bits, but too slow" in page.text[""]
     time, memory = page.tables["costs"][1:]
     assert time[:5] == ["time per step", "1 s", "1.3 s", "+30.0 %", "+10 %"]
@@ -88,8 +89,8 @@ def test_page_of_pinned_routes_shows_both_verdicts_and_the_flips():
         Flips(range(1, 31), ["layers.1", "layers.2"], np.full(30, 100.0), n * ones, ones / 8, ones)
         for n in (2.0, 1.0, 4.0)
     ]
-    free = against(run("other", noise=1e-6))
-    found = against(scaled(run("other", noise=1e-6), "grad_norm", 1.01), free=free, flips=flips)
+    free = against(run("other", 1e-6, seed=9))
+    found = against(scaled(run("other", 1e-6, seed=9), "grad_norm", 1.01), free=free, flips=flips)
     page = Page(comparison_page(found))
     top = page.text[""]
     assert top.index("Different with pinned") < top.index("Inside the noise band with free routes")
@@ -100,7 +101,7 @@ def test_page_of_pinned_routes_shows_both_verdicts_and_the_flips():
 
 
 def test_quantity_outside_the_band_is_first():
-    candidate = scaled(run("other", noise=1e-6), "grad_norm", 1.01, 20)
+    candidate = scaled(run("other", 1e-6, seed=9), "grad_norm", 1.01, 10)
     heads, first, *_ = Page(comparison_page(against(candidate))).tables["quantities"]
     worst = dict(zip(heads, first, strict=True))
     assert worst["quantity"] == "grad_norm"
@@ -122,9 +123,7 @@ def test_comparison_page_names_unknown_facts():
 
 
 def test_names_are_escaped():
-    evil = replace(
-        run("<b>x</b>&", facts=EIGHT | {"code": "<script>1</script>"}), folder=Path("/a<i>b")
-    )
+    evil = replace(run("<b>x</b>&", **EIGHT, code="<script>1</script>"), folder=Path("/a<i>b"))
     html = comparison_page(against(evil, title="<u>title", caveats=["1 < 2 <s>"]))
     for text in ("<b>x", "<script>", "<i>b", "<u>title", "<s>"):
         assert text not in html
@@ -140,21 +139,21 @@ def test_names_are_escaped():
     ],
 )
 def test_layouts_draw_each_rank_once_in_each_view(degrees: dict[str, int]):
-    page = Page(runs_page("One", [run("one", facts=facts(**degrees))]))
+    page = Page(runs_page("One", [run("one", **facts(**degrees))]))
     for ranks in page.ranks.values():
         assert ranks == list(range(degrees["world_size"]))
 
 
 def test_layouts_of_large_world_draw_two_of_each_axis():
     there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
-    page = Page(runs_page("Large", [run("large", facts=there), run("unknown")]))
+    page = Page(runs_page("Large", [run("large", **there), run("unknown")]))
     assert len(page.ranks["dense"]) == 2**5 and "unknown: the layout is" in page.text["layouts"]
     assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
 
 
 def test_a_page_of_many_experts_stays_small():
     pair = [
-        run(f"run {i}", seed=i, layers=58, experts=256, steps=range(1, 301), facts=EIGHT)
+        run(f"run {i}", 1e-6, i, layers=58, rows=[9] * 256, steps=range(1, 301), **EIGHT)
         for i in range(2)
     ]
     html = comparison_page(Comparison("DeepSeek-V3", *pair, Verdict.UNJUDGED))

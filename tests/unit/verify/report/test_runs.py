@@ -8,7 +8,8 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 from tests.support.commands import run_command
 from tests.support.paths import REPO
-from tests.support.report_cases import Page, facts, run
+from tests.support.report_cases import Page, facts
+from tests.support.verdict_cases import run
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.pages import runs_page
@@ -58,9 +59,9 @@ def test_runs_page_lists_bad_steps(tmp_path: Path):
 
 def test_runs_page_of_several_runs():
     runs = [
-        run("a", facts=facts(world_size=1), config={"x": {"y": 1}}),
-        run("b", seed=1, facts=facts(world_size=4, tp=2, ep=2), config={"x": {"y": 2}}),
-        run("c", seed=2, steps=[2, 4, 6], facts=facts(world_size=1), config={"x": {"y": 1}}),
+        run("a", **facts(world_size=1), config={"x": {"y": 1}}),
+        run("b", **facts(world_size=4, tp=2, ep=2), config={"x": {"y": 2}}),
+        run("c", steps=[2, 4, 6], **facts(world_size=1), config={"x": {"y": 1}}),
     ]
     page = Page(runs_page("Three", runs))
     assert page.tables["configuration"] == [["key", "a", "b", "c"], ["x.y", "1", "2", "1"]]
