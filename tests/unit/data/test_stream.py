@@ -103,19 +103,6 @@ def test_every_rank_reads_the_documents_of_a_slow_reader(lengths, batch, ranks):
             assert read(source, sequence, range(60), batch=batch) == expected[sequence]
 
 
-def test_each_rank_reads_its_share_of_the_files():
-    opened = []
-    for rank in range(4):
-        own = range(rank * 4, rank * 4 + 4)
-        stream = ListStream(texts_of_files([40] * 16))
-        source = order(stream, sequences=own, batch=16)
-        for sequence in own:
-            read(source, sequence, range(40), batch=16)
-        assert sum(stream.counts.values()) == 160
-        opened += stream.counts
-    assert sorted(opened) == list(range(16))
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_files_are_read_once_in_equal_shares_and_resumed_on_other_ranks(seed, monkeypatch):
     monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)
