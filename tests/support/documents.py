@@ -11,7 +11,7 @@ import numpy as np
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader
-from titan_moe.data.order import Document, mix
+from titan_moe.data.order import mix
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.reader import merge_states
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
@@ -62,22 +62,6 @@ def position(loaders):
 
 def training(**keys):
     return Training(**({"dataset": "synthetic", "seq_len": 64, "local_batch_size": 2} | keys))
-
-
-class ListCorpus:
-    """A corpus of given texts."""
-
-    def __init__(self, texts, fingerprint="list"):
-        self.texts, self.fingerprint = texts, fingerprint
-
-    def checksum(self):
-        return ""
-
-    def __len__(self):
-        return len(self.texts)
-
-    def __getitem__(self, index):
-        return Document(f"list/{index}", self.texts[index])
 
 
 def slow_rows(documents, *, seq_len, mask):
