@@ -16,7 +16,7 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
-from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse, with_tables
+from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 _SAMPLES, _SEED = {(2, 4, 8): 30, (2, 4): 12}, 22
@@ -41,7 +41,6 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "no documents": {"training": {"mask_documents": False}},
     "float8": {
         "model": {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]},
-        "quantize": {"grouped_mm": {"float8": {"fqns": ["experts"]}}},
     },
 }
 _OPTIONS_LAYOUT = "dp_shard=4,tp=2,ep=4"
@@ -97,12 +96,12 @@ def option_cases() -> Iterator[Case]:
         yield from in_layout(family, _OPTIONS_LAYOUT)
     for name, tables in _OPTIONS.items():
         for case in in_layout("qwen3", _OPTIONS_LAYOUT):
-            job = with_tables(case.job, tables)
+            job = case.job.with_values(**tables)
             yield replace(case, name=f"{case.name} {name}", job=job)
     # The gate's heads, and its type. Dense: a grouped GEMM in float64 is a loop, which waits.
     for head_dim, dtype in ((8, "float32"), (32, "float64")):
         for case in in_layout("qwen3", "tp=2,cp=2"):
-            job = with_tables(case.job, {"training": {"dtype": dtype}})
+            job = case.job.with_values(training={"dtype": dtype})
             config = replace(with_heads(case.config, head_dim), moe=None)
             name = f"{case.name} heads {head_dim} {dtype}"
             yield replace(case, name=name, job=job, config=config)
@@ -142,7 +141,7 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     if layers is not None and job.parallelism.pipeline_parallel_degree == 1:
         # "auto" is resolved for the whole model, not for its first layers.
         shared = choose_accumulation(Setup(job, config, world_size), _GPU_BYTES)
-        job = with_tables(job, {"parallelism": {"fsdp_accumulation": shared.word}})
+        job = job.with_values(parallelism={"fsdp_accumulation": shared.word})
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"
     return Case(name, job, config, world_size, world_size - 1, path)

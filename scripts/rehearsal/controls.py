@@ -13,7 +13,7 @@ import torch.distributed as dist
 from scripts.rehearsal.cases import Case, in_layout, with_heads
 from scripts.rehearsal.rank import rehearse
 from scripts.rehearsal.sm90 import kernel_findings
-from titan_moe.verify.layouts.layouts import parse, with_tables
+from titan_moe.verify.layouts.layouts import parse
 
 _DISPATCHING = "dp_shard=2,ep=2"
 _BOUNDED = {"parallelism": {"expert_parallel_capacity_factor": 1.5}}
@@ -38,7 +38,7 @@ class Control:
         case = next(iter(in_layout("qwen3", self.layout)))
         config = replace(case.config, num_layers=parse(self.layout).num_stages)
         config = with_heads(config, self.head_dim)
-        return replace(case, job=with_tables(case.job, self.tables or {}), config=config)
+        return replace(case, job=case.job.with_values(**(self.tables or {})), config=config)
 
 
 def missed(name: str) -> str:

@@ -20,7 +20,7 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients.fixture import make_batch, own_batches
-from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, parse, with_tables
+from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, parse
 
 TOP_K, LAYERS = 4, 3
 CONFIG = "configs/debug/gate_qwen3.toml"
@@ -90,7 +90,7 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
     job = apply_layout(load_job(["--job.config_file", CONFIG]), own, tables)
     # Products in float64 are a loop over experts, which reads where each one's rows end.
     training = {"dtype": "float32", "mixed_precision_param": "float32"}
-    job, config = with_tables(job, {"training": training}), model_config("qwen3", "gate")
+    job, config = job.with_values(training=training), model_config("qwen3", "gate")
     assert config.moe is not None
     config = replace(config, num_layers=LAYERS, moe=replace(config.moe, top_k=TOP_K))
     sharded, step = tiny_step(job, config)

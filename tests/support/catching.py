@@ -15,7 +15,7 @@ from titan_moe.verify.gradients.compare import TensorDifference, above_bound
 from titan_moe.verify.gradients.fixture import RATES
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import LocalState, RankReport, Task, verify_on_rank
-from titan_moe.verify.layouts.layouts import depth, layout_tables, num_sequences, parse, with_tables
+from titan_moe.verify.layouts.layouts import depth, layout_tables, num_sequences, parse
 from titan_moe.verify.localize.capture.step import FOLDER, StepCapture
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 
@@ -69,7 +69,7 @@ def setting(gate: Gate, text: str, like: str) -> Task:
         tables["training"] |= {"global_batch_size": rows, "local_batch_size": local}
         tables["parallelism"]["module_fqns_per_model_part"] = None
         assert layout.pp == 1 or depth(layout) == depth(other)
-    return Task(with_tables(job, tables), config, layout, path)
+    return Task(job.with_values(**tables), config, layout, path)
 
 
 def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:

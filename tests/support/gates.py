@@ -18,7 +18,6 @@ from titan_moe.verify.layouts.layouts import (
     Tables,
     legal_layouts,
     with_options,
-    with_tables,
 )
 
 KINDS: Mapping[str, Tables] = {
@@ -53,7 +52,7 @@ class Gates(Protocol):
 def gate_of(family: str, folder: Path, kind: str = "AdamW") -> Gate:
     torch.set_num_threads(1)
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
-    return Gate(with_tables(job, KINDS[kind]), folder)
+    return Gate(job.with_values(**KINDS[kind]), folder)
 
 
 def fitting(family: str, text: str) -> str:

@@ -118,7 +118,7 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
     Raises ConfigError if there is no GPU, RunError if torch cannot use it.
     """
     from titan_moe.runtime.device import refuse_unusable
-    from titan_moe.verify.layouts.layouts import parse, with_tables
+    from titan_moe.verify.layouts.layouts import parse
 
     if not (gpus := count_gpus(os.environ)):
         raise ConfigError("--device cuda: no GPU is here")
@@ -128,7 +128,7 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
     if max(sizes) <= gpus:
         return job
     print(f"{max(sizes)} ranks share {gpus} GPU(s); collectives go through the host")
-    return with_tables(job, {"comm": {"share_gpus": True}})
+    return job.with_values(comm={"share_gpus": True})
 
 
 def _own_dispatchers(job: JobConfig) -> list[str]:

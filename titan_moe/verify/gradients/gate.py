@@ -33,7 +33,6 @@ from titan_moe.verify.layouts.layouts import (
     apply_layout,
     depth,
     num_sequences,
-    with_tables,
 )
 
 _MOST_LINES = 12
@@ -125,7 +124,7 @@ class Gate:
 
     def _setting(self, layout: Layout, dtype: str) -> tuple[JobConfig, ModelConfig]:
         types = {"dtype": dtype, "mixed_precision_param": "float32"}
-        job = with_tables(apply_layout(self.job, layout, self.own_tables), {"training": types})
+        job = apply_layout(self.job, layout, self.own_tables).with_values(training=types)
         return job, replace(self.config, num_layers=depth(layout))
 
     def _fixture(self, layout: Layout) -> tuple[Path, Fixture]:

@@ -175,15 +175,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 def apply_layout(job: JobConfig, layout: Layout, tables: Tables | None = None) -> JobConfig:
     """The job in a layout, with its batch sizes; `tables` override both."""
-    return with_tables(with_tables(job, layout_tables(layout)), tables or {})
-
-
-def with_tables(job: JobConfig, tables: Tables) -> JobConfig:
-    """The job with other values of some keys."""
-    merged = job.model_dump()
-    for table, values in tables.items():
-        merged[table] |= values
-    return JobConfig.model_validate(merged)
+    return job.with_values(**layout_tables(layout)).with_values(**(tables or {}))
 
 
 def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
