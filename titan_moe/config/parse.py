@@ -63,7 +63,7 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
     written: dict[str, Any] = {}
     if path is not None:
         try:
-            written = _flat(_read_toml(Path(path)))
+            written = flat_keys(_read_toml(Path(path)))
         except ConfigError as error:
             problems += error.lines
     imports = given.get("job.imports", written.get("job.imports"))
@@ -139,6 +139,18 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
+def flat_keys(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values in tables in tables by their dotted keys; tables without keys give none.
+
+    The reverse of `nested`.
+    """
+    keys: dict[str, Any] = {}
+    for name, value in tables.items():
+        inside = isinstance(value, dict)
+        keys |= flat_keys(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return keys
+
+
 def table_of_help(argv: list[str]) -> str | None:
     """Returns the word behind --help."""
     words = (word for flag, word in pairwise(argv) if flag in ("-h", "--help") and word[0:1] != "-")
@@ -185,15 +197,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # A number may have too many digits.
         problem = f"is not valid TOML: {error}"
     raise ConfigError(f"{_CONFIG_FILE} = {path}: {problem}")
-
-
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns dotted keys and values, without tables that have no keys."""
-    keys: dict[str, Any] = {}
-    for name, value in tables.items():
-        inside = isinstance(value, dict)
-        keys |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
-    return keys
 
 
 def _read_command_line(argv: list[str]) -> tuple[str | None, dict[str, Any], list[str]]:

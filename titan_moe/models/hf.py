@@ -5,7 +5,7 @@ No torch. `hf_family.py` says what a family's `hf.py` has.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
+from titan_moe.config.parse import flat_keys
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_family import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
@@ -230,7 +231,9 @@ def model_of(folder: Path) -> HFModel:
     family = family_of(settings, folder / CONFIG)
     try:
         config = family_module(family).from_hf(text_of(settings))
-        numbers = [(k, v) for k, v in _flat(asdict(config)) if isinstance(v, int | float)]
+        numbers = [
+            (k, v) for k, v in flat_keys(asdict(config)).items() if isinstance(v, int | float)
+        ]
         if wrong := [f"{key}={value}" for key, value in numbers if not 0 <= value < math.inf]:
             raise ValueError(f"{', '.join(wrong)} must be 0 or more, and finite")
         model = HFModel(family, config, wrapper_of(settings))
@@ -288,7 +291,7 @@ def wrapper_of(settings: Mapping[str, Any]) -> Wrapper | None:
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Dimensions that are not the same, as "dim 256 (there 512)"; training's own do not count."""
-    mine, other = (dict(_flat(asdict(config))) for config in (ours, theirs))
+    mine, other = (flat_keys(asdict(config)) for config in (ours, theirs))
     unread = set(_OF_TRAINING)
     if all(map(ours.is_moe_layer, range(ours.num_layers))):
         unread.add("hidden_dim")
@@ -309,11 +312,3 @@ def as_record(config: ModelConfig) -> dict[str, Any]:
 def from_record(record: dict[str, Any]) -> ModelConfig:
     """The dimensions that `as_record` made a record of."""
     return _ADAPTER.validate_python(record)
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in record.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import flat_keys
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.outcome import Verdict
@@ -225,15 +226,12 @@ def _environment(runs: Sequence[RunRecord]) -> Table:
     return Table(["", *(run.name for run in runs)], rows, kinds=[*kinds, ""])
 
 
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flat(tables: Mapping[str, Any]) -> dict[str, str]:
     """Returns nested tables as a flat one: {"table.key": value in words}."""
-    found: dict[str, str] = {}
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return found
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in flat_keys(tables).items()
+    }
 
 
 def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
