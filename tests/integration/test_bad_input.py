@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import TITAN_MOE, run_command
+from tests.support.documents import write_ranks
 from tests.support.jobs import EMPTY, command, run_to_end
 from tests.support.tiers import tiered
 from titan_moe.runtime.files import LOCK, lock_folder
@@ -37,11 +38,6 @@ class Bad:
 Case = Callable[[Path], Bad]
 
 
-def unknown_key(folder: Path) -> Bad:
-    words = ["training.stepz", "did you mean training.steps?"]
-    return Bad(_CONFIG, words, {"training__stepz": 3})
-
-
 def misspelt_flavor(folder: Path) -> Bad:
     return Bad(_CONFIG, ["did you mean 'debugmodel'?"], {"model__flavor": "debugmodle"})
 
@@ -57,14 +53,8 @@ def missing_data(folder: Path) -> Bad:
 
 
 def tokenizer_larger_than_vocabulary(folder: Path) -> Bad:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    vocabulary = {f"word{n}": n for n in range(100_000)} | {"<eos>": 100_000}
-    Tokenizer(WordLevel(vocabulary, unk_token="word0")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    words = ["model.tokenizer_path", "100001", "vocab_size"]
-    return Bad(_CONFIG, words, {"model__tokenizer_path": folder})
+    words, path = ["model.tokenizer_path", "512", "=272"], write_ranks(folder / "tokenizer.model")
+    return Bad(_CONFIG, words, {"model__tokenizer_path": path})
 
 
 def folder_of_another_model(folder: Path) -> Bad:
@@ -105,7 +95,7 @@ def test_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     tiered(
-        [unknown_key, missing_data, unwritable_folder],
+        [missing_data, unwritable_folder],
         slow=[no_number_of_ranks, folder_in_use, port_in_use],
     ),
 )

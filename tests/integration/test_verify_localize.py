@@ -46,14 +46,8 @@ def test_a_layout_alone_is_rounding(tmp_path: Path):
     assert code == 3 and "step 2: nothing differs beyond rounding" in told, told
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--baseline", "revision=nowhere"], "git knows no such commit"),
-        (["--candidate", "tests"], "is a finished run: train it again"),
-    ],
-)
-def test_what_cannot_be_run_gets_a_line(tmp_path: Path, words: list[str], line: str):
-    done = run_command("verify", "localize", *COMPARE, *words, "--out", tmp_path)
-    assert done.returncode == 2 and line in done.stderr
+def test_what_cannot_be_run_gets_a_line(tmp_path: Path):
+    words = [*COMPARE, "--baseline", "revision=nowhere", "--out", tmp_path]
+    done = run_command("verify", "localize", *words)
+    assert done.returncode == 2 and "git knows no such commit" in done.stderr
     assert run_command("verify", "localize", "--step", "0").returncode == 2
