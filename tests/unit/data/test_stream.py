@@ -228,8 +228,6 @@ def test_hub_stream_refuses_a_file_that_was_cut_while_it_read(tmp_path):
 
 def test_fingerprint_of_a_hub_dataset_holds_its_revision(tmp_path, monkeypatch):
     """The hub is a stub: a local copy's builder that has a commit for its hash."""
-    import datasets
-
     write_jsonl(tmp_path / "hub" / "a.json", ["one", "two"])
     local, asked = datasets.load_dataset_builder, []
 

@@ -94,26 +94,26 @@ def test_weights_and_biases_resumes_its_run_over_steps_made_again(tmp_path, monk
     assert wandb.runs.keys() == {"run1", "run2"}
 
 
-def test_tensorboard_hides_steps_that_are_made_again(tmp_path):
-    log_again(Metrics(enable_tensorboard=True, save_tb_folder="events"), tmp_path)
+def events(folder):
+    """TensorBoard's own reading of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    found = [(event.step, round(event.value, 5)) for event in events.Scalars("loss")]
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_tensorboard_hides_steps_that_are_made_again(tmp_path):
+    log_again(Metrics(enable_tensorboard=True, save_tb_folder="events"), tmp_path)
+    logged = events(tmp_path / "events").Scalars("loss")
+    found = [(event.step, round(event.value, 5)) for event in logged]
     lines = read_json_lines(tmp_path / "metrics.jsonl")
     assert found == [(line["step"], line["loss"]) for line in lines]
     assert [step for step, _ in found] == list(range(1, 12))
 
 
 def test_tensorboard_events_are_on_disk_before_the_run_ends(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     sink = sinks.TensorBoard(tmp_path, resume_step=0)
     sink.write(1, {"loss": 2.5})
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["loss"]
+    assert events(tmp_path).Tags()["scalars"] == ["loss"]
     sink.close()
 
 

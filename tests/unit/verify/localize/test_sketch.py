@@ -34,11 +34,9 @@ def test_boxes_of_a_tensor_add_up(shape: tuple[int, ...], dim: int):
 
 
 def test_long_tensors_are_taken_in_chunks(monkeypatch):
-    from titan_moe.verify.localize.capture import sketch
-
     x_NF = drawn(50, 8)
     rows, box = sketch_rows(x_NF), sketch_box(x_NF, whole(x_NF))
-    monkeypatch.setattr(sketch, "_CHUNK", 24)
+    monkeypatch.setattr("titan_moe.verify.localize.capture.sketch._CHUNK", 24)
     torch.testing.assert_close(sketch_rows(x_NF), rows)
     torch.testing.assert_close(sketch_box(x_NF, whole(x_NF)), box)
 
