@@ -20,7 +20,6 @@ from titan_moe.verify.report.bench import card
 
 _CONFIGS = REPO / "configs"
 _DEBUG_MODEL = "configs/qwen3/debugmodel_moe.toml"
-_GATE_MODEL = "configs/debug/gate_qwen3.toml"
 _COMPARISON = (
     "verify losses --config configs/debug/compare.toml --baseline ranks=1 "
     "--training.global_batch_size 16 --training.local_batch_size 2"

@@ -26,10 +26,10 @@ class Fence:
     """Text of the HTML comment on the line before it."""
 
 
-def pages(repo: Path = REPO) -> list[Path]:
+def pages() -> list[Path]:
     """README and the like, and every page of docs/."""
-    top = [repo / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
-    return [path for path in top if path.is_file()] + sorted((repo / "docs").rglob("*.md"))
+    top = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+    return top + sorted((REPO / "docs").rglob("*.md"))
 
 
 def fences(text: str) -> Iterator[Fence]:

@@ -54,8 +54,8 @@ def run(
     return RunRecord(name, curve, FACTS | facts, config)
 
 
-def controls(number: int = 12, noise: float = 1e-4) -> list[RunRecord]:
-    return [run(f"repeat {i}", noise, seed=i) for i in range(1, number + 1)]
+def controls() -> list[RunRecord]:
+    return [run(f"repeat {i}", 1e-4, seed=i) for i in range(1, 13)]
 
 
 def changed(record: RunRecord, **curve) -> RunRecord:

@@ -173,8 +173,8 @@ def test_resume_reads_on_from_the_last_cursor(monkeypatch):
 # --- Streams that `datasets` reads ----------------------------------------------------------------
 
 
-def hub(path, column="text"):
-    return HubStream(Source("training.", "c4", str(path), column))
+def hub(path):
+    return HubStream(Source("training.", "c4", str(path)))
 
 
 def texts_of(stream, mark=None):

@@ -56,9 +56,9 @@ def lines_of(ranks):
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
 
 
-def write_kimi(folder, ranks=RANKS, names=SPECIAL, **config):
+def write_kimi(folder, ranks=RANKS, **config):
     (folder / "tiktoken.model").write_bytes(lines_of(ranks))
-    decoder = {len(ranks) + n: {"content": name, "special": True} for n, name in enumerate(names)}
+    decoder = {len(ranks) + n: {"content": name, "special": True} for n, name in enumerate(SPECIAL)}
     decoder[len(ranks) + 255] = {"content": "[PAD]", "special": True}
     table = {
         "added_tokens_decoder": decoder,
@@ -70,12 +70,12 @@ def write_kimi(folder, ranks=RANKS, names=SPECIAL, **config):
     return str(folder)
 
 
-def write_tekken(path, ranks=RANKS, num_special=20):
-    tokens = sorted(ranks, key=ranks.__getitem__)
+def write_tekken(path):
+    tokens = sorted(RANKS, key=RANKS.__getitem__)
     vocab = [{"rank": n, "token_bytes": base64.b64encode(t).decode()} for n, t in enumerate(tokens)]
     table = {
-        "config": {"pattern": KIMI, "default_num_special_tokens": num_special}
-        | {"default_vocab_size": len(ranks) + num_special - 5},  # The file has five more.
+        "config": {"pattern": KIMI, "default_num_special_tokens": 20}
+        | {"default_vocab_size": COUNT + 20 - 5},  # The file has five more.
         "vocab": vocab,
         "special_tokens": [
             {"rank": n, "token_str": name} for n, name in enumerate(("<unk>", "<s>", "</s>"))

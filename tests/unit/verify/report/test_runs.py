@@ -15,7 +15,7 @@ from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.pages import runs_page
 
 
-def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Path:
+def write(folder: Path, steps: int, *, tail: str = "") -> Path:
     folder.mkdir(parents=True)
     lines = [
         {"step": step, "loss": 6 / step, "grad_norm": None if step == 3 else 1.0, "lr": 1e-3}
@@ -24,7 +24,7 @@ def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Pat
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + tail)
-    (folder / "config.toml").write_text(f"[training]\nsteps = {planned}\n")
+    (folder / "config.toml").write_text("[training]\nsteps = 30\n")
     return folder
 
 
