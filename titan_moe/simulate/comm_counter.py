@@ -23,7 +23,8 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 WORLD = "world"
 _EXCHANGED_OVER = ("pp", "cp", "tp", "sequence", "ep", "etp", "dp_replicate", "fsdp", "edp")
 _FSDP = "/torch/distributed/fsdp/"
-_BytesSent = Callable[[Mapping[str, Any], dist.ProcessGroup], float]
+_GIVEN = ("input_tensor", "input", "inputs", "tensors", "input_tensors", "tensor")
+"""Names of the argument that a rank brings."""
 
 
 class Flow(NamedTuple):
@@ -68,19 +69,19 @@ class CommCounter(TorchDispatchMode):
 
     def count(self, func: Any, args: tuple) -> None:
         """Add one call."""
-        name = _name(func)
-        if name not in _OPS:
+        if _name(func) not in _OPS:
             raise NotImplementedError(f"the bytes of {func} are not known")
-        op, bytes_sent = _OPS[name]
-        if bytes_sent is None:
+        op = op_of(func)
+        if op not in _BYTES_SENT:
             return
+        named = arguments_of(func, args)
+        group, num_bytes = group_of(named), sum(x.nbytes for x in given_tensors(named))
+        more = _BYTES_SENT[op](num_bytes, group.size(), group.rank(), named)
         if op == "all_to_all" and _called_by_fsdp():
             op = "reduce_scatter"  # gloo makes it of an exchange of as many bytes, and a sum.
-        named = arguments_of(func, args)
-        group = group_of(named)
         flow = Flow(self._axis(group), op)
         calls, sent = self._sent.get(flow, Volume())
-        self._sent[flow] = Volume(calls + 1, sent + bytes_sent(named, group))
+        self._sent[flow] = Volume(calls + 1, sent + more)
 
     def volumes(self) -> dict[Flow, Volume]:
         """All that was counted."""
@@ -116,8 +117,7 @@ def axes_of_groups(meshes: Meshes) -> dict[str, str]:
 
 def op_of(func: Any) -> str:
     """Returns the name of a collective in reports, the same for all forms of one operation."""
-    name = _name(func)
-    return _OPS[name][0] if name in _OPS else name
+    return _OPS.get(_name(func), _name(func))
 
 
 def _name(func: Any) -> str:
@@ -127,6 +127,12 @@ def _name(func: Any) -> str:
 def arguments_of(func: Any, args: tuple) -> dict[str, Any]:
     """A collective's positional arguments by name."""
     return dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+
+
+def given_tensors(named: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that a rank gives to a collective."""
+    given = next(named[each] for each in _GIVEN if each in named)
+    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def group_of(named: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -149,66 +155,48 @@ def _called_by_fsdp() -> bool:
     return False
 
 
-def _bytes(tensors: Any) -> int:
-    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _gather(own: str) -> _BytesSent:
-    return lambda named, group: (group.size() - 1) * _bytes(named[own])
-
-
-def _scatter(whole: str) -> _BytesSent:
-    return lambda named, group: (group.size() - 1) * _bytes(named[whole]) / group.size()
-
-
-def _reduce(name: str) -> _BytesSent:
-    return lambda named, group: 2 * (group.size() - 1) * _bytes(named[name]) / group.size()
-
-
-def _all_to_all(splits: str) -> _BytesSent:
-    def sent(named: Mapping[str, Any], group: dist.ProcessGroup) -> float:
-        x = named["input"]
-        if not named[splits]:
-            return (group.size() - 1) * _bytes(x) / group.size()
-        rows = sum(named[splits]) - named[splits][group.rank()]
-        return _bytes(x) * rows / len(x) if rows else 0
-
-    return sent
-
-
-def _rooted(name: str, *, sends: bool) -> _BytesSent:
-    """Counts the bytes between the root and every other rank."""
-
-    def sent(named: Mapping[str, Any], group: dist.ProcessGroup) -> float:
-        if sends != (group.rank() == named["root_rank"]):
-            return 0.0
-        return _bytes(named[name]) * (group.size() - 1 if sends else 1)
-
-    return sent
-
-
-_OPS: Mapping[str, tuple[str, _BytesSent | None]] = {
-    "wait_tensor": ("wait", None),
-    "barrier": ("barrier", None),
-    "monitored_barrier_": ("barrier", None),
-    "recv_": ("receive", None),
-    "recv_any_source_": ("receive", None),
-    "allreduce_": ("all_reduce", _reduce("tensors")),
-    "all_reduce": ("all_reduce", _reduce("input")),
-    "all_reduce_": ("all_reduce", _reduce("input")),
-    "allreduce_coalesced_": ("all_reduce", _reduce("tensors")),
-    "allgather_": ("all_gather", _gather("input_tensors")),
-    "_allgather_base_": ("all_gather", _gather("input_tensor")),
-    "all_gather_into_tensor": ("all_gather", _gather("input")),
-    "allgather_into_tensor_coalesced_": ("all_gather", _gather("inputs")),
-    "_reduce_scatter_base_": ("reduce_scatter", _scatter("input_tensor")),
-    "reduce_scatter_tensor": ("reduce_scatter", _scatter("input")),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _scatter("inputs")),
-    "alltoall_base_": ("all_to_all", _all_to_all("input_split_sizes")),
-    "all_to_all_single": ("all_to_all", _all_to_all("input_split_sizes")),
-    "broadcast_": ("broadcast", _rooted("tensors", sends=True)),
-    "gather_": ("gather", _rooted("input_tensors", sends=False)),
-    "send": ("send", lambda named, group: _bytes(named["tensors"])),
+_OPS: Mapping[str, str] = {
+    "wait_tensor": "wait",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+    "recv_": "receive",
+    "recv_any_source_": "receive",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast",
+    "gather_": "gather",
+    "send": "send",
 }
-"""Operation -> what it is called here, and the bytes that it sends; None: it sends nothing."""
+"""Operation -> what it is called here."""
+
+
+def _exchanged(num_bytes: int, num_ranks: int, rank: int, named: Mapping[str, Any]) -> float:
+    splits = named["input_split_sizes"]
+    if not splits:
+        return (num_ranks - 1) * num_bytes / num_ranks
+    sent = sum(splits) - splits[rank]
+    return num_bytes * sent / len(named["input"]) if sent else 0
+
+
+_BYTES_SENT: Mapping[str, Callable[[int, int, int, Mapping[str, Any]], float]] = {
+    "all_reduce": lambda n, ranks, *_: 2 * (ranks - 1) * n / ranks,
+    "all_gather": lambda n, ranks, *_: (ranks - 1) * n,
+    "reduce_scatter": lambda n, ranks, *_: (ranks - 1) * n / ranks,
+    "all_to_all": _exchanged,
+    "broadcast": lambda n, ranks, rank, named: (rank == named["root_rank"]) * (ranks - 1) * n,
+    "gather": lambda n, ranks, rank, named: (rank != named["root_rank"]) * n,
+    "send": lambda n, *_: n,
+}
+"""Name of a collective -> the bytes that a rank sends, from those of the tensors that it gives, the
+size of the group, the rank's number in it, and all arguments; others send nothing."""

@@ -16,7 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of, op_of
+from titan_moe.simulate.comm_counter import (
+    COLLECTIVES,
+    arguments_of,
+    given_tensors,
+    group_of,
+    op_of,
+)
 from titan_moe.simulate.fake_rank import FakeCommCounter, fake_collective
 from titan_moe.simulate.lockstep import Meeting, Peers
 from titan_moe.simulate.whereabouts import Place, Whereabouts
@@ -27,8 +33,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda values: values.amin(0),
     "max": lambda values: values.amax(0),
 }
-_OWN = ("input_tensor", "input", "inputs", "tensors", "input_tensors", "tensor")
-"""Names of the argument that a rank brings."""
 
 
 class Issued(NamedTuple):
@@ -100,7 +104,7 @@ class RecordingRank(FakeCommCounter):
         return issued
 
     def _described(self, func: Any, named: dict[str, Any], group: dist.ProcessGroup) -> Issued:
-        op, tensors = op_of(func), _own(named)
+        op, tensors = op_of(func), given_tensors(named)
         sends, receives = _splits(named) if op == "all_to_all" else ((), ())
         return Issued(
             group=group.group_name,
@@ -119,7 +123,7 @@ class RecordingRank(FakeCommCounter):
         self, func: Any, args: tuple, named: dict[str, Any], issued: Issued, group: Any
     ) -> Any:
         """The collective itself, of real numbers."""
-        (x,) = _own(named)
+        (x,) = given_tensors(named)
         members = tuple(dist.get_process_group_ranks(group))
         key = issued.group, self._met[issued.group], issued.op
         value = (x.numpy(), named.get("input_split_sizes"))
@@ -149,12 +153,6 @@ class RecordingRank(FakeCommCounter):
         target = named.get("output", named.get("output_tensor", x))
         target.copy_(result.view(target.shape))
         return outcome
-
-
-def _own(named: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that a rank gives to a collective."""
-    own = next(named[each] for each in _OWN if each in named)
-    return [own] if isinstance(own, Tensor) else list(own)
 
 
 def _reduction(op: Any) -> str:
