@@ -1,6 +1,7 @@
 """simulate step and simulate collectives: one rank, or all ranks, of a fake world."""
 
 import argparse
+from dataclasses import asdict
 
 from titan_moe.cli.command import (
     Answer,
@@ -43,11 +44,11 @@ def step(options: argparse.Namespace) -> Answer:
     stages = training_stages(task[0])
     with out_file(options) as write:
         facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
-        data, lines = facts.as_json(), [facts.in_words()]
+        data, lines = asdict(facts), [facts.in_words()]
         if later:
             data["stages"] = []
         for (first, _), found in zip(stages[1:], later, strict=True):
-            data["stages"].append({"from_step": first, **found.as_json()})
+            data["stages"].append({"from_step": first, **asdict(found)})
             lines += ["", f"from step {first}:", found.in_words()]
         write(as_json(data))
     return Answer(data, lines)

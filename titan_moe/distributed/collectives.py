@@ -160,16 +160,12 @@ def ends_a_layer() -> bool:
 _ends_a_layer = ContextVar("_ends_a_layer", default=False)
 
 
-def linear(x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
-    """Returns function(x) of a linear map, whose backward is `transposed`."""
-    return _Linear.apply(x, function, transposed)
-
-
-def _linear(
-    x: Tensor, function: Callable[..., Tensor], transposed: Callable[..., Tensor], **over: Any
+def linear(
+    x: Tensor, function: Callable[..., Tensor], transposed: Callable[..., Tensor], **both: Any
 ) -> Tensor:
-    """Returns function(x) over a group, whose backward is `transposed` over the same."""
-    return linear(x, partial(function, **over), partial(transposed, **over))
+    """Returns function(x) of a linear map, whose backward is `transposed`; `both` get the further
+    arguments."""
+    return _Linear.apply(x, partial(function, **both), partial(transposed, **both))
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -178,7 +174,7 @@ def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> 
     Sent as an all-to-all, which takes uneven sizes on every backend and moves the same bytes; its
     price is a send buffer with a copy for each rank.
     """
-    return _linear(x_RD, _all_gather, _reduce_scatter, sizes=list(sizes), group=group)
+    return linear(x_RD, _all_gather, _reduce_scatter, sizes=list(sizes), group=group)
 
 
 def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -186,7 +182,7 @@ def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup)
 
     The terms are added in rank order, here: the same bits at every repeat, whatever the backend.
     """
-    return _linear(x_RD, _reduce_scatter, _all_gather, sizes=list(sizes), group=group)
+    return linear(x_RD, _reduce_scatter, _all_gather, sizes=list(sizes), group=group)
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -194,7 +190,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: `scatter_tokens`, since each rank's gradient is a part of a sum.
     """
-    return _linear(x, _gather_tokens, _scatter_tokens, group=group)
+    return linear(x, _gather_tokens, _scatter_tokens, group=group)
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -202,13 +198,13 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     The last dim but one must divide by the number of ranks.
     """
-    return _linear(x, _scatter_tokens, _gather_tokens, group=group)
+    return linear(x, _scatter_tokens, _gather_tokens, group=group)
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over ranks, which each of them gets. Backward: the same, since each rank's gradient
     is a part of a sum."""
-    return _linear(x, _all_reduce, _all_reduce, group=group)
+    return linear(x, _all_reduce, _all_reduce, group=group)
 
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:

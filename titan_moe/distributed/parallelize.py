@@ -29,10 +29,10 @@ from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.distributed.memory import Accumulation
+from titan_moe.distributed.memory import Accumulation, choose_accumulation
+from titan_moe.distributed.memory_table import Setup
 from titan_moe.distributed.parallel_dims import Meshes, parallel_dims
 from titan_moe.distributed.policies import (
-    accumulation_of,
     compute_dtype,
     dispatch_options,
     open_symmetric_memory,
@@ -65,6 +65,7 @@ from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
 from titan_moe.optim.optimizers import make_joined_groups
+from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
 
 
@@ -230,7 +231,9 @@ def lay_out(
     stages = _stages(job, config)
     parts = _own_parts(plain, stages, job, meshes)
 
-    accumulation = accumulation_of(job, config, meshes.dims.world_size, device)
+    accumulation = choose_accumulation(
+        Setup(job, config, meshes.dims.world_size), memory_of(device)
+    )
     policy = sharding_policy(job, accumulation.word, device)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)

@@ -12,15 +12,12 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.distributed import symmetric_memory
 from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher, most_tokens
 from titan_moe.distributed.fsdp import ShardingPolicy
-from titan_moe.distributed.memory import Accumulation, choose_accumulation
-from titan_moe.distributed.memory_table import Setup
 from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.quantize import row_alignment
 from titan_moe.moe.config import rows_of_buffers
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
 from titan_moe.moe.layer import MoE
-from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
 
 _ROWS_OF_ONEDNN = 128
@@ -107,7 +104,7 @@ def open_symmetric_memory(
 
 
 def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> ShardingPolicy:
-    """Returns FSDP's options. `accumulation`: of `accumulation_of`."""
+    """Returns FSDP's options. `accumulation`: `Accumulation.word`."""
     training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
     wide = training.dtype == "float64"
     # A pipeline would gather the parameters anew for every microbatch.
@@ -122,13 +119,6 @@ def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> 
         reshard_last=reshard == "always" and not keeps,
         cpu_offload=training.enable_cpu_offload and device.type == "cuda",
     )
-
-
-def accumulation_of(
-    job: JobConfig, config: ModelConfig, world_size: int, device: torch.device
-) -> Accumulation:
-    """Resolves `parallelism.fsdp_accumulation` for this device."""
-    return choose_accumulation(Setup(job, config, world_size), memory_of(device))
 
 
 def compute_dtype(job: JobConfig) -> torch.dtype:

@@ -151,18 +151,13 @@ def _sharding(each: Sharding | str) -> Sharding:
 # --- running a plan ------------------------------------------------------------------------------
 
 
-class MeshGroups:
-    """The axes of any DeviceMesh; groups of several axes are made at their first use."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.axes, self.rank, self._mesh = mesh_axes(mesh), mesh_rank(mesh), mesh
-
-    def group(self, axes: Sequence[str]) -> ProcessGroup:
-        """The ranks that differ from this one along these axes only, in ascending order."""
-        if len(axes) == 1:
-            return self._mesh.get_group(list(self.axes).index(axes[0]))
-        ranks = self._mesh.mesh.flatten()[group_of(self.rank, axes, self.axes)].tolist()
-        return _joined_group(dist.group.WORLD, tuple(ranks))
+def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> ProcessGroup:
+    """Returns the group of the ranks that differ from this one along these axes only, in ascending
+    order. A group of several axes is made at its first use."""
+    if len(axes) == 1:
+        return mesh.get_group(list(mesh_axes(mesh)).index(axes[0]))
+    ranks = mesh.mesh.flatten()[group_of(mesh_rank(mesh), axes, mesh_axes(mesh))].tolist()
+    return _joined_group(dist.group.WORLD, tuple(ranks))
 
 
 @cache
@@ -173,18 +168,19 @@ def _joined_group(world: ProcessGroup, ranks: tuple[int, ...]) -> ProcessGroup:
     return group
 
 
-def execute(steps: Plan, local: Tensor, mesh: MeshGroups) -> Tensor:
+def execute(steps: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part under the plan's target, from its part under the plan's source. Has no
     gradient.
 
     Collective over the groups of the plan's axes. All-reduces sum in the backend's order, as do
     reduce-scatters of equal parts except on gloo; all others sum in the order of ranks.
     """
+    axes, own = mesh_axes(mesh), mesh_rank(mesh)
     for step in steps.steps:
-        members = group_of(mesh.rank, step.axes, mesh.axes)
-        place = members.index(mesh.rank)
+        members = group_of(own, step.axes, axes)
+        place = members.index(own)
         before, after = (
-            [each.box(rank, steps.shape, mesh.axes) for rank in members]
+            [each.box(rank, steps.shape, axes) for rank in members]
             for each in (step.before, step.after)
         )
         if step.op == "slice":
@@ -193,13 +189,13 @@ def execute(steps: Plan, local: Tensor, mesh: MeshGroups) -> Tensor:
             local = local.clone() if place == 0 else torch.zeros_like(local)
         elif step.op == "all_reduce":
             local = local.clone()
-            dist.all_reduce(local, group=mesh.group(step.axes))
+            dist.all_reduce(local, group=group_over(mesh, step.axes))
         else:
             # With add, what arrives are terms of a sum, else shards.
             local = exchange_boxes(
                 *(local, before, after),
                 place=place,
-                group=mesh.group(step.axes),
+                group=group_over(mesh, step.axes),
                 add=step.op == "reduce_scatter",
             )
     return local
@@ -227,17 +223,8 @@ def plan_redistribution(
     if not bool((mesh.mesh.flatten().diff() > 0).all()):
         raise ValueError(f"{mesh} has ranks that do not ascend: torch's groups put them in order")
     joint = dist.group.WORLD.bound_device_id is None  # type: ignore[union-attr]
-    shape, dtype = tensor.shape, tensor.dtype
-    steps = plan(
-        source,
-        target,
-        axes=axes,
-        shape=shape,
-        dtype=dtype,
-        joint=joint,
-        cost=cost,
-        max_bytes=max_bytes,
-    )
+    options: Any = {"joint": joint, "cost": cost, "max_bytes": max_bytes}
+    steps = plan(source, target, axes=axes, shape=tensor.shape, dtype=tensor.dtype, **options)
     _placements(steps.target, tensor)
     return steps
 
@@ -276,7 +263,7 @@ class _RedistributeFunction(torch.autograd.Function):
         placements = _placements(steps.target, tensor)
         mesh, local = tensor.device_mesh, tensor.to_local()
         if mesh.get_coordinate() is not None:
-            local = execute(steps, local, MeshGroups(mesh)).contiguous()
+            local = execute(steps, local, mesh).contiguous()
         strides = torch.empty(tensor.shape, device="meta").stride()
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=strides

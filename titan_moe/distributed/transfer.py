@@ -4,7 +4,7 @@ A transfer looks only at the parts of a tensor that each rank holds and wants: m
 may differ in everything.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.distributed.dtensor import local_part, local_slices
-from titan_moe.distributed.transfer_plan import Held, TransferPlan, plan_transfer
+from titan_moe.distributed.transfer_plan import Bucket, Held, plan_transfer
 
 _BUCKET_BYTES = 2**28
 """The most that a rank sends, and receives, in one all-to-all of several tensors."""
@@ -48,7 +48,7 @@ def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
 
 @torch.no_grad()
 def execute(
-    plan: TransferPlan,
+    plan: Sequence[Bucket],
     sources: Mapping[str, LocalPart],
     targets: Mapping[str, LocalPart],
 ) -> int:
@@ -58,10 +58,10 @@ def execute(
         sources, targets: this rank's parts and where they lie, as the plan was told; no target
             shares memory with a source.
     """
-    rank = dist.get_rank()
-    for bucket in plan.buckets:
-        outgoing: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
-        incoming: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
+    rank, ranks, sent = dist.get_rank(), range(dist.get_world_size()), 0
+    for bucket in plan:
+        outgoing: list[list[Tensor]] = [[] for _ in ranks]
+        incoming: list[list[Tensor]] = [[] for _ in ranks]
         for pieces in bucket:
             for source, target, box in pieces.of(rank):
                 before = _part(sources[pieces.name], box) if source == rank else None
@@ -72,9 +72,10 @@ def execute(
                     outgoing[target].append(before)
                 elif after is not None:
                     incoming[source].append(after)
-        if any(pieces.is_sent for pieces in bucket):
+        if moved := sum(int(pieces.bytes_sent.sum()) for pieces in bucket):
             _exchange(outgoing, incoming)
-    return int(plan.bytes.sum())
+            sent += moved
+    return sent
 
 
 def _part(part: LocalPart, box: Box) -> Tensor:

@@ -6,8 +6,6 @@ possible. Where several ranks hold a part, they share its sending.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -49,15 +47,11 @@ class Pieces(NamedTuple):
     """[N, D, 2]: where each piece begins and ends along each dim of the whole tensor."""
 
     @property
-    def is_sent(self) -> bool:
-        """True if a piece moves to another rank."""
-        return bool((self.sources != self.targets).any())
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """Returns the bytes of each piece."""
+    def bytes_sent(self) -> np.ndarray:
+        """Returns the bytes of each piece that moves to another rank, and 0 for a copy."""
         lengths = self.boxes[..., 1] - self.boxes[..., 0]
-        return lengths.prod(axis=1, dtype=np.int64) * self.itemsize
+        is_sent = self.sources != self.targets
+        return lengths.prod(axis=1, dtype=np.int64) * self.itemsize * is_sent
 
     def of(self, rank: int) -> Iterator[tuple[int, int, Box]]:
         """Source, target and box of the pieces that a rank sends, receives or copies."""
@@ -71,22 +65,8 @@ class Pieces(NamedTuple):
             yield source, target, tuple(slice(first, last) for first, last in box)
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """Holds what every rank sends to every other one."""
-
-    world_size: int
-    buckets: tuple[tuple[Pieces, ...], ...]
-    """Buckets in their order; each is one all-to-all, or only local copies."""
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """[source, target]: bytes sent in all; copies on a rank are not counted."""
-        sent = np.zeros((self.world_size, self.world_size), np.int64)
-        for pieces in chain.from_iterable(self.buckets):
-            np.add.at(sent, (pieces.sources, pieces.targets), pieces.bytes)
-        np.fill_diagonal(sent, 0)
-        return sent
+Bucket = list[Pieces]
+"""Pieces of several tensors that move in one all-to-all, or only in local copies."""
 
 
 def plan_transfer(
@@ -94,8 +74,9 @@ def plan_transfer(
     wanted: Sequence[Mapping[str, Held]],
     *,
     max_bytes: int,
-) -> TransferPlan:
-    """Plans who sends what to whom. Ranks that give the same arguments get the same plan.
+) -> list[Bucket]:
+    """Plans who sends what to whom, in buckets in their order. Ranks that give the same arguments
+    get the same plan.
 
     Args:
         held: each rank's parts by name, before the transfer. Two parts of a tensor are the same box
@@ -113,7 +94,7 @@ def plan_transfer(
         _pieces_of(name, holders.get(name, []), parts, load)
         for name, parts in sorted(wanters.items())
     ]
-    return TransferPlan(len(held), tuple(_buckets(moves, len(held), max_bytes)))
+    return list(_buckets(moves, len(held), max_bytes))
 
 
 def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
@@ -190,25 +171,23 @@ def overlaps(
     return places, np.stack([first[meet], last[meet]], axis=-1), sizes
 
 
-def _buckets(
-    moves: Sequence[Pieces], world_size: int, max_bytes: int
-) -> Iterator[tuple[Pieces, ...]]:
+def _buckets(moves: Sequence[Pieces], world_size: int, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive tensors together, as long as no rank sends or receives more than `max_bytes`."""
-    bucket: list[Pieces] = []
+    bucket: Bucket = []
     filled = np.zeros((2, world_size), np.int64)
     for pieces in moves:
         added = _by_rank(pieces, world_size)
         if bucket and (filled + added).max() > max_bytes:
-            yield tuple(bucket)
+            yield bucket
             bucket, filled = [], np.zeros_like(filled)
         bucket.append(pieces)
         filled += added
     if bucket:
-        yield tuple(bucket)
+        yield bucket
 
 
 def _by_rank(pieces: Pieces, world_size: int) -> np.ndarray:
     """[2, rank]: bytes that each rank sends and receives."""
-    between = pieces.bytes * (pieces.sources != pieces.targets)
-    counted = [np.bincount(ends, between, world_size) for ends in (pieces.sources, pieces.targets)]
+    ends = pieces.sources, pieces.targets
+    counted = [np.bincount(each, pieces.bytes_sent, world_size) for each in ends]
     return np.stack(counted).astype(np.int64)

@@ -3,8 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,9 +43,6 @@ class RankFacts:
     optimizer_bytes: int
     seconds: float
     """Time to build the fake rank and to run its step."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def in_words(self) -> str:
         """Returns a table of bytes sent, and a line of what the rank owns."""

@@ -157,8 +157,7 @@ class Ulysses:
         return self._exchange(parts).movedim(0, 1).flatten(1, 2)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        ones = [1] * self._group.size()
-        return exchange_rows(x, AllToAll(ones, ones, self._group))
+        return exchange_rows(x, AllToAll.of_table(self._group))
 
 
 class RingAttention(_OwnQueries):
