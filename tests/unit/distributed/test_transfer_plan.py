@@ -1,7 +1,6 @@
 """Plans of transfers, against a count of every element."""
 
 import random
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.transfer_plan import Bucket, Held, plan_transfer
 
 
-def check(plan: list[Bucket], held: Ranks, wanted: Ranks, max_bytes: int) -> None:
+def check(plan: list[Bucket], held: Ranks, wanted: Ranks, max_bytes: int) -> np.ndarray:
     """Every element that is wanted comes once, from one who holds it; no bucket of several tensors
-    is too large."""
+    is too large. Returns the bytes that each rank sends."""
+    sent = np.zeros(len(held), int)
     came = {
         (rank, name): np.zeros(part.shape, int)
         for rank, of in enumerate(wanted)
@@ -23,8 +23,9 @@ def check(plan: list[Bucket], held: Ranks, wanted: Ranks, max_bytes: int) -> Non
     for bucket in plan:
         ends = np.zeros((2, len(held)), int)
         for pieces in bucket:
-            every = zip(pieces.sources, pieces.targets, pieces.boxes, pieces.bytes_sent, strict=True)
-            for source, target, bounds, number in every:
+            ranks = zip(pieces.sources, pieces.targets, strict=True)
+            pairs = zip(ranks, pieces.boxes, pieces.bytes_sent, strict=True)
+            for (source, target), bounds, number in pairs:
                 box = tuple(slice(first, last) for first, last in bounds)
                 assert mask(held[source][pieces.name])[box].all(), "sent by one who has it not"
                 came[target, pieces.name][box] += 1
@@ -32,25 +33,21 @@ def check(plan: list[Bucket], held: Ranks, wanted: Ranks, max_bytes: int) -> Non
                 assert number == (size if source != target else 0)
                 ends[0, source] += number
                 ends[1, target] += number
+        sent += ends[0]
         assert ends.max() <= max_bytes or len(bucket) == 1
     for (rank, name), times in came.items():
         np.testing.assert_array_equal(times, mask(wanted[rank][name]), f"{name} on rank {rank}")
+    return sent
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 2**28])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7, 12])
-def test_what_is_missing_is_sent_once_and_nothing_else(world_size: int, max_bytes: int) -> None:
+def test_what_is_missing_is_sent_once_and_nothing_else(
+    world_size: int, max_bytes: int
+) -> np.ndarray:
     held, wanted = draw(random.Random(world_size), world_size, 40)
     plan = plan_transfer(held, wanted, max_bytes=max_bytes)
-    check(plan, held, wanted, max_bytes)
-    assert sent_by_rank(plan, world_size).sum() == missing_bytes(held, wanted)
-
-
-def sent_by_rank(plan: list[Bucket], world_size: int) -> np.ndarray:
-    sent = np.zeros(world_size, np.int64)
-    for pieces in chain.from_iterable(plan):
-        np.add.at(sent, pieces.sources, pieces.bytes_sent)
-    return sent
+    assert check(plan, held, wanted, max_bytes).sum() == missing_bytes(held, wanted)
 
 
 def ranks_of(text: str, axes: dict[str, int], names: int, shape: tuple[int, ...]) -> Ranks:
@@ -66,10 +63,8 @@ def ranks_of(text: str, axes: dict[str, int], names: int, shape: tuple[int, ...]
 
 def test_replicas_share_the_sending() -> None:
     axes = {"replicate": 4, "shard": 2}
-    plan = plan_transfer(
-        ranks_of("S(0)[shard]", axes, 25, (6, 8)), ranks_of("R", axes, 25, (6, 8)), max_bytes=2**20
-    )
-    sent = sent_by_rank(plan, 8)
+    held, wanted = (ranks_of(text, axes, 25, (6, 8)) for text in ("S(0)[shard]", "R"))
+    sent = check(plan_transfer(held, wanted, max_bytes=2**20), held, wanted, 2**20)
     half_of_a_tensor = 3 * 8 * 4
     assert sent.sum() == 8 * 25 * half_of_a_tensor
     assert sent.max() - sent.min() <= half_of_a_tensor
