@@ -169,9 +169,9 @@ BUGS = {
     ),
     "reduce-scatter dropped": (
         Bug(
-            f"{_CP}.apply:whole_sequence",
-            "reduce_scatter_rows(parts, [1] * size, group)[0]",
-            "parts[group.rank()]",
+            "titan_moe.distributed.collectives:_sum_of_own",
+            "reduce_scatter_rows(stacked, [1] * group.size(), group)[0]",
+            "stacked[group.rank()]",
             "allgather",
         ),
         DK,

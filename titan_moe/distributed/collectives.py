@@ -207,6 +207,16 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return linear(x, _all_reduce, _all_reduce, group=group)
 
 
+def gather_summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Backward: all ranks'
+    gradients, summed in rank order."""
+    return linear(x, gather_parts, _sum_of_own, group=group)
+
+
+def _sum_of_own(stacked: Tensor, group: ProcessGroup) -> Tensor:
+    return reduce_scatter_rows(stacked, [1] * group.size(), group)[0]
+
+
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
     return _gathered(x, group).view(group.size(), *x.shape)

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs
 from titan_moe.simulate.fake_rank import FakeRank, empty_batch, fake_world
 from titan_moe.simulate.issued import RecordingRank
 from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
-from titan_moe.simulate.routings import ROUTINGS, LayerOfRank, Routing, without_targets
+from titan_moe.simulate.routings import ROUTINGS, Routing, without_targets
 from titan_moe.simulate.step import rank_step
 from titan_moe.simulate.whereabouts import Whereabouts
 
@@ -257,8 +258,9 @@ def _step(task: Task, fake: FakeRank, routing: Routing, num_microbatches: int) -
     """Makes one step under a routing."""
     dims, rank = fake.sharded.meshes.dims, dist.get_rank()
     for layer, moe in fake.sharded.moe_layers().items():
-        about = LayerOfRank(rank, layer, moe.config.num_experts, moe.config.top_k)
-        moe.router.select = GivenExperts(routing.name, routing.choice(about))
+        seed = crc32(f"{rank} {layer}".encode())
+        choose = routing.choice(seed, moe.config.num_experts, moe.config.top_k)
+        moe.router.select = GivenExperts(routing.name, choose)
     batch = empty_batch(task.job)
     if routing.masks_a_rank and dims.coordinate(rank, "batch") == 0:
         # The positions that the first cp rank reads: the ranks that read them have no target.

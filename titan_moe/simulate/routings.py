@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -15,47 +14,37 @@ _Choice = Callable[[Tensor], Tensor]
 """scores_TE -> experts_TK, as `GivenExperts` takes it."""
 
 
-class LayerOfRank(NamedTuple):
-    """Holds the values that a choice may depend on."""
-
-    rank: int
-    layer: str
-    num_experts: int
-    top_k: int
-
-
-def even(about: LayerOfRank) -> _Choice:
+def even(seed: int, num_experts: int, top_k: int) -> _Choice:
     """Every expert gets equally many tokens of every rank."""
-    return balanced_choice(about.num_experts, about.top_k)
+    return balanced_choice(num_experts, top_k)
 
 
-def skewed(about: LayerOfRank) -> _Choice:
+def skewed(seed: int, num_experts: int, top_k: int) -> _Choice:
     """Few experts get most tokens, others on every rank, at every layer and at every call."""
-    seed = crc32(f"{about.rank} {about.layer}".encode())
     generator = np.random.default_rng(seed)
-    log_weights_E = -np.log(np.arange(1, about.num_experts + 1))  # Zipf's law.
+    log_weights_E = -np.log(np.arange(1, num_experts + 1))  # Zipf's law.
 
     def select_experts(scores_TE: Tensor) -> Tensor:
         # Gumbel's trick: the largest are a draw without replacement.
-        noise_TE = generator.gumbel(size=(len(scores_TE), about.num_experts))
+        noise_TE = generator.gumbel(size=(len(scores_TE), num_experts))
         order_TE = np.argsort(-generator.permutation(log_weights_E) - noise_TE, axis=1)
-        return torch.from_numpy(order_TE[:, : about.top_k].copy())
+        return torch.from_numpy(order_TE[:, :top_k].copy())
 
     return select_experts
 
 
-def one_rank(about: LayerOfRank) -> _Choice:
+def one_rank(seed: int, num_experts: int, top_k: int) -> _Choice:
     """All tokens of all ranks go to the last experts: one rank gets everything where it has as many
     as a token chooses, and the others nothing."""
-    return _always(range(about.num_experts - about.top_k, about.num_experts))
+    return _always(range(num_experts - top_k, num_experts))
 
 
-def scattered(about: LayerOfRank) -> _Choice:
+def scattered(seed: int, num_experts: int, top_k: int) -> _Choice:
     """Sends all tokens of a rank to the same few experts, which differ by rank and layer. One
     expert of a rank may get everything, and the others nothing."""
-    first = crc32(f"{about.rank} {about.layer}".encode()) % about.num_experts
-    stride = max(1, about.num_experts // about.top_k)
-    return _always((first + k * stride) % about.num_experts for k in range(about.top_k))
+    first = seed % num_experts
+    stride = max(1, num_experts // top_k)
+    return _always((first + k * stride) % num_experts for k in range(top_k))
 
 
 def _always(experts: Iterable[int]) -> _Choice:
@@ -67,7 +56,9 @@ class Routing(NamedTuple):
     """Describes the choice of experts, and of targets, that all ranks make in one step."""
 
     name: str
-    choice: Callable[[LayerOfRank], _Choice]
+    choice: Callable[[int, int, int], _Choice]
+    """Takes a seed, which each rank has of its own for each layer, the number of experts, and how
+    many a token gets."""
     masks_a_rank: bool = False
     """True if the first cp rank of the first data rank has no target."""
 

@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import (
-    AllToAll,
-    exchange_rows,
-    gather_parts,
-    linear,
-    reduce_scatter_rows,
-)
+from titan_moe.distributed.collectives import AllToAll, exchange_rows, gather_summed
 from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
 from titan_moe.distributed.context_parallel.ring import Ring, ring_attention
 from titan_moe.ops.attention import AttentionCore
@@ -183,16 +177,7 @@ class RingAttention(_OwnQueries):
 def whole_sequence(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:
     """Returns whole sequences from all ranks' tokens; backward: all ranks' gradients, summed in
     rank order."""
-    size = group.size()
-
-    def gather(own_BHSE: Tensor) -> Tensor:
-        return join_sequence(gather_parts(own_BHSE, group), balanced=balanced)
-
-    def scatter(grad_BHSE: Tensor) -> Tensor:
-        parts = cut_sequence(grad_BHSE, size, balanced=balanced)
-        return reduce_scatter_rows(parts, [1] * size, group)[0]
-
-    return linear(own_BHSE, gather, scatter)
+    return join_sequence(gather_summed(own_BHSE, group), balanced=balanced)
 
 
 def join_sequence(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import gather_parts, linear, reduce_scatter_rows
+from titan_moe.distributed.collectives import gather_summed
 from titan_moe.distributed.context_parallel.apply import chunks_of_ranks, local_positions
 from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convolution
 
@@ -97,13 +97,8 @@ class SegmentedRecurrence:
 
         Backward: all ranks' gradients, summed in rank order.
         """
-        size, group = self._group.size(), self._group
-
-        def scatter(grad: Tensor) -> Tensor:
-            return reduce_scatter_rows(grad, [1] * size, group)[0]
-
         own = own_N.unflatten(0, (len(self._own), -1))
-        dealt = linear(own, partial(gather_parts, group=group), scatter).flatten(0, 1)
+        dealt = gather_summed(own, self._group).flatten(0, 1)
         # An index made of a list would be copied to the device, and waited for.
         return torch.stack([dealt[place] for place in self._order])
 
