@@ -44,7 +44,7 @@ def test_run_without_a_mistake_is_clean() -> None:
     task = (4, "qwen3", _SYMMETRIC)
     ((_, report),) = in_fresh_processes(run_layout, [task], num_workers=1)
     assert not report.findings and not report.errors
-    assert report.parts == _STEPS
+    assert report.trials == _STEPS
     assert report.collectives > 400
 
 
@@ -57,9 +57,9 @@ def test_mistakes_are_found_under_the_routing_that_shows_them(names: list[str]) 
     ((_, reports),) = in_fresh_processes(run_with, [(names,)], num_workers=1)
     for name, report in zip(names, reports, strict=True):
         bug = DESYNCS[name]
-        place = _STEPS.index(bug.part)
+        place = _STEPS.index(bug.trial)
         # A step in which ranks wait for whole numbers in vain is not completed.
-        assert report.parts in (_STEPS[:place], _STEPS[: place + 1]), (name, report)
-        part, finding = report.findings[0]
-        assert part == bug.part and bug.group in finding.group, (name, part, finding)
+        assert report.trials in (_STEPS[:place], _STEPS[: place + 1]), (name, report)
+        trial, finding = report.findings[0]
+        assert trial == bug.trial and bug.group in finding.group, (name, trial, finding)
         assert all(words in finding.text for words in bug.says), (name, finding)

@@ -41,7 +41,7 @@ class Desync(NamedTuple):
     where: str
     right: str
     wrong: str
-    part: str
+    trial: str
     group: str
     says: list[str]
     ranks: int

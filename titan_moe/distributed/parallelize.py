@@ -187,15 +187,8 @@ def first_names(config: ModelConfig) -> dict[str, str]:
 def _pipeline_ends(job: JobConfig, meshes: Meshes, num_stages: int) -> tuple[int, int]:
     """The ranks, in the world, that hold this pipeline's first and last stage."""
     ranks = dist.get_process_group_ranks(meshes.group("pp"))
-    if len(ranks) == 1:
-        return ranks[0], ranks[0]
-    schedule = schedule_of(job.parallelism)
-    holders = {
-        stage: rank
-        for place, rank in enumerate(ranks)
-        for stage in stages_of_rank(schedule, place, len(ranks), num_stages)
-    }
-    return holders[0], holders[num_stages - 1]
+    of_the_first = stages_of_rank(schedule_of(job.parallelism), 0, len(ranks), num_stages)
+    return ranks[0], ranks[0] if num_stages - 1 in of_the_first else ranks[-1]
 
 
 class Parts(NamedTuple):

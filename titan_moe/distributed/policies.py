@@ -114,7 +114,7 @@ def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> 
     return ShardingPolicy(
         stored_dtype=stored_dtype(job),
         compute_dtype=compute_dtype(job),
-        reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
+        reduce_dtype=getattr(torch, "float64" if wide else training.mixed_precision_reduce),
         reshard_after_forward=frees and not keeps,
         reshard_last=reshard == "always" and not keeps,
         cpu_offload=training.enable_cpu_offload and device.type == "cuda",
@@ -123,17 +123,13 @@ def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> 
 
 def compute_dtype(job: JobConfig) -> torch.dtype:
     """Returns the type of products and activations."""
-    training = job.training
-    return _dtype("float64" if training.dtype == "float64" else training.mixed_precision_param)
+    stored = job.training.dtype
+    return getattr(torch, stored if stored == "float64" else job.training.mixed_precision_param)
 
 
 def stored_dtype(job: JobConfig) -> torch.dtype:
     """Returns the type of the parameters that the optimizer updates."""
-    return _dtype(job.training.dtype)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
+    return getattr(torch, job.training.dtype)
 
 
 def warn_of_unbalanced_experts(config: ModelConfig) -> None:

@@ -56,14 +56,6 @@ def check_available(device: torch.device) -> None:
         )
 
 
-class _Turn(NamedTuple):
-    """Holds the buffers that one of two consecutive exchanges writes to."""
-
-    send: Tensor
-    in_splits: Tensor
-    out_splits_offsets: Tensor
-
-
 class Channel:
     """Exchanges, over one group, of rows that are at most so many and so wide. Collective over the
     world: all ranks make theirs in the same order and of the same sizes.
@@ -94,8 +86,9 @@ class Channel:
         unit = ROW_BYTES // dtype.itemsize
         shape, ranks = (num_rows, -(-width // unit) * unit), group.size()
         self._received = new(shape, dtype)
+        # The buffers that two consecutive exchanges write to: rows to send, and both sizes.
         turns = [
-            _Turn(new(shape, dtype), new((ranks,), torch.int64), new((2, ranks), torch.int64))
+            (new(shape, dtype), new((ranks,), torch.int64), new((2, ranks), torch.int64))
             for _ in range(2)
         ]
         self._turns = cycle(turns)
@@ -110,20 +103,15 @@ class Channel:
         width = x_RD.shape[1]
         # Made on the stream that it is used and freed on.
         rows_RD = x_RD.new_empty(num_received, width)
-        turn = next(self._turns)
+        send, in_splits, out_splits_offsets = next(self._turns)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             x_RD.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            turn.send[: len(x_RD), :width].copy_(x_RD)
-            turn.in_splits.copy_(sent_P)
-            self._exchange(
-                turn.send,
-                self._received,
-                turn.in_splits,
-                turn.out_splits_offsets,
-                self._group.group_name,
-            )
+            send[: len(x_RD), :width].copy_(x_RD)
+            in_splits.copy_(sent_P)
+            name = self._group.group_name
+            self._exchange(send, self._received, in_splits, out_splits_offsets, name)
             rows_RD.copy_(self._received[:num_received, :width])
             if self._stream is not None:
                 self._done[_memory_of(rows_RD)] = self._stream.record_event()

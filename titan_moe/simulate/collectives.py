@@ -58,38 +58,38 @@ class WorldReport:
     """Holds the results of a simulation."""
 
     findings: list[tuple[str, Finding]] = field(default_factory=list)
-    """Findings, each with its part: "start" or the name of a routing."""
+    """Findings, each with its trial: "start" or the name of a routing."""
     errors: list[str] = field(default_factory=list)
     """Tracebacks of ranks that failed where no collective explains it."""
-    parts: list[str] = field(default_factory=list)
-    """Parts that all ranks have completed."""
+    trials: list[str] = field(default_factory=list)
+    """Trials that all ranks have completed."""
     collectives: int = 0
-    """Number of collectives compared, over all ranks and parts."""
+    """Number of collectives compared, over all ranks and trials."""
     seconds: float = 0.0
 
     def as_json(self, task: Task) -> dict[str, Any]:
         return {
             "ranks": task.world_size,
             "reduced": task.reduced,
-            "parts": self.parts,
+            "parts": self.trials,
             "collectives": self.collectives,
             "problems": [
-                {"routing": part, "group": finding.group, "text": finding.text}
-                for part, finding in self.findings
+                {"routing": trial, "group": finding.group, "text": finding.text}
+                for trial, finding in self.findings
             ],
             "seconds": round(self.seconds, 1),
         }
 
     def in_words(self, task: Task) -> list[str]:
         lines = [f"all {task.world_size} ranks, with {task.reduced}"]
-        for part, finding in self.findings[:_MOST_SHOWN]:
-            lines.append(f"{part}: {finding.group}: {finding.text}")
+        for trial, finding in self.findings[:_MOST_SHOWN]:
+            lines.append(f"{trial}: {finding.group}: {finding.text}")
         if (more := len(self.findings) - _MOST_SHOWN) > 0:
             lines.append(f"and {more} more groups")
         verdict = "members of a group differ" if self.findings else "every group's members agree"
         return [
             *lines,
-            f"{verdict}: {self.collectives:,} collectives compared, {', '.join(self.parts)}; "
+            f"{verdict}: {self.collectives:,} collectives compared, {', '.join(self.trials)}; "
             f"{self.seconds:.0f} s",
         ]
 
@@ -169,44 +169,41 @@ def run_world(task: Task) -> WorldReport:
 
 def _compare_all(task: Task) -> WorldReport:
     report = WorldReport()
-    waiting: dict[str, dict[int, RankLog]] = {part: {} for part in _parts(task)}
+    trials = [START, *(routing.name for routing in _routings(task.config))]
+    waiting: dict[str, dict[int, RankLog]] = {trial: {} for trial in trials}
     with closing(run_ranks(partial(_run_rank, task), task.world_size)) as ranks:
         for rank, value, error, has_ended in ranks:
             if error:
                 report.errors.append(f"rank {rank}:\n{error}")
             if not has_ended:
-                part, log = value
-                waiting[part][rank] = log
-            part = next(iter(waiting))
-            if len(waiting[part]) < task.world_size:
+                trial, log = value
+                waiting[trial][rank] = log
+            trial = next(iter(waiting))
+            if len(waiting[trial]) < task.world_size:
                 continue
-            _compare(report, part, waiting.pop(part))
+            _compare(report, trial, waiting.pop(trial))
             if report.findings or report.errors or not waiting:
                 break
         else:
             dead = RankLog((), (), is_whole=False)
-            for part, logs in waiting.items():
-                _compare(report, part, dict.fromkeys(range(task.world_size), dead) | logs)
-    missing = [part for part in _parts(task) if part not in report.parts]
+            for trial, logs in waiting.items():
+                _compare(report, trial, dict.fromkeys(range(task.world_size), dead) | logs)
+    missing = [trial for trial in trials if trial not in report.trials]
     if not (report.findings or report.errors) and (missing or not report.collectives):
-        report.errors.append(f"nothing was compared of {', '.join(missing) or 'any part'}")
+        report.errors.append(f"nothing was compared of {', '.join(missing) or 'any trial'}")
     return report
 
 
-def _compare(report: WorldReport, part: str, logs: Mapping[int, RankLog]) -> None:
+def _compare(report: WorldReport, trial: str, logs: Mapping[int, RankLog]) -> None:
     logs = dict(sorted(logs.items()))
     is_whole = all(log.is_whole for log in logs.values())
     if not report.findings:
         has_failed = bool(report.errors) and not is_whole
         found = find_desyncs(logs, has_failed=has_failed)
-        report.findings += [(part, finding) for finding in found]
+        report.findings += [(trial, finding) for finding in found]
     report.collectives += sum(len(log.issued) for log in logs.values())
     if is_whole:
-        report.parts.append(part)
-
-
-def _parts(task: Task) -> list[str]:
-    return [START, *(routing.name for routing in _routings(task.config))]
+        report.trials.append(trial)
 
 
 def _routings(config: ModelConfig) -> list[Routing]:
@@ -236,22 +233,22 @@ def _run_rank(task: Task, rank: int, peers: Peers) -> None:
     logging.disable(logging.WARNING)  # Every rank would say it.
     whereabouts = Whereabouts()
     recorder = RecordingRank(peers, whereabouts)
-    part, fake, is_whole = START, None, False
+    trial, fake, is_whole = START, None, False
     with fake_world(rank, task.world_size):
         try:
             fake = FakeRank(task.job, task.config, recorder)
             POSITION.enter_phase("step")
             for number, routing in enumerate(_routings(task.config)):
-                peers.report((part, _log(recorder, fake)))
+                peers.report((trial, _log(recorder, fake)))
                 gc.collect()
-                part = routing.name
+                trial = routing.name
                 with whereabouts.watching(fake.sharded.parts):
                     _step(task, fake, routing, 1 if number else task.num_microbatches)
             is_whole = True
         except AbandonedError:
             pass
         finally:
-            peers.report((part, _log(recorder, fake, is_whole=is_whole)))
+            peers.report((trial, _log(recorder, fake, is_whole=is_whole)))
 
 
 def _step(task: Task, fake: FakeRank, routing: Routing, num_microbatches: int) -> None:

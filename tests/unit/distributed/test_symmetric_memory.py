@@ -30,8 +30,7 @@ def exchange_twice(bug: str | None) -> list[list[float]]:
         channel._turns = iter([next(channel._turns)] * 9)
     if bug == "one place for sizes":
         first, second = next(channel._turns), next(channel._turns)
-        second = second._replace(out_splits_offsets=first.out_splits_offsets)
-        channel._turns = iter([first, second] * 9)
+        channel._turns = iter([first, (*second[:2], first[2])] * 9)
     rank = dist.get_rank()
     sent_P, received_P = torch.tensor([[[1, 2], [1, 1]], [[1, 1], [2, 1]]])[rank]
     if bug == "more than the buffer holds":

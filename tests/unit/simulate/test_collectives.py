@@ -6,7 +6,7 @@ from titan_moe.cli.main import main
 from titan_moe.simulate import collectives
 
 
-def test_ranks_that_come_through_no_part_are_not_said_to_agree(
+def test_ranks_that_come_through_no_trial_are_not_said_to_agree(
     monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.setattr(collectives, "_warm_up", lambda task: None)
