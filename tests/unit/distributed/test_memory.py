@@ -10,9 +10,8 @@ from scripts.bench.memory import most_allocated
 from tests.support.tiny import make_job, tiny, tiny_step
 from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism, Training
 from titan_moe.config.parse import resolve
-from titan_moe.distributed.communicators import communicator_bytes
 from titan_moe.distributed.memory import GIB, MARGIN, Memory, choose_accumulation, memory
-from titan_moe.distributed.memory_table import Setup, communicators, tables
+from titan_moe.distributed.memory_table import Setup, communicator_bytes, communicators, tables
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config

@@ -1,5 +1,7 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +37,19 @@ LAYOUTS = [
 ]
 
 
-def new_groups(world_size: int, degrees: dict[str, int], rank: int) -> int:
-    """Returns the number of groups that a rank of a fake world makes."""
+@contextmanager
+def watched_world(rank: int, world_size: int, caller: Any = dist) -> Iterator[mock.Mock]:
+    """A fake world, and the calls for new groups of a module of torch."""
     with (
         fake_world(rank, world_size),
-        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+        mock.patch.object(caller, "new_group", wraps=dist.new_group) as new_group,
     ):
+        yield new_group
+
+
+def new_groups(world_size: int, degrees: dict[str, int], rank: int) -> int:
+    """Returns the number of groups that a rank of a fake world makes."""
+    with watched_world(rank, world_size) as new_group:
         meshes = ParallelDims(world_size, **degrees).build_mesh("cpu")
         assert new_group.call_count == len(meshes.groups.all()) - 1
     return new_group.call_count
@@ -63,10 +72,7 @@ def test_torch_makes_twenty_times_as_many() -> None:
     degrees = {"pp": 2, "tp": 2, "ep": 4}
     assert new_groups(16, degrees, 0) == 6
     dims = ParallelDims(16, **degrees)
-    with (
-        fake_world(0, 16),
-        mock.patch.object(device_mesh, "new_group", wraps=dist.new_group) as new_group,
-    ):
+    with watched_world(0, 16, device_mesh) as new_group:
         root = device_mesh.init_device_mesh("cpu", (16,), mesh_dim_names=("world",))
         dense, _ = (
             root._unflatten(0, tuple(map(dims.size, view)), view)
@@ -137,10 +143,7 @@ def test_options_of_an_axis_give_it_a_group_of_its_own(nccl: mock.Mock) -> None:
 def groups_made_by(rank: int, words: list[str]) -> list[tuple[int, ...]]:
     """The groups that one of 16 ranks asks torch for while it lays a model out."""
     job = load_job(["--config", "configs/deepseek_v3/debugmodel.toml", *words])
-    with (
-        fake_world(rank, 16),
-        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
-    ):
+    with watched_world(rank, 16) as new_group:
         meshes = parallel_dims(job.parallelism, 16).build_mesh("cpu")
         parts = lay_out(job, resolve_model(tiny(job), job), meshes, CPU, ranks_per_node=2).parts
         make_joined_groups(job.optimizer, dict(parts[0].named_parameters()), meshes.group)

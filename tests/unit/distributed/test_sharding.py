@@ -8,7 +8,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.boxes import sizes
-from titan_moe.distributed.parallel_dims import coordinates, group_of
+from titan_moe.distributed.parallel_dims import coordinates
 from titan_moe.distributed.sharding import Sharding
 
 AXES = {"x": 2, "y": 3, "z": 2}
@@ -81,9 +81,3 @@ def test_a_partial_that_is_no_sum_is_refused(placement: Partial) -> None:
     with pytest.raises(ValueError, match=r"Partial.* on axis x is no plain sum"):
         Sharding.of(placements, AXES)
     assert str(Sharding.of((Partial(), Replicate(), Shard(0)), AXES)) == "P[x]S(0)[z]"
-
-
-def test_groups_are_the_ranks_that_differ_along_their_axes() -> None:
-    assert group_of(5, ["y"], AXES) == [1, 3, 5]
-    assert group_of(5, ["z", "x"], AXES) == [4, 5, 10, 11]
-    assert group_of(5, [], AXES) == [5]
