@@ -230,8 +230,8 @@ def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
         gathered = x.new_empty(group.size(), *x.shape)
         dist.all_gather(list(gathered.unbind()), x.contiguous(), group=group)
         return gathered.flatten(0, 1) if x.ndim else gathered
-    parts = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
-    return _functional.wait_tensor(parts)
+    gathered = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return _functional.wait_tensor(gathered)
 
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
@@ -315,8 +315,8 @@ def _gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    parts = torch.cat(x.chunk(group.size(), x.ndim - 2))
-    own = _functional.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
+    terms = torch.cat(x.chunk(group.size(), x.ndim - 2))
+    own = _functional.reduce_scatter_tensor(terms, "sum", group.size(), group.group_name)
     return _functional.wait_tensor(own)
 
 

@@ -60,9 +60,9 @@ class DispatchOptions(NamedTuple):
 
 def choose_dispatcher(
     config: MoEConfig, dims: ParallelDims, ranks_per_node: int
-) -> tuple[DispatchOptions, str]:
-    """Returns the deduplicating dispatcher if it sends clearly fewer rows, from 8 ranks on, else
-    the standard one; and the reason.
+) -> tuple[str, str]:
+    """Returns "deduplicated" if that dispatcher sends clearly fewer rows, from 8 ranks on, else
+    "standard"; and the reason.
 
     If ep spans nodes, rows between nodes are counted, which are the dearest.
     """
@@ -71,7 +71,7 @@ def choose_dispatcher(
     places, word = (ep, "ranks") if on_node is None else (ep // on_node, "nodes")
     reached = places_reached(top_k, places)
     name = "deduplicated" if deduplication_pays(top_k, places, ep) else "standard"
-    return DispatchOptions(name, ranks_per_node=ranks_per_node), (
+    return name, (
         f"a token's {top_k} experts are on {reached:.2f} of {places} {word} on average, "
         f"{top_k / reached:.2f} rows for one"
     )

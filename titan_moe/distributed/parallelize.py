@@ -140,8 +140,9 @@ def build_sharded_model(
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
     warn_of_unbalanced_experts(config)
-    laid_out = lay_out(job, config, meshes, device, ranks_per_node)
-    parts, partial_over_tp, names, stages, accumulation = laid_out
+    parts, partial_over_tp, names, stages, accumulation = lay_out(
+        job, config, meshes, device, ranks_per_node
+    )
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -230,8 +231,6 @@ def lay_out(
     policy = sharding_policy(job, accumulation.word, device)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
-    if job.parallelism.expert_parallel_overlap:
-        dispatch = dispatch._replace(num_chunks=2)
     for part in parts:
         # 3. What multiplies in low precision, while every weight is whole.
         if found := quantize(part, job.model.converters, job.quantize):

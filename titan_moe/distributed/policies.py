@@ -59,19 +59,14 @@ def dispatch_options(
     launcher's number, which the job may override; None: all ranks are on one node."""
     backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
     factor = parallelism.expert_parallel_capacity_factor
-    if backend == "symmetric":
-        # Nothing travels over an ep group of one.
-        return DispatchOptions(backend if dims.ep > 1 else "standard", capacity_factor=factor)
-    if factor is not None:
-        return DispatchOptions("capacity", capacity_factor=factor)
     on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or dims.world_size
-    if backend != "auto":
-        return DispatchOptions(backend, ranks_per_node=on_node)
-    if config.moe is None or dims.ep == 1:
-        return DispatchOptions("standard")
-    options, reason = choose_dispatcher(config.moe, dims, on_node)
-    logger.info("expert_parallel_comm_backend=auto is %s: %s", options.name, reason)
-    return options
+    name: str = "capacity" if factor is not None and backend != "symmetric" else backend
+    if dims.ep == 1 and name in ("auto", "symmetric"):
+        name = "standard"  # Nothing travels over an ep group of one.
+    elif name == "auto" and config.moe is not None:
+        name, reason = choose_dispatcher(config.moe, dims, on_node)
+        logger.info("expert_parallel_comm_backend=auto is %s: %s", name, reason)
+    return DispatchOptions(name, factor, on_node, 2 if parallelism.expert_parallel_overlap else 1)
 
 
 def open_symmetric_memory(

@@ -30,8 +30,12 @@ def layout_summary(
         cells = [f"{axis}={dims.size(axis)}{_members(meshes, axis)}" for axis in axes]
         lines.append(f"  {title:8}{'  '.join(cells)}")
     lines.append("parameters, as sharded:")
-    for layout, (tensors, elements) in _by_layout(parameters).items():
-        lines.append(f"  {elements / 1e6:10.3f} M in {tensors:4d} tensors  {layout}")
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        kind = "routed experts" if ".experts." in name else "dense"
+        sizes[f"{kind}: {_placements(parameter)}"].append(parameter.numel())
+    for layout, numbers in sizes.items():
+        lines.append(f"  {sum(numbers) / 1e6:10.3f} M in {len(numbers):4d} tensors  {layout}")
     lines.append(f"process groups of this rank besides the world: {meshes.groups.num_groups}")
     lines.append(GRADIENT_RULE)
     if accumulation:
@@ -78,16 +82,6 @@ def _members(meshes: Meshes, axis: str) -> str:
         return ""
     step = ranks[1] - ranks[0]
     return f" [{ranks[0]}..{ranks[-1]}" + (f" step {step}]" if step > 1 else "]")
-
-
-def _by_layout(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    rows: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for name, parameter in parameters.items():
-        kind = "routed experts" if ".experts." in name else "dense"
-        layout = f"{kind}: {_placements(parameter)}"
-        tensors, elements = rows[layout]
-        rows[layout] = (tensors + 1, elements + parameter.numel())
-    return rows
 
 
 def _placements(parameter: nn.Parameter) -> str:

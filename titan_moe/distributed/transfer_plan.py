@@ -174,9 +174,10 @@ def overlaps(
 def _buckets(moves: Sequence[Pieces], world_size: int, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive tensors together, as long as no rank sends or receives more than `max_bytes`."""
     bucket: Bucket = []
-    filled = np.zeros((2, world_size), np.int64)
+    filled = np.zeros((2, world_size), np.int64)  # Bytes that each rank sends, and receives.
     for pieces in moves:
-        added = _by_rank(pieces, world_size)
+        ends = pieces.sources, pieces.targets
+        added = np.array([np.bincount(each, pieces.bytes_sent, world_size) for each in ends], int)
         if bucket and (filled + added).max() > max_bytes:
             yield bucket
             bucket, filled = [], np.zeros_like(filled)
@@ -184,10 +185,3 @@ def _buckets(moves: Sequence[Pieces], world_size: int, max_bytes: int) -> Iterat
         filled += added
     if bucket:
         yield bucket
-
-
-def _by_rank(pieces: Pieces, world_size: int) -> np.ndarray:
-    """[2, rank]: bytes that each rank sends and receives."""
-    ends = pieces.sources, pieces.targets
-    counted = [np.bincount(each, pieces.bytes_sent, world_size) for each in ends]
-    return np.stack(counted).astype(np.int64)

@@ -92,9 +92,9 @@ class RecordingRank(FakeCommCounter):
         self.issued.append(issued)
         self._met[issued.group] += not issued.is_pair
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        if issued.is_pair or any(isinstance(x, FakeTensor) for x in tensors):
-            return fake_collective(func, args)
-        if issued.op == "barrier" or (group.size() == 1 and "output_tensors" not in named):
+        is_alone = group.size() == 1 and "output_tensors" not in named
+        has_no_values = issued.op == "barrier" or any(isinstance(x, FakeTensor) for x in tensors)
+        if issued.is_pair or has_no_values or is_alone:
             return fake_collective(func, args)
         return self._among_peers(func, args, named, issued, group)
 
@@ -127,9 +127,7 @@ class RecordingRank(FakeCommCounter):
         members = tuple(dist.get_process_group_ranks(group))
         key = issued.group, self._met[issued.group], issued.op
         value = (x.numpy(), named.get("input_split_sizes"))
-        values = [value]
-        if len(members) > 1:
-            values = self._peers.exchange(Meeting(key, members), value)
+        values = self._peers.exchange(Meeting(key, members), value)
         me, theirs = group.rank(), [torch.from_numpy(value) for value, _ in values]
         if issued.op == "all_to_all":
             splits = [splits or [len(x) // len(members)] * len(members) for _, splits in values]
