@@ -140,9 +140,8 @@ def build_sharded_model(
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
     warn_of_unbalanced_experts(config)
-    parts, partial_over_tp, names, stages, accumulation = lay_out(
-        job, config, meshes, device, ranks_per_node
-    )
+    laid_out = lay_out(job, config, meshes, device, ranks_per_node)
+    parts, partial_over_tp, names, stages, accumulation = laid_out
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device

@@ -52,11 +52,10 @@ class RankFacts:
             f"{self.num_microbatches} microbatch(es)",
             f"{'axis':<16}{'operation':<18}{'calls':>8}{'GB sent':>12}",
         ]
-        total = 0.0
         for axis, ops in self.traffic.items():
             for op, (calls, sent) in ops.items():
                 lines.append(f"{axis:<16}{op:<18}{calls:>8,}{sent / 1e9:>12.4f}")
-                total += sent
+        total = sum(sent for ops in self.traffic.values() for _, sent in ops.values())
         lines.append(f"{'all':<34}{'':>8}{total / 1e9:>12.4f}")
         lines.append(
             f"{self.num_groups} process groups besides the world's; own shard "

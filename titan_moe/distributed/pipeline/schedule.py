@@ -30,11 +30,6 @@ from titan_moe.moe.layer import MoE
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
 
-def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
-    """Copies the loss, which the last stage has computed itself: torch detaches it in place."""
-    return loss.clone()
-
-
 class Pipeline:
     """Runs this rank's stages over the microbatches of one schedule run; an Execution.
 
@@ -71,8 +66,12 @@ class Pipeline:
         self._stages = stages_of_rank(self._schedule, rank, ranks, self._num_stages)
         self._training: dict[torch.Size, Any] = {}
         self._evaluation: dict[torch.Size, Any] = {}
-        if self._schedule.splits_backward:
-            _keep_gathered(parts)
+        # A split backward looks parameters up in the module: while sharded ones stand there, torch
+        # 2.13 finds no path to them and leaves their gradients out, silently. So no forward frees
+        # them; the schedule itself gathers and frees whole stages.
+        for part in parts if self._schedule.splits_backward else ():
+            if isinstance(part, FSDPModule):
+                part.set_reshard_after_forward(False)
         self._turns = Turns(device) if overlaps_chunks(parallelism) else None
         for moe in (each for part in parts for each in part.modules() if isinstance(each, MoE)):
             moe.dispatcher.turns = self._turns
@@ -118,7 +117,8 @@ class Pipeline:
         built = kind(
             stages if multi else stages[0],
             n_microbatches=shape[0] // microbatch_size,
-            loss_fn=_of_the_last_stage,
+            # The last stage has computed the loss itself; torch detaches this copy in place.
+            loss_fn=lambda loss, labels_BS: loss.clone(),
             # The sum over targets is divided once per step, where their number is known.
             scale_grads=False,
         )
@@ -182,18 +182,6 @@ class Pipeline:
             output_args=loss if index == self._num_stages - 1 else stream,
             group=self._group,
         )
-
-
-def _keep_gathered(parts: Sequence[nn.Module]) -> None:
-    """Let no forward free the parameters that a weight's backward asks for.
-
-    A split backward looks parameters up in the module: while sharded ones stand there, torch 2.13
-    finds no path to them and leaves their gradients out, silently. The schedule itself gathers and
-    frees whole stages.
-    """
-    for part in parts:
-        if isinstance(part, FSDPModule):
-            part.set_reshard_after_forward(False)
 
 
 class _Stage(PipelineStage):
