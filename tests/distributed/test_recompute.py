@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -78,6 +79,12 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     }
 
 
+@cache
+def trained(mode: str, family: str = "deepseek_v3", ep: int = 2, bug: str | None = None) -> dict:
+    """What the first of two ranks found."""
+    return run_on_ranks(train_once, 2, family, mode, ep, bug)[0]
+
+
 def is_exchange(operation: object) -> bool:
     return str(operation).startswith(ALL_TO_ALL)
 
@@ -108,9 +115,9 @@ def products(calls: Counter) -> int:
     ("family", "ep"), tiered([("deepseek_v3", 2)], slow=[("deepseek_v3", 1), ("qwen3", 2)])
 )
 def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep: int):
-    reference, *_ = run_on_ranks(train_once, 2, family, "none", ep)
+    reference = trained("none", family, ep)
     for mode in ("full", "full, in halves", "every second", "op", "full, rows kept"):
-        result, *_ = run_on_ranks(train_once, 2, family, mode, ep)
+        result = trained(mode, family, ep)
         assert largest_error(result["grads"], reference["grads"]) <= 1e-12, mode
         for counts, expected in zip(result["counts"], reference["counts"], strict=True):
             assert torch.equal(counts, expected), mode
@@ -119,9 +126,7 @@ def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep
 
 @pytest.mark.parametrize("family", tiered(["deepseek_v3"], slow=["qwen3"]))
 def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family: str):
-    none, full, op = (
-        run_on_ranks(train_once, 2, family, mode, 2)[0] for mode in ("none", "full", "op")
-    )
+    none, full, op = (trained(mode, family) for mode in ("none", "full", "op"))
     assert none["forward"][ATTENTION] == ATTENTION_CALLS * LAYERS
     assert full["backward"][ATTENTION] == none["backward"][ATTENTION] + none["forward"][ATTENTION]
     for name in (ATTENTION, ALL_TO_ALL):
@@ -135,10 +140,8 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
 
 
 def test_attention_that_is_kept_is_not_computed_again():
-    full, kept = (
-        run_on_ranks(train_once, 2, "qwen3", mode, 2, "no bug, fused attention")[0]
-        for mode in ("full", "full, attention kept")
-    )
+    fused = "qwen3", 2, "no bug, fused attention"
+    full, kept = trained("full", *fused), trained("full, attention kept", *fused)
     assert full["forward"][FUSED] == full["backward"][FUSED] == kept["forward"][FUSED] == LAYERS
     assert kept["backward"][FUSED] == 0
     assert kept["backward"][f"{FUSED}_backward"] == LAYERS
@@ -152,7 +155,7 @@ def test_rows_are_exchanged_again_on_their_way_to_the_experts_alone(mode: str, a
     """Counts, rows and weights travel to the experts, and outputs back: four all-to-alls a layer,
     and three of gradients. No recomputation runs or keeps the first and the last; `again` are those
     of a layer."""
-    result, *_ = run_on_ranks(train_once, 2, "deepseek_v3", mode, 2)
+    result = trained(mode)
     moe_layers, kept = len(result["counts"]), 2 - again
     recomputed = moe_layers if mode != "every second" else 1
     assert result["forward"][ALL_TO_ALL] == 4 * moe_layers
@@ -163,20 +166,19 @@ def test_rows_are_exchanged_again_on_their_way_to_the_experts_alone(mode: str, a
 def test_recomputed_halves_send_no_outputs_home_again():
     """Recomputation exchanges rows and weights of both halves; six more exchanges are of
     gradients."""
-    result, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "full, in halves", 2)
+    result = trained("full, in halves")
     assert result["backward"][ALL_TO_ALL] == (4 + 6) * len(result["counts"])
     assert result["open exchanges"] == 0
 
 
 def test_planted_bugs_are_seen():
-    reference, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2)
+    reference = trained("op")
     for mode in ("op", "full"):
         with pytest.raises(RuntimeError, match=r"changed moe\.rows_sent, moe\.router\.tokens_per"):
-            run_on_ranks(train_once, 2, "deepseek_v3", mode, 2, "routed again")
-    bug = "rows of other tokens handed back"
-    mixed, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, bug)
+            trained(mode, bug="routed again")
+    mixed = trained("op", bug="rows of other tokens handed back")
     assert largest_error(mixed["grads"], reference["grads"]) > 1e-3
-    forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
+    forgetful = trained("op", bug="nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
 
 
