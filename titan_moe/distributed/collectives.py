@@ -188,7 +188,7 @@ def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup)
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' parts of a sequence, in rank order, along the last dim but one.
 
-    Backward: `scatter_tokens`, since each rank's gradient is a part of a sum.
+    Backward: `scatter_tokens`, since each rank's gradient is a term of a sum.
     """
     return linear(x, _gather_tokens, _scatter_tokens, group=group)
 
@@ -203,7 +203,7 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over ranks, which each of them gets. Backward: the same, since each rank's gradient
-    is a part of a sum."""
+    is a term of a sum."""
     return linear(x, _all_reduce, _all_reduce, group=group)
 
 

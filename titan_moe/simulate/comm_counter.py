@@ -3,7 +3,7 @@
 A collective counts with what has to leave the rank under the algorithm that moves least (a ring for
 gathers and reductions, Patarasuk and Yuan 2009): an all-gather of n own bytes among P ranks sends
 (P - 1) n, a reduce-scatter that leaves n bytes likewise, an all-reduce of n bytes both halves,
-2 (P - 1) n / P; an all-to-all sends all but the rank's own part. Receiving counts nothing.
+2 (P - 1) n / P; an all-to-all sends all but the rank's own rows. Receiving counts nothing.
 """
 
 import sys
@@ -104,9 +104,9 @@ def axes_of_groups(meshes: Meshes) -> dict[str, str]:
     names: dict[str, list[str]] = {}
     for axis in _EXCHANGED_OVER:
         size = meshes.dims.size(axis)
-        # A joined axis of one of its parts' size is that part.
-        parts = [meshes.dims.size(part) for part in DERIVED_AXES.get(axis, ())]
-        if size == 1 or (axis == "sequence" and size in parts):
+        # A joined axis of the size of one that it joins is that one.
+        joined = [meshes.dims.size(each) for each in DERIVED_AXES.get(axis, ())]
+        if size == 1 or (axis == "sequence" and size in joined):
             continue
         if group := meshes.known_group(axis):
             names.setdefault(group.group_name, []).append(axis)
