@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from titan_moe.config.job_config import Comm
-from titan_moe.debug.hang_report import analyse, write_report
+from titan_moe.debug.hang_report import analyse
 from titan_moe.runtime.errors import report
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.position import POSITION, Move, at
 from titan_moe.runtime.process import BACKEND_GRACE_S, Process
 
@@ -40,7 +41,6 @@ _ANSWER_S = 10.0
 """Longest wait for other ranks' records."""
 _LONGEST_SILENCE_S = 30 * 60
 """Longest time without a sign of life in a phase of a step, if no save may take longer."""
-_STORE_LIMIT = timedelta(seconds=30)
 
 
 class HangWatch:
@@ -63,14 +63,13 @@ class HangWatch:
         self._limit = min(comm.init_timeout_seconds, comm.train_timeout_seconds, save_limit)
         self._error: BaseException | None = None
         self._wake = threading.Event()
-        self._ended = False
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
 
     def __enter__(self) -> None:
         if self._world_size > 1:
             # Another connection to the ranks' store: the main thread may be waiting on its own.
             self._store = _get_default_store().clone()  # type: ignore[attr-defined]
-            self._store.set_timeout(_STORE_LIMIT)
+            self._store.set_timeout(timedelta(seconds=30))
             self._thread.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -83,20 +82,17 @@ class HangWatch:
         if by_gloo or isinstance(error, dist.DistError):
             traceback.print_exception(error)
             self._error = error
-        else:
-            self._ended = True
         self._wake.set()
         self._thread.join(3 * _ANSWER_S)
 
     def _run(self) -> None:
         try:
             while not (self._error or self._waits_too_long() or self._store.check([_ASKED])):
-                self._wake.wait(min(max(self._limit / 20, 0.1), 5.0))
-                if self._ended:
+                if self._wake.wait(min(max(self._limit / 20, 0.1), 5.0)) and not self._error:
                     return
             lines, is_writer = self._gather()
         except (dist.DistError, RuntimeError, OSError):
-            if not self._ended:
+            if self._error or not self._wake.is_set():
                 logger.exception("rank %d: the watch for hangs has ended", self._rank)
             return
         if self._failures or is_writer:
@@ -113,7 +109,11 @@ class HangWatch:
             return False  # Before the recorder is read, which takes a tenth of a second.
         if quiet > self._longest_silence and POSITION.last().phase != "start":
             return True
-        return any(age > limit - BACKEND_GRACE_S for age, limit in seconds_waited(now))
+        return any(
+            now - entry["time_created_ns"] > entry["timeout_ms"] * 1e6 - BACKEND_GRACE_S * 1e9
+            for entry in _recorded()
+            if not _has_ended(entry)
+        )
 
     def _gather(self) -> tuple[list[str], bool]:
         """Returns the report's lines, and whether this rank wrote them."""
@@ -129,7 +129,9 @@ class HangWatch:
         first, *more = analyse(records, self._world_size)
         lines = [f"{first} (docs/troubleshooting.md#hang-or-timeout)", *more]
         try:
-            path = write_report(self._folder, self._world_size, records)
+            path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.json"
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"world_size": self._world_size, "records": records}))
             lines.append(f"every rank's calls and stacks: titan-moe report hang {path}")
         except OSError as error:
             lines.append(f"cannot write a report into {self._folder}: {error.strerror}")
@@ -150,20 +152,12 @@ _FRAMES_KEPT = 40
 _ABOVE = f"{Path(__file__).parents[2]}/"
 
 
-def seconds_waited(now_ns: int) -> list[tuple[float, float]]:
-    """Returns how long ago each collective that has not ended was called, and its time limit."""
-    return [
-        ((now_ns - entry["time_created_ns"]) / 1e9, entry["timeout_ms"] / 1e3)
-        for entry in _recorded()
-        if not _has_ended(entry)
-    ]
-
-
 def make_record(rank: int, error: BaseException | None = None) -> dict[str, Any]:
     """Returns the state of this process, now. `error`: raised by a collective, if one was."""
     now, moves = time.time_ns(), POSITION.moves()
-    last, stacks = moves[-1], _stacks()
-    main = stacks.pop(threading.main_thread().ident, [])
+    last, frames = moves[-1], sys._current_frames().items()
+    stacks = {ident: _frames(traceback.extract_stack(frame)) for ident, frame in frames}
+    main = stacks.pop(threading.main_thread().ident or 0, [])
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         "rank": rank,
@@ -232,12 +226,6 @@ def _recorded() -> list[dict[str, Any]]:
 def _has_ended(entry: dict[str, Any]) -> bool:
     """Tells whether a call has ended. Gloo's entries stay "scheduled", but retire at the end."""
     return entry["retired"] or entry["state"] == "completed"
-
-
-def _stacks() -> dict[int | None, list[str]]:
-    """Returns the stacks of all threads, by the thread's identity."""
-    frames = sys._current_frames().items()
-    return {ident: _frames(traceback.extract_stack(frame)) for ident, frame in frames}
 
 
 def _frames(frames: traceback.StackSummary) -> list[str]:

@@ -6,16 +6,13 @@ operation, in its sizes or in the place of the same number went different ways.
 """
 
 import json
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import reason
-from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import number_ranges, ranks_in_words
 
 _CALLS_SHOWN = 4
@@ -28,20 +25,22 @@ Record = Mapping[str, Any]
 """The state of one rank, or a call in it: JSON-able, made by `hang.make_record`."""
 
 
-@dataclass
-class _Group:
-    """A process group, by the calls of those members that answered."""
+class _Group(NamedTuple):
+    """A process group."""
 
+    name: str
     axes: str
-    ranks: list[int]
-    calls: dict[int, dict[int, Record]] = field(default_factory=dict)
-    """The calls by rank, then by the call's number in its group."""
+    ranks: tuple[int, ...]
 
     @property
     def words(self) -> str:
         if self.axes == "world":
             return "all ranks"
         return f"{self.axes} group {number_ranges(self.ranks)}"
+
+
+_Calls = Mapping[int, Mapping[tuple[_Group, int], Record]]
+"""Calls by rank, then by their group and their number in it."""
 
 
 class _Wait(NamedTuple):
@@ -58,10 +57,8 @@ class _Wait(NamedTuple):
 def analyse(records: Sequence[Record], world_size: int) -> list[str]:
     """Returns the lines, the cause first. `records`: of ranks that answered, in any order."""
     by_rank = {record["rank"]: record for record in records}
-    silent = [rank for rank in range(world_size) if rank not in by_rank]
-    groups = _groups(by_rank)
-    differing = _first_difference(groups)
-    waits = _waits(by_rank, groups, silent)
+    calls = {rank: _own_calls(record) for rank, record in sorted(by_rank.items())}
+    differing, waits = _first_difference(calls), _waits(by_rank, calls)
     waiting = {rank for wait in waits for rank in wait.waiting}
     outside = {rank: record for rank, record in by_rank.items() if rank not in waiting}
 
@@ -74,7 +71,7 @@ def analyse(records: Sequence[Record], world_size: int) -> list[str]:
         lines.append("ranks wait for each other: they called collectives in another order")
     lines += [_wait_line(wait, outside) for wait in chained]
     told = {rank for wait in causes for rank in (*wait.absent, *wait.silent)}
-    if rest := [rank for rank in silent if rank not in told]:
+    if rest := sorted(set(range(world_size)) - by_rank.keys() - told):
         lines.append(_silence(rest))
     lines += _places({rank: each for rank, each in outside.items() if rank not in told})
     if len(lines) > _MOST_LINES:
@@ -85,58 +82,54 @@ def analyse(records: Sequence[Record], world_size: int) -> list[str]:
     return [f"step {steps[0]}: {lines[0]}" if steps else lines[0], *lines[1:]]
 
 
-def _groups(by_rank: Mapping[int, Record]) -> list[_Group]:
-    groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
-    for rank, record in sorted(by_rank.items()):
-        for each in record["groups"]:
-            key = each["name"], tuple(each["ranks"])
-            group = groups.setdefault(key, _Group(each["axes"], each["ranks"]))
-            group.calls[rank] = {call["number"]: call for call in each["calls"]}
-    return list(groups.values())
+def _own_calls(record: Record) -> dict[tuple[_Group, int], Record]:
+    return {
+        (_Group(each["name"], each["axes"], tuple(each["ranks"])), call["number"]): call
+        for each in record["groups"]
+        for call in each["calls"]
+    }
 
 
-def _waits(
-    by_rank: Mapping[int, Record], groups: Sequence[_Group], silent: Sequence[int]
-) -> list[_Wait]:
+def _waits(by_rank: Mapping[int, Record], calls: _Calls) -> list[_Wait]:
     """Returns every call that some rank waits in, the oldest first. A rank waits in its oldest call
     that has not ended, or after an error in its last one."""
-    ages: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-    for rank, record in sorted(by_rank.items()):
-        calls = [
-            (call["seconds_ago"], (index, number), call["ended"])
-            for index, group in enumerate(groups)
-            for number, call in group.calls.get(rank, {}).items()
-        ]
-        under_way = [each for each in calls if not each[-1]]
-        if under_way or (record["error"] and calls):
-            age, key, _ = max(under_way) if under_way else min(calls)
-            ages[key][rank] = age
+    ages: defaultdict[tuple[_Group, int], dict[int, float]] = defaultdict(dict)
+    for rank, own in calls.items():
+        latest_first = sorted(own, key=lambda place: own[place]["seconds_ago"])
+        under_way = [place for place in latest_first if not own[place]["ended"]]
+        failed_in = latest_first[:1] if by_rank[rank]["error"] else []
+        for place in under_way[-1:] or failed_in:
+            ages[place][rank] = own[place]["seconds_ago"]
     waits = []
-    for (index, number), by_age in sorted(ages.items(), key=lambda each: -max(each[1].values())):
-        group, waiting = groups[index], list(by_age)
-        latest = {rank: max(group.calls.get(rank, ()), default=0) for rank in group.ranks}
-        lost = [rank for rank in group.ranks if rank in silent]
-        absent = [rank for rank in group.ranks if rank not in lost and latest[rank] < number]
-        call, size = group.calls[waiting[0]][number], len(group.ranks)
+    for (group, number), by_age in sorted(ages.items(), key=lambda each: -max(each[1].values())):
+        waiting = list(by_age)
+        lost = [rank for rank in group.ranks if rank not in calls]
+        absent = [
+            rank
+            for rank in group.ranks
+            if rank in calls and not any(of == group and n >= number for of, n in calls[rank])
+        ]
+        call = calls[waiting[0]][group, number]
         words = f"{_who(waiting, 'waits', 'wait')} {call['place'] or 'in a collective'}"
-        there = size - len(absent) - len(lost)
-        words += f" ({call['operation']}, {group.words}, {there} of {size} there)"
+        there = len(group.ranks) - len(absent) - len(lost)
+        words += f" ({call['operation']}, {group.words}, {there} of {len(group.ranks)} there)"
         errors = [by_rank[rank]["error"] for rank in waiting if by_rank[rank]["error"]]
         waits.append(_Wait(": ".join([words, *errors[:1]]), waiting, absent, lost))
     return waits
 
 
-def _first_difference(groups: Sequence[_Group]) -> str | None:
+def _first_difference(calls: _Calls) -> str | None:
     """Describes the earliest call that members of a group did not make alike."""
+    by_place: defaultdict[tuple[_Group, int], dict[int, Record]] = defaultdict(dict)
+    for rank, own in calls.items():
+        for place, call in own.items():
+            by_place[place][rank] = call
     found = []
-    for group in groups:
-        for number in sorted({number for calls in group.calls.values() for number in calls}):
-            calls = {rank: by[number] for rank, by in group.calls.items() if number in by}
-            if len(ways := _ways(group, calls)) > 1:
-                told = [f"{ranks_in_words(ranks)} called {way}" for way, ranks in ways.items()]
-                line = f"{' where '.join(told)} (call {number} of {group.words})"
-                found.append((max(call["seconds_ago"] for call in calls.values()), line))
-                break
+    for (group, number), by in by_place.items():
+        if len(ways := _ways(group, by)) > 1:
+            told = [f"{ranks_in_words(ranks)} called {way}" for way, ranks in ways.items()]
+            line = f"{' where '.join(told)} (call {number} of {group.words})"
+            found.append((max(call["seconds_ago"] for call in by.values()), line))
     return f"ranks went different ways: {max(found)[1]}" if found else None
 
 
@@ -192,14 +185,6 @@ def _silence(ranks: Sequence[int]) -> str:
 def _who(ranks: Sequence[int], one: str, many: str) -> str:
     """Returns ranks and what they do, by the verb's two forms."""
     return f"{ranks_in_words(ranks)} {one if len(ranks) == 1 else many}"
-
-
-def write_report(folder: Path, world_size: int, records: Sequence[Record]) -> Path:
-    """Write a report whole, or not at all; returns its path. Raises OSError."""
-    path = folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"world_size": world_size, "records": records}))
-    return path
 
 
 def read_report(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import run_command
-from titan_moe.debug.hang_report import analyse, write_report
+from titan_moe.debug.hang_report import analyse
 
 
 def call(number: int, place: str = "in the step", **changes: Any) -> dict[str, Any]:
@@ -173,13 +173,19 @@ def test_analyse_places_the_error_of_a_collective() -> None:
     assert "Connection closed by peer; rank 1 does not answer" in line
 
 
+def test_analyse_names_a_silent_rank_that_nobody_waits_for() -> None:
+    assert "rank 1 does not answer" in " ".join(analyse([record(0, [])], 2))
+
+
 def test_report_hang_reads_the_newest_report(tmp_path: Path) -> None:
     folder = tmp_path / "comm_traces"
     records = [
         record(0, [_exchange([0, 1], waits=True)]),
         record(1, [_exchange([0, 1], waits=False)], **_LOADER),
     ]
-    path = write_report(folder, 2, records)
+    folder.mkdir()
+    path = folder / "hang-20200101-000000.json"
+    path.write_text(json.dumps({"world_size": 2, "records": records}))
     shown = run_command("report", "hang", str(tmp_path))
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()

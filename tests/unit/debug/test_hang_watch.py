@@ -44,7 +44,12 @@ def test_hang_watch_waits_too_long(
     """
     last = SimpleNamespace(time_ns=time.time_ns() - int(quiet_s * 1e9), phase=phase)
     monkeypatch.setattr(hang, "POSITION", SimpleNamespace(last=lambda: last))
-    monkeypatch.setattr(hang, "seconds_waited", lambda now: iter(collectives))
+    under_way = [
+        entry("gloo", 1, ended=False)
+        | {"time_created_ns": time.time_ns() - int(waited * 1e9), "timeout_ms": limit * 1000}
+        for waited, limit in collectives
+    ]
+    monkeypatch.setattr(hang, "_recorded", lambda: [*under_way, entry("gloo", 2, ended=True)])
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
     process = SimpleNamespace(rank=0, world_size=2)
     assert hang.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs
@@ -83,5 +88,5 @@ def test_calls_of_nccl_stand_beside_those_of_gloo(monkeypatch: pytest.MonkeyPatc
     groups = {group["name"]: group["calls"] for group in hang.make_record(0)["groups"]}
     ended = {name: [call["ended"] for call in calls] for name, calls in groups.items()}
     assert ended == {"0 gloo": [True, True], "0 nccl": [True, False]}
-    ((_, limit),) = hang.seconds_waited(0)
-    assert limit == 1.0
+    limits = [call["timeout_s"] for calls in groups.values() for call in calls]
+    assert limits == [1.0, 1.0, 1.0, 1.0]
