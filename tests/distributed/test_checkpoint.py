@@ -146,7 +146,7 @@ def test_slowest_writer_completes_the_files_of_a_save_that_waits(tmp_path):
         assert ours == theirs
     # A tensor that several ranks hold is written once, and not by one rank alone.
     assert len([name for name in ours if name.endswith(".distcp")]) > 1
-    assert audit(tmp_path / "checkpoint/step-2").problems == []
+    assert audit(tmp_path / "checkpoint/step-2")["damaged"] == []
 
 
 def _fails_on_rank_one(folder, mode):

@@ -165,7 +165,7 @@ def _contents(checkpoint: Path) -> dict[str, Any]:
     Raises OSError, ValueError where the checkpoint is not what its manifest says, and ConfigError
     where the folder has neither a manifest nor tensors.
     """
-    if problems := audit(checkpoint).problems:
+    if problems := audit(checkpoint)["damaged"]:
         raise ValueError("; ".join(problems))
     manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     for key in ("job", "code", "sha256"):

@@ -1,7 +1,6 @@
 """Reads all files of a checkpoint or an export, to tell whether it is as it was written."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import MANIFEST, SUMS, damage, files, read_sums
@@ -13,27 +12,21 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import saved_steps, step_folder
 
 
-class Audit(NamedTuple):
-    """The findings about one or more folders."""
+def audit(*paths: Path) -> dict[str, list[str]]:
+    """Read all of some step-N folders, folders of those, or exports.
 
-    whole: list[str]
-    """One line per folder that is as it was written, with what was read of it."""
-    problems: list[str]
-    """One line per other folder, with all that is damaged, missing or not listed."""
-
-
-def audit(path: Path) -> Audit:
-    """Read all of a step-N folder, of a folder of those, or of an export.
-
-    Raises ConfigError where it is none of them.
+    Returns under "whole" a line for each folder that is as it was written, with what was read of
+    it, and under "damaged" a line for each other one, with all that is damaged, missing or not
+    listed. Raises ConfigError where a path is none of them.
     """
-    result = Audit([], [])
-    for folder in [step_folder(path, step) for step in saved_steps(path)] or [path]:
-        try:
-            result.whole.append(f"{folder}: {_read(folder)}")
-        except (RunError, OSError) as error:
-            result.problems.append(f"{folder}: {error}")
-    return result
+    found: dict[str, list[str]] = {"whole": [], "damaged": []}
+    for path in paths:
+        for folder in [step_folder(path, step) for step in saved_steps(path)] or [path]:
+            try:
+                found["whole"].append(f"{folder}: {_read(folder)}")
+            except (RunError, OSError) as error:
+                found["damaged"].append(f"{folder}: {error}")
+    return found
 
 
 def _read(folder: Path) -> str:

@@ -18,7 +18,7 @@ from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, listed
 from titan_moe.runtime.launch import ranks_in_words
 
 # Elements summed together. On a CPU the int64 temporaries stay in the cache, and torch starts no
@@ -28,8 +28,6 @@ _BLOCK = {"cpu": 2**15, "cuda": 2**24}
 # 2^64 divided by the golden ratio, signed: consecutive indices spread over all 64 bits.
 _SCRAMBLE = 0x9E3779B97F4A7C15 - 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NAMED = 8
-"""Tensors that a message names."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -78,10 +76,8 @@ def _differences(differ: Mapping[tuple[str, str], Mapping[int, Sequence[int]]]) 
         # The rarer value is more likely the wrong one: it comes first.
         groups = sorted(by_value.values(), key=len)
         places[name].append(" unlike ".join(map(ranks_in_words, groups)))
-    lines = [f"{name} ({'; '.join(of)})" for name, of in list(places.items())[:_NAMED]]
-    if len(places) > _NAMED:
-        lines[-1] += f" and {len(places) - _NAMED} more"
-    return f"ranks hold different values of what should be replicas: {', '.join(lines)}"
+    lines = listed([f"{name} ({'; '.join(of)})" for name, of in places.items()], most=8)
+    return f"ranks hold different values of what should be replicas: {lines}"
 
 
 def box_sum(values: Tensor, chunk: Chunk) -> Tensor:

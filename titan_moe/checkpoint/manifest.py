@@ -16,10 +16,9 @@ from torch import Tensor
 
 from titan_moe.checkpoint.digests import MANIFEST, damage, digest, files
 from titan_moe.distributed.agreement import from_every_rank
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, listed
 from titan_moe.runtime.revision import running_code
 
-_LONGEST_LIST = 6
 _SEAL_BYTES = len('{"sha256": "", ') + 64
 
 
@@ -141,10 +140,3 @@ def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[
 def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[str]:
     """Names of tensors whose loaded values are not those that were saved."""
     return sorted(name for name, value in checksums.items() if manifest.checksums[name] != value)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Returns names in one line: the first ones, and how many more there are."""
-    names = list(names)
-    more = len(names) - _LONGEST_LIST
-    return ", ".join(names[:_LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")

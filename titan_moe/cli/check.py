@@ -81,9 +81,7 @@ def run(options: argparse.Namespace) -> Answer:
 def _audit(names: list[str]) -> Answer:
     from titan_moe.checkpoint.audit import audit
 
-    audits = [audit(path_of(name)) for name in names]
-    found = {"whole": [line for each in audits for line in each.whole]}
-    found["damaged"] = [line for each in audits for line in each.problems]
+    found = audit(*map(path_of, names))
     lines = [f"{how}: {line}" for how in found for line in found[how]]
     return Answer(found, lines, exit_code=1 if found["damaged"] else 0)
 

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.experts import ExpertOutputs
 from titan_moe.moe.layer import take_dropped
 from titan_moe.train_step import local_batch
 
+_DOING = "cannot explain a bad step"
 _KEPT = 8
 _KINDS = ("parameter", "output of", "gradient of")
 _PARAMETER, _OUTPUT, _GRADIENT = range(3)
@@ -113,8 +115,7 @@ def _in_tensors(kind: int, tensors: Mapping[str, Tensor], names: list[str]) -> I
 
 def _first_place(own: Iterable[_Found]) -> str:
     """Names the first place of all ranks, given this rank's in order. Collective."""
-    everyone: list[_Found | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, next(iter(own), None))
+    everyone = from_every_rank(lambda: next(iter(own), None), doing=_DOING)
     hits = [(found, rank) for rank, found in enumerate(everyone) if found is not None]
     if not hits:
         return "every tensor is finite by itself: a sum over them overflowed"
@@ -133,8 +134,7 @@ def _worst_sequences(
     sums_RN[own] = losses_N
     dist.all_reduce(sums_RN)
     read = [(int((one.labels_BS != IGNORE_INDEX).sum()), one.samples[0]) for one in sequences]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (own, read))
+    everyone = from_every_rank(lambda: (own, read), doing=_DOING)
 
     found = [
         {"loss": total / num_targets, "targets": num_targets, "documents": documents}

@@ -69,6 +69,12 @@ def with_remedy(line: str, folder: Path | None = None) -> str:
     return line
 
 
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Returns names in one line: the first ones, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def is_outside(error: BaseException) -> bool:
     """Returns whether memory, a device, a disk, the network or another rank failed, and not the
     program."""

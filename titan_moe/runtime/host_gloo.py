@@ -7,13 +7,14 @@ copies back what it wrote. Each copy waits for the current stream: slow, and rig
 A tensor of the host is copied as well, so that tests on a CPU see what a copy gets wrong.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 BACKEND = "host_gloo"
 _DEVICES = ["cpu", "cuda"]
@@ -44,7 +45,7 @@ class _HostWork(dist.Work):
             self._work.wait(timeout)
             self._work = None
             for tensor, copy in self._results:
-                tensor.copy_(copy)
+                tensor.data.copy_(copy)  # Autograd sees it as little as a backend's write.
         return True
 
     def is_completed(self) -> bool:
@@ -55,29 +56,16 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
     """Returns the method of this name on copies of its tensors."""
 
     def collective(self: Any, *arguments: Any) -> dist.Work:
-        copies = [_on_host(each) for each in arguments]
+        copies = [tree_map_only(Tensor, _on_host, each) for each in arguments]
         work = getattr(self.gloo, name)(*copies)
-        written = zip(_tensors(arguments[0]), _tensors(copies[0]), strict=True)
+        written = zip(tree_leaves(arguments[0]), tree_leaves(copies[0]), strict=True)
         return _HostWork(work, [] if name == "send" else list(written))
 
     return collective
 
 
-def _on_host(argument: Any) -> Any:
-    """Returns a copy of a tensor or of lists of tensors; other arguments as they are."""
-    if isinstance(argument, list):
-        return [_on_host(each) for each in argument]
-    return argument.detach().to("cpu", copy=True) if isinstance(argument, Tensor) else argument
-
-
-def _tensors(argument: Any) -> Iterator[Tensor]:
-    """Yields the tensors of nested lists. A write to one is not seen by autograd, as a backend's is
-    not."""
-    if isinstance(argument, list):
-        for each in argument:
-            yield from _tensors(each)
-    else:
-        yield argument.data
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 _methods = {name: _through_host(name) for name in _COLLECTIVES & set(dir(dist.ProcessGroup))}

@@ -61,27 +61,20 @@ class Position:
     """The present position of this process, and the last moves that led there."""
 
     def __init__(self) -> None:
-        self._step, self._phase, self._layer, self._region = 0, "start", "", ""
-        self._moves: deque[Move] = deque(maxlen=_MOVES)
-        self._note()
-
-    @property
-    def region(self) -> str:
-        return self._region
+        self._moves = deque([Move(time.time_ns(), 0, "start", "", "")], maxlen=_MOVES)
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
         """Begin a phase, without layer and region; and a step, if `step` is given."""
-        self._step = self._step if step is None else step
-        self._phase, self._layer, self._region = phase, "", ""
-        self._note()
+        step = self.last().step if step is None else step
+        self._moves.append(Move(time.time_ns(), step, phase, "", ""))
 
     def enter_layer(self, layer: str) -> None:
-        self._layer = layer
-        self._note()
+        last = self._moves[-1]
+        self._moves.append(Move(time.time_ns(), last.step, last.phase, layer, last.region))
 
     def enter_region(self, region: str) -> None:
-        self._region = region
-        self._note()
+        last = self._moves[-1]
+        self._moves.append(Move(time.time_ns(), last.step, last.phase, last.layer, region))
 
     def moves(self) -> list[Move]:
         """Returns the last moves, oldest first. Another thread may move on meanwhile."""
@@ -90,10 +83,6 @@ class Position:
 
     def last(self) -> Move:
         return self._moves[-1]
-
-    def _note(self) -> None:
-        fields = (time.time_ns(), self._step, self._phase, self._layer, self._region)
-        self._moves.append(Move._make(fields))
 
 
 POSITION = Position()
@@ -116,7 +105,7 @@ class Inside:
         self._name = name
 
     def __enter__(self) -> None:
-        self._outer = POSITION.region
+        self._outer = POSITION.last().region
         POSITION.enter_region(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

@@ -40,7 +40,7 @@ def _flips(path, seed):
 def test_manifest_lists_every_other_file(step):
     digests, present = read_manifest(step).files, {path.name for path in step.iterdir()}
     assert digests.keys() == present - {"manifest.json"} and "__0_0.distcp" in digests
-    assert audit(step).problems == []
+    assert audit(step)["damaged"] == []
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_load_and_audit_refuse_every_flipped_bit_of_files_read_whole(step, name)
     for _ in _flips(step / name, 16):
         with pytest.raises(RunError, match="is damaged"):
             _load(step)
-        assert audit(step).problems
+        assert audit(step)["damaged"]
 
 
 def test_flipped_bit_of_a_tensor_file_is_found_or_makes_no_difference(step):
@@ -70,10 +70,10 @@ def test_flipped_bit_of_a_tensor_file_is_found_or_makes_no_difference(step):
             loaded = _load(step)
         except RunError as error:
             named = "is damaged: __0_0.distcp: " in str(error) or "checksum of" in str(error)
-            assert audit(step).problems and named and "weights_only" not in str(error)
+            assert audit(step)["damaged"] and named and "weights_only" not in str(error)
             found += 1
             continue
-        assert audit(step).problems == [] and torch.equal(loaded.weight, wanted.weight)
+        assert audit(step)["damaged"] == [] and torch.equal(loaded.weight, wanted.weight)
         assert torch.equal(loaded.moment, wanted.moment)
     assert found >= 3
 
@@ -86,19 +86,21 @@ def test_audit_finds_truncated_lengthened_and_missing_files(step, name):
         path.unlink()
         if content is not None:
             path.write_bytes(content)
-        assert audit(step).problems, content
+        assert audit(step)["damaged"], content
         path.write_bytes(original)
-    assert audit(step).problems == []
+    assert audit(step)["damaged"] == []
 
 
 def test_audit_names_files_that_are_not_listed(step):
     (step / "7.distcp").write_bytes(b"")
-    assert audit(step).problems == [f"{step}: 7.distcp is damaged: manifest.json does not list it"]
+    assert audit(step)["damaged"] == [
+        f"{step}: 7.distcp is damaged: manifest.json does not list it"
+    ]
 
 
 def test_audit_compares_tensors_with_their_checksums(step):
     change_checksum(step, "model.linear.bias")
-    assert audit(step).problems == [f"{step}: wrong checksum of model.linear.bias"]
+    assert audit(step)["damaged"] == [f"{step}: wrong checksum of model.linear.bias"]
 
 
 def test_check_command_exits_with_one_on_damage(step, tmp_path, capsys):

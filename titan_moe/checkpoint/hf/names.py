@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Stored, cut
-from titan_moe.checkpoint.manifest import listed
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of, wrapper_of
 from titan_moe.models.hf_family import HFWeight
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
 

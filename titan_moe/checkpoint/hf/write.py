@@ -25,7 +25,7 @@ from titan_moe.checkpoint.hf.folder import INDEX, REST, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
-from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, read_manifest
+from titan_moe.checkpoint.manifest import Manifest, compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
@@ -33,7 +33,7 @@ from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_r
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.decoder import is_wide
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
 

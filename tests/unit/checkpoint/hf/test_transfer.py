@@ -147,16 +147,16 @@ def test_a_changed_export_is_refused(tmp_path):
     _imported(tmp_path, small_model("qwen3"))
     out = tmp_path / "out"
     export_checkpoint(tmp_path / "imported", out, torch.bfloat16)
-    assert audit(out).problems == audit(tmp_path / "imported").problems == []
+    assert audit(out)["damaged"] == audit(tmp_path / "imported")["damaged"] == []
     raw = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(raw[:-3] + bytes([raw[-3] ^ 16]) + raw[-2:])
-    assert "model.safetensors is damaged" in audit(out).problems[0]
+    assert "model.safetensors is damaged" in audit(out)["damaged"][0]
     line = "model.safetensors is damaged: it is not what SHA256SUMS"
     assert line in failure(import_folder, out, tmp_path / "again", torch.float32)
     assert not (tmp_path / "again").exists()
     assert line in failure(load_hf, out, small_model("qwen3"), {})
     (out / "SHA256SUMS").write_text("")
-    assert "SHA256SUMS does not list it" in audit(out).problems[0]
+    assert "SHA256SUMS does not list it" in audit(out)["damaged"][0]
     (out / "SHA256SUMS").unlink()
     import_folder(out, tmp_path / "again", torch.float32)
 
