@@ -247,7 +247,7 @@ class Checkpointer:
         """Wait until a save has ended on every rank; collective."""
         save.wait(self._config.save_timeout_seconds)
         self.last_step = save.step
-        self._say("saved %s in %.1f s", save.target, save.seconds)
+        self._say("saved %s in %.1f s", save.target, time.perf_counter() - save.began)
 
     def _say(self, line: str, *values: object) -> None:
         if dist.get_rank() == 0:

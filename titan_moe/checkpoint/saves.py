@@ -1,6 +1,5 @@
 """The end of a save, in the step or in the background, and the memory that the latter copies to."""
 
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,11 +27,6 @@ class Save(NamedTuple):
     began: float
     """The start, on the clock of time.perf_counter."""
     future: Future[Any]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it began."""
-        return time.perf_counter() - self.began
 
     def wait(self, limit: int) -> None:
         """Wait until it has ended on every rank, `limit` seconds at most; collective. Raises

@@ -14,13 +14,10 @@ _TIMEOUT = timedelta(hours=1)  # Ranks wait for the one with the slowest disk.
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="HF_FOLDER", type=path_of)
     add_out(parser, default=None, says="the checkpoint to write; it must not exist", required=True)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float64"),
-        default="float32",
-        help="as the training.dtype that is to load it; float32 (the default) holds bfloat16 "
-        "and float16 exactly",
-    )
+    says = "as the training.dtype that is to load it; float32 (the default) holds bfloat16 "
+    says += "and float16 exactly"
+    dtypes = ["float32", "bfloat16", "float64"]
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help=says)
 
 
 def import_(options: argparse.Namespace) -> Answer:
@@ -44,12 +41,8 @@ def import_(options: argparse.Namespace) -> Answer:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT", type=path_of, help="a step-N folder")
     add_out(parser, default=None, says="the folder to write; it must not exist", required=True)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="bfloat16",
-        help="default: bfloat16",
-    )
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="default: bfloat16")
 
 
 def export(options: argparse.Namespace) -> Answer:
@@ -74,7 +67,7 @@ def export(options: argparse.Namespace) -> Answer:
 def _converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
     import torch
 
-    dtype = getattr(torch, options.dtype) if options.dtype else None
+    dtype = getattr(torch, options.dtype)
     line = in_processes(lambda: convert(options.source, options.out, dtype))
     return Answer({"folder": str(options.out), "summary": line}, [line])
 

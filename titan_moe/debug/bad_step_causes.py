@@ -8,6 +8,7 @@ about the time of the step's forward, and a step that updates normally pays noth
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -86,24 +87,20 @@ def _watch_outputs(sharded: ShardedModel, found: list[_Found]) -> list[Any]:
     """Add each module's output that is not finite to `found`; returns the hooks."""
     calls = count()
 
-    def watch(name: str, part: nn.Module) -> object:
+    def look(name: str, start: int, module: nn.Module, args: Any, output: Any) -> None:
+        order = (start, next(calls))
+        if isinstance(module, ExpertOutputs):  # Rows past the last expert's have no meaning.
+            output = output[: args[0].offsets_E[-1]]
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(_Found(_OUTPUT, order, name.removesuffix(".compute")))
+
+    hooks = []
+    for part in sharded.parts:
         start = sharded.names.index(next(part.named_parameters())[0])
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            order = (start, next(calls))
-            if isinstance(module, ExpertOutputs):  # Rows past the last expert's have no meaning.
-                output = output[: args[0].offsets_E[-1]]
-            if isinstance(output, Tensor) and not output.isfinite().all():
-                found.append(_Found(_OUTPUT, order, name.removesuffix(".compute")))
-
-        return hook
-
-    return [
-        module.register_forward_hook(watch(name, part))  # type: ignore[arg-type]
-        for part in sharded.parts
-        for name, module in part.named_modules()
-        if name
-    ]
+        for name, module in part.named_modules():
+            if name:
+                hooks.append(module.register_forward_hook(partial(look, name, start)))
+    return hooks
 
 
 def _in_tensors(kind: int, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[_Found]:

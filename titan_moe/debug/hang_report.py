@@ -7,7 +7,7 @@ operation, in its sizes or in the place of the same number went different ways.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +49,8 @@ class _Wait(NamedTuple):
     words: str
     """Such as "ranks 4-5, 7 wait in layer 2's dispatch (ep group 4-7, 3 of 4 there)"."""
     waiting: list[int]
-    absent: list[int]
-    """Members that answered and have not called it."""
-    silent: list[int]
+    missing: list[int]
+    """Members that have not called it, or do not answer."""
 
 
 def analyse(records: Sequence[Record], world_size: int) -> list[str]:
@@ -60,20 +59,16 @@ def analyse(records: Sequence[Record], world_size: int) -> list[str]:
     calls = {rank: _own_calls(record) for rank, record in sorted(by_rank.items())}
     differing, waits = _first_difference(calls), _waits(by_rank, calls)
     waiting = {rank for wait in waits for rank in wait.waiting}
-    outside = {rank: record for rank, record in by_rank.items() if rank not in waiting}
-
     lines = [] if differing is None else [differing]
     # Waits for a rank that waits itself are consequences.
-    causes = [wait for wait in waits if wait.silent or set(wait.absent) & outside.keys()]
-    chained = [wait for wait in waits if wait not in causes and (wait.absent or not differing)]
-    lines += [_wait_line(wait, outside) for wait in causes]
-    if not lines and any(wait.absent for wait in chained):
+    causes = [wait for wait in waits if set(wait.missing) - waiting]
+    chained = [wait for wait in waits if wait not in causes and (wait.missing or not differing)]
+    lines += [_wait_line(wait, by_rank, waiting) for wait in causes]
+    if not lines and any(wait.missing for wait in chained):
         lines.append("ranks wait for each other: they called collectives in another order")
-    lines += [_wait_line(wait, outside) for wait in chained]
-    told = {rank for wait in causes for rank in (*wait.absent, *wait.silent)}
-    if rest := sorted(set(range(world_size)) - by_rank.keys() - told):
-        lines.append(_silence(rest))
-    lines += _places({rank: each for rank, each in outside.items() if rank not in told})
+    lines += [_wait_line(wait, by_rank, waiting) for wait in chained]
+    told = {rank for wait in causes for rank in wait.missing}
+    lines += _places(set(range(world_size)) - waiting - told, by_rank, waiting)
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} lines more in the report"]
     if all(record["phase"] == "checkpoint" for record in records):
@@ -103,18 +98,17 @@ def _waits(by_rank: Mapping[int, Record], calls: _Calls) -> list[_Wait]:
     waits = []
     for (group, number), by_age in sorted(ages.items(), key=lambda each: -max(each[1].values())):
         waiting = list(by_age)
-        lost = [rank for rank in group.ranks if rank not in calls]
-        absent = [
+        missing = [
             rank
             for rank in group.ranks
-            if rank in calls and not any(of == group and n >= number for of, n in calls[rank])
+            if not any(of == group and later >= number for of, later in calls.get(rank, ()))
         ]
         call = calls[waiting[0]][group, number]
         words = f"{_who(waiting, 'waits', 'wait')} {call['place'] or 'in a collective'}"
-        there = len(group.ranks) - len(absent) - len(lost)
+        there = len(group.ranks) - len(missing)
         words += f" ({call['operation']}, {group.words}, {there} of {len(group.ranks)} there)"
         errors = [by_rank[rank]["error"] for rank in waiting if by_rank[rank]["error"]]
-        waits.append(_Wait(": ".join([words, *errors[:1]]), waiting, absent, lost))
+        waits.append(_Wait(": ".join([words, *errors[:1]]), waiting, missing))
     return waits
 
 
@@ -154,32 +148,29 @@ def _size(call: Record) -> str:
     return f"{', '.join(inputs)} {', '.join(call['dtypes'])}"
 
 
-def _wait_line(wait: _Wait, outside: Mapping[int, Record]) -> str:
+def _wait_line(wait: _Wait, by_rank: Mapping[int, Record], waiting: Set[int]) -> str:
     """Returns, say, "rank 5 waits in the loss (...); rank 6 is in the loader (...)"."""
-    lines = _places({rank: outside[rank] for rank in wait.absent if rank in outside})
-    if chained := [rank for rank in wait.absent if rank not in outside]:
-        lines.append(f"{_who(chained, 'waits', 'wait')} elsewhere")
-    if wait.silent:
-        lines.append(_silence(wait.silent))
-    lines = lines or ["all have called it alike: the backend does not end it"]
-    return "; ".join([wait.words, *lines])
+    alike = ["all have called it alike: the backend does not end it"]
+    return "; ".join([wait.words, *(_places(wait.missing, by_rank, waiting) or alike)])
 
 
-def _places(outside: Mapping[int, Record]) -> list[str]:
-    """Describes ranks that wait in no collective, a line for each place: the innermost line of this
-    package on the main stack, and what it runs."""
-    places: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, record in outside.items():
-        stack = record["stack"] or ["no Python frame"]
-        own = [frame for frame in stack if frame.startswith(_PACKAGE)] or stack[-1:]
-        within = "" if own[-1] == stack[-1] else f", within it {stack[-1].rpartition('/')[2]}"
-        places[f"{record['place']} ({own[-1]}{within})"].append(rank)
-    return [f"{_who(ranks, 'is', 'are')} {place}" for place, ranks in places.items()]
-
-
-def _silence(ranks: Sequence[int]) -> str:
-    does = _who(ranks, "does", "do")
-    return f"{does} not answer (stopped, killed, or Python is held)"
+def _places(ranks: Iterable[int], by_rank: Mapping[int, Record], waiting: Set[int]) -> list[str]:
+    """Describes ranks that are missing in a call, a line for each place; those that do not answer
+    first. A rank outside of collectives is in the innermost line of this package on its main
+    stack, and in what that runs."""
+    places: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for rank in sorted(ranks, key=lambda rank: (rank in by_rank, rank)):
+        if rank not in by_rank:
+            place = "does", "do", "not answer (stopped, killed, or Python is held)"
+        elif rank in waiting:
+            place = "waits", "wait", "elsewhere"
+        else:
+            stack = by_rank[rank]["stack"] or ["no Python frame"]
+            own = [frame for frame in stack if frame.startswith(_PACKAGE)] or stack[-1:]
+            within = "" if own[-1] == stack[-1] else f", within it {stack[-1].rpartition('/')[2]}"
+            place = "is", "are", f"{by_rank[rank]['place']} ({own[-1]}{within})"
+        places[place].append(rank)
+    return [f"{_who(ranks, one, many)} {words}" for (one, many, words), ranks in places.items()]
 
 
 def _who(ranks: Sequence[int], one: str, many: str) -> str:

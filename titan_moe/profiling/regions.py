@@ -9,14 +9,12 @@ recomputation by its running inside the backward; see profiling/trace.py.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Generic, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 
 from titan_moe.runtime.position import Inside
 
-T = TypeVar("T")
 PREFIX = "region::"
 """Prefix of a region's name in a trace."""
 REGIONS = (
@@ -71,29 +69,24 @@ def watched_by(watcher: _Watcher) -> Iterator[None]:
         _watcher = before
 
 
-class NodeMakers(Generic[T]):
+class NodeMakers:
     """Notes what the forward was doing when it made each node of autograd, by the node's number:
     autograd itself does not record which code made a node."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
-        self._made: list[T] = []
+        self._made: list[tuple[str, str]] = []
 
-    def note(self, doing: T, already: int = 0) -> None:
-        """Notes what the forward does from now on, for the next nodes and the last `already`
-        ones."""
-        if not self._made or self._made[-1] != doing:
-            number = torch.autograd._get_sequence_nr() - already  # type: ignore[attr-defined]
-            self._begins.append(max(number, self._begins[-1] if self._begins else 0))
-            self._made.append(doing)
+    def note(self, layer: str, region: str) -> None:
+        """Notes where the forward is from now on, for the next nodes."""
+        if not self._made or self._made[-1] != (layer, region):
+            number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._begins.append(number)
+            self._made.append((layer, region))
 
-    def last(self) -> T | None:
-        """Returns what the forward did last."""
-        return self._made[-1] if self._made else None
-
-    def of(self, node: torch.autograd.graph.Node) -> T | None:
-        """Returns a node's note. None for a node made before the first note, and for one that
-        accumulates gradients, which has the largest number there is."""
+    def of(self, node: torch.autograd.graph.Node) -> tuple[str, str]:
+        """Returns a node's layer and region. Both are empty for a node made before the first note,
+        and for one that accumulates gradients, which has the largest number there is."""
         number = node._sequence_nr()  # type: ignore[attr-defined]
         at = bisect_right(self._begins, number) - 1
-        return self._made[at] if at >= 0 and number < 1 << 62 else None
+        return self._made[at] if at >= 0 and number < 1 << 62 else ("", "")

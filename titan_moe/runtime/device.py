@@ -118,7 +118,5 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_flops_of(name: str) -> float | None:
     """Returns the dense bf16 FLOP/s of a GPU with this CUDA name; None if unknown."""
-    for words, flops in _PEAK_FLOPS:
-        if all(word in name for word in words):
-            return flops
-    return None
+    named = (flops for words, flops in _PEAK_FLOPS if all(word in name for word in words))
+    return next(named, None)

@@ -21,7 +21,6 @@ from titan_moe.runtime.errors import RunError
 
 LOCK = ".lock"
 _STEP = re.compile(r"step-(\d+)")
-_BLOCK = 1 << 22  # Bytes of a file that are read at a time.
 _locked: list[TextIO] = []
 """The lock files of this process, open until it ends."""
 
@@ -85,11 +84,10 @@ def fsync(path: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of a file, in hexadecimal."""
-    result, block = hashlib.sha256(), bytearray(_BLOCK)
-    view = memoryview(block)
+    result = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while number := file.readinto(block):
-            result.update(view[:number])
+        while block := file.read(1 << 22):
+            result.update(block)
     return result.hexdigest()
 
 

@@ -106,13 +106,13 @@ def nccl_options(comm: Comm, tokens: bool, own: AxisOptions | None = None) -> An
     options.is_high_priority_stream = tokens
     if not tokens and comm.parameter_sms is not None:
         options.config.max_ctas = comm.parameter_sms
-    if own is not None:
-        if own.high_priority is not None:
-            options.is_high_priority_stream = own.high_priority
-        if own.min_ctas is not None:
-            options.config.min_ctas = own.min_ctas
-        if own.max_ctas is not None:
-            options.config.max_ctas = own.max_ctas
+    own = own or AxisOptions()
+    if own.high_priority is not None:
+        options.is_high_priority_stream = own.high_priority
+    if own.min_ctas is not None:
+        options.config.min_ctas = own.min_ctas
+    if own.max_ctas is not None:
+        options.config.max_ctas = own.max_ctas
     return options
 
 

@@ -10,7 +10,6 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from signal import Signals
@@ -27,16 +26,6 @@ class WorkerError(RuntimeError):
     """A call raised, its process died or it took too long; the message holds the traceback."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of one call."""
-
-    index: int
-    value: Any = None
-    error: str | None = None
-    """The traceback, or how the process died."""
-
-
 def in_fresh_processes(
     fn: Callable[..., Any], tasks: Sequence[tuple], *, num_workers: int
 ) -> Iterator[tuple[int, Any]]:
@@ -44,10 +33,11 @@ def in_fresh_processes(
 
     `fn` must be a module's top-level function; arguments and results travel by pickle.
     """
-    for outcome in outcomes(fn, tasks, num_workers=num_workers, preload=fn.__module__):
-        if outcome.error is not None:
-            raise WorkerError(f"{fn.__name__} {outcome.index}:\n{outcome.error}")
-        yield outcome.index, outcome.value
+    ends = outcomes(fn, tasks, num_workers=num_workers, preload=fn.__module__)
+    for index, value, error in ends:
+        if error is not None:
+            raise WorkerError(f"{fn.__name__} {index}:\n{error}")
+        yield index, value
 
 
 def outcomes(
@@ -57,8 +47,9 @@ def outcomes(
     num_workers: int,
     preload: str,
     timeout_s: float | None = None,
-) -> Generator[Outcome, None, None]:
-    """Yield the ends of all calls in the order they come. No process outlives the iteration.
+) -> Generator[tuple[int, Any, str | None], None, None]:
+    """Yield (index, result, error) of all calls in the order they end. No process outlives the
+    iteration. An error is the traceback, or how the process died.
 
     Args:
         preload: a module that the server imports besides torch, if no server runs yet.
@@ -85,28 +76,28 @@ def outcomes(
                 late = sorted(index for index, _ in running.values())
                 raise WorkerError(f"{late} had not ended after {timeout_s:g} s")
             for pipe in ready:
-                yield _outcome(*running.pop(pipe), pipe)  # type: ignore[arg-type]
+                index, ended = running.pop(pipe)
+                yield index, *_end(ended, pipe)  # type: ignore[arg-type]
     finally:
         for _, left in running.values():
             left.kill()
             left.join()
 
 
-def _outcome(index: int, process: BaseProcess, pipe: Connection) -> Outcome:
+def _end(process: BaseProcess, pipe: Connection) -> tuple[Any, str | None]:
     with pipe:
         try:
-            error, value = pickle.loads(pipe.recv_bytes())
+            end: tuple[Any, str | None] = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            error, value = None, None
             process.join(_JOIN_S)
             code = process.exitcode
             how = f"was killed by {Signals(-code).name}" if code and code < 0 else "ended"
-            error = f"the process {how} without a result (exit code {code})"
+            end = None, f"the process {how} without a result (exit code {code})"
     process.join(_JOIN_S)
     if process.is_alive():  # Its result is here; its end hangs.
         process.kill()
         process.join()
-    return Outcome(index, value, error)
+    return end
 
 
 def _call(pipe: Connection, fn: Callable[..., Any], arguments: tuple) -> None:
@@ -114,6 +105,6 @@ def _call(pipe: Connection, fn: Callable[..., Any], arguments: tuple) -> None:
     gc.disable()
     try:
         # Plain pickle: multiprocessing's own would share tensors by file handles that die with us.
-        pipe.send_bytes(pickle.dumps((None, fn(*arguments))))
+        pipe.send_bytes(pickle.dumps((fn(*arguments), None)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))

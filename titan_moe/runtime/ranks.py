@@ -39,14 +39,10 @@ def run_on_ranks(
     `timeout_s`; no process outlives the call.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        tasks = [
-            (store, rank, world_size, timeout_s, device, share_gpus, fn, args)
-            for rank in range(world_size)
-        ]
+        world = str(Path(folder) / "store"), world_size, timeout_s, device, share_gpus
         ends = outcomes(
             _on_rank,
-            tasks,
+            [(rank, *world, fn, args) for rank in range(world_size)],
             num_workers=world_size,
             preload="titan_moe.trainer",
             timeout_s=timeout_s,
@@ -55,12 +51,12 @@ def run_on_ranks(
         errors: dict[str, str] = {}
         with closing(ends):
             try:
-                for end in ends:
-                    if end.error is None:
-                        results[end.index] = end.value
+                for rank, value, error in ends:
+                    if error is None:
+                        results[rank] = value
                         continue
-                    errors[f"rank {end.index}"] = end.error
-                    if not _CONSEQUENCE.search(end.error):
+                    errors[f"rank {rank}"] = error
+                    if not _CONSEQUENCE.search(error):
                         break
             except WorkerError as late:
                 waited = "\n".join(errors.values())  # Their stacks show where they waited.
@@ -79,8 +75,8 @@ def _message(errors: dict[str, str]) -> str:
 
 
 def _on_rank(
-    store: str,
     rank: int,
+    store: str,
     world_size: int,
     timeout_s: float,
     device: str,

@@ -50,7 +50,7 @@ class Whereabouts:
     def __init__(self) -> None:
         self._layer = ""
         self._regions: list[str] = []
-        self._makers = NodeMakers[tuple[str, str]]()
+        self._makers = NodeMakers()
 
     @contextmanager
     def watching(self, parts: Iterable[nn.Module]) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Whereabouts:
             if self._layer and phase == "step":
                 phase = "forward"
             return Place(phase, self._layer, region, caller)
-        layer, made_in = self._makers.of(node) or ("", "")
+        layer, made_in = self._makers.of(node)
         if recomputes:
             return Place("recomputation", layer, region, caller)
         return Place("backward", layer, made_in, caller)
@@ -106,7 +106,7 @@ class Whereabouts:
     def _note(self) -> None:
         # The backward runs the nodes of the first forward, not those of a recomputation.
         if torch._C._current_autograd_node() is None:
-            self._makers.note((self._layer, self._regions[-1] if self._regions else ""))
+            self._makers.note(self._layer, self._regions[-1] if self._regions else "")
 
 
 def _caller(frame) -> tuple[str, bool]:  # type: ignore[no-untyped-def]
