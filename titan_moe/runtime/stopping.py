@@ -11,8 +11,9 @@ from titan_moe.runtime.launch import Launch, attempt_number
 
 STOPPED = 75
 """The exit code of a run that stopped, saved: EX_TEMPFAIL of sysexits.h, "try again"."""
-FOLDER = "TITAN_MOE_FAILURES"
-"""The variable that names the folder of requests, answers and failures."""
+FOLDER = "TITAN_MOE_ATTEMPTS"
+"""The variable that names the launcher's folder: the request to stop, and a folder of answers and
+failures for each attempt."""
 _REQUEST, _ANSWER = "stop", "stopped"
 
 

@@ -134,7 +134,7 @@ def test_store_of_another_attempt_has_none_of_its_keys(monkeypatch: pytest.Monke
 
 def test_store_of_one_machine_is_a_file_of_the_attempt(tmp_path: Path) -> None:
     launch = Launch(world_size=2, local_world_size=2)
-    folder = {"TITAN_MOE_FAILURES": str(tmp_path)}
+    folder = {"TITAN_MOE_ATTEMPTS": str(tmp_path)}
     stores = [
         _store(launch, timedelta(seconds=9), folder | {"TORCHELASTIC_RESTART_COUNT": attempt})
         for attempt in "001"

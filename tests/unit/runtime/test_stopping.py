@@ -12,7 +12,7 @@ from titan_moe.runtime.stopping import StopRequest, all_attempts, has_stopped, r
 
 
 def test_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> None:
-    environment = {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "2"}
+    environment = {"TITAN_MOE_ATTEMPTS": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "2"}
     launches = (Launch(rank=4 + rank, local_rank=rank) for rank in range(2))
     first, second = (StopRequest(launch, environment) for launch in launches)
     assert not first.asks() and not second.asks()
@@ -35,7 +35,7 @@ def test_attempt_that_dies_in_its_imports_has_a_folder(
     """Else its failure would be told in the words of the attempt before it."""
     (tmp_path / "attempt-0").mkdir()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("TITAN_MOE_FAILURES", str(tmp_path))
+    monkeypatch.setenv("TITAN_MOE_ATTEMPTS", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr("titan_moe.runtime.launch.end_with_parent", lambda: None)
     monkeypatch.setitem(sys.modules, "titan_moe.train", None)

@@ -192,7 +192,7 @@ def test_ranks_are_bound_to_numa_nodes_where_numactl_can(
 # A stub of all ranks: signals its launcher, and answers the request that is left for it.
 _ATTEMPT = (
     "import os, pathlib, sys\n"
-    "records = pathlib.Path(os.environ['TITAN_MOE_FAILURES'])\n"
+    "records = pathlib.Path(os.environ['TITAN_MOE_ATTEMPTS'])\n"
     "(attempt := records / 'attempt-0').mkdir()"
 )
 _ASKS = (
