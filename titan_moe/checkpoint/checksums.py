@@ -64,8 +64,7 @@ def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:
     """Returns one error line per tied weight whose copies have different checksums."""
     lines = []
     for first, *copies in tied_weights(config):
-        differ = [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]
-        if differ:
+        if differ := [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]:
             lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
     return lines
 
@@ -87,11 +86,10 @@ def box_sum(values: Tensor, chunk: Chunk) -> Tensor:
     strides = [prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
     start = sum(each.start * stride for each, stride in zip(chunk.box, strides, strict=True))
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    scrambled = None
-    for offset, block in _blocks(values, strides, _BLOCK[values.device.type]):
-        # Blocks differ by a constant only, but for the last ones, which are shorter.
-        if scrambled is None:
-            scrambled = _scrambled_offsets(block, strides)
+    blocks = list(_blocks(values, strides, _BLOCK[values.device.type]))
+    # Blocks differ by a constant only, but for the last ones, which are shorter.
+    scrambled = _scrambled_offsets(blocks[0][1], strides)
+    for offset, block in blocks:
         first = scrambled[tuple(map(slice, block.shape))]
         weight = first + _signed((start + offset + 1) * _SCRAMBLE)
         weight ^= weight >> 32

@@ -189,9 +189,8 @@ def add_out(
     parser: argparse.ArgumentParser, *, default: str | None, says: str, required: bool = False
 ) -> None:
     """Adds --out, the folder that the results go to."""
-    path = None if default is None else Path(default)
     parser.add_argument(
-        "--out", type=path_of, default=path, metavar="PATH", help=says, required=required
+        "--out", type=path_of, default=default, metavar="PATH", help=says, required=required
     )
 
 
