@@ -82,7 +82,6 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         (f"generate x --prompt a --seed {30 * '9'}", "must be 0 or more, at most 1"),
         ("generate x --prompt a --temperature nan", "nan must be 0 or more"),
         ("train --max-restarts -1", "--max-restarts: -1 must be 0 or more"),
-        ("train --ranks x", "--ranks: x must be a positive number"),
         ("verify losses --repeats x", "--repeats: x must be 0 or more"),
         ("check ~no_such_user/run", "error: ~no_such_user/run: there is no such user: write the p"),
     ],

@@ -66,15 +66,12 @@ def test_call_that_ends_in_a_stage_keeps_the_stages_before(
     monkeypatch.setattr(one_gpu, "all_stages", lambda: stages)
     assert one_gpu.main([str(tmp_path), *CALL]) == 130
     then = stages_of(tmp_path / "then.json")
-    assert (
-        then
-        == stages_of(tmp_path / "one_gpu.json")
-        == {
-            "writes": ("passed", "answer 42"),
-            "cut": ("not seen", "was running when the call ended: see log.txt"),
-            "c": ("not seen", "not started"),
-        }
-    )
+    assert then == stages_of(tmp_path / "one_gpu.json")
+    assert then == {
+        "writes": ("passed", "answer 42"),
+        "cut": ("not seen", "was running when the call ended: see log.txt"),
+        "c": ("not seen", "not started"),
+    }
 
 
 def test_words_choose_stages_and_their_order(capsys: pytest.CaptureFixture[str]) -> None:
