@@ -48,10 +48,10 @@ def check(dtype: torch.dtype, device: str = "cpu") -> None:
         middle = logits_TV.shape[1] // 3
         halves = [(0, logits_TV[:, :middle]), (middle, logits_TV[:, middle:])]
         blocks = [(first, x.to(device).contiguous()) for first, x in halves if x.shape[1]]
-        found = [ops.statistics(x, labels, first) for first, x in blocks]
-        terms = [each.largest_T.double() + each.sum_T.double().log() for each in found]
+        found = [ops.block_statistics(x, labels, first) for first, x in blocks]
+        terms = [largest_T.double() + sum_T.double().log() for largest_T, sum_T, _ in found]
         lse_T = torch.stack(terms).logsumexp(0).to(wide)
-        target_T = torch.stack([each.target_T for each in found]).sum(0)
+        target_T = torch.stack([target_T for _, _, target_T in found]).sum(0)
         ours_T = (lse_T - target_T).masked_fill(labels == IGNORE_INDEX, 0)
         torch.testing.assert_close(ours_T.cpu().double(), losses_T, rtol=bound, atol=20 * bound)
         parts = [ops.gradient_in_place(x, labels, first, lse_T) for first, x in blocks]
@@ -69,8 +69,8 @@ def _check_what_is_not_finite(dtype: torch.dtype, device: str) -> None:
         exact_1V = logits_1V.double().requires_grad_()
         wanted = F.cross_entropy(exact_1V, labels_1, reduction="sum")
         wanted = (wanted.detach(), *torch.autograd.grad(wanted, exact_1V))
-        own = ops.statistics(logits_1V, labels_1, 0)
-        loss_1 = own.largest_T.double() + own.sum_T.double().log() - own.target_T.double()
+        largest_1, sum_1, target_1 = ops.block_statistics(logits_1V, labels_1, 0)
+        loss_1 = largest_1.double() + sum_1.double().log() - target_1.double()
         for found in ops.cross_entropy(logits_1V.clone(), labels_1), (loss_1[0], wanted[1]):
             found = [x.double() for x in found]
             torch.testing.assert_close(found, [*wanted], rtol=0.01, atol=1e-4, equal_nan=True)

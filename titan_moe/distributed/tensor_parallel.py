@@ -38,7 +38,7 @@ from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.cross_entropy import IGNORE_INDEX, gradient_in_place, statistics
+from titan_moe.ops.cross_entropy import IGNORE_INDEX, block_statistics, gradient_in_place
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear
 from titan_moe.profiling.regions import region
@@ -233,12 +233,12 @@ class VocabParallelCrossEntropy:
         """Returns this rank's share of the sum, and the gradient, which overwrites the logits."""
         group, width = self._group, logits_TV.shape[1]
         rank = dist.get_rank(group)
-        own = statistics(logits_TV, labels_T, rank * width)
-        largest_T = own.largest_T.clone()
+        own_largest_T, own_sum_T, own_target_T = block_statistics(logits_TV, labels_T, rank * width)
+        largest_T = own_largest_T.clone()
         dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
         owner_T, ignored_T = labels_T.div(width, rounding_mode="floor"), labels_T == IGNORE_INDEX
-        target_T = (own.target_T - largest_T).masked_fill(owner_T != rank, 0)
-        sums = torch.stack([own.sum_T * (own.largest_T - largest_T).exp(), target_T])
+        target_T = (own_target_T - largest_T).masked_fill(owner_T != rank, 0)
+        sums = torch.stack([own_sum_T * (own_largest_T - largest_T).exp(), target_T])
         dist.all_reduce(sums, group=group)
         sum_T, target_T = sums
         # A label that no rank owns makes its row NaN.

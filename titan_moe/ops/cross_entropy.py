@@ -5,7 +5,6 @@ logits, float32 probabilities and rounded gradients beside each other.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,16 +16,6 @@ IGNORE_INDEX = -100
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """logits_TV, which it may overwrite, and labels_T -> the sum of cross-entropies, and its gradient
 for the logits."""
-
-
-class Statistics(NamedTuple):
-    """Holds softmax statistics of each token's logits, all or a block, in at least float32."""
-
-    largest_T: Tensor
-    sum_T: Tensor
-    """Sum of exp(logit - largest)."""
-    target_T: Tensor
-    """The label's logit; 0 if the block does not contain the label."""
 
 
 @with_kernel("cross_entropy_triton")
@@ -47,16 +36,16 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     return losses_T.double().sum(), grad_TV
 
 
-def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
-    """Computes statistics of a block of the vocabulary that begins with the token `first`."""
-    return Statistics(*block_statistics(logits_TV, labels_T, first))
-
-
 @with_kernel("cross_entropy_triton")
 def block_statistics(
     logits_TV: Tensor, labels_T: Tensor, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the fields of Statistics."""
+    """Computes softmax statistics of a block of the vocabulary that begins with the token `first`,
+    in at least float32.
+
+    Returns each token's largest logit, its sum of exp(logit - largest), and its label's logit, 0 if
+    the block does not contain the label.
+    """
     wide_TV = logits_TV.to(at_least_float32(logits_TV))
     largest_T = wide_TV.amax(-1)
     column_T, elsewhere_T = _columns(labels_T, first, logits_TV.shape[1])
