@@ -119,9 +119,8 @@ class Experts(nn.Module):
             with region("experts"):
                 y_RD = self.compute(rows, weights)
             del rows  # From here on a backward alone holds rows that have been received.
-            if (
-                recomputing()
-            ):  # It ends in the last chunk, unless something after the layer is kept.
+            # A recomputation ends in the last chunk, unless something after the layer is kept.
+            if recomputing():
                 late.append((y_RD, plan, order))
             else:
                 with region("combine"):
