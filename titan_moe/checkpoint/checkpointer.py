@@ -34,7 +34,6 @@ from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.hf.write import EndsOf, export_checkpoint, no_ends
 from titan_moe.checkpoint.manifest import (
     Manifest,
-    TensorSpec,
     audit,
     compare_checksums,
     gather_specs,
@@ -159,9 +158,9 @@ class Checkpointer:
         RunError before anything is written when replicas of a tensor, or copies of one, differ.
         """
         if self._save is not None:
-            waited = -time.perf_counter()
+            began = time.perf_counter()
             self.finish()
-            waited += time.perf_counter()
+            waited = time.perf_counter() - began
             self._say("step %d waited %.1f s for the save before it", step, waited)
         began = time.perf_counter()
         model_only = self._config.create_seed_checkpoint or (
@@ -175,7 +174,9 @@ class Checkpointer:
         def publish_all(names: set[str]) -> None:
             if states:
                 write_train_state(aside, states, self._merge_data)
-            manifest = self._manifest(step, specs, sums, model_only=model_only)
+            of = self._model
+            model = (of.family, as_record(of.config)) if of else ("", {})
+            manifest = Manifest(step, model_only, specs, sums, self._job_record, *model)
             publish(aside, target, manifest, names, self._config.keep_latest_k)
 
         doing = f"cannot save checkpoint {target}"
@@ -229,19 +230,6 @@ class Checkpointer:
             self._checksums(self._tensors(with_optimizer=True))
         except RunError as error:
             raise RunError(f"after step {step} {error}") from None
-
-    def _manifest(
-        self, step: int, specs: dict[str, TensorSpec], sums: dict[str, str], *, model_only: bool
-    ) -> Manifest:
-        return Manifest(
-            step=step,
-            model_only=model_only,
-            tensors=specs,
-            checksums=sums,
-            job=self._job_record,
-            family=self._model.family if self._model else "",
-            model=as_record(self._model.config) if self._model else {},
-        )
 
     def _end(self, save: Save) -> None:
         """Wait until a save has ended on every rank; collective."""

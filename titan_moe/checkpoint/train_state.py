@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_moe.distributed.agreement import from_every_rank
 
@@ -63,22 +62,16 @@ def restore_random_state(train_state: dict[str, Any]) -> None:
 
 def set_random_state(saved: dict[str, str]) -> None:
     """Put back what `get_random_state` gave."""
-    torch.set_rng_state(_decode(saved["cpu"]))
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(saved["cuda"]))
+    buffers = {device: bytearray(base64.b64decode(text)) for device, text in saved.items()}
+    states = {device: torch.frombuffer(of, dtype=torch.uint8) for device, of in buffers.items()}
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def get_random_state() -> dict[str, str]:
     """The state of torch's generators on this rank, JSON-able."""
-    state = {"cpu": _encode(torch.get_rng_state())}
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        state["cuda"] = _encode(torch.cuda.get_rng_state())
-    return state
-
-
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {device: base64.b64encode(bytes(of.numpy())).decode() for device, of in states.items()}

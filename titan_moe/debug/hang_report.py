@@ -68,7 +68,8 @@ def analyse(records: Sequence[Record], world_size: int) -> list[str]:
         lines.append("ranks wait for each other: they called collectives in another order")
     lines += [_wait_line(wait, by_rank, waiting) for wait in chained]
     told = {rank for wait in causes for rank in wait.missing}
-    lines += _places(set(range(world_size)) - waiting - told, by_rank, waiting)
+    lines += _places(set(range(world_size)) - by_rank.keys() - told, by_rank, waiting)
+    lines += _places(by_rank.keys() - waiting - told, by_rank, waiting)
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} lines more in the report"]
     if all(record["phase"] == "checkpoint" for record in records):
@@ -156,10 +157,10 @@ def _wait_line(wait: _Wait, by_rank: Mapping[int, Record], waiting: Set[int]) ->
 
 def _places(ranks: Iterable[int], by_rank: Mapping[int, Record], waiting: Set[int]) -> list[str]:
     """Describes ranks that are missing in a call, a line for each place; those that do not answer
-    first. A rank outside of collectives is in the innermost line of this package on its main
-    stack, and in what that runs."""
+    last. A rank outside of collectives is in the innermost line of this package on its main stack,
+    and in what that runs."""
     places: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for rank in sorted(ranks, key=lambda rank: (rank in by_rank, rank)):
+    for rank in sorted(ranks, key=lambda rank: (rank not in by_rank, rank in waiting, rank)):
         if rank not in by_rank:
             place = "does", "do", "not answer (stopped, killed, or Python is held)"
         elif rank in waiting:

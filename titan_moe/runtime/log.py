@@ -60,7 +60,6 @@ def start_logging(rank: int, ranks: set[int]) -> None:
     logger.handlers.clear()
     logger.propagate = False
     if rank not in ranks:
-        logger.addHandler(logging.NullHandler())
         logger.setLevel(logging.CRITICAL + 1)
         return
     handler = logging.StreamHandler(sys.stdout)
