@@ -35,7 +35,7 @@ def import_(options: argparse.Namespace) -> Answer:
     """
     from titan_moe.checkpoint.hf.read import import_folder
 
-    return _converted(import_folder, options)
+    return converted(import_folder, options)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,19 +61,11 @@ def export(options: argparse.Namespace) -> Answer:
     from titan_moe.checkpoint.hf.write import export_checkpoint
     from titan_moe.data.tokenizer import token_ends
 
-    return _converted(partial(export_checkpoint, ends_of=token_ends), options)
+    return converted(partial(export_checkpoint, ends_of=token_ends), options)
 
 
-def _converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
-    import torch
-
-    dtype = getattr(torch, options.dtype)
-    line = in_processes(lambda: convert(options.source, options.out, dtype))
-    return Answer({"folder": str(options.out), "summary": line}, [line])
-
-
-def in_processes(action: Callable[[], str]) -> str:
-    """Runs a conversion over torchrun's processes, or this one; returns its result."""
+def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
+    """Runs a conversion over torchrun's processes, or this one."""
     import torch
     import torch.distributed as dist
 
@@ -92,9 +84,10 @@ def in_processes(action: Callable[[], str]) -> str:
         timeout=_TIMEOUT,
     )
     try:
-        return action()
+        line = convert(options.source, options.out, getattr(torch, options.dtype))
     finally:
         dist.destroy_process_group()
+    return Answer({"folder": str(options.out), "summary": line}, [line])
 
 
 COMMANDS = {

@@ -120,13 +120,13 @@ class RecordWriter:
     """Writes one rank's files, until they fill `limit_gb`. The record then ends for all ranks,
     because a step counts when all its files are there."""
 
-    def __init__(self, folder: Path, *, rank: int, world_size: int, limit_gb: float) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, limit_gb: float) -> None:
         self._folder, self._limit_gb = folder, limit_gb
         self._rank = f"rank-{rank}-of-{world_size}"
         earlier = folder.glob(f"step-*.rank-{rank}-of-*.npz")
         self._bytes = sum(path.stat().st_size for path in earlier)
 
-    def write(self, step: int, tokens: Tokens, decisions: Mapping[str, NDArray[Any]]) -> None:
+    def write(self, step: int, tokens: Tokens, decisions: Mapping[str, Any]) -> None:
         """Write one step's file; does nothing once the record is full."""
         if self._bytes > self._limit_gb * 1e9:
             return
@@ -136,10 +136,8 @@ class RecordWriter:
             logger.warning("%s ends before step %d: a rank reached %s", self._folder, step, key)
             return
         path = self._folder / f"step-{step}.{self._rank}.npz"
-        names = {"rows": np.array(tokens.sequences), "positions": tokens.positions}
-        arrays: dict[str, Any] = {**names, **decisions}
         with (aside := path.with_name(f".{path.name}.tmp")).open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, rows=np.array(tokens.sequences), positions=tokens.positions, **decisions)
         aside.replace(path)
 
 

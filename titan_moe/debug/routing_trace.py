@@ -84,8 +84,7 @@ class RoutingTrace:
             folder, limit_gb = Path(record), job.debug.routing_record_gb
             start = partial(start_record, folder, dims, after=resume_step)
             on_rank_zero(start, doing=f"starting {folder}")
-            ranks = {"rank": process.rank, "world_size": process.world_size}
-            self._writer = RecordWriter(folder, **ranks, limit_gb=limit_gb)
+            self._writer = RecordWriter(folder, process.rank, process.world_size, limit_gb)
         for name, moe in sharded.moe_layers().items():
             self._trace(_short(name), moe.router, dims.experts, flipped_experts)
         modules = [each for part in sharded.parts for each in part.named_modules()]

@@ -80,8 +80,7 @@ class NodeMakers:
     def note(self, layer: str, region: str) -> None:
         """Notes where the forward is from now on, for the next nodes."""
         if not self._made or self._made[-1] != (layer, region):
-            number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-            self._begins.append(number)
+            self._begins.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._made.append((layer, region))
 
     def of(self, node: torch.autograd.graph.Node) -> tuple[str, str]:

@@ -56,16 +56,12 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
     """Returns the method of this name on copies of its tensors."""
 
     def collective(self: Any, *arguments: Any) -> dist.Work:
-        copies = [tree_map_only(Tensor, _on_host, each) for each in arguments]
+        copies = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), arguments)
         work = getattr(self.gloo, name)(*copies)
         written = zip(tree_leaves(arguments[0]), tree_leaves(copies[0]), strict=True)
         return _HostWork(work, [] if name == "send" else list(written))
 
     return collective
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 _methods = {name: _through_host(name) for name in _COLLECTIVES & set(dir(dist.ProcessGroup))}

@@ -33,8 +33,7 @@ def in_fresh_processes(
 
     `fn` must be a module's top-level function; arguments and results travel by pickle.
     """
-    ends = outcomes(fn, tasks, num_workers=num_workers, preload=fn.__module__)
-    for index, value, error in ends:
+    for index, value, error in outcomes(fn, tasks, num_workers=num_workers, preload=fn.__module__):
         if error is not None:
             raise WorkerError(f"{fn.__name__} {index}:\n{error}")
         yield index, value

@@ -48,30 +48,26 @@ def run_on_ranks(
             timeout_s=timeout_s,
         )
         results: dict[int, Any] = {}
-        errors: dict[str, str] = {}
+        errors: list[tuple[str, str]] = []
+        """The cause first, if it is known."""
         with closing(ends):
             try:
                 for rank, value, error in ends:
                     if error is None:
                         results[rank] = value
                         continue
-                    errors[f"rank {rank}"] = error
                     if not _CONSEQUENCE.search(error):
+                        errors.insert(0, (f"rank {rank}", error))
                         break
+                    errors.append((f"rank {rank}", error))
             except WorkerError as late:
-                waited = "\n".join(errors.values())  # Their stacks show where they waited.
-                errors = {"ranks": f"{late}\n{waited}"}
+                waited = "\n".join(error for _, error in errors)  # Stacks: where they waited.
+                errors = [("ranks", f"{late}\n{waited}")]
     if errors:
-        raise RankError(_message(errors))
+        (who, cause), *others = errors
+        last = [f"{other}: {error.splitlines()[-1]}" for other, error in others]
+        raise RankError("\n".join([f"{who}:\n{cause.rstrip()}", *last]))
     return [results[rank] for rank in range(world_size)]
-
-
-def _message(errors: dict[str, str]) -> str:
-    """Returns the cause in full, and the last line of each other rank's error."""
-    causes = [who for who, error in errors.items() if not _CONSEQUENCE.search(error)]
-    cause = (causes or list(errors))[0]
-    others = [f"{who}: {errors[who].splitlines()[-1]}" for who in errors if who != cause]
-    return "\n".join([f"{cause}:\n{errors[cause].rstrip()}", *others])
 
 
 def _on_rank(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.support.commands import run_command
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.write import export_checkpoint
-from titan_moe.cli.hf import in_processes
+from titan_moe.cli.hf import converted
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process_pool import in_fresh_processes
 
@@ -81,8 +82,9 @@ def test_there_and_back_and_a_text(folder, tmp_path):
 
 
 def threads_after_a_failed_export(out):
+    source = out / "step-1"
     with pytest.raises(RunError, match="step-1 does not exist"):
-        in_processes(lambda: export_checkpoint(out / "step-1", out / "hf", None))
+        converted(export_checkpoint, Namespace(source=source, out=out / "hf", dtype="float32"))
     return [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
 
 

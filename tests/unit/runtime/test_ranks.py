@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_moe.runtime import ranks
 from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
-from titan_moe.runtime.ranks import RankError, _message, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
 def rank_times(factor: int) -> int:
@@ -51,9 +52,13 @@ def test_rank_error_names_the_cause_first(bad_rank: int, how: str, says: str) ->
     assert told.startswith(f"rank {bad_rank}:") and says in told
 
 
-def test_rank_error_shows_consequences_in_one_line() -> None:
+def test_rank_error_shows_consequences_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = "Traceback\nRuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer"
-    told = _message({"rank 0": broken, "rank 1": "Traceback\nValueError: the cause"}).splitlines()
+    ends = [(0, None, broken), (1, None, "Traceback\nValueError: the cause")]
+    monkeypatch.setattr(ranks, "outcomes", lambda *_, **__: (end for end in ends))
+    with pytest.raises(RankError) as failure:
+        run_on_ranks(rank_times, 2, 10)
+    told = str(failure.value).splitlines()
     assert told[:3] == ["rank 1:", "Traceback", "ValueError: the cause"]
     assert told[3:] == [f"rank 0: {broken.splitlines()[1]}"]
 
