@@ -46,11 +46,7 @@ def _traces(profiling: Profiling, folder: Path, rank: int) -> torch.profiler.pro
             profile.export_chrome_trace(str(aside))
         logger.info("profile of step %d: %s", profile.step_num, path)
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(
-        activities=activities,
         schedule=torch.profiler.schedule(
             wait=profiling.profile_freq - recorded,
             warmup=profiling.profiler_warmup,

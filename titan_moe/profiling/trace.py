@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -235,10 +234,7 @@ def _measure_cpu(
 
 
 def _measure_gpu(
-    profile: RankProfile,
-    events: list[Event],
-    kernels: list[Event],
-    threads: _Threads,
+    profile: RankProfile, events: list[Event], kernels: list[Event], threads: _Threads
 ) -> None:
     """Add up the time of kernels, by the instants that launched them."""
     launches = {
@@ -270,10 +266,9 @@ def _time_covered(spans: Iterable[Span]) -> Callable[[float, float], float]:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
             merged.append((start, end))
-    merged = merged or [(0.0, 0.0)]
-    edges = [edge for span in merged for edge in span]
-    sums = accumulate((end - start for start, end in merged), initial=0.0)
-    before = [each for pair in pairwise(sums) for each in pair]
+    edges = np.ravel(merged or [(0.0, 0.0)])
+    covered = np.cumsum(edges[1::2] - edges[::2])
+    before = [0.0, *np.repeat(covered, 2)[:-1]]
     return lambda start, end: float(np.diff(np.interp([start, end], edges, before))[0])
 
 
