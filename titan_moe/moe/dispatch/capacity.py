@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AllToAll, start_numbers
-from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
@@ -34,6 +32,7 @@ class CapacityDraft(Draft):
     dropped: Tensor | None
 
 
+@dataclass(eq=False)
 class CapacityDispatcher(ExchangeDispatcher):
     """Exchanges rows like `AllToAllDispatcher`, in buffers sized by T, K and the number of ranks.
 
@@ -43,16 +42,7 @@ class CapacityDispatcher(ExchangeDispatcher):
     """
 
     waits_for_host = False
-
-    def __init__(
-        self,
-        ep_group: ProcessGroup,
-        etp_group: ProcessGroup,
-        config: MoEConfig,
-        capacity_factor: float,
-    ) -> None:
-        super().__init__(ep_group, etp_group, config)
-        self.capacity_factor = capacity_factor
+    capacity_factor: float
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Counts rows sent to other ranks, unused buffer rows included, and the fewest needed."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AllToAll, InFlight, start_numbers, to_host
-from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Hop, Order, Plan
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
@@ -129,6 +128,7 @@ class DeduplicatedPlan(Plan):
     second_hop: AllToAll | None = None
 
 
+@dataclass(eq=False)
 class DeduplicatedDispatcher(ExchangeDispatcher):
     """Exchanges rows like `AllToAllDispatcher`, but sends a token once to each rank or node.
 
@@ -139,15 +139,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         nodes: None if all of the ep group, or each rank of it alone, are on one node.
     """
 
-    def __init__(
-        self,
-        ep_group: ProcessGroup,
-        etp_group: ProcessGroup,
-        config: MoEConfig,
-        nodes: Nodes | None = None,
-    ) -> None:
-        super().__init__(ep_group, etp_group, config)
-        self.nodes = nodes
+    nodes: Nodes | None = None
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Counts rows sent to other ranks, or with nodes to other nodes only: [2] int64, equal."""

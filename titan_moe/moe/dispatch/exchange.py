@@ -119,6 +119,7 @@ class Sent(NamedTuple):
     weights_N1: RowsInFlight
 
 
+@dataclass(eq=False)
 class ExchangeDispatcher(Dispatcher):
     """Rows and their routing weights: all-to-all over ep, then all-gather over etp; and back.
 
@@ -127,10 +128,13 @@ class ExchangeDispatcher(Dispatcher):
         etp_group: the ranks that hold the other slices of the same experts.
     """
 
-    def __init__(self, ep_group: ProcessGroup, etp_group: ProcessGroup, config: MoEConfig) -> None:
-        self.ep_group, self.etp_group = ep_group, etp_group
-        self.num_local = config.num_experts // ep_group.size()
-        self.top_k, self.row_alignment = config.top_k, config.row_alignment
+    ep_group: ProcessGroup
+    etp_group: ProcessGroup
+    config: MoEConfig
+
+    def __post_init__(self) -> None:
+        self.num_local = self.config.num_experts // self.ep_group.size()
+        self.top_k, self.row_alignment = self.config.top_k, self.config.row_alignment
 
     def gather(self, x_TD: Tensor, weights_TK: Tensor, draft: Draft) -> Gathered:
         weights_N1 = gather_rows(weights_TK.reshape(-1, 1), draft.weights)

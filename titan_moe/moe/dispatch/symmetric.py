@@ -8,18 +8,20 @@ not fit: it is not applied.
 Not seen on hardware.
 """
 
+from dataclasses import dataclass, field
+
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AllToAll, start_numbers
 from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
-from titan_moe.moe.config import MoEConfig, rows_of_buffers
+from titan_moe.moe.config import rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.exchange import Draft, Plan
 from titan_moe.ops.permute_indices import sort_by_expert
 
 
+@dataclass(eq=False)
 class SymmetricDispatcher(AllToAllDispatcher):
     """Exchanges rows like `AllToAllDispatcher`, through symmetric memory.
 
@@ -30,17 +32,8 @@ class SymmetricDispatcher(AllToAllDispatcher):
         capacity_factor: of `rows_of_buffers`.
     """
 
-    channels: Channels
-
-    def __init__(
-        self,
-        ep_group: ProcessGroup,
-        etp_group: ProcessGroup,
-        config: MoEConfig,
-        capacity_factor: float | None,
-    ) -> None:
-        super().__init__(ep_group, etp_group, config)
-        self.num_experts, self.capacity_factor = config.num_experts, capacity_factor
+    capacity_factor: float | None
+    channels: Channels = field(init=False)
 
     def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Draft:
         ranks = self.ep_group.size()
@@ -53,7 +46,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         ranks, own, slices = self.ep_group.size(), self.ep_group.rank(), self.etp_group.size()
         num_rows, num_tokens = len(draft.rows.source_R), len(draft.rows.rows_TK)
         most_received = rows_of_buffers(
-            num_tokens, self.top_k, self.num_experts, ranks, self.capacity_factor
+            num_tokens, self.top_k, self.config.num_experts, ranks, self.capacity_factor
         )
         counts_PPE = draft.counts.wait().view(ranks, ranks, -1)  # The device waits.
         over_P = (counts_PPE.sum((0, 2)) - most_received).clamp(min=0)
