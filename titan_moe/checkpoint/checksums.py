@@ -47,8 +47,15 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for rank, entries in enumerate(everyone):
         for name, box, value in entries:
             holders[name, box][value].append(rank)
-    if differ := {place: by for place, by in holders.items() if len(by) > 1}:
-        raise RunError(_differences(differ))
+    differ: dict[str, list[str]] = defaultdict(list)
+    for (name, _), by_value in holders.items():
+        if len(by_value) > 1:
+            # The rarer value is more likely the wrong one: it comes first.
+            groups = sorted(by_value.values(), key=len)
+            differ[name].append(" unlike ".join(map(ranks_in_words, groups)))
+    if differ:
+        named = listed([f"{name} ({'; '.join(of)})" for name, of in differ.items()], most=8)
+        raise RunError(f"ranks hold different values of what should be replicas: {named}")
     return total_sums((name, value) for (name, _), by in holders.items() for value in by)
 
 
@@ -67,16 +74,6 @@ def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:
         if differ := [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]:
             lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
     return lines
-
-
-def _differences(differ: Mapping[tuple[str, str], Mapping[int, Sequence[int]]]) -> str:
-    places = defaultdict(list)
-    for (name, _), by_value in differ.items():
-        # The rarer value is more likely the wrong one: it comes first.
-        groups = sorted(by_value.values(), key=len)
-        places[name].append(" unlike ".join(map(ranks_in_words, groups)))
-    lines = listed([f"{name} ({'; '.join(of)})" for name, of in places.items()], most=8)
-    return f"ranks hold different values of what should be replicas: {lines}"
 
 
 def box_sum(values: Tensor, chunk: Chunk) -> Tensor:
