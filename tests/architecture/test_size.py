@@ -40,8 +40,10 @@ ON_A_GPU = {"titan_moe": 500, "tests": 680, "scripts": 400}
 REAL_FILES = {"titan_moe": 2_130, "tests": 2_470, "scripts": 60}
 # Regression jobs that a cluster can afford came later; 450 and 350 lines were meant.
 REGRESSION_JOBS = {"titan_moe": 700, "tests": 985, "scripts": 70}
-# A core that reads straight gave lines back; 2,000 and 700 are meant.
-STRAIGHT_CORE = {"titan_moe": -987, "tests": -669, "scripts": 0}
+# A core that reads straight gave lines back; 2,000 and 700 were meant.
+STRAIGHT_CORE = {"titan_moe": -1_410, "tests": -786, "scripts": 0}
+# Fine-tuning came later, on conversations first; 1,700 and 1,500 are meant for all of it.
+FINE_TUNING = {"titan_moe": 622, "tests": 569, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -95,7 +97,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str, spare: float) -> None
     total = sum(sizes.values())
     later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
     later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5, ON_A_GPU, REAL_FILES, REGRESSION_JOBS
-    later = *later, STRAIGHT_CORE
+    later = *later, STRAIGHT_CORE, FINE_TUNING
     budget = int((BUDGETS[folder] + sum(feature[folder] for feature in later)) * (1 + spare))
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 

@@ -52,6 +52,11 @@ def _tokenize(options: argparse.Namespace) -> Answer:
     job = job_of(options)
     if job.training.blend:
         raise ConfigError("training.blend: tokenize one dataset at a time, training.dataset")
+    if job.training.dataset_format == "messages":
+        raise ConfigError(
+            "training.dataset_format='messages' is not to be tokenized: a copy holds no targets; "
+            "train on the conversations themselves"
+        )
     (source,) = training_sources(job.training)
     path = job.model.tokenizer_path
     corpus = open_source(source, load_tokenizer(path, job.training), seed=0)

@@ -6,6 +6,7 @@ that its users can bring their files; torchtitan.py says what becomes of its oth
 """
 
 from collections.abc import Mapping
+from datetime import date
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -48,6 +49,10 @@ run has, and few enough for every type that they are converted to."""
 Score = Annotated[
     Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES"), AS_IT_IS
 ]
+
+
+def _day(value: str) -> str:
+    return date.fromisoformat(value).isoformat()
 
 
 def _name_or_flag(value: Any) -> Any:
@@ -286,6 +291,22 @@ class DataLoader(Section):
     """Steps' worth of batches that the background reader keeps ready."""
 
 
+class Messages(Section):
+    """Conversations as training data, of training.dataset_format = "messages"."""
+
+    template: _ReadPath | None = None
+    """File of a chat template in Jinja, or 'chatml'; left out: the tokenizer's own. What it puts
+    into {% generation %} is what the assistant writes; without that the turns are found by
+    rendering the conversation up to each of them."""
+    date: Annotated[str, AfterValidator(_day)] | None = None
+    """Day that a template is told when it asks for today's, such as "2026-01-31": a run that
+    resumes must read the same tokens."""
+    targets: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens to learn: what the assistant writes, its last turn alone, or everything."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """A conversation of more than seq_len tokens loses its end, or is left out."""
+
+
 class Training(Section):
     """Data, batch, steps, precision."""
 
@@ -301,6 +322,10 @@ class Training(Section):
     text_column: str = "text"
     """Column of json, parquet and Hugging Face data that holds the text; 'doc.text' is the field
     text of records under doc. No other column is read."""
+    dataset_format: Literal["text", "messages"] = "text"
+    """Content of a document: 'text', or 'messages', a conversation for supervised fine-tuning. Its
+    record has `messages` (and `tools`), `conversations`, or `prompt` and `completion`."""
+    messages: Messages = Messages()
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""

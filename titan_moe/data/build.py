@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.conversations import ChatError
 from titan_moe.data.corpus import Source, left_out
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
 from titan_moe.data.reader import StepReader
-from titan_moe.data.sequences import BlendSource, Identity, SequenceStream, encode_document
+from titan_moe.data.sequences import (
+    BlendSource,
+    Identity,
+    SequenceStream,
+    encode_document,
+    read_document,
+)
 from titan_moe.data.sources import (
     all_sources,
     check_source,
@@ -186,14 +194,14 @@ def _sample(order: DocumentOrder, use: str, tokenizer: Tokenizer) -> str:
     """One line about a source. ConfigError if its first documents cannot be read."""
     count = min(_MOST_SAMPLED, order.size or 1)
     try:
-        lengths = [len(encode_document(order.document(n), tokenizer).ids) for n in range(count)]
+        read = [read_document(order.document(number), tokenizer) for number in range(count)]
     except OutOfDocumentsError:
         raise ConfigError(f"{order.name} holds no document") from None
     except RunError as error:
         raise ConfigError(str(error)) from None
     if isinstance(order, StreamOrder):
         return f"{order.name}, for {use}: {order.description}"
-    tokens = sum(lengths) * order.size // count
+    tokens = sum(len(document.ids) for document in read if document) * order.size // count
     return f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens"
 
 
@@ -221,11 +229,38 @@ def _open_order(
 ) -> DocumentOrder:
     """Open a source for training, or by default as it is for validation."""
     opened = open_source(source, tokenizer, seed)
+    if tokenizer.conversations is not None:
+        _check_conversations(source, opened, tokenizer)
     how: dict[str, Any] = {"split": split, "repeat": repeat}
     if isinstance(opened, Corpus):
         return CorpusOrder(source.name, opened, seed=seed if shuffle else None, **how)
     how |= {"sequences": sequences, "global_batch_size": global_batch_size}
     return StreamOrder(source.name, opened, **how)
+
+
+def _check_conversations(source: Source, opened: Corpus | HubStream, tokenizer: Tokenizer) -> None:
+    """Refuse a source whose first conversations the chat template refuses, or of which none has
+    anything to learn. Those of later ones are left out, and counted."""
+    documents = (
+        opened.read()
+        if isinstance(opened, HubStream)
+        else map(opened.__getitem__, range(len(opened)))
+    )
+    has_target = False
+    for document in islice(documents, _MOST_SAMPLED):
+        if document.content is None:
+            continue
+        try:
+            encoded = encode_document(document, tokenizer)
+        except ChatError as error:
+            line = f"{source.name}: {document.name}: {error}"
+            raise ConfigError(f"{line}: mend the conversation or take it out") from None
+        has_target |= encoded.is_target is not None and bool(encoded.is_target.any())
+    if not has_target:
+        raise ConfigError(
+            f"{source.name}: no message of its first {_MOST_SAMPLED} conversations is to be "
+            "learned: choose other training.messages.targets, or mend the roles"
+        )
 
 
 def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:

@@ -1,12 +1,16 @@
 """Corpora that every machine has: the Python standard library's sources, and a made-up language."""
 
+import ast
 import hashlib
 import os
 import sys
 import sysconfig
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.conversations import conversation_text
 from titan_moe.data.order import Document, mix
 
 # Not the library itself: installed packages, caches, and tests (mostly tables of input and output).
@@ -47,6 +51,45 @@ class StdlibCorpus:
 
     def __getitem__(self, index: int) -> Document:
         return self._documents[index]
+
+
+class StdlibConversations:
+    """A question about each function and class of the standard library that has a docstring; the
+    answer is its first line."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` and ConfigError: as of `StdlibCorpus`."""
+        sources = StdlibCorpus(folder)
+        self.fingerprint = f"{sources.fingerprint}:messages"
+        self._documents = [
+            Document(f"{source.name}:{number}", conversation_text({"messages": messages}))
+            for source in map(sources.__getitem__, range(len(sources)))
+            for number, messages in _questions(source)
+        ]
+
+    def checksum(self) -> str:
+        return ""
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._documents[index]
+
+
+def _questions(source: Document) -> Iterator[tuple[int, list[dict[str, str]]]]:
+    """Yield line and messages about each definition of a Python file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of old escapes in strings.
+        nodes = ast.walk(ast.parse(str(source.content)))
+    module = source.name.removeprefix("stdlib/").removesuffix(".py").replace("/", ".")
+    for node in nodes:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if said := (ast.get_docstring(node) or "").strip():
+            question = f"What is {node.name} of {module}?"
+            answer = {"role": "assistant", "content": said.splitlines()[0]}
+            yield node.lineno, [{"role": "user", "content": question}, answer]
 
 
 def _python_files(folder: Path) -> list[Path]:

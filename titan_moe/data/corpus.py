@@ -36,7 +36,8 @@ class Source:
     key: str
     dataset: str
     dataset_path: str | None = None
-    text_column: str = "text"
+    text_column: str | None = "text"
+    """None: each record is a conversation."""
     weight: float = 1.0
 
     @property
@@ -48,6 +49,13 @@ class Source:
     def path_name(self) -> str:
         """The path as its key and value in the configuration."""
         return f"{self.key}dataset_path={self.dataset_path!r}"
+
+    @property
+    def column_name(self) -> str:
+        """The key and value in the configuration that say what a document is."""
+        if self.text_column is None:
+            return "training.dataset_format='messages'"
+        return f"{self.key}text_column={self.text_column!r}"
 
     @property
     def place(self) -> tuple[str, str]:
@@ -186,7 +194,7 @@ class FileCorpus:
         self._files = find_files(source)
         self._table = _load(source, self._files, self.column)
         # The Arrow column itself: a row through `datasets` costs 50 times as much.
-        self._texts = self._table.data.column(self.column)
+        self._texts = self._table.data.column(0)
         # Names and sizes alone; the contents may be terabytes.
         base = Path(os.path.commonpath([path.parent for path in self._files]))
         listing = [f"{path.relative_to(base)}\0{path.stat().st_size}\0" for path in self._files]
@@ -197,7 +205,7 @@ class FileCorpus:
             problem = why_without_texts(
                 str(self._files[0].absolute()), FORMATS[dataset], self.column
             )
-            raise ConfigError(f"{source.key}text_column={self.column!r}: {problem}")
+            raise ConfigError(f"{source.column_name}: {problem}")
 
     def rows(self) -> Any:
         """The `datasets.Dataset`; for `titan-moe tokenize`."""
@@ -213,7 +221,7 @@ class FileCorpus:
         return Document(f"{self._name}/{index}", self._texts[index].as_py())
 
 
-def _load(source: Source, files: Sequence[Path], column: str) -> Any:
+def _load(source: Source, files: Sequence[Path], column: str | None) -> Any:
     """The texts of the files as a `datasets.Dataset`; ConfigError if they cannot be read."""
     datasets = import_datasets()
     from titan_moe.data.texts_builder import Texts
@@ -241,8 +249,10 @@ def _load(source: Source, files: Sequence[Path], column: str) -> Any:
     return table
 
 
-def column_mark(column: str) -> str:
-    """The suffix of a fingerprint for a column other than "text"."""
+def column_mark(column: str | None) -> str:
+    """The suffix of a fingerprint for documents that are not the column "text"."""
+    if column is None:
+        return ":messages"
     return "" if column == "text" else f":column={column}"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from titan_moe.runtime.errors import RunError
+
 # A label that is no target; the default `ignore_index` of torch's cross entropy.
 IGNORE_INDEX = -100
 
@@ -17,6 +19,10 @@ class Encoded:
 
     name: str
     ids: np.ndarray
+    is_target: np.ndarray | None = None
+    """Whether each token is to be learned; None: all but the first."""
+    place: tuple[int, int] = (0, 0)
+    """Its source, and its number among the documents of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,77 @@ class Packer:
             self.offset -= 1  # The last label is the next sequence's first token.
         held = int(documents[min(filled, self._seq_len) - 1]) + 1
         return PackedSequence(tokens[:-1], labels, documents[:-1], samples[:held])
+
+
+class BestFitPacker:
+    """Puts whole documents into sequences of `seq_len` tokens, none longer than that.
+
+    A sequence takes the document that has waited longest and then, as long as one fits, the longest
+    that does, of a number that wait. What is left of it repeats its own first tokens, as a document
+    without targets: padding of one token would go to one set of experts (as in `ignored_sequence`).
+    """
+
+    _WAITING = 64
+
+    def __init__(self, next_document: Callable[[], Encoded | None], *, seq_len: int) -> None:
+        """`next_document` returns None, or raises RunError, when there is no more."""
+        self._next_document = next_document
+        self._seq_len = seq_len
+        self.waiting: list[Encoded] = []
+        self._end: RunError | None = None
+        self._has_ended = False
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where the documents that wait were taken from."""
+        return [each.place for each in self.waiting]
+
+    def next_sequence(self) -> PackedSequence | None:
+        """Pack one sequence; None when there is no document left, or the error that said so."""
+        chosen: list[Encoded] = []
+        space = self._seq_len
+        while fitting := [each for each in self._filled() if len(each.ids) <= space]:
+            best = max(fitting, key=lambda each: len(each.ids)) if chosen else fitting[0]
+            self.waiting = [each for each in self.waiting if each is not best]
+            chosen.append(best)
+            space -= len(best.ids)
+        if not chosen:
+            if self._end is not None:
+                raise self._end
+            return None
+        return self._packed(chosen)
+
+    def _filled(self) -> list[Encoded]:
+        while len(self.waiting) < self._WAITING and not self._has_ended:
+            try:
+                document = self._next_document()
+            except RunError as error:
+                self._end, document = error, None
+            if document is None:
+                self._has_ended = True
+            else:
+                self.waiting.append(document)
+        return self.waiting
+
+    def _packed(self, chosen: list[Encoded]) -> PackedSequence:
+        ids = np.concatenate([each.ids for each in chosen])
+        labels = np.full(self._seq_len, IGNORE_INDEX, np.int64)
+        documents = np.full(self._seq_len, len(chosen), np.int32)
+        at = 0
+        for number, document in enumerate(chosen):
+            end = at + len(document.ids)
+            documents[at:end] = number
+            targets = document.ids[1:]
+            if document.is_target is not None:
+                targets = np.where(document.is_target[1:], targets, IGNORE_INDEX)
+            labels[at : end - 1] = targets
+            at = end
+        return PackedSequence(
+            np.concatenate([ids, np.resize(ids, self._seq_len - at)]),
+            labels,
+            documents,
+            [each.name for each in chosen],
+        )
 
 
 def ignored_sequence(like: PackedSequence) -> PackedSequence:

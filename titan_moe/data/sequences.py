@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_moe.data.conversations import ChatError
 from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, mix
-from titan_moe.data.packing import Encoded, PackedSequence, Packer
+from titan_moe.data.packing import BestFitPacker, Encoded, PackedSequence, Packer
 from titan_moe.data.stream import DocumentOrder
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
+
+_MOST_LEFT_OUT = 10_000
+"""Conversations in a row without anything to learn at which a run ends."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Identity:
     checksum: str
     """Sampled checksums of the sources' files, joined by `+`. A source whose fingerprint covers its
     content contributes `-`."""
+    messages: str = ""
+    """What conversations' tokens depend on; empty for texts."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,20 @@ class BlendSource:
     weight: float
 
 
-def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
+def encode_document(
+    document: Document, tokenizer: Tokenizer, seq_len: int | None = None
+) -> Encoded:
     """Token ids of a document, with those that begin and end it. One without a text has no other
-    ids.
+    ids. seq_len: the most tokens of a conversation; None: all.
 
-    RunError if the document holds ids that the tokenizer has not.
+    RunError if the document holds ids that the tokenizer has not, ChatError for a conversation that
+    is none, or that the chat template refuses.
     """
     content = "" if document.content is None else document.content
+    if tokenizer.conversations is not None:
+        assert isinstance(content, str)
+        tokens = tokenizer.conversations.tokens(content, seq_len)
+        return Encoded(document.name, tokens.ids, tokens.is_target)
     ids = tokenizer.encode(content) if isinstance(content, str) else content
     if not isinstance(content, str) and ids.size:
         if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
@@ -62,6 +75,18 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
         ended = tokenizer.append_eos and ids[-1] == tokenizer.eos_id
         ids = ids[begin : len(ids) - bool(ended)]
     return Encoded(document.name, tokenizer.document(ids))
+
+
+def read_document(
+    document: Document, tokenizer: Tokenizer, seq_len: int | None = None
+) -> Encoded | None:
+    """A document's tokens; None for a conversation that is none, that the chat template refuses, or
+    that has nothing to learn. Otherwise as `encode_document`."""
+    try:
+        encoded = encode_document(document, tokenizer, seq_len)
+    except ChatError:
+        return None
+    return encoded if encoded.is_target is None or encoded.is_target.any() else None
 
 
 class Blend:
@@ -108,13 +133,18 @@ class SequenceStream:
         ]
         self._read = [0] * len(sources)  # Documents opened, by source.
         self._without_text = 0
-        self._source = -1  # The source of the open document; -1: none is open yet.
-        self._packer = Packer(
-            self._next_document,
-            seq_len=identity.seq_len,
-            mask_documents=mask_documents,
-            padding_id=tokenizer.eos_id,
-        )
+        self._source = -1  # The source of the document that is cut; -1: none is.
+        self._seq_len = identity.seq_len
+        self._packer: Packer | BestFitPacker
+        if tokenizer.conversations is not None:
+            self._packer = BestFitPacker(self._next_conversation, seq_len=identity.seq_len)
+        else:
+            self._packer = Packer(
+                self._next_document,
+                seq_len=identity.seq_len,
+                mask_documents=mask_documents,
+                padding_id=tokenizer.eos_id,
+            )
 
     def next_sequence(self) -> PackedSequence:
         """The next seq_len tokens; RunError when a source has no document left."""
@@ -126,18 +156,24 @@ class SequenceStream:
         """The first position, by partition of `source`, that a resume from `state()` asks for."""
         turns = len(self._assignment(source).partitions(self.index))
         next_number = self._read[source] - (source == self._source)
+        if isinstance(self._packer, BestFitPacker):
+            waiting = [number for of, number in self._packer.places if of == source]
+            next_number = min([next_number, *waiting])
         return dict(self._place(source, next_number + turn) for turn in range(turns))
 
     def state(self) -> dict[str, Any]:
         """JSON-able place in the stream: documents and tokens opened by source, "part", the source
         of the open document, and its tokens before the place, documents without a text."""
-        return {
+        state = {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
             "part": self._source,
-            "offset": self._packer.offset,
+            "offset": 0,
             "without_text": self._without_text,
         }
+        if isinstance(self._packer, Packer):
+            return state | {"offset": self._packer.offset}
+        return state | {"waiting": self._packer.places}
 
     def load_state(self, state: dict[str, Any], first: Sequence[Sequence[int]]) -> None:
         """Go on where `state` was taken, of sequences that begin at the positions `first`."""
@@ -146,10 +182,17 @@ class SequenceStream:
         self._blend.tokens = list(state["tokens"])
         self._source = state["part"]
         self._without_text = state["without_text"]
+        if isinstance(self._packer, BestFitPacker):
+            places = [(source, number) for source, number in state.get("waiting", [])]
+            # A stream's documents are read in their order.
+            found = {place: self._conversation(*place) for place in sorted(places)}
+            # In a training stage of shorter sequences nothing may be left of one.
+            self._packer.waiting = [each for place in places if (each := found[place])]
+            return
         document = None
         if self._source >= 0:
-            opened = self._open(self._source, self._read[self._source] - 1)
-            document = encode_document(opened, self._tokenizer)
+            opened_last = self._open(self._source, self._read[self._source] - 1)
+            document = encode_document(opened_last, self._tokenizer)
         self._packer.resume(document, state["offset"])
 
     def _assignment(self, source: int) -> Assignment:
@@ -165,6 +208,31 @@ class SequenceStream:
         return self._sources[source].order.document(position, partition)
 
     def _next_document(self) -> Encoded:
+        source, document = self._take()
+        encoded = encode_document(document, self._tokenizer)
+        self._source = source
+        self._blend.tokens[source] += len(encoded.ids)
+        self._without_text += document.content is None
+        return encoded
+
+    def _next_conversation(self) -> Encoded:
+        """The next conversation that has something to learn; the others are counted."""
+        for _ in range(_MOST_LEFT_OUT):
+            source, document = self._take()
+            encoded = read_document(document, self._tokenizer, self._seq_len)
+            if encoded is not None:
+                self._blend.tokens[source] += len(encoded.ids)
+                return replace(encoded, place=(source, self._read[source] - 1))
+            self._without_text += 1
+        name = self._sources[source].order.name
+        raise RunError(f"{name}: {_MOST_LEFT_OUT:,} conversations in a row have nothing to learn")
+
+    def _conversation(self, source: int, number: int) -> Encoded | None:
+        encoded = read_document(self._open(source, number), self._tokenizer, self._seq_len)
+        return encoded and replace(encoded, place=(source, number))
+
+    def _take(self) -> tuple[int, Document]:
+        """Returns the source of the next document, and that document."""
         source = self._blend.next_source()
         order = self._sources[source].order
         try:
@@ -177,9 +245,5 @@ class SequenceStream:
                 f"{self._blend.tokens[source]:,} tokens; set training.repeat_dataset=true to start "
                 "it again, or train fewer steps"
             ) from None
-        encoded = encode_document(document, self._tokenizer)
-        self._source = source
         self._read[source] += 1
-        self._blend.tokens[source] += len(encoded.ids)
-        self._without_text += document.content is None
-        return encoded
+        return source, document

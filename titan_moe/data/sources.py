@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Dataset, Training, Validation
-from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
+from titan_moe.data.builtin import StdlibConversations, StdlibCorpus, SyntheticCorpus
 from titan_moe.data.corpus import CORPORA, FORMATS, FileCorpus, Source, find_files
 from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.order import Corpus
@@ -12,6 +12,7 @@ from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import TokenCorpus
 
+WITHOUT_CONVERSATIONS = ("synthetic", "text", "tokens", "megatron")
 # 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.
 _C4_TEST_FOLDER = "tests/assets/c4_test"
 
@@ -19,6 +20,11 @@ _C4_TEST_FOLDER = "tests/assets/c4_test"
 def check_source(source: Source, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError for mistakes that show without reading the data: a wrong path, ids of
     another tokenizer (None: do not compare)."""
+    if source.text_column is None and source.dataset in WITHOUT_CONVERSATIONS:
+        raise ConfigError(
+            f"{source.name} holds no conversations, as {source.column_name} asks for: choose "
+            "stdlib, json, parquet or a Hugging Face name"
+        )
     if source.dataset in DATASETS_WITHOUT_PATH:
         if source.dataset_path is not None:
             raise ConfigError(f"{source.path_name} has no use with {source.name}: leave it out")
@@ -61,7 +67,9 @@ def _source(
     dataset, path = section.dataset or "", section.dataset_path
     if dataset == "c4_test":
         dataset, path = "json", path or _C4_TEST_FOLDER
-    return Source(key, dataset, path, section.text_column or training.text_column, weight)
+    column = section.text_column or training.text_column
+    is_text = training.dataset_format == "text"
+    return Source(key, dataset, path, column if is_text else None, weight)
 
 
 def validation_sources(validation: Validation, training: Training) -> list[Source]:
@@ -84,7 +92,9 @@ def shared_places(validation: Validation, training: Training) -> set[tuple[str, 
 
 
 CORPORA |= {
-    "stdlib": lambda source, tokenizer, seed: StdlibCorpus(),
+    "stdlib": lambda source, tokenizer, seed: (
+        StdlibCorpus() if source.text_column is not None else StdlibConversations()
+    ),
     "synthetic": lambda source, tokenizer, seed: SyntheticCorpus(seed),
     "tokens": lambda source, tokenizer, seed: _open_tokens(source, tokenizer),
     "megatron": lambda source, tokenizer, seed: MegatronCorpus(source),

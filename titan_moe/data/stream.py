@@ -15,6 +15,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import LOCAL_DATASETS
+from titan_moe.data.conversations import COLUMN, without_nulls
 from titan_moe.data.corpus import (
     FIRST,
     FORMATS,
@@ -84,7 +85,7 @@ class HubStream:
             if first and not any(first):
                 raise ColumnError(why_without_texts(next(iter(sizes)), form, self.column))
         except ColumnError as error:
-            raise ConfigError(f"{source.key}text_column={self.column!r}: {error}") from None
+            raise ConfigError(f"{source.column_name}: {error}") from None
         except Exception as error:  # Network, permission, format: each raises its own.
             remedy = f"; name a whole local copy with {source.key}dataset_path, or use "
             remedy = "" if place else remedy + ", ".join(LOCAL_DATASETS)
@@ -116,7 +117,7 @@ class HubStream:
         self._rows.load_state_dict(mark or self._beginning)
         try:
             for row in self._rows:
-                text = pick(row, self.column)
+                text = row[COLUMN] if COLUMN in row else pick(without_nulls(row), self.column)
                 yield Document(self._source.dataset, text if isinstance(text, str) else None)
         except Exception as error:
             state, cause = self._rows.state_dict(), first_cause(error)
@@ -153,7 +154,7 @@ def _builder_of_copy(place: Path, split: str) -> Any:
     return load(form, data_dir=pattern)
 
 
-def _texts_of(builder: Any, split: str, column: str) -> tuple[Any, str, str, dict[str, int]]:
+def _texts_of(builder: Any, split: str, column: str | None) -> tuple[Any, str, str, dict[str, int]]:
     """The builder of a dataset's texts and its split; the format, and the sizes of the files by
     their addresses."""
     from datasets.utils.file_utils import xgetsize

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
 from typing import Any
 
+from titan_moe.data.conversations import FIELDS, conversation_text, without_nulls
+
 ENDINGS = {
     "json": (".json", ".jsonl", ".ndjson"),
     "parquet": (".parquet",),
@@ -41,10 +43,11 @@ class ColumnError(ValueError):
     """A file lacks the column, or has one that holds no texts."""
 
 
-def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
+def read_batches(file: str, form: str, column: str | None) -> Iterator[Any]:
     """Yield the texts of a file as Arrow arrays of large strings, null for a record without a text.
 
-    form: a key of ENDINGS. column: its name, or the path of a field in nested records: "doc.text".
+    form: a key of ENDINGS. column: its name, or the path of a field in nested records: "doc.text";
+    None: a record is a conversation, whose JSON is the text.
     Raises ColumnError for a Parquet file without such a column, ValueError or OSError for one that
     cannot be read.
     """
@@ -61,8 +64,11 @@ def read_batches(file: str, form: str, column: str) -> Iterator[Any]:
         yield pa.array(batch, pa.large_string())
 
 
-def pick(record: Any, column: str) -> Any:
-    """The value of a record's column, or of a field in nested records ("doc.text"), else None."""
+def pick(record: Any, column: str | None) -> Any:
+    """The value of a record's column, or of a field in nested records ("doc.text"), else None. With
+    a column of None the record's conversation."""
+    if column is None:
+        return conversation_text(record)
     if not isinstance(record, dict):
         return None
     if column in record:
@@ -71,12 +77,12 @@ def pick(record: Any, column: str) -> Any:
     return pick(record.get(head), rest) if rest else None
 
 
-def check_column(file: str, form: str, column: str) -> None:
+def check_column(file: str, form: str, column: str | None) -> None:
     """Raise ColumnError if a Parquet or CSV file lacks the column, ValueError if its schema
     or first row is damaged. No more of it is read."""
     try:
         if form == "parquet":
-            _column_path(_open_parquet(file), file, column)
+            _columns(_open_parquet(file), file, column)
         elif form in _SEPARATORS:
             next(_texts_of_rows(file, form, column), None)
     except ColumnError:
@@ -85,8 +91,13 @@ def check_column(file: str, form: str, column: str) -> None:
         raise ValueError(f"{file}: {error}") from None
 
 
-def why_without_texts(file: str, form: str, column: str) -> str:
+def why_without_texts(file: str, form: str, column: str | None) -> str:
     """Returns the problem of a column that has no text in any of a file's first records."""
+    if column is None:
+        return (
+            f"no record looked at, from {file!r} on, holds `messages` with role and content, "
+            "`conversations` with from and value, or `prompt` and `completion`"
+        )
     found: dict[str, str] = {}
     records = islice(_records(_lines(file, "\n")), _BATCH) if form == "json" else ()
     for record in records:
@@ -111,7 +122,8 @@ def _kind(value: Any) -> str:
     if isinstance(value, str):
         not_utf8 = "bytes that are not UTF-8 (convert the file: iconv -f latin1 -t utf-8)"
         return "empty strings" if _is_utf8(value) else not_utf8
-    return {float: "numbers", bool: "true and false"}.get(type(value), f"a {type(value).__name__}")
+    names = {int: "numbers", float: "numbers", bool: "true and false"}
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _open(file: str) -> Any:
@@ -171,10 +183,11 @@ _PACKED: list[tuple[bytes, Any]] = [
 ]
 
 
-def _texts_of_lines(lines: Iterable[str], form: str, column: str) -> Iterator[Any]:
+def _texts_of_lines(lines: Iterable[str], form: str, column: str | None) -> Iterator[Any]:
     if form == "json":
         for record in _records(lines):
-            yield record if isinstance(record, str) else pick(record, column)
+            is_text = isinstance(record, str) and column is not None
+            yield record if is_text else pick(record, column)
     elif form == "line":
         yield from (line.removesuffix("\n") for line in lines)
     else:
@@ -183,26 +196,26 @@ def _texts_of_lines(lines: Iterable[str], form: str, column: str) -> Iterator[An
                 yield "".join(paragraph).removesuffix("\n")
 
 
-def _texts_of_rows(file: str, form: str, column: str) -> Iterator[str | None]:
+def _texts_of_rows(file: str, form: str, column: str | None) -> Iterator[str | None]:
     """Pandas would read "NA" and "null" as no text, and take the first value of rows that are
     longer than their names for a name."""
     csv.field_size_limit(sys.maxsize)
     rows = csv.DictReader(_lines(file, ""), delimiter=_SEPARATORS[form], strict=True)
-    if rows.fieldnames and column not in rows.fieldnames:
+    if rows.fieldnames and column is not None and column not in rows.fieldnames:
         raise ColumnError(_column_problem(file, column, dict.fromkeys(rows.fieldnames, "")))
     line = rows.line_num + 1
     try:
         for row in rows:
             if None in row:
                 raise csv.Error(f"more values than the {len(row) - 1} columns have")
-            yield row[column]
+            yield row[column] if column is not None else pick(row, None)
             line = rows.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {line}: {error}") from None
 
 
 # Integers of over 4,300 digits are an error to int.
-_parse_json = json.JSONDecoder(parse_int=float).decode
+_parse_json = json.JSONDecoder(parse_int=lambda n: int(n) if len(n) < 4300 else float(n)).decode
 
 
 def _records(lines: Iterable[str]) -> Iterator[Any]:
@@ -225,9 +238,15 @@ def _records(lines: Iterable[str]) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
 
 
-def _column_path(reader: Any, file: str, column: str) -> list[str]:
+def _columns(reader: Any, file: str, column: str | None) -> list[str]:
     """The names that lead to a column of texts in a Parquet file, which a file without rows need
-    not have: the types of its columns say nothing."""
+    not have: the types of its columns say nothing. Those of a conversation for None."""
+    if column is None:
+        if held := [name for name in FIELDS if name in reader.schema_arrow.names]:
+            return held
+        raise ColumnError(
+            _column_problem(file, FIELDS[0], dict.fromkeys(reader.schema_arrow.names, ""))
+        )
     found = dict(_fields(reader.schema_arrow))
     kind = found.get(column, "").removeprefix("dictionary<values=").split(",")[0]
     if reader.metadata.num_rows and kind not in _STRINGS:
@@ -235,12 +254,16 @@ def _column_path(reader: Any, file: str, column: str) -> list[str]:
     return [column] if column in reader.schema_arrow.names else column.split(".")
 
 
-def _parquet_texts(file: str, column: str) -> Iterator[str | None]:
+def _parquet_texts(file: str, column: str | None) -> Iterator[str | None]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     reader = _open_parquet(file)
-    first, *inner = _column_path(reader, file, column)
+    first, *inner = _columns(reader, file, column)
+    if column is None:
+        for batch in reader.iter_batches(_BATCH, columns=[first, *inner]):
+            yield from map(conversation_text, without_nulls(batch.to_pylist()))
+        return
     for batch in reader.iter_batches(_BATCH, columns=[column]) if reader.metadata.num_rows else ():
         texts = pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
         # Arrow's strings may hold bytes that are not UTF-8.

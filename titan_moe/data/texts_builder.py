@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 
+from titan_moe.data.conversations import COLUMN
 from titan_moe.data.texts import ColumnError, read_batches
 
 
@@ -19,7 +20,7 @@ class TextsConfig(datasets.BuilderConfig):
     version: Any = "1.0.0"
     files: Sequence[str] = ()
     form: str = "json"
-    column: str = "text"
+    column: str | None = "text"
     stamps: Sequence[tuple[int, int]] = ()
     """Sizes and times of local files."""
 
@@ -32,8 +33,12 @@ class Texts(datasets.ArrowBasedBuilder):
     BUILDER_CONFIG_CLASS = TextsConfig
 
     def _info(self) -> datasets.DatasetInfo:
-        features = {self.config.column: datasets.Value("large_string")}
+        features = {self._name: datasets.Value("large_string")}
         return datasets.DatasetInfo(features=datasets.Features(features))
+
+    @property
+    def _name(self) -> str:
+        return self.config.column or COLUMN
 
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
         files = list(self.config.files)
@@ -49,7 +54,7 @@ class Texts(datasets.ArrowBasedBuilder):
             rows = 0
             try:
                 for batch in read_batches(file, self.config.form, column):
-                    yield (number, 0), pa.table({column: batch})
+                    yield (number, 0), pa.table({self._name: batch})
                     rows += len(batch)
             except ColumnError:
                 raise

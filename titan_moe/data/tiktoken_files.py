@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from titan_moe.data.conversations import Spans
+
 # Split patterns are part of a tokenizer, but a file of ranks does not hold them.
 _WORD_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,23 +53,31 @@ class TiktokenEncoding:
 
         if missing := sum(bytes([byte]) not in ranks for byte in range(256)):
             raise ValueError(f"{missing} of the 256 bytes have no rank: download it again")
-        self._special = {name: number for number, name in names.items()}
-        if len(self._special) != len(names):
+        self.special = {name: number for number, name in names.items()}
+        if len(self.special) != len(names):
             raise ValueError("two special tokens have one name")
         self._tiktoken = tiktoken.Encoding(
-            "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._special
+            "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special
         )
-        self._allowed = set(self._special) if parse else set()
-        self.ends = next((ends for ends in _ENDS if {*ends} <= {*self._special}), ("", ""))
+        self._allowed = set(self.special) if parse else set()
+        self.ends = next((ends for ends in _ENDS if {*ends} <= {*self.special}), ("", ""))
         self.vocab_size = self._tiktoken.n_vocab
 
     def id_of(self, name: str) -> int | None:
-        return self._special.get(name)
+        return self.special.get(name)
 
     def encode(self, text: str) -> np.ndarray:
         how: dict[str, Any] = {"allowed_special": self._allowed, "disallowed_special": ()}
         pieces = [self._tiktoken.encode_to_numpy(piece, **how) for piece in _cut_blanks(text)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def encode_spans(self, text: str) -> Spans:
+        """Ids, and of each the characters that it stands for."""
+        ids = self.encode(text).astype(np.int64)
+        _, begins = self._tiktoken.decode_with_offsets(ids.tolist())
+        # Several tokens may stand for one character.
+        ends = np.maximum(np.array([*begins[1:], len(text)]), np.array(begins) + 1)
+        return Spans(ids, np.array(begins), ends)
 
     def decode(self, ids: list[int]) -> str:
         return self._tiktoken.decode(ids)

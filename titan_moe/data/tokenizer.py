@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,13 @@ from pydantic import BaseModel, ValidationError
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data import tiktoken_files
+from titan_moe.data.conversations import ChatError, Spans
+from titan_moe.data.encodings import ByteEncoding, HuggingFaceEncoding, SentencePieceEncoding
 from titan_moe.data.order import digest
 from titan_moe.models.hf_settings import text_of
 
 if TYPE_CHECKING:
-    import tokenizers
+    from titan_moe.data.chat import Conversations
 
 _BESIDE = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config", "config")
 _PATTERNS = ("tokenizer.json", "*.model", "*tekken*.json", "*.tiktoken", "*.model.v*")
@@ -27,75 +30,7 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|return|>", "<|end_of_msg
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "[EOS]", "</s>")
 
 
-class ByteEncoding:
-    """Each byte of the UTF-8 text is a token; three special tokens follow the 256 bytes."""
-
-    vocab_size = 259
-    ends = ("<|bos|>", "<|eos|>")
-    added = ()
-
-    def id_of(self, name: str) -> int | None:
-        return {"<|bos|>": 256, "<|eos|>": 257}.get(name)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(errors="replace"), np.uint8)
-
-    def decode(self, ids: list[int]) -> str:
-        """Special tokens are left out."""
-        return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-
-class HuggingFaceEncoding:
-    """A tokenizer of the `tokenizers` library."""
-
-    ends = ("", "")
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, parse: bool) -> None:
-        """`parse`: special tokens are read as tokens inside texts."""
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = not parse
-        self._tokenizer = tokenizer
-        self.added = tokenizer.encode("").ids  # What the file itself puts around a text.
-        ids = tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids) + 1  # Ids may have gaps.
-
-    def id_of(self, name: str) -> int | None:
-        return self._tokenizer.token_to_id(name)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-class SentencePieceEncoding:
-    """A model of sentencepiece. transformers' conversion gives other ids to texts that begin with
-    blanks (5.24)."""
-
-    added = ()
-
-    def __init__(self, content: bytes, *, parse: bool) -> None:
-        import sentencepiece
-
-        if parse:
-            raise ValueError("training.parse_special_tokens needs the model's tokenizer.json")
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        self.vocab_size = self._model.vocab_size()
-        ends = (self._model.bos_id(), self._model.eos_id())
-        self.ends = tuple("" if end < 0 else self._model.id_to_piece(end) for end in ends)
-
-    def id_of(self, name: str) -> int | None:
-        number = self._model.piece_to_id(name)
-        return number if self._model.id_to_piece(number) == name else None
-
-    def encode(self, text: str) -> np.ndarray:
-        ids = self._model.encode(text.encode(errors="replace").decode())
-        return np.array(ids, np.uint32)
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode(ids)
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 Encoding = (
@@ -142,6 +77,48 @@ class Tokenizer:
         self._after = np.array([] if last is None else [last], np.int64)
         # Tokens that end a text which a model generates.
         self.stop_ids = {eos_id, *names.stops, encoding.id_of(eos)}
+        self.conversations: Conversations | None = None
+        """Reads documents of training.dataset_format = "messages"; None for those of texts."""
+        if training.dataset_format == "messages":
+            ends = [encoding.id_of(name) for name in _TURN_ENDS]
+            self.stop_ids |= {end for end in ends if end is not None}
+            self.conversations = self._read_conversations(names, training)
+
+    def _read_conversations(self, names: _Names, training: Training) -> Conversations:
+        # Here: a run without conversations needs no template engine.
+        from titan_moe.data.chat import CHATML_TOKENS, ChatTemplate, Conversations, chatml
+
+        how, encoding = training.messages, self._encoding
+        if isinstance(encoding, SentencePieceEncoding):
+            problem = "has no tokenizer.json, which tells special tokens from text: add it"
+            raise _error(self.path, problem)
+        named = how.template or ("chatml" if isinstance(encoding, ByteEncoding) else None)
+        place = f"training.messages.template={named!r}"
+        if named is None:
+            source, place = names.template, f"model.tokenizer_path={self.path!r}"
+        elif named == "chatml":
+            turn = encoding.ends if isinstance(encoding, ByteEncoding) else CHATML_TOKENS
+            if not {*turn} <= encoding.special.keys():
+                line = f"{place} needs the tokens {' and '.join(turn)}, which {self.path!r} lacks"
+                raise ConfigError(f"{line}: name a file of the template that its model has")
+            source = chatml(*turn)
+        else:
+            source = _read(Path(named), "training.messages.template").decode(errors="replace")
+        if not source:
+            problem = "has no chat_template: name one with training.messages.template"
+            raise _error(self.path, f"{problem}, a file in Jinja or 'chatml'")
+        day = None if how.date is None else datetime.date.fromisoformat(how.date)
+        try:
+            template = ChatTemplate(source, names.special, special=set(encoding.special), date=day)
+        except ChatError as error:
+            raise ConfigError(f"{place}: {error}") from None
+        return Conversations(
+            template,
+            self.encode_spans,
+            around=(self._before, self._after),
+            targets=how.targets,
+            too_long=how.too_long,
+        )
 
     def _text_end(self, eos: str) -> str:
         if eos not in _TURN_ENDS:
@@ -156,12 +133,19 @@ class Tokenizer:
             "append_eos": self.append_eos,
             "prepend_bos": self.prepend_bos,
             "parse_special_tokens": self.parse_special_tokens,
+            "messages": "" if self.conversations is None else self.conversations.identity,
         }
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, without those around a document. Names of special tokens are text, unless
         `training.parse_special_tokens` is set."""
         return self._encoding.encode(text)
+
+    def encode_spans(self, text: str) -> Spans:
+        """Ids of `text`, special tokens read as tokens, and of each the characters that it stands
+        for. Not for sentencepiece's models."""
+        assert not isinstance(self._encoding, SentencePieceEncoding)
+        return self._encoding.encode_spans(text)
 
     def decode(self, ids: Iterable[Any]) -> str:
         """Text of `ids`, whole numbers; broken UTF-8 becomes U+FFFD."""
@@ -206,10 +190,23 @@ class _Names:
             _content(table.get(name) or "") for name in ("bos_token", "eos_token", "pad_token")
         )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
+        self.special = {name: _content(table[name]) for name in _SPECIAL if table.get(name)}
+        self.template = _template(folder, self.config.get("chat_template"))
         self.adds_bos: bool | None = self.config.get("add_bos_token")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
         stops: Any = next((end for end in ends if end is not None), [])
         self.stops: list[int] = stops if isinstance(stops, list) else [stops]
+
+
+def _template(folder: Path | None, inside: Any) -> str | None:
+    """The chat template of a folder: its own file, which goes before that in tokenizer_config.json:
+    a text, or several with names."""
+    if folder is not None and (file := folder / "chat_template.jinja").is_file():
+        return _read(file).decode(errors="replace")
+    several = inside if isinstance(inside, list) else []
+    named = {each.get("name"): each.get("template") for each in several if isinstance(each, dict)}
+    found = named.get("default", inside)
+    return found if isinstance(found, str) else None
 
 
 def _content(token: str | dict[str, str]) -> str:
@@ -227,13 +224,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(content)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, key: str = "model.tokenizer_path") -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"model.tokenizer_path: {str(path)!r} cannot be read: {error.strerror}"
-        ) from None
+        raise ConfigError(f"{key}: {str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def _error(path: str, problem: str) -> ConfigError:
@@ -249,7 +244,7 @@ def token_ends(path: str, training: Training) -> dict[str, int]:
     """The tokens that begin, end and pad a text, by the keys that config.json has for them; empty
     where `load_tokenizer` finds no tokenizer."""
     try:
-        tokenizer = load_tokenizer(path, training)
+        tokenizer = load_tokenizer(path, training.model_copy(update={"dataset_format": "text"}))
     except ConfigError:
         return {}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
@@ -272,7 +267,9 @@ def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
     for file in files:
         content = _read(file)
         try:
-            encoding = _encoding(content, names.config, training.parse_special_tokens)
+            # A template's special tokens are to be read.
+            parse = training.parse_special_tokens or training.dataset_format == "messages"
+            encoding = _encoding(content, names.config, parse)
         except ImportError as error:
             package = error.name
             raise _error(path, f"needs the package {package}: pip install {package}") from None

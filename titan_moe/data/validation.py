@@ -9,8 +9,8 @@ from itertools import chain, count, islice, repeat
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Batch, stack_sequences
 from titan_moe.data.order import OutOfDocumentsError
-from titan_moe.data.packing import Encoded, PackedSequence, Packer, ignored_sequence
-from titan_moe.data.sequences import Blend, BlendSource, encode_document
+from titan_moe.data.packing import BestFitPacker, Encoded, PackedSequence, Packer, ignored_sequence
+from titan_moe.data.sequences import Blend, BlendSource, read_document
 from titan_moe.data.tokenizer import Tokenizer
 
 
@@ -38,14 +38,19 @@ class ValidationLoader:
         self._rank = rank
         self._num_ranks = num_ranks
         self._blend = Blend([source.weight for source in sources])
+        self._seq_len = validation.seq_len or training.seq_len
         self._documents = [self._read_source(source) for source in range(len(sources))]
         self._unread = list(range(len(sources)))
-        packer = Packer(
-            self._next_document,
-            seq_len=validation.seq_len or training.seq_len,
-            mask_documents=training.mask_documents,
-            padding_id=tokenizer.eos_id,
-        )
+        packer: Packer | BestFitPacker
+        if tokenizer.conversations is not None:
+            packer = BestFitPacker(self._next_document, seq_len=self._seq_len)
+        else:
+            packer = Packer(
+                self._next_document,
+                seq_len=self._seq_len,
+                mask_documents=training.mask_documents,
+                padding_id=tokenizer.eos_id,
+            )
         # Whatever the number of ranks; -1: all.
         steps = validation.steps
         most = steps * self._local_batch_size if steps >= 0 else None
@@ -84,4 +89,6 @@ class ValidationLoader:
         order = self.sources[source].order
         with suppress(OutOfDocumentsError):
             for position in count():
-                yield encode_document(order.document(position), self._tokenizer)
+                document = order.document(position)
+                if encoded := read_document(document, self._tokenizer, self._seq_len):
+                    yield encoded

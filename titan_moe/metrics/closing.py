@@ -45,8 +45,10 @@ def closing_lines(
         elif last_saved is None:
             commands["train again and keep the model"] = f"{start} --checkpoint.enable"
     if last_saved is not None:
-        prompt = "def " if training.dataset == "stdlib" else "The"
-        words = ["generate", str(saves / f"step-{last_saved}"), "--prompt", prompt]
+        prompt = ["--prompt", "def " if training.dataset == "stdlib" else "The"]
+        if training.dataset_format == "messages":
+            prompt = ["--chat", "--prompt", "What is copyfile of shutil?"]
+        words = ["generate", str(saves / f"step-{last_saved}"), *prompt]
         commands["see what the model writes"] = shlex.join([*titan_moe_command(), *words])
     page = [*titan_moe_command(), "report", "run", str(folder)]
     commands["get a page of its curves and experts"] = shlex.join(page)

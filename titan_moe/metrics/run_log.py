@@ -171,8 +171,8 @@ class RunLog:
         if (count := values.get(WITHOUT_TEXT)) and self._process.is_main and not self._warned:
             self._warned = True
             logger.warning(
-                "%d documents have no text by step %d and are read as empty ones: %s counts them "
-                "on",
+                "%d documents have no text by step %d and are read as empty ones, conversations "
+                "without anything to learn not at all: %s counts them on",
                 *(count, step, WITHOUT_TEXT),
             )
         if result.rows_dropped and result.counts_LE is not None:

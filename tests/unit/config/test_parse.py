@@ -2,8 +2,10 @@
 
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ _PATHS = [
 ]
 _READ = (
     *("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path"),
+    "training.messages.template",
     *("validation.dataset_path", "checkpoint.initial_load_path", "debug.routing_replay"),
 )
 _EXCLUDE = "checkpoint.exclude_from_loading"
@@ -34,16 +37,17 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(
 ) -> None:
     """No shell has seen what stands in a file."""
     monkeypatch.setenv("HOME", "/home/me")
-    table, name = key.split(".")
-    job = JobConfig.model_validate({table: {name: "~/x"}})
-    assert getattr(getattr(job, table), name) == "/home/me/x"
+    values: Any = "~/x"
+    for name in reversed(key.split(".")):
+        values = {name: values}
+    assert attrgetter(key)(JobConfig.model_validate(values)) == "/home/me/x"
     assert (key in keys_that_read()) == (key in _READ)
 
 
 def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_aconfig_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(_READ) < set(_PATHS) and len(_PATHS) == 13
+    assert set(_READ) < set(_PATHS) and len(_PATHS) == 14
     monkeypatch.setenv("HOME", str(tmp_path))
     config_file(tmp_path, '[[training.blend]]\ndataset = "c4"\ndataset_path = "~/x"\n')
     (part,) = load_job(["--job.config_file=~/job.toml"]).training.blend

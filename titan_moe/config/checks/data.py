@@ -73,4 +73,13 @@ def _global_batch(run: Run) -> Iterator[Mistake]:
         )
 
 
-RULES: list[Rule] = [_sequence_length, _unread_data, _global_batch]
+def _conversations(run: Run) -> Iterator[str]:
+    training = run.job.training
+    if training.dataset_format == "messages" and not training.mask_documents:
+        yield (
+            "training.mask_documents=false lets conversations attend to each other: leave it out, "
+            "or set training.dataset_format to text"
+        )
+
+
+RULES: list[Rule] = [_sequence_length, _unread_data, _global_batch, _conversations]

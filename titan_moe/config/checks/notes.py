@@ -121,6 +121,9 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     readers += [] if training.blend else [training.dataset]
     plain = {*readers} <= {*DATASETS_WITHOUT_COLUMNS}
     yield "training.text_column", plain, "the data that reads it has no columns"
+    talks = training.dataset_format == "messages"
+    yield "training.messages.*", not talks, "training.dataset_format is text"
+    yield "training.text_column", talks, "training.dataset_format is messages"
     bytes_alone = job.model.tokenizer_path == "bytes"
     yield "training.parse_special_tokens", bytes_alone, "bytes are all that a text has"
     yield (

@@ -1,0 +1,370 @@
+import json
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from tests.support.chat_templates import TEMPLATES, draws, tokenizer_file
+from tests.support.documents import write_ranks
+from tests.support.packing import filled, gradients
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.build import build_reader, build_validation
+from titan_moe.data.builtin import StdlibConversations
+from titan_moe.data.conversations import conversation_text
+from titan_moe.data.packing import IGNORE_INDEX, BestFitPacker, Encoded
+from titan_moe.data.reader import continue_state, merge_states
+from titan_moe.data.sequences import Identity
+from titan_moe.data.stream import StreamOrder
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.models.registry import model_config
+from titan_moe.ops.attention import Sdpa
+from titan_moe.runtime.errors import RunError
+
+SIZE = 4
+
+
+def talk(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def training(path, dataset="json", **keys):
+    own = {"dataset_format": "messages", "seq_len": 128, "local_batch_size": 1}
+    return Training(dataset=dataset, dataset_path=str(path), **(own | keys))
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(section, *, ranks=1, steps=3, state=None):
+    """The sequences of some steps in the order of the global batch, and all ranks' state."""
+    tokenizer = load_tokenizer("bytes", section)
+    place = {"seed": 3, "num_ranks": ranks, "global_batch_size": SIZE}
+    readers = [build_reader(section, tokenizer, rank=rank, **place) for rank in range(ranks)]
+    for reader in readers if state else ():
+        reader.load_state_dict(state)
+    found = []
+    for _ in range(steps):
+        microbatches = [reader.read_step()[0] for reader in readers]
+        found += [row for rank in microbatches for microbatch in rank for row in microbatch]
+    return found, merge_states([reader.state_dict() for reader in readers])
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.samples == other.samples
+        for name in ("tokens_S", "labels_S", "documents_S"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def learned(sequences):
+    """The targets of each document, as text."""
+    return [
+        load_tokenizer("bytes").decode(row.labels_S[(row.documents_S == number) & targets])
+        for row in sequences
+        for targets in [row.labels_S != IGNORE_INDEX]
+        for number in range(len(row.samples))
+    ]
+
+
+RECORDS = {
+    "messages": {"messages": talk("Why?", "So.")},
+    "messages as JSON": {"messages": json.dumps(talk("Why?", "So."))},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+    },
+    "prompt and completion": {"prompt": talk("Why?", "So.")[:1], "completion": talk("", "So.")[1:]},
+}
+
+
+@pytest.mark.parametrize("dataset", ["json", "parquet", "copy of a hub dataset"])
+@pytest.mark.parametrize("form", RECORDS)
+def test_every_form_of_a_conversation_is_learned_alike(form, dataset, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [{"id": 3, **RECORDS[form]}] * SIZE
+    path = write(tmp_path / "a.jsonl", records)
+    if dataset == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist(records), path)
+    keys = {"dataset": "owner/name"} if "hub" in dataset else {"dataset": dataset}
+    sequences, _ = read(training(path, **keys, repeat_dataset=True), steps=1)
+    assert {*learned(sequences)} == {"So."}  # And the token that ends a turn, which is no text.
+    ids = sequences[0].labels_S[sequences[0].labels_S != IGNORE_INDEX]
+    assert ids[:4].tolist() == [*b"So.", 257]
+    asked = bytes(sequences[0].tokens_S[:20].clip(max=255).astype(np.uint8))
+    assert b"user\nWhy?" in asked
+
+
+def test_texts_of_prompt_and_completion_need_no_template(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "2 + 2 =", "completion": " 4"}] * SIZE)
+    (sequence, *_), _ = read(training(path), steps=1)
+    assert sequence.tokens_S[:10].tolist() == [*b"2 + 2 = 4", 257]
+    ignored = [IGNORE_INDEX] * 6
+    assert sequence.labels_S[:11].tolist() == [*ignored, *b" 4", 257, IGNORE_INDEX, IGNORE_INDEX]
+
+
+@pytest.mark.parametrize(("targets", "wanted"), [("assistant", {"b", "d"}), ("last", {"d"})])
+def test_targets_are_all_answers_or_the_last(targets, wanted, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": talk("a", "b") + talk("c", "d")}] * SIZE)
+    sequences, _ = read(training(path, messages={"targets": targets}), steps=1)
+    assert {*"".join(learned(sequences))} == wanted
+
+
+def test_a_null_of_arrow_is_no_argument_of_a_call():
+    from titan_moe.data.conversations import without_nulls
+
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "x": None, "y": [None, {"z": None}]}]}
+    assert without_nulls(call)["tool_calls"] == [{"name": "f", "y": [None, {}]}]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(2, 12), max_size=90), st.integers(12, 40))
+def test_best_fit_keeps_each_document_whole_and_learns_every_target_once(lengths, seq_len):
+    rng = np.random.default_rng(len(lengths))
+    documents = [
+        Encoded(str(n), rng.integers(0, 9, size), rng.random(size) < 0.5)
+        for n, size in enumerate(lengths)
+    ]
+    source = iter(documents)
+    packer = BestFitPacker(lambda: next(source, None), seq_len=seq_len)
+    rows = list(iter(packer.next_sequence, None))
+    assert sorted(int(name) for row in rows for name in row.samples) == [*range(len(lengths))]
+    for row in rows:
+        end = 0
+        for number, name in enumerate(row.samples):
+            document = documents[int(name)]
+            (at,) = np.nonzero(row.documents_S == number)
+            assert at.tolist() == [*range(end, end := end + len(document.ids))]
+            assert np.array_equal(row.tokens_S[at], document.ids)
+            wanted = np.where(document.is_target, document.ids, IGNORE_INDEX)[1:]
+            assert row.labels_S[at].tolist() == [*wanted, IGNORE_INDEX]
+        assert (row.labels_S[end:] == IGNORE_INDEX).all()
+        assert (row.documents_S[end:] == len(row.samples)).all()
+        assert np.array_equal(row.tokens_S[end:], np.resize(row.tokens_S[:end], seq_len - end))
+
+
+def test_best_fit_leaves_no_room_that_a_waiting_document_would_fill():
+    lengths = [5, 3, 2, 6, 4]
+    source = iter([Encoded(str(n), np.arange(size)) for n, size in enumerate(lengths)])
+    packer = BestFitPacker(lambda: next(source, None), seq_len=10)
+    rows = list(iter(packer.next_sequence, None))
+    assert [row.samples for row in rows] == [["0", "4"], ["1", "3"], ["2"]]
+
+
+@pytest.fixture(params=["json", "stream"])
+def section(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # A resume shall need the right one.
+    records = [{"messages": talk("q" * (n % 17), "a" * (n % 31 + 1))} for n in range(900)]
+    records[5::40] = [{"messages": talk("no answer", "")[:1]} for _ in records[5::40]]
+    for number in range(2):
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        write(folder / f"{number}.jsonl", records[number::2])
+    dataset = {"json": "json", "stream": "owner/name"}[request.param]
+    return training(tmp_path / "data", dataset=dataset, repeat_dataset=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_conversations_go_on_where_the_state_was_taken_on_any_number_of_ranks(section, ranks):
+    whole, end = read(section, steps=7)
+    first, state = read(section, steps=4, ranks=ranks)
+    rest, resumed = read(section, steps=3, ranks=3 - ranks, state=as_json(state))
+    same([*first, *rest], whole)
+    assert as_json(resumed["rows"]) == as_json(end["rows"])
+
+
+def as_json(state):
+    return json.loads(json.dumps(state))
+
+
+def test_conversations_without_anything_to_learn_are_left_out_and_counted(tmp_path):
+    nothing = {"messages": talk("why", "")[:1]}
+    records = [{"messages": talk("a", "b")}, nothing, {"text": "x"}, {"messages": []}] * 20
+    _, state = read(training(write(tmp_path / "a.jsonl", records)), steps=1)
+    assert sum(row["without_text"] for row in state["rows"].values()) > 30
+
+
+def test_a_long_conversation_is_cut_or_dropped(tmp_path):
+    records = [{"messages": talk("q", answer)} for answer in ("a" * 300, "b")] * 32
+    path = write(tmp_path / "a.jsonl", records)
+    cut, _ = read(training(path), steps=1)
+    assert any("aaa" in text for text in learned(cut))
+    dropped, _ = read(training(path, messages={"too_long": "drop"}), steps=1)
+    assert {*learned(dropped)} == {"b"}
+
+
+def test_conversations_that_wait_and_are_too_long_for_a_stage_are_dropped(tmp_path):
+    records = [{"messages": talk("q", "a" * (1 + n % 60))} for n in range(400)]
+    path = write(tmp_path / "a.jsonl", records)
+    sections = [training(path, seq_len=n, messages={"too_long": "drop"}) for n in (96, 48)]
+    _, state = read(sections[0], steps=2)
+    saved = Identity(**state["identity"])
+    found, _ = read(
+        sections[1], state=continue_state(state, saved, replace(saved, seq_len=48)), steps=2
+    )
+    assert len(found) == 2 * SIZE and all("a" * 40 not in text for text in learned(found))
+
+
+def test_conversations_that_end_are_all_read_before_the_run_is_told(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": talk("q", "a" * 40)}] * 8)
+    found, _ = read(training(path), steps=1)
+    assert sum(len(row.samples) for row in found) == 8
+    with pytest.raises(RunError, match="ran out"):
+        read(training(path), steps=2)
+
+
+def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
+    records = [{"messages": talk(str(n), f"answer {n}")} for n in range(300)]
+    section = training(write(tmp_path / "a.jsonl", records))
+    validation = Validation(enable=True, local_batch_size=2)
+    tokenizer = load_tokenizer("bytes", section)
+    place = {"seed": 0, "rank": 0, "num_ranks": 1}
+    loader = build_validation(validation, section, tokenizer, **place)
+    held_out = {name for batch in loader for row in batch.samples for name in row}
+    reader = build_reader(section, tokenizer, validation=validation, global_batch_size=4, **place)
+    trained = {name for rows in reader.read_step()[0] for row in rows for name in row.samples}
+    assert len(held_out) == 4 and not held_out & trained
+
+
+def test_packed_conversations_have_the_gradients_of_each_alone():
+    """In float64: one sum over targets, whatever a sequence holds beside them."""
+    rng = random.Random(0)
+    documents = [
+        Encoded(
+            str(n),
+            np.array([rng.randrange(50) for _ in range(size)]),
+            np.array([rng.random() < 0.6 for _ in range(size)]),
+        )
+        for n, size in enumerate([7, 19, 4, 11, 13, 6])
+    ]
+    # Losses of the router are of all tokens, those without a target too.
+    config = replace(model_config("qwen3", "gate"), init_std=0.3)
+    assert config.moe is not None
+    terms = ("sequence_aux_loss_weight", "global_aux_loss_weight", "z_loss_weight")
+    config = replace(config, moe=replace(config.moe, **dict.fromkeys(terms, 0.0)))
+    packed, alone = (filled(config, Sdpa(mask_documents=True)) for _ in range(2))
+
+    def losses(model, chosen, seq_len):
+        source = iter(chosen)
+        packer = BestFitPacker(lambda: next(source, None), seq_len=seq_len)
+        for row in iter(packer.next_sequence, None):
+            tokens, labels, number = (
+                torch.from_numpy(x)[None] for x in (row.tokens_S, row.labels_S, row.documents_S)
+            )
+            logits = model(tokens, number, torch.arange(seq_len)[None])
+            yield cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    total = sum(losses(packed, documents, 32))
+    total.backward()
+    each = sum(loss for document in documents for loss in losses(alone, [document], 19))
+    each.backward()
+    assert abs(total - each) <= 1e-12 * abs(each)
+    ours, theirs = gradients(packed), gradients(alone)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+
+
+MISTAKES = {
+    "no roles": ([{"text": "a"}], {}, "training.dataset_format='messages': no record looked at"),
+    "roles that the template refuses": (
+        [{"messages": talk("a", "b")[::-1]}],
+        {"messages": {"template": "REFUSING"}},
+        "json/0: the chat template refuses it: roles must alternate: mend the conversation",
+    ),
+    "nobody to learn from": (
+        [{"messages": talk("a", "b")[:1]}],
+        {},
+        "no message of its first 64 conversations is to be learned",
+    ),
+    "no such template": (
+        [{"messages": talk("a", "b")}],
+        {"messages": {"template": "missing.jinja"}},
+        "training.messages.template: 'missing.jinja' cannot be read: No such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_starts(name, tmp_path):
+    records, keys, line = MISTAKES[name]
+    if keys.get("messages", {}).get("template") == "REFUSING":
+        refusing = tmp_path / "refusing.jinja"
+        refusing.write_text("{{ raise_exception('roles must alternate') }}")
+        keys = {"messages": {"template": str(refusing)}}
+    section = training(write(tmp_path / "a.jsonl", records * 4), **keys)
+    with pytest.raises(ConfigError, match=re.escape(line)) as caught:
+        read(section)
+    assert len(caught.value.lines) == 1
+
+
+def test_a_tokenizer_without_a_template_says_how_to_name_one(tmp_path):
+    tokenizer_file(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(ConfigError, match=r"has no chat_template: name one with training.messages"):
+        load_tokenizer(str(tmp_path), Training(dataset_format="messages"))
+    named = Training(dataset_format="messages", messages={"template": "chatml"})
+    assert load_tokenizer(str(tmp_path), named).conversations is not None
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "a list"])
+def test_a_template_is_found_where_models_have_it(place, tmp_path):
+    tokenizer_file(tmp_path)
+    config = {"eos_token": "</s>", "bos_token": "<s>"}
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(TEMPLATES["headers"])
+    else:
+        named = [{"name": "tool_use", "template": "x"}]
+        named.append({"name": "default", "template": TEMPLATES["headers"]})
+        config["chat_template"] = named if place == "a list" else TEMPLATES["headers"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
+    ids, is_target = conversations.tokens(conversation_text({"messages": draws(1, 1)[0]}))
+    assert is_target.any() and len(ids) == len(is_target)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer.json", "tiktoken"])
+def test_each_id_stands_for_the_characters_that_it_is_said_to_stand_for(kind, tmp_path):
+    path = "bytes"
+    if kind == "tokenizer.json":
+        tokenizer_file(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        path = str(tmp_path)
+    elif kind == "tiktoken":
+        path = write_ranks(tmp_path / "tokenizer.model")
+    keys = {"template": "chatml"} if kind == "tokenizer.json" else {}
+    if kind == "tiktoken":
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer(path, Training(dataset_format="messages", messages=keys))
+    text = {"bytes": "<|bos|>", "tokenizer.json": "<|im_start|>", "tiktoken": "<|eot_id|>"}[kind]
+    text += "naïve 水🙂 <b> x=1;\n\n   end"
+    ids, begins, ends = tokenizer.encode_spans(text)
+    assert tokenizer.decode(ids) == (text if kind != "bytes" else text[7:])
+    # A character of several ids belongs to all of them.
+    covered = {place for b, e in zip(begins, ends, strict=True) for place in range(b, e)}
+    assert covered == {*range(len(text))}
+    assert begins[0] == 0 and ends[0] == text.index("n") and (np.diff(begins) >= 0).all()
+    for number, begin, end in zip(ids, begins, ends, strict=True):
+        said = tokenizer.decode([number])
+        if said.isascii() and "<|" not in text[begin:end]:
+            assert said == text[begin:end]
+
+
+def test_questions_about_the_library_are_answered_by_first_lines_of_docstrings(tmp_path):
+    code = ['def f():\n    """Adds."""', 'class C:\n    """\n    Counts.\n\n    More."""']
+    (tmp_path / "a.py").write_text("\n\n".join([*code, "def g(): pass"]))
+    corpus = StdlibConversations(tmp_path)
+    talks = [json.loads(corpus[n].content)["messages"] for n in range(len(corpus))]
+    assert talks == [talk("What is f of a?", "Adds."), talk("What is C of a?", "Counts.")]
+    assert [corpus[n].name for n in range(2)] == ["stdlib/a.py:1", "stdlib/a.py:4"]

@@ -1,0 +1,314 @@
+"""Conversations as a tokenizer's chat template writes them, and the spans that a model is to learn.
+
+A template is untrusted code of a model's folder: it runs in jinja2's sandbox, with the functions
+that transformers gives it. Two things differ. A date is the one that the caller names, so that a
+resumed run reads the same tokens; and a template without `{% generation %}` has its assistant turns
+found, by rendering the conversation up to each of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titan_moe.data.conversations import ChatError, Spans
+from titan_moe.data.order import digest
+
+# Noncharacters of Unicode, which no text holds, around what a template marks as generated.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_CHATML = """\
+{%- for message in messages %}
+    {{- 'BEGIN' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + 'END' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + 'END' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'BEGINassistant\\n' }}{% endif -%}
+"""
+
+
+def chatml(begin: str, end: str) -> str:
+    """The common template of models without one of their own, with the tokens of a turn's ends."""
+    return _CHATML.replace("BEGIN", begin).replace("END", end)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation, and the spans of its targets as (first, last + 1) characters."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """Renders conversations, each a list of messages with `role` and `content`, and its tools."""
+
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str],
+        *,
+        special: Collection[str],
+        date: datetime.date | None,
+    ) -> None:
+        """source: the template in Jinja. tokens: bos_token and others by these names. special: all
+        texts that are one token each, whatever stands around them. date: the day that
+        `strftime_now` gives; None: a template that asks is refused.
+
+        ChatError if the source is not valid.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _refuse,
+            "strftime_now": lambda form: _write_date(date, form),
+        }
+        self.identity = f"template={digest(source)}, date={date}"
+        """All that a text depends on, beside the special tokens."""
+        self._tokens = dict(tokens)
+        # A tokenizer's longer names may begin with shorter ones.
+        names = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatError(f"the chat template is not valid: {error}") from None
+        nodes = environment.parse(source).find_all(jinja2.nodes.ExtensionAttribute)
+        self.marks_targets = any(node.name == "mark" for node in nodes)
+        """True if the template says itself what the assistant writes."""
+
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> str:
+        """The text after which the model writes its answer to `messages`."""
+        return _MARKS.sub("", self._write(_clean(messages), tools, add_generation_prompt=True))
+
+    def render(self, messages: Sequence[Any], tools: Any = None, *, first: int = 0) -> Rendered:
+        """The text of a conversation; its targets are what the assistant writes, from message
+        number `first` on.
+
+        ChatError if the template refuses the conversation, or does not show where a turn ends.
+        """
+        messages = _clean(messages)
+        pieces = _MARKS.split(self._write(messages, tools))
+        text = "".join(pieces)
+        if self.marks_targets:
+            ends = [0, *accumulate(map(len, pieces))]
+            # Every second piece stands between two marks.
+            spans = [(ends[n], ends[n + 1]) for n in range(1, len(pieces), 2) if pieces[n]]
+        else:
+            spans = list(self._turns(text, messages, tools))
+        if first:
+            given = self._write(messages[:first], tools, add_generation_prompt=True)
+            start = self._common(_MARKS.sub("", given), text)
+            spans = [span for span in spans if span[0] >= start]
+        return Rendered(text, spans)
+
+    def _write(
+        self, messages: list[Any], tools: Any, *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            return self._template.render(
+                **self._tokens,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ChatError(f"the chat template refuses it: {error}") from None
+
+    def _turns(self, text: str, messages: list[Any], tools: Any) -> Iterator[tuple[int, int]]:
+        """Yield the spans of the assistant's turns in `text`, the whole conversation.
+
+        A turn begins where the prompt that asks for it ends, and ends where the conversation up to
+        it does.
+        """
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            prompt = self._write(messages[:number], tools, add_generation_prompt=True)
+            alone = self._write(messages[: number + 1], tools)
+            begin = self._common(prompt, text)
+            # A prompt may begin a thought that the turn lacks.
+            length = (
+                self._found(alone[begin:], text[begin:]) if alone[:begin] == text[:begin] else 0
+            )
+            turn = text[begin : begin + length]
+            said = str(message.get("content") or "").split()[-1:]
+            if not length or not all(word in turn for word in said):
+                raise ChatError(
+                    f"the chat template marks no {{% generation %}}, and writes message "
+                    f"{number + 1}, or what comes before it, otherwise once others follow"
+                )
+            # A line's end behind the token that ends the turn is the template's, not the model's.
+            bare = turn.rstrip()
+            ended = any(token.end() == len(bare) for token in self._special.finditer(bare))
+            yield begin, begin + len(bare if ended else turn)
+
+    def _found(self, alone: str, text: str) -> int:
+        """The length of a turn at the start of `text`, as the last turn is written in `alone`; 0 if
+        it is not found.
+
+        Where another turn follows, templates leave out the thought, a part of `alone` at or near
+        its beginning, and may write another token at the end.
+        """
+        kept = self._common(alone, text)
+        # What is left out ends where the text's next character stands; or nothing is.
+        next_char = text[kept : kept + 1]
+        for start in range(kept, len(alone) + 1):
+            if alone[start : start + 1] not in ("", next_char) and start > kept:
+                continue
+            length = kept + self._common(alone[start:], text[kept:])
+            rest = alone[start + length - kept :].strip()
+            if not rest:
+                return length
+            if self._special.fullmatch(rest) and (end := self._special.match(text, length)):
+                return end.end()
+        return 0
+
+    def _common(self, one: str, other: str) -> int:
+        """The length of what two texts begin with alike, in whole special tokens."""
+        if other.startswith(one):  # Nearly always, and much faster.
+            return len(one)
+        pairs = enumerate(zip(one, other, strict=False))
+        length = next((n for n, (a, b) in pairs if a != b), len(other))
+        for token in self._special.finditer(one):
+            if token.start() < length < token.end():
+                return token.start()
+        return length
+
+
+class Tokens(NamedTuple):
+    """The ids of a conversation, and whether each is a target."""
+
+    ids: np.ndarray
+    is_target: np.ndarray
+
+
+class Conversations:
+    """Turns conversations into token ids and targets, by a chat template."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        encode: Callable[[str], Spans],
+        *,
+        around: tuple[np.ndarray, np.ndarray],
+        targets: str,
+        too_long: str,
+    ) -> None:
+        """around: the ids that begin and end a document without a template. targets, too_long: as
+        in [training.messages]."""
+        self.template = template
+        self._encode, self._around = encode, around
+        self._targets, self._too_long = targets, too_long
+
+    @property
+    def identity(self) -> str:
+        """All that ids and targets depend on, beside the tokenizer and the sequence length."""
+        return f"{self.template.identity}, targets={self._targets}, too_long={self._too_long}"
+
+    def prompt(self, messages: Sequence[Any]) -> np.ndarray:
+        """Ids after which the model writes its answer to `messages`; raises ChatError."""
+        return self._encode(self.template.prompt(messages)).ids
+
+    def tokens(self, text: str, seq_len: int | None = None) -> Tokens:
+        """Ids and targets of a conversation's JSON, at most `seq_len` (None: all), without a target
+        if none is left.
+
+        ChatError if the template refuses it.
+        """
+        if _MARKS.search(text):
+            raise ChatError("it holds U+FDD0 or U+FDD1, which no text has")
+        record = json.loads(text or "{}")
+        if not record:
+            raise ChatError("it is no conversation")
+        if "completion" in record:
+            ids, is_target = self._plain(record["prompt"], record["completion"])
+        else:
+            ids, is_target = self._marked(record)
+        if self._targets == "all":
+            is_target = np.ones_like(is_target)
+        if seq_len is not None and len(ids) > seq_len:
+            kept = seq_len if self._too_long == "cut" else 0
+            ids, is_target = ids[:kept], is_target[:kept]
+        is_target[:1] = False  # Nothing is before it that could predict it.
+        return Tokens(ids.astype(np.int64), is_target)
+
+    def _plain(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        ids, _, ends = self._encode(prompt + completion)
+        begin, end = self._around
+        known = [np.zeros(len(begin), bool), ends > len(prompt), np.ones(len(end), bool)]
+        return np.concatenate([begin, ids, end]), np.concatenate(known)
+
+    def _marked(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        first = record.get("learned_from", 0)
+        rendered = self.template.render(record["messages"], record.get("tools"), first=first)
+        ids, begins, ends = self._encode(rendered.text)
+        is_target = np.zeros(len(ids), bool)
+        for begin, end in rendered.spans[-1:] if self._targets == "last" else rendered.spans:
+            is_target |= (begins < end) & (ends > begin)
+        return ids, is_target
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: puts marks around the text between them."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("mark", [])
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _clean(messages: Sequence[Any]) -> list[Any]:
+    """Messages without what is None, their thoughts under each name that templates read."""
+    cleaned = []
+    for message in messages:
+        known = {name: value for name, value in message.items() if value is not None}
+        thoughts = [known[name] for name in _REASONING if name in known]
+        if thoughts:
+            known = {"thinking": thoughts[0]} | known | {"reasoning_content": thoughts[0]}
+        cleaned.append(known)
+    return cleaned
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+
+def _refuse(reason: str) -> None:
+    raise jinja2.TemplateError(reason)
+
+
+def _write_date(date: datetime.date | None, form: str) -> str:
+    if date is None:
+        raise jinja2.TemplateError("it asks for today's date, of which a run knows none")
+    return date.strftime(form)
