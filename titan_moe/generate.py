@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from datetime import date
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,20 @@ def first_tokenizer(names: list[str], training: Training | None = None) -> Token
 
 
 def prompt_ids(
-    prompt: str, tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int
+    prompt: str, tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int, chat: bool = False
 ) -> list[int]:
     """The token ids of a prompt, after the tokenizer's BOS if `bos`; None: if documents begin so.
 
-    Raises ConfigError for no token at all, and for ids that a model of `vocab_size` has not.
+    With `chat`, of a user's message up to where the assistant answers. Raises ConfigError for no
+    token at all, and for ids that a model of `vocab_size` has not.
     """
-    ids = [int(token) for token in tokenizer.encode(prompt)]
-    if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:
-        ids = [tokenizer.bos_id, *ids]
+    if chat:
+        assert tokenizer.conversations is not None
+        ids = tokenizer.conversations.prompt([{"role": "user", "content": prompt}]).tolist()
+    else:
+        ids = [int(token) for token in tokenizer.encode(prompt)]
+        if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id, *ids]
     if not ids:
         raise ConfigError("--prompt is empty: give the model a word to continue")
     if max(ids) >= vocab_size:
@@ -54,6 +60,7 @@ def load_model(
     path: str | Path,
     *,
     tokenizer: str | None = None,
+    chat: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> tuple[Decoder, Tokenizer]:
@@ -62,6 +69,7 @@ def load_model(
 
     Args:
         tokenizer: as model.tokenizer_path; None: the one that the folder names.
+        chat: read its chat template too.
         dtype: None: bfloat16 on a GPU, else float32.
         device: None: the first GPU, or the CPU where there is none.
     """
@@ -69,19 +77,30 @@ def load_model(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     loaded = load_alone(Path(path).expanduser(), dtype=dtype, device=device)
     names = [expanduser(tokenizer)] if tokenizer else loaded.tokenizers
-    return loaded.model, first_tokenizer(names, loaded.training)
+    training = loaded.training or Training()
+    day = training.messages.date or date.today().isoformat()
+    messages = training.messages.model_copy(update={"date": day})
+    update = {"dataset_format": "messages" if chat else "text", "messages": messages}
+    return loaded.model, first_tokenizer(names, training.model_copy(update=update))
 
 
 def continue_text(
-    model: Decoder, tokenizer: Tokenizer, prompt: str, *, bos: bool | None = None, **sampling: Any
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    bos: bool | None = None,
+    chat: bool = False,
+    **sampling: Any,
 ) -> str:
     """Returns what a model writes after a prompt, up to the end of the text.
 
     Args:
+        chat: the prompt is a user's message, which the model answers.
         bos: put the tokenizer's BOS in front; None: as training.prepend_bos says.
         sampling: the keyword arguments of `decode`.
     """
-    ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size)
+    ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size, chat=chat)
     return tokenizer.decode(list(decode(model, ids, tokenizer, **sampling)))
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.support.chat_templates import tokenizer_file
 from tests.support.documents import write_ranks
 from tests.support.packing import filled
+from titan_moe.config.job_config import Messages, Training
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.generate import decode, prompt_ids
 from titan_moe.models.cache import with_cache
@@ -104,3 +106,19 @@ def test_logits_of_a_text_read_in_pieces_are_those_of_the_whole_text(
 def test_tokens_without_a_batch_are_one_line() -> None:
     with pytest.raises(ValueError, match=r"^tokens are \[9\], a model takes \[batch, sequence\]: "):
         _model("qwen3")(torch.arange(9))
+
+
+def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_its_turn(
+    tmp_path: Path,
+) -> None:
+    tokenizer_file(tmp_path)
+    training = Training(dataset_format="messages", messages=Messages(template="chatml"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer(str(tmp_path), training)
+    ids = prompt_ids("Why?", tokenizer, bos=None, vocab_size=600, chat=True)
+    asked = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == asked
+    end = tokenizer.encode("<|im_end|>")
+    assert len(end) == 1
+    model: Any = _Script([*tokenizer.encode("So.").tolist(), *end.tolist(), 97])
+    assert tokenizer.decode(decode(model, ids, tokenizer)) == "So."

@@ -2,6 +2,7 @@
 
     titan-moe generate outputs/checkpoint/step-1000 --prompt "def main("
     titan-moe generate HF_FOLDER --prompt "Once upon" --temperature 0.8 --top-k 50 --seed 1
+    titan-moe generate HF_FOLDER --chat --prompt "What is a router?"
 
 The likeliest token each time, unless --temperature is above 0. The model and its tokenizer are
 those that the checkpoint or Hugging Face folder names.
@@ -19,6 +20,9 @@ from titan_moe.config.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_of)
     parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message: answer it"
+    )
     parser.add_argument("--max-new-tokens", type=positive, default=200, help="default: %(default)s")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0, the default: the likeliest token"
@@ -46,11 +50,14 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.generate import continue_text, load_model
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    model, tokenizer = load_model(options.checkpoint, tokenizer=options.tokenizer, dtype=dtype)
+    model, tokenizer = load_model(
+        options.checkpoint, tokenizer=options.tokenizer, chat=options.chat, dtype=dtype
+    )
     how = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k")}
-    how |= {"bos": options.bos, "seed": options.seed}
+    how |= {"bos": options.bos, "seed": options.seed, "chat": options.chat}
     text = continue_text(model, tokenizer, options.prompt, **how)
-    return Answer({"prompt": options.prompt, "text": text}, [options.prompt + text])
+    shown = text if options.chat else options.prompt + text
+    return Answer({"prompt": options.prompt, "text": text}, [shown])
 
 
 COMMAND = Command(run, add_arguments, ends_at_once=True)
