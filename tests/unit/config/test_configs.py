@@ -57,7 +57,22 @@ def test_a_config_names_the_schema_and_runs_on_the_ranks_and_in_the_memory_that_
         assert 8 * found.host < 1.9e12
 
 
-@each(path for path in _CONFIGS.glob("*/*_*gpu.toml") if path.parent.name != "bench")
+@each(_CONFIGS.glob("*/sft_*_*gpu.toml"))
+def test_a_config_that_fine_tunes_starts_from_the_folder_that_holds_the_chat_template(
+    path: Path,
+) -> None:
+    job = load_job(["--config", str(path)])
+    assert job.training.dataset_format == "messages" and job.checkpoint.initial_load_in_hf
+    assert job.model.tokenizer_path == job.model.hf_assets_path is not None
+    pretraining = load_job(["--config", str(path.with_name(path.name.removeprefix("sft_")))])
+    assert job.parallelism == pretraining.parallelism
+    assert job.optimizer.lr < pretraining.optimizer.lr / 10
+
+
+_PRETRAINING = [p for p in _CONFIGS.glob("*/*_*gpu.toml") if not p.name.startswith("sft_")]
+
+
+@each(path for path in _PRETRAINING if path.parent.name != "bench")
 def test_a_config_for_gpus_names_the_command_that_makes_its_data(path: Path) -> None:
     job = load_job(["--config", str(path)])
     (line,) = re.findall(r"^# titan-moe tokenize --out (.+)$", path.read_text(), re.MULTILINE)
@@ -70,7 +85,8 @@ def test_a_config_for_gpus_names_the_command_that_makes_its_data(path: Path) -> 
 
 
 _ON_A_LAPTOP = """
---training.dataset synthetic --model.tokenizer_path bytes --training.seq_len 64 --training.steps 4
+--checkpoint.initial_load_in_hf=false --checkpoint.last_save_in_hf=false
+--training.dataset stdlib --model.tokenizer_path bytes --training.seq_len 64 --training.steps 4
 --training.local_batch_size 2 --training.global_batch_size -1
 --parallelism.expert_parallel_degree 1 --parallelism.tensor_parallel_degree 1
 --parallelism.pipeline_parallel_degree 1 --parallelism.context_parallel_degree 1
