@@ -355,6 +355,7 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Lo
         documents_BS=whole.documents_BS,
         positions_BS=positions_BS,
         bounds=bounds_of(batch.documents_BS),
+        counted_BS=whole.labels_BS[:, own] != IGNORE_INDEX if sharded.counts_answers else None,
     )
     depths = sharded.config.num_mtp_layers
     if not depths:

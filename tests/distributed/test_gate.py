@@ -52,6 +52,7 @@ DEFAULT = [
     ("qwen3", "two depths", "pp=2,tp=2"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=2"),
     ("deepseek_v32", "shared keys", "cp=2,ep=2,recompute=full"),
+    ("deepseek_v32", "conversations", "dp_shard=2,tp=2,ep=2"),
     *product(["deepseek_v3"], [HOST], ["dp_shard=2,ep=2,dispatch=deduplicated", "pp=2,tp=2"]),
 ]
 SLOW = [
@@ -71,6 +72,7 @@ SLOW = [
     ("deepseek_v32", "shared keys", "dp_shard=2,tp=2,ep=2,recompute=op"),
     ("deepseek_v32", "shared keys", "dp_shard=2,cp=2,ep=2,cp_balancer=headtail"),
     ("deepseek_v32", "warm-up of shared keys", "tp=2,recompute=full"),
+    *product(["deepseek_v3"], ["conversations"], SMALL),
     *product(RECURRENT, ["Muon"], ["dp_shard=2,tp=2,ep=2"]),
     *product(RECURRENT, ["compiled"], ["cp=2,ep=2,recompute=2"]),
     # A split backward runs a layer's nodes twice.

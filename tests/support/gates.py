@@ -28,6 +28,7 @@ KINDS: Mapping[str, Tables] = {
     "through the host": {"comm": {"share_gpus": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
     "warm-up": {"training": {"indexer_stage": "dense", "max_norm": 0.01}},
+    "conversations": {"training": {"dataset_format": "messages"}},
     "shared keys": {"model": {"flavor": "gate_shared"}},
     "warm-up of shared keys": {
         "model": {"flavor": "gate_shared"},

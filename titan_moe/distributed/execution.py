@@ -29,6 +29,8 @@ class LocalBatch(NamedTuple):
     """[B, K, S/cp] their next tokens, as `labels_BS`."""
     bounds: DocumentBounds | None = None
     """Upper bounds on the documents of any part of the batch; None: not known on the host."""
+    counted_BS: Tensor | None = None
+    """[B, S/cp] False for tokens that routers do not count (`ShardedModel.counts_answers`)."""
 
     def beside_tokens(self) -> dict[str, Any]:
         """Returns the arguments of a decoder's forward besides the token ids, without any None."""

@@ -95,6 +95,9 @@ class ShardedModel:
     """True if a step, or a validation, that dropped rows does not count and ends the run."""
     counts_in_documents: bool = False
     """True if positions count in the document, since attention depends on them; else in the row."""
+    counts_answers: bool = False
+    """True if routers count, and balance, tokens with a target alone: those of conversations, whose
+    losses' divisor would else be a part of the tokens summed."""
     compiled: bool = False
     """True if layers are compiled: a value of Python that changes would compile them again."""
 
@@ -175,6 +178,7 @@ def build_sharded_model(
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
         counts_in_documents=job.training.mask_documents and config.has_temperature,
+        counts_answers=job.training.dataset_format == "messages",
         compiled=job.compile.compiles_layers,
     )
 

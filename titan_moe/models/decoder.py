@@ -187,6 +187,7 @@ class Decoder(nn.Module):
         ahead_tokens_BKS: Tensor | None = None,
         ahead_labels_BKS: Tensor | None = None,
         bounds: DocumentBounds | None = None,
+        counted_BS: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V] in the compute type; with labels the sum of cross-entropies.
 
@@ -202,6 +203,7 @@ class Decoder(nn.Module):
                 positions on. Ignored in evaluation.
             ahead_labels_BKS: their labels.
             bounds: of the documents, for an attention core that wants them from the host.
+            counted_BS: as `MoE.forward` takes it.
         """
         if tokens_BS.ndim == 1:
             shape = list(tokens_BS.shape)
@@ -212,7 +214,7 @@ class Decoder(nn.Module):
             row_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
             positions_BS = row_S.expand_as(tokens_BS)
         ahead = ahead_tokens_BKS, ahead_labels_BKS
-        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, *ahead, bounds)
+        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, *ahead, bounds, counted_BS)
         if labels_BS is None or len(hidden) == 1:
             return self.output(hidden[0], labels_BS)
         assert self.mtp is not None and ahead_labels_BKS is not None
@@ -226,6 +228,7 @@ class Decoder(nn.Module):
         ahead_tokens_BKS: Tensor | None = None,
         ahead_labels_BKS: Tensor | None = None,
         bounds: DocumentBounds | None = None,
+        counted_BS: Tensor | None = None,
     ) -> list[Tensor]:
         """Returns the output layer's inputs, each x_BSD: the decoder's, and in training, if there
         are tokens ahead, one for each depth of multi-token prediction. Given the labels ahead,
@@ -239,7 +242,7 @@ class Decoder(nn.Module):
             for sees in dict.fromkeys(block.sees for block in self.blocks().values())
         }
         for block in self.layers.values():
-            x_BSD = block(x_BSD, rotation, masks[block.sees])  # type: ignore[index]
+            x_BSD = block(x_BSD, rotation, masks[block.sees], counted_BS)  # type: ignore[index]
         x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]

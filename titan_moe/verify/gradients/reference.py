@@ -147,7 +147,10 @@ class Reference:
                 experts_SK = chosen_experts(logits_SE, router)
                 routed[name] += _times_chosen(experts_SK, router)
                 # Positions that a depth of prediction has no target for are left out.
-                if (depth := _mtp_depth(name)) is not None:
+                depth = _mtp_depth(name)
+                if depth is None and self.training.dataset_format == "messages":
+                    depth = 0
+                if depth is not None:
                     asked = asked_at(depth, labels_S, documents_S)
                     logits_SE, experts_SK = logits_SE[asked], experts_SK[asked]
                 chosen_E = _times_chosen(experts_SK, router)
@@ -174,8 +177,9 @@ class Reference:
         of prediction, whose layers come last, add those of positions with a target."""
         losses, total = getattr(self.model.core, "losses", []), torch.zeros_like(like)
         for layer, loss_1S in enumerate(losses):
-            depth = layer - self.config.num_layers + 1
-            asked = asked_at(depth, labels_S, documents_S) if depth > 0 else slice(None)
+            depth = max(layer - self.config.num_layers + 1, 0)
+            some = depth > 0 or self.training.dataset_format == "messages"
+            asked = asked_at(depth, labels_S, documents_S) if some else slice(None)
             total = total + loss_1S[0, asked].sum()
         losses.clear()
         return total
