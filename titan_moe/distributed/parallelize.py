@@ -161,6 +161,7 @@ def build_sharded_model(
     if device.type == "cuda":
         meshes.groups.connect(meshes.group("ep"), device)
 
+    ends = _pipeline_ends(job, meshes, len(stages))
     return ShardedModel(
         parts,
         config,
@@ -169,9 +170,7 @@ def build_sharded_model(
         execution=_execution(parts, job, config, meshes, device, accumulation.word),
         positions=_positions(job.parallelism, meshes),
         partial_over_tp=[named[name] for name in named if name in partial_over_tp],
-        tied_weights=find_tied_weights(
-            tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))
-        ),
+        tied_weights=find_tied_weights(tied_weights(config), named, ends),
         names=names,
         stages=stages,
         counts_targets=not any(dims.coordinate(meshes.rank, axis) for axis in ("tp", "pp")),

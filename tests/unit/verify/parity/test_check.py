@@ -116,7 +116,10 @@ def test_packed_documents_of_llama4_are_those_that_transformers_reads_alone():
         found, model = parity._ours(oracle)
         alone = [oracle(document, None)[0] for document in tokens.split(lengths, 1)]
     layout = SimpleNamespace(
-        config=found.config, counts_in_documents=True, positions=lambda n, device: torch.arange(n)
+        config=found.config,
+        counts_in_documents=True,
+        counts_answers=False,
+        positions=lambda n, device: torch.arange(n),
     )
     batch = Batch(tokens, tokens, documents, [[]])
     local = local_batch(batch, layout, torch.device("cpu"))  # type: ignore[arg-type]
