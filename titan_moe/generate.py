@@ -12,6 +12,7 @@ import torch
 from titan_moe.checkpoint.hf.read import load_alone
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
+from titan_moe.data.conversations import ChatError
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.cache import with_cache
 from titan_moe.models.decoder import Decoder
@@ -41,7 +42,10 @@ def prompt_ids(
     """
     if chat:
         assert tokenizer.conversations is not None
-        ids = tokenizer.conversations.prompt([{"role": "user", "content": prompt}]).tolist()
+        try:
+            ids = tokenizer.conversations.prompt([{"role": "user", "content": prompt}]).tolist()
+        except ChatError as error:
+            raise ConfigError(f"--chat --prompt {prompt!r}: {error}") from None
     else:
         ids = [int(token) for token in tokenizer.encode(prompt)]
         if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:

@@ -81,7 +81,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
 
 @cache
 def trained(mode: str, family: str = "deepseek_v3", ep: int = 2, bug: str | None = None) -> dict:
-    """What the first of two ranks found."""
+    """Returns the findings of the first of two ranks."""
     return run_on_ranks(train_once, 2, family, mode, ep, bug)[0]
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from tests.support.chat_templates import tokenizer_file
 from tests.support.documents import write_ranks
 from tests.support.packing import filled
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Messages, Training
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.generate import decode, prompt_ids
@@ -120,5 +121,10 @@ def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_i
     assert tokenizer.decode(ids) == asked
     end = tokenizer.encode("<|im_end|>")
     assert len(end) == 1
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('a system message first') }}")
+    strict = Messages(template=str(tmp_path / "strict.jinja"))
+    refusing = load_tokenizer(str(tmp_path), Training(dataset_format="messages", messages=strict))
+    with pytest.raises(ConfigError, match=r"'Why[?]': .* a system message first"):
+        prompt_ids("Why?", refusing, bos=None, vocab_size=600, chat=True)
     model: Any = _Script([*tokenizer.encode("So.").tolist(), *end.tolist(), 97])
     assert tokenizer.decode(decode(model, ids, tokenizer)) == "So."

@@ -53,28 +53,19 @@ class StdlibCorpus:
         return self._documents[index]
 
 
-class StdlibConversations:
+class StdlibConversations(StdlibCorpus):
     """A question about each function and class of the standard library that has a docstring; the
     answer is its first line."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` and ConfigError: as of `StdlibCorpus`."""
-        sources = StdlibCorpus(folder)
-        self.fingerprint = f"{sources.fingerprint}:messages"
+        super().__init__(folder)
+        self.fingerprint += ":messages"
         self._documents = [
             Document(f"{source.name}:{number}", conversation_text({"messages": messages}))
-            for source in map(sources.__getitem__, range(len(sources)))
+            for source in self._documents
             for number, messages in _questions(source)
         ]
-
-    def checksum(self) -> str:
-        return ""
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, index: int) -> Document:
-        return self._documents[index]
 
 
 def _questions(source: Document) -> Iterator[tuple[int, list[dict[str, str]]]]:

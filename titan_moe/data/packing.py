@@ -20,7 +20,7 @@ class Encoded:
     name: str
     ids: np.ndarray
     is_target: np.ndarray | None = None
-    """Whether each token is to be learned; None: all but the first."""
+    """True for each token that is to be learned; None: all but the first are."""
     place: tuple[int, int] = (0, 0)
     """Its source, and its number among the documents of a sequence."""
 
@@ -116,7 +116,7 @@ class BestFitPacker:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Where the documents that wait were taken from."""
+        """The sources and numbers of the documents that wait."""
         return [each.place for each in self.waiting]
 
     def next_sequence(self) -> PackedSequence | None:

@@ -37,7 +37,7 @@ class Identity:
     """Sampled checksums of the sources' files, joined by `+`. A source whose fingerprint covers its
     content contributes `-`."""
     messages: str = ""
-    """What conversations' tokens depend on; empty for texts."""
+    """Names all that conversations' tokens depend on; empty for texts."""
 
 
 @dataclass(frozen=True)

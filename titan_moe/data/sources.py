@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Dataset, Training, Validation
+from titan_moe.config.job_config import (
+    DATASETS_WITHOUT_COLUMNS,
+    DATASETS_WITHOUT_PATH,
+    Dataset,
+    Training,
+    Validation,
+)
 from titan_moe.data.builtin import StdlibConversations, StdlibCorpus, SyntheticCorpus
 from titan_moe.data.corpus import CORPORA, FORMATS, FileCorpus, Source, find_files
 from titan_moe.data.megatron import MegatronCorpus
@@ -12,7 +18,6 @@ from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import TokenCorpus
 
-WITHOUT_CONVERSATIONS = ("synthetic", "text", "tokens", "megatron")
 # 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.
 _C4_TEST_FOLDER = "tests/assets/c4_test"
 
@@ -20,7 +25,8 @@ _C4_TEST_FOLDER = "tests/assets/c4_test"
 def check_source(source: Source, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError for mistakes that show without reading the data: a wrong path, ids of
     another tokenizer (None: do not compare)."""
-    if source.text_column is None and source.dataset in WITHOUT_CONVERSATIONS:
+    has_columns = source.dataset not in DATASETS_WITHOUT_COLUMNS
+    if source.text_column is None and not has_columns and source.dataset != "stdlib":
         raise ConfigError(
             f"{source.name} holds no conversations, as {source.column_name} asks for: choose "
             "stdlib, json, parquet or a Hugging Face name"

@@ -244,9 +244,7 @@ def _columns(reader: Any, file: str, column: str | None) -> list[str]:
     if column is None:
         if held := [name for name in FIELDS if name in reader.schema_arrow.names]:
             return held
-        raise ColumnError(
-            _column_problem(file, FIELDS[0], dict.fromkeys(reader.schema_arrow.names, ""))
-        )
+        raise ColumnError(why_without_texts(file, "parquet", None))
     found = dict(_fields(reader.schema_arrow))
     kind = found.get(column, "").removeprefix("dictionary<values=").split(",")[0]
     if reader.metadata.num_rows and kind not in _STRINGS:

@@ -276,6 +276,16 @@ def test_packed_conversations_have_the_gradients_of_each_alone():
         assert (ours[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
 
 
+def test_a_parquet_file_without_conversations_says_what_one_has(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a"] * SIZE}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="holds `messages` with role and content") as caught:
+        read(training(tmp_path / "a.parquet", dataset="parquet"))
+    assert len(caught.value.lines) == 1 and "text_column" not in str(caught.value)
+
+
 MISTAKES = {
     "no roles": ([{"text": "a"}], {}, "training.dataset_format='messages': no record looked at"),
     "roles that the template refuses": (
@@ -283,7 +293,7 @@ MISTAKES = {
         {"messages": {"template": "REFUSING"}},
         "json/0: the chat template refuses it: roles must alternate: mend the conversation",
     ),
-    "nobody to learn from": (
+    "no answer": (
         [{"messages": talk("a", "b")[:1]}],
         {},
         "no message of its first 64 conversations is to be learned",
