@@ -36,7 +36,7 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
     try:
         found = find_checkpoint(config.model_copy(update={"load_only": True}), folder)
         if found is not None:
-            _check_model(job, model, found)
+            _check_model(job, model, found, is_own=found.path.parent == folder)
             _check_data(job, found)
         elif config.initial_load_in_hf and "model" not in config.exclude_from_loading:
             weights = config.initial_load_path or job.model.hf_assets_path
@@ -49,21 +49,29 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
     return []
 
 
-def _check_model(job: JobConfig, model: ModelConfig, found: "Found") -> None:
-    """Raises RunError for tensors that are not the model's."""
-    from titan_moe.checkpoint.hf.names import model_shapes
-    from titan_moe.checkpoint.manifest import TensorSpec, audit
-    from titan_moe.checkpoint.tensors import MODEL
+def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: bool) -> None:
+    """Raises RunError for tensors that are not the model's. Adapters are in the run's own
+    checkpoints alone, and what they stand beside in others."""
+    from titan_moe.checkpoint.hf.names import empty_model
+    from titan_moe.checkpoint.manifest import TensorSpec, audit, refuse_other_adapters
+    from titan_moe.checkpoint.tensors import MODEL, model_tensors, resting_names
+    from titan_moe.models.decoder import ADAPTER
+    from titan_moe.models.trained import freeze
 
     if "model" in found.excluded:
         return
-    stored, wanted = found.manifest.tensors, {}
-    for name, shape in model_shapes(model).items():
-        spec = stored.get(MODEL + name)
-        # Some tensors are float32 in a model of any type.
-        wide = spec is not None and spec.dtype == "float32"
-        dtype = "float32" if wide else job.training.dtype
-        wanted[MODEL + name] = TensorSpec(shape, dtype)
+    refuse_other_adapters(found.manifest, found.path, job.model_dump(mode="json"), is_own=is_own)
+    empty = empty_model(model, job.lora)
+    freeze(empty, job.training, job.lora)
+    stored, wanted, resting = found.manifest.tensors, {}, resting_names([empty])
+    for name, tensor in model_tensors([empty]).items():
+        if name in resting if is_own else ADAPTER in name:
+            continue
+        spec = stored.get(name)
+        # Some tensors are float32 in a model of any type, and what rests is converted.
+        as_stored = spec is not None and (spec.dtype == "float32" or name in resting)
+        dtype = spec.dtype if spec is not None and as_stored else job.training.dtype
+        wanted[name] = TensorSpec(tuple(tensor.shape), dtype)
     if problems := audit(found.manifest, wanted, [MODEL]):
         of = found.manifest.job.get("model", {})
         raise RunError(

@@ -120,7 +120,6 @@ class TrainStep:
         self._metrics = DeviceMetrics(metrics, device=device)
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
-        self._tp_group = sharded.meshes.group("tp")
         self._pp_group = sharded.meshes.group("pp")
         self._ranks_per_stage = dims.world_size // dims.pp
         # Ranks that read the same sequences: the first of them counts.
@@ -190,8 +189,9 @@ class TrainStep:
             if observer is not None:
                 observer.reads(batch, local)
             loss_sum += self._sharded.execution.accumulate(local, last=number == len(batches))
-        if self._sharded.partial_over_tp:
-            tensor_parallel.sum_grads(self._sharded.partial_over_tp, self._tp_group, self._device)
+        for axis, parameters in self._sharded.partial.items():
+            group = self._sharded.meshes.group(axis)
+            tensor_parallel.sum_grads(parameters, group, self._device)
         if self._sharded.tied_weights.copies:
             sum_tied_grads(self._sharded.tied_weights, self._pp_group, self._device)
         if observer is not None:

@@ -9,14 +9,20 @@
 
 Each rank writes its *.distcp, rank 0 the other files.
 
+Of a model with adapters, tensors are the adapters, their moments and the routers' buffers. The
+weights beside them, which rest, are loaded anew from where the run began; a digest in the manifest
+says whether they are the same.
+
 Every save takes one path: checksums, DCP's writer (tensors.py), and the manifest at the end. With
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,8 @@ from titan_moe.checkpoint.manifest import (
     audit,
     compare_checksums,
     gather_specs,
+    read_manifest,
+    refuse_other_adapters,
 )
 from titan_moe.checkpoint.saves import Save, Stager, publish
 from titan_moe.checkpoint.tensors import (
@@ -49,6 +57,7 @@ from titan_moe.checkpoint.tensors import (
     model_tensors,
     optimizer_tensors,
     read_tensors,
+    resting_names,
 )
 from titan_moe.checkpoint.train_state import (
     DATA,
@@ -60,6 +69,8 @@ from titan_moe.checkpoint.train_state import (
 )
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import control_group, lowest, on_rank_zero
+from titan_moe.distributed.dtensor import local_part
+from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import step_folder
@@ -116,6 +127,8 @@ class Checkpointer:
             set_timeout(config.save_timeout_seconds, self._group)
         pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
         self._stager = Stager(pinned=pinned)
+        self._resting = resting_names(modules)
+        self._base: str | None = None
         self._save: Save | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
@@ -168,7 +181,7 @@ class Checkpointer:
         )
         target = step_folder(self.folder, step)
         tensors = self._tensors(with_optimizer=not model_only)
-        specs, sums = gather_specs(tensors), self._checksums(tensors)
+        specs, sums, base = gather_specs(tensors), self._checksums(tensors), self._base_digest()
         states = [] if model_only else gather_rank_states(state)
 
         def publish_all(names: set[str]) -> None:
@@ -176,7 +189,7 @@ class Checkpointer:
                 write_train_state(aside, states, self._merge_data)
             of = self._model
             model = (of.family, as_record(of.config)) if of else ("", {})
-            manifest = Manifest(step, model_only, specs, sums, self._job_record, *model)
+            manifest = Manifest(step, model_only, specs, sums, self._job_record, *model, base=base)
             publish(aside, target, manifest, names, self._config.keep_latest_k)
 
         doing = f"cannot save checkpoint {target}"
@@ -279,13 +292,18 @@ class Checkpointer:
             return None
         source, manifest, model_only, excluded = found
         self.loaded_job = manifest.job
+        is_own = source.parent == self.folder
+        refuse_other_adapters(manifest, source, self._job_record, is_own=is_own)
+        if is_own and self._resting:
+            self._load_base(manifest)
         parts = [MODEL] * ("model" not in excluded)
         if self._optimizer is not None and not model_only and "optimizer" not in excluded:
             parts.append(OPTIMIZER)
-        self._load_tensors(source, manifest, parts)
+        self._load_tensors(source, manifest, parts, base=not is_own)
         self._say("loaded %s%s", source, found.remark)
-        if source.parent == self.folder:
-            if self._config.initial_load_path is not None and dist.get_rank() == 0:
+        if is_own:
+            begins = self._config.initial_load_path is not None and not self._resting
+            if begins and dist.get_rank() == 0:
                 logger.warning(
                     "checkpoint.initial_load_path is not used: %s has checkpoints", self.folder
                 )
@@ -304,8 +322,46 @@ class Checkpointer:
             state[DATA] = saved[DATA]
         return state
 
-    def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        tensors = model_tensors(self._modules)
+    def _load_base(self, manifest: Manifest) -> None:
+        """Load the weights that the adapters of a checkpoint of this run stand beside. Raises
+        RunError where they are not those that it was saved with."""
+        initial = self._config.initial_load_path
+        if self._config.initial_load_in_hf:
+            self._load_hf()
+        elif initial is not None:
+            doing = f"cannot load {initial}"
+            base = on_rank_zero(lambda: read_manifest(Path(initial)), doing=doing)
+            refuse_other_adapters(base, Path(initial), self._job_record, is_own=False)
+            self._load_tensors(Path(initial), base, [MODEL], base=True)
+        if self._base_digest() != manifest.base:
+            raise RunError(
+                f"{self.folder} has adapters of other weights than those that were loaded from "
+                f"{initial or self._job_record['model']['hf_assets_path'] or 'debug.seed'}: name "
+                "the model that they were trained on (checkpoint.initial_load_path)"
+            )
+
+    def _as_stored(self, tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+        """Returns tensors to read what rests into, in the types of the checkpoint, which may be
+        wider: copies as large as this rank's part."""
+        found = tensors.keys() & self._resting & manifest.tensors.keys()
+        types = {name: getattr(torch, manifest.tensors[name].dtype) for name in found}
+        return {name: torch.empty_like(tensors[name], dtype=types[name]) for name in found}
+
+    def _base_digest(self) -> str:
+        """Returns a digest of the weights at rest; empty where there are none. Collective, once."""
+        if self._base is None:
+            named = model_tensors(self._modules).items()
+            sums = checksums({name: each for name, each in named if name in self._resting})
+            text = json.dumps(sums, sort_keys=True)
+            self._base = sha256(text.encode()).hexdigest() if sums else ""
+        return self._base
+
+    def _tensors(self, *, with_optimizer: bool, base: bool = False) -> dict[str, Tensor]:
+        """Returns what checkpoints hold; with `base` all that stands beside adapters in its place,
+        which is the same where a model has none."""
+        named = model_tensors(self._modules)
+        left_out = {name for name in named if ADAPTER in name} if base else self._resting
+        tensors = {name: named[name] for name in named if name not in left_out}
         if with_optimizer and self._optimizer is not None:
             tensors |= optimizer_tensors(self._modules, self._optimizer)
         return tensors
@@ -319,9 +375,13 @@ class Checkpointer:
         tensors = {name.removeprefix(MODEL): tensor for name, tensor in named}
         load_hf(Path(folder), self._model, tensors)
 
-    def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
-        named = self._tensors(with_optimizer=OPTIMIZER in parts).items()
-        tensors = {name: tensor for name, tensor in named if name.startswith(tuple(parts))}
+    def _load_tensors(
+        self, source: Path, manifest: Manifest, parts: list[str], *, base: bool
+    ) -> None:
+        """Load a checkpoint's parts. `base`: as `_tensors` takes it."""
+        named = self._tensors(with_optimizer=OPTIMIZER in parts, base=base).items()
+        own = {name: tensor for name, tensor in named if name.startswith(tuple(parts))}
+        tensors = own | (self._as_stored(own, manifest) if base else {})
         specs = gather_specs(tensors)
         if problems := audit(manifest, specs, parts):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
@@ -336,3 +396,5 @@ class Checkpointer:
         tied = self._model.config if self._model and MODEL in parts else None
         if tied and (problems := unlike_copies(tied, sums)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
+        for name in tensors.keys() & self._resting:
+            local_part(own[name]).copy_(local_part(tensors[name]))

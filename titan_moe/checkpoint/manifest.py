@@ -57,6 +57,9 @@ class Manifest:
     """The model's dimensions (models.hf.as_record); empty for a model without a family."""
     code: dict[str, Any] = field(default_factory=_code)
     """The code that wrote the checkpoint: folder, commit, hash, and torch's version."""
+    base: str = ""
+    """Of a checkpoint of adapters, the digest of the weights that they stand beside, which are not
+    in it; empty for a whole model."""
     files: dict[str, str] = field(default_factory=dict)
     """Digests of all other files by name: `write_manifest` takes them."""
 
@@ -135,6 +138,37 @@ def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[
         )
         if names
     ]
+
+
+def refuse_other_adapters(
+    manifest: Manifest, folder: Path, job: Mapping[str, Any], *, is_own: bool
+) -> None:
+    """Raises RunError where a checkpoint holds a model's adapters and the run of this configuration
+    wants another thing there.
+
+    Args:
+        is_own: the run goes on from it; else its weights are those that a run begins with.
+    """
+    asked = job.get("lora", {})
+    if not is_own:
+        if manifest.base:
+            raise RunError(
+                f"{folder} holds adapters, and no model: titan-moe hf merge makes one of them"
+            )
+        return
+    had = manifest.job.get("lora", {}) if manifest.base else {}
+    for key in ("rank", "alpha", "rank_stabilised", "targets"):
+        if had and had[key] != asked[key]:
+            value = "is not set" if asked[key] is None else f"is {asked[key]}"
+            raise RunError(
+                f"lora.{key} {value}, and {folder} has adapters of lora.{key}={had[key]}: set it "
+                "to that, or choose another job.dump_folder"
+            )
+    if not had and (rank := asked.get("rank")) is not None:
+        raise RunError(
+            f"lora.rank={rank}, and {folder} holds a whole model: name it in "
+            "checkpoint.initial_load_path, and choose another job.dump_folder"
+        )
 
 
 def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[str]:

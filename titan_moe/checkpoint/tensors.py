@@ -43,6 +43,7 @@ from torch.utils.serialization import config
 from titan_moe.distributed.agreement import control_group, for_all_ranks, on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.distributed.dtensor import detached, local_part, local_slices
+from titan_moe.models.decoder import ADAPTER
 from titan_moe.runtime.errors import RunError, is_outside, reason
 from titan_moe.runtime.files import fsync
 
@@ -77,6 +78,14 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     Several modules are stages of one pipeline and name no tensor twice.
     """
     return {MODEL + fqn: detached(tensor) for fqn, tensor in _named_tensors(modules).items()}
+
+
+def resting_names(modules: Sequence[nn.Module]) -> set[str]:
+    """Names, as in `model_tensors`, of the weights that adapters stand beside: checkpoints leave
+    them out. Of a model without adapters none."""
+    named = {MODEL + name: p for module in modules for name, p in module.named_parameters()}
+    is_adapted = any(ADAPTER in name for name in named)
+    return {name for name, p in named.items() if is_adapted and not p.requires_grad}
 
 
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -200,6 +200,18 @@ class Moe(Section):
     """Weight of the router z-loss (arXiv 2202.08906)."""
 
 
+class OptimizerGroup(Section):
+    """Other values for some parameters; norms and biases take no weight decay here either."""
+
+    pattern: str
+    """A name, or a part of one between dots, such as "router"; or with wildcards, as
+    "layers.1?.*". The first group that matches a parameter holds for it."""
+    lr: NonNegativeFloat | None = None
+    """Peak learning rate; left out: optimizer.lr."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay; left out: optimizer.weight_decay."""
+
+
 class Optimizer(Section):
     """The optimizer. Norms and biases take no weight decay."""
 
@@ -217,6 +229,8 @@ class Optimizer(Section):
     """Added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay per unit of learning rate."""
+    groups: list[OptimizerGroup] = Field([])
+    """Other rates and decays by name, as [[optimizer.groups]] tables."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Implementation of Adam's update in torch."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -282,6 +296,30 @@ class Dataset(Section):
     """Column that holds the text; left out: training.text_column."""
     weight: float = Field(1.0, gt=0)
     """Share of the tokens drawn from this part, relative to the other parts' weights."""
+
+
+class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685): the weights that the run begins with rest, in the type
+    of products, and a pair of small matrices beside each learns. Checkpoints hold adapters
+    alone."""
+
+    rank: PositiveInt | None = None
+    """Rank of the adapters; left out: none, all weights train."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product is multiplied by alpha / rank."""
+    rank_stabilised: bool = False
+    """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    targets: list[str] = Field(
+        ["attention", "feed_forward", "shared_experts", "experts"], min_length=1
+    )
+    """Layers with an adapter, by patterns as in training.freeze. Routers, embeddings, the output
+    layer and indexers have none."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' products."""
+        assert self.rank is not None
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
 class DataLoader(Section):
@@ -360,6 +398,10 @@ class Training(Section):
     mtp_loss_weight: NonNegativeFloat | None = None
     """Weight of the mean over depths of multi-token prediction's losses, each a sum divided by the
     number of the model's own target tokens; left out: the flavor's."""
+    freeze: list[str] = Field([])
+    """Parameters that rest, by patterns: a name, or a part of one between dots, such as "router";
+    or with wildcards, as "*.experts.*". They have no gradients and no optimizer state, and the bias
+    of a frozen router rests too."""
     indexer_stage: Literal["dense", "sparse"] = "sparse"
     """Stage of sparse attention: 'dense' warms indexers up, which learn from attention to all keys
     while other weights and routing biases are frozen; 'sparse' trains everything on the selected
@@ -788,6 +830,7 @@ class JobConfig(Section):
     moe: Moe = Moe()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    lora: Lora = Lora()
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
     stages: list[TrainingStage] = Field([])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titan_moe.distributed.boxes import Box
@@ -108,17 +108,21 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+def cut_parameter(
+    module: nn.Module, name: str, mesh: DeviceMesh, dims: Sequence[int | None]
+) -> None:
     """Replace a parameter, on the meta device, by a DTensor of this rank's part.
 
     Args:
-        dims: the tensor dim that each of the mesh's axes cuts; each size divides evenly.
+        dims: the tensor dim that each of the mesh's axes cuts, None where it cuts none; each size
+            divides evenly.
     """
     whole = module.get_parameter(name).detach()
     local = whole
     for dim, degree in zip(dims, mesh.shape, strict=True):
-        local = local.narrow(dim, 0, local.shape[dim] // degree)
-    shards = [Shard(dim) for dim in dims]
+        if dim is not None:
+            local = local.narrow(dim, 0, local.shape[dim] // degree)
+    shards = [Replicate() if dim is None else Shard(dim) for dim in dims]
     sharded = DTensor.from_local(local.contiguous(), mesh, shards, run_check=False)
     assert sharded.shape == whole.shape, f"{name} {tuple(whole.shape)} does not divide by {mesh}"
     module.register_parameter(name, nn.Parameter(sharded))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import Parallelism, Training, Validation
@@ -25,8 +26,10 @@ from titan_moe.moe.experts import Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
-# F that the ranks share, it is D: each rank adds it to a slice.
+# F that the ranks share, it is D: each rank adds it to a slice. Stacks of adapters that have no F
+# are whole, and each rank's gradient of them is a part of a sum.
 _CUT_BY_ETP = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b2": 1, "b3": 1}
+_CUT_BY_ETP |= {"w1_b": 1, "w3_b": 1, "w2_a": 2}
 
 
 def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
@@ -91,6 +94,15 @@ def apply_expert_parallel(
         moe.dispatcher.num_chunks = options.num_chunks
 
 
+def partial_over_etp(model: nn.Module, meshes: Meshes) -> set[str]:
+    """Returns the names of the routed experts' parameters that etp does not cut: each of its ranks
+    has a part of the sum that is their gradient."""
+    if meshes.dims.etp == 1:
+        return set()
+    names = (name for name, _ in model.named_parameters() if ".experts." in name)
+    return {name for name in names if name.rpartition(".")[2] not in _CUT_BY_ETP}
+
+
 DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher]] = {
     "standard": lambda config, meshes, _: AllToAllDispatcher(*_groups(meshes), config),
     "deduplicated": lambda config, meshes, options: DeduplicatedDispatcher(
@@ -124,9 +136,10 @@ def most_tokens(training: Training, validation: Validation, parallelism: Paralle
 def _cut_experts(experts: Experts, meshes: Meshes) -> None:
     """Replace stacked weights, on the meta device, by DTensors of this rank's experts and slice."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.dims.size(axis) > 1)
-    for name, _ in list(experts.named_parameters(recurse=False)):
-        dims = {"ep": 0, "etp": _CUT_BY_ETP[name]}
-        cut_parameter(experts, name, meshes[axes], [dims[axis] for axis in axes])
+    for module in experts.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            dims = {"ep": 0, "etp": _CUT_BY_ETP.get(name)}
+            cut_parameter(module, name, meshes[axes], [dims[axis] for axis in axes])
     hook = partial(_own_shards, etp_group=meshes.group("etp"))
     experts.compute.register_forward_pre_hook(hook)
 

@@ -9,6 +9,8 @@ clips. The sums over ranks are complete before:
     | a routed expert's       | dp_replicate and edp     | FSDP                        |
     |                         | ep and etp               | the dispatch's own backward |
     | whole on every tp rank  | tp                       | tensor_parallel.sum_grads   |
+    | an adapter's, whole on  | etp                      | tensor_parallel.sum_grads   |
+    | every etp rank          |                          |                             |
     | a copy of a tied weight | the stages with a copy   | tied_weights.sum_tied_grads |
 """
 

@@ -19,14 +19,20 @@ A line can be checked by hand against a model's config. Its factors, each with i
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims, parallel_dims
-from titan_moe.models.config import LOSS_CHUNKS, MLAConfig, ModelConfig
-from titan_moe.models.stats import Share, Size, attention_stats, flash_workspace, shares_of_ranks
+from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
+from titan_moe.models.stats import (
+    Share,
+    Size,
+    attention_stats,
+    flash_workspace,
+    part_sizes,
+    shares_of_ranks,
+)
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 SKEW = 2.0
@@ -99,56 +105,80 @@ def tables(setup: Setup) -> Iterator[Table]:
     Raises ConfigError for a pipeline that this model cannot be cut into, and as `Setup.dims`.
     """
     nccl = {"buffers of NCCL": float(sum(communicators(setup).values()))}
+    sizes = _sizes(setup)
     for share in shares_of_ranks(setup.config, setup.job.training, setup.parallelism):
-        yield _of_parameters(setup, share) | _of_tokens(setup, share) | {"communicators": nccl}
+        parameters, tokens = _of_parameters(setup, share, sizes), _of_tokens(setup, share, sizes)
+        yield parameters | tokens | {"communicators": nccl}
 
 
-def _of_parameters(setup: Setup, share: Share) -> Table:
+class Sizes(NamedTuple):
+    """The elements of a model's parts with their adapters, and of what trains of them."""
+
+    whole: dict[str, Size]
+    trained: dict[str, Size]
+
+    def keeps_hidden_rows(self, job: JobConfig) -> bool:
+        """Returns whether the rows before the experts' last product are kept: for adapters."""
+        return job.lora.rank is not None and any(size.routed for size in self.trained.values())
+
+
+def _sizes(setup: Setup) -> Sizes:
+    job, config = setup.job, setup.config
+    warms_up = config.indexer is not None and job.training.indexer_stage == "dense"
+    if job.lora.rank is None and not job.training.freeze and not warms_up:
+        sizes = part_sizes(config)
+        return Sizes(sizes, sizes)
+    from titan_moe.models.trained import sizes_by_name  # With torch: names decide.
+
+    return Sizes(*sizes_by_name(config, job.training, job.lora))
+
+
+def _of_parameters(setup: Setup, share: Share, sizes: Sizes) -> Table:
     """Weights, gradients and moments: those that a rank owns, and those that it gathers."""
-    dims, parts, offload = setup.dims, share.parts, setup.job.training.enable_cpu_offload
+    dims, offload = setup.dims, setup.job.training.enable_cpu_offload
+    parts, trained = ({name: each[name] for name in share.parts} for each in sizes)
     stored, compute, reduced = setup.widths()
     on_rank = dims.dp_replicate * dims.pp / setup.world_size
 
     def whole(size: Size) -> float:
         return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)
 
-    owned = sum(sum(size) for size in parts.values()) * on_rank
-    trained, moments = _trained(setup, share)
+    owned, training = (sum(map(sum, sizes.values())) * on_rank for sizes in (parts, trained))
     narrow = setup.job.optimizer.state_dtype == "bfloat16"
+    resting = compute if setup.job.lora.rank is not None else stored
     owns = {
-        "weights": owned * stored,
-        "gradients": trained * on_rank * stored,
-        "moments": moments * on_rank * (_BYTES["bfloat16"] if narrow else stored),
+        "weights": training * stored + (owned - training) * resting,
+        "gradients": training * stored,
+        "moments": _moments(setup, trained) * on_rank * (_BYTES["bfloat16"] if narrow else stored),
     }
     accumulated: Lines = {}
     if dims.pp > 1 or setup.parallelism.fsdp_accumulation == "keep_gathered":
-        everything = sum(map(whole, parts.values()))
-        accumulated["sums of gradients"] = everything * reduced
-        accumulated["gathered weights"] = everything * compute
+        accumulated["sums of gradients"] = sum(map(whole, trained.values())) * reduced
+        accumulated["gathered weights"] = sum(map(whole, parts.values())) * compute
         # Shards of gradients, which are counted above, are made from these sums and free them.
-        accumulated["shards made of sums"] = 0.0 if offload else -owned * stored
-    layers = [size for name, size in parts.items() if name.startswith("layers.")]
-    layer = max(map(whole, layers), default=0.0)
+        accumulated["shards made of sums"] = 0.0 if offload else -training * stored
+    layer, output = _largest_layer(parts, whole), whole(parts.get("output", Size(0)))
+    layers = [size for name, size in trained.items() if name.startswith("layers.")]
     experts = max((size.routed for size in layers), default=0.0) / (dims.ep * dims.etp)
-    output = whole(parts.get("output", Size(0)))
+    trained_output = whole(trained.get("output", Size(0)))
     return {
         "stored": {} if offload else owns,
         "host": owns if offload else {},
         "gathered": {
             "weights of two layers": 2 * layer * compute,
-            "gradients of a layer": layer * compute,
+            "gradients of a layer": _largest_layer(trained, whole) * compute,
             "experts' gradients of a second half": (
                 experts * setup.parallelism.expert_parallel_overlap * compute
             ),
             "gradients in reduction": _in_reduction(layers, dims, whole) * reduced,
-            "weights and gradients of the output layer": 2 * output * compute,
-            "its gradients in reduction": output * reduced,
+            "weights and gradients of the output layer": (output + trained_output) * compute,
+            "its gradients in reduction": trained_output * reduced,
         },
         "accumulated": accumulated,
     }
 
 
-def _of_tokens(setup: Setup, share: Share) -> Table:
+def _of_tokens(setup: Setup, share: Share, sizes: Sizes) -> Table:
     """Activations, logits and buffers of one microbatch, or of those in flight."""
     config, training, dims = setup.config, setup.job.training, setup.dims
     _, compute, reduced = setup.widths()
@@ -156,7 +186,7 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
     own_tokens = tokens / dims.tp
     most_rows = _most_rows(config, setup.parallelism, max(round(own_tokens), 1))
     even, skewed = (
-        _activations(setup, share, own_tokens * compute, rows) for rows in (1.0, most_rows)
+        _activations(setup, share, sizes, own_tokens * compute, rows) for rows in (1.0, most_rows)
     )
     vocabulary = config.vocab_size / dims.tp
     chunk = training.loss_chunk_size
@@ -168,7 +198,11 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
             share.losses * tokens * (1 + config.num_mtp_layers) * config.dim * compute
         ),
         "gradients of its weight, and their sum": (
-            share.losses * vocabulary * config.dim * (compute + reduced)
+            share.losses
+            * vocabulary
+            * config.dim
+            * (compute + reduced)
+            * any(sizes.trained["output"])
         ),
     }
     sums = flash_workspace(config, compute) * (own_tokens + _PADDING * share.sequences / dims.tp)
@@ -182,19 +216,16 @@ def _of_tokens(setup: Setup, share: Share) -> Table:
     }
 
 
-def _trained(setup: Setup, share: Share) -> tuple[float, float]:
-    """Returns the numbers of a stage's gradients and moments."""
-    config, attention = setup.config, setup.config.attention
-    sizes = {name: sum(size) for name, size in share.parts.items()}
-    trained = sum(sizes.values())
-    dense = config.indexer is not None and setup.job.training.indexer_stage == "dense"
-    if dense and isinstance(attention, MLAConfig):
-        kinds = attention, replace(attention, indexer=None)
-        indexed, bare = (attention_stats(kind, config.dim).parameters for kind in kinds)
-        trained = share.layers * (indexed - bare)
-    inside = sum(n for name, n in sizes.items() if name.startswith(("layers.", "mtp")))
-    matrices = min(trained, inside) if setup.job.optimizer.name == "Muon" else 0
-    return trained, 2 * trained - matrices
+def _moments(setup: Setup, trained: dict[str, Size]) -> float:
+    """Returns the number of moments of what trains."""
+    inside = sum(sum(size) for n, size in trained.items() if n.startswith(("layers.", "mtp")))
+    matrices = inside if setup.job.optimizer.name == "Muon" else 0
+    return 2 * sum(map(sum, trained.values())) - matrices
+
+
+def _largest_layer(parts: dict[str, Size], whole: Callable[[Size], float]) -> float:
+    layers = (size for name, size in parts.items() if name.startswith("layers."))
+    return max(map(whole, layers), default=0.0)
 
 
 def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size], float]) -> float:
@@ -268,7 +299,7 @@ def _most_rows(config: ModelConfig, parallelism: Parallelism, num_tokens: int) -
     return max(most / (num_tokens * moe.top_k), 1.0)
 
 
-def _activations(setup: Setup, share: Share, bytes_: float, rows: float) -> Table:
+def _activations(setup: Setup, share: Share, sizes: Sizes, bytes_: float, rows: float) -> Table:
     """Values that the forward keeps for the backward, one layer's values and their gradients, and
     the copies of its rows.
 
@@ -278,6 +309,10 @@ def _activations(setup: Setup, share: Share, bytes_: float, rows: float) -> Tabl
     """
     config, recompute, num_layers = setup.config, setup.job.activation_checkpoint, share.layers
     values, results = _values_per_token(config, rows), _results_per_token(setup, rows)
+    if config.moe and sizes.keeps_hidden_rows(setup.job):
+        hidden = rows * config.moe.top_k * config.moe.hidden_dim
+        values["rows before the experts' last product"] = hidden
+        results["rows before the experts' last product"] = hidden
     recomputed: Lines = {"inputs": float(config.dim)}
     pairs = 0.0
     if config.indexer is not None:

@@ -26,7 +26,11 @@ from titan_moe.distributed.context_parallel.apply import (
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
 from titan_moe.distributed.context_parallel.sparse import sparse_core
 from titan_moe.distributed.execution import Execution, WholeModel
-from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
+from titan_moe.distributed.expert_parallel import (
+    apply_expert_parallel,
+    join_sequences,
+    partial_over_etp,
+)
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.memory import Accumulation, choose_accumulation
@@ -47,9 +51,9 @@ from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention import plain_core, takes_flex
 from titan_moe.models.config import GatedDeltaConfig, ModelConfig, tied_weights
 from titan_moe.models.decoder import (
+    ADAPTER,
     TENSOR_PLAN,
     Decoder,
-    freeze,
     initial_std,
     keep_only,
     moe_layer_names,
@@ -58,9 +62,11 @@ from titan_moe.models.decoder import (
     stored_in,
     wide_units,
 )
+from titan_moe.models.lora import adapt
 from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_flops
+from titan_moe.models.trained import freeze
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
@@ -79,8 +85,8 @@ class ShardedModel:
     meshes: Meshes
     execution: Execution
     positions: Positions
-    partial_over_tp: list[nn.Parameter]
-    """Parameters whose gradients are still to be summed over `tp`."""
+    partial: dict[str, list[nn.Parameter]]
+    """Parameters whose gradients are still to be summed over an axis, by axis."""
     tied_weights: TiedWeights
     """Copies of parameters whose gradients are still to be summed over them."""
     names: list[str]
@@ -142,9 +148,9 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
-    warn_of_unbalanced_experts(config)
     laid_out = lay_out(job, config, meshes, device, ranks_per_node)
-    parts, partial_over_tp, names, stages, accumulation = laid_out
+    parts, partly, names, stages, accumulation = laid_out
+    warn_of_unbalanced_experts(config, parts)
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -169,7 +175,7 @@ def build_sharded_model(
         # 9. Who runs it: all layers at once, or a pipeline's schedule.
         execution=_execution(parts, job, config, meshes, device, accumulation.word),
         positions=_positions(job.parallelism, meshes),
-        partial_over_tp=[named[name] for name in named if name in partial_over_tp],
+        partial={axis: [named[n] for n in named if n in some] for axis, some in partly.items()},
         tied_weights=find_tied_weights(tied_weights(config), named, ends),
         names=names,
         stages=stages,
@@ -198,8 +204,8 @@ class Parts(NamedTuple):
     """Holds a rank's part of a model, on the meta device."""
 
     parts: list[Decoder]
-    partial_over_tp: set[str]
-    """Names of parameters whose gradients are still to be summed over `tp`."""
+    partial: dict[str, set[str]]
+    """Names of parameters whose gradients are still to be summed over an axis, by axis."""
     names: list[str]
     """Every parameter of the whole model."""
     stages: list[list[str]]
@@ -231,7 +237,7 @@ def lay_out(
         Setup(job, config, meshes.dims.world_size), memory_of(device)
     )
     policy = sharding_policy(job, accumulation.word, device)
-    partial_over_tp = set()
+    partly: dict[str, set[str]] = {"tp": set(), "etp": set()}
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     for part in parts:
         # 3. What multiplies in low precision, while every weight is whole.
@@ -243,9 +249,10 @@ def lay_out(
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
         apply_expert_parallel(moe_layers, meshes, dispatch)
-        partial_over_tp |= apply_tensor_parallel(part, TENSOR_PLAN, meshes)
+        partly["etp"] |= partial_over_etp(part, meshes)
+        partly["tp"] |= apply_tensor_parallel(part, TENSOR_PLAN, meshes)
         join_sequences(moe_layers, meshes)
-        freeze(part)
+        freeze(part, job.training, job.lora)
 
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
@@ -263,7 +270,7 @@ def lay_out(
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy, wide_units(part))
-    return Parts(parts, partial_over_tp, names, stages, accumulation)
+    return Parts(parts, partly, names, stages, accumulation)
 
 
 def _choose_loss(output: nn.Module, job: JobConfig, meshes: Meshes, device: torch.device) -> None:
@@ -281,8 +288,12 @@ def _plain_model(
 ) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config, core, recurrence)
-    for name, parameter in model.named_parameters():  # Buffers keep their types: biases of 1e-3.
-        parameter.data = parameter.data.to(stored_in(name, stored_dtype(job)))
+        adapt(model, job.lora)
+    # Buffers keep their types: biases of 1e-3. Nothing is added to what rests beside adapters.
+    resting = stored_dtype(job) if job.lora.rank is None else compute_dtype(job)
+    for name, parameter in model.named_parameters():
+        stored = stored_dtype(job) if ADAPTER in name else resting
+        parameter.data = parameter.data.to(stored_in(name, stored))
     return model
 
 

@@ -18,6 +18,7 @@ from titan_moe.models.quantize import row_alignment
 from titan_moe.moe.config import rows_of_buffers
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
 from titan_moe.moe.layer import MoE
+from titan_moe.moe.router import Router
 from titan_moe.runtime.log import logger
 
 _ROWS_OF_ONEDNN = 128
@@ -38,8 +39,6 @@ def resolve_model(
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
-    if config.indexer is not None and config.indexer.warm_up:
-        named["bias_update_speed"] = 0.0  # Routers do not learn: nothing but the indexers may move.
     if device_type == "cpu" and compute_dtype(job) == torch.bfloat16:
         # oneDNN generates code for each new number of rows and keeps it: without padding a run
         # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
@@ -127,12 +126,14 @@ def stored_dtype(job: JobConfig) -> torch.dtype:
     return getattr(torch, job.training.dtype)
 
 
-def warn_of_unbalanced_experts(config: ModelConfig) -> None:
-    """Warn, once, where no rule and no loss keeps the load even of experts that train. A weight in
-    a config.json is not read: transformers' loss is over all layers at once."""
-    frozen = config.indexer is not None and config.indexer.warm_up
+def warn_of_unbalanced_experts(config: ModelConfig, parts: Iterable[nn.Module]) -> None:
+    """Warn, once, where no rule and no loss keeps the load even of routers that train, on these
+    parts of the model. A weight in a config.json is not read: transformers' loss is over all layers
+    at once."""
+    routers = [each for part in parts for each in part.modules() if isinstance(each, Router)]
+    learn = any(router.gate.weight.requires_grad for router in routers)
     unbalanced = config.moe is not None and not config.moe.is_balanced
-    if unbalanced and not frozen and dist.get_rank() == 0:
+    if unbalanced and learn and dist.get_rank() == 0:
         logger.warning(
             "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
             "losses are 0; set one of them, such as moe.global_aux_loss_weight"

@@ -16,7 +16,8 @@ same parameter names:
 
 Whatever is not cut, every tp rank holds whole, and uses for a part of the tokens or of the heads:
 its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
-exceptions. Routers and routed experts are not for plans: their tokens are distinct on every rank.
+exceptions. An adapter is cut with its layer: one of its two matrices is whole. Routers and routed
+experts are not for plans: their tokens are distinct on every rank.
 A plan names every other module that has parameters: a new one is an error until its plan is made.
 """
 
@@ -41,6 +42,7 @@ from titan_moe.moe.layer import MoE
 from titan_moe.ops.cross_entropy import IGNORE_INDEX, block_statistics, gradient_in_place
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear
+from titan_moe.ops.low_rank import AdaptedLinear, Adapter, low_rank
 from titan_moe.profiling.regions import region
 
 
@@ -59,7 +61,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Mes
     unplanned = unplanned_modules(model, plan)
     for name, module in list(model.named_modules()):
         for pattern, how in plan.items():
-            if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity):
+            if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity | Adapter):
                 if _is_routed(model, name):
                     raise ValueError(
                         f"a tensor-parallel plan cannot cut {name}: every rank routes tokens of "
@@ -101,6 +103,7 @@ def unplanned_modules(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
         name
         for name, module in model.named_modules()
         if list(module.parameters(recurse=False))
+        and not isinstance(module, Adapter)
         and not any(fnmatchcase(name, pattern) for pattern in plan)
         and not _is_routed(model, name)
     ]
@@ -147,7 +150,7 @@ class _Cut(nn.Module):
 
 
 class ColumnParallelLinear(_Cut):
-    """A Linear whose outputs are cut: weight dim 0, bias dim 0."""
+    """A Linear whose outputs are cut: weight dim 0, bias dim 0, dim 0 of an adapter's b."""
 
     bias: nn.Parameter | None
 
@@ -157,10 +160,11 @@ class ColumnParallelLinear(_Cut):
         self.register_parameter("bias", linear.bias)
         if linear.bias is not None:
             cut_parameter(self, "bias", mesh, [0])
+        self.adapter = _cut_adapter(linear, mesh, "b", 0)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else local_part(self.bias)
-        return self.product(x, local_part(self.weight), bias)
+        return _adapted(self.product(x, local_part(self.weight), bias), x, self.adapter)
 
 
 class ColumnParallelNorm(_Cut):
@@ -179,8 +183,8 @@ class ColumnParallelNorm(_Cut):
 
 
 class RowParallelLinear(_Cut):
-    """A Linear whose inputs are cut (weight dim 1): partial outputs are summed and scattered to
-    parts of the sequence. A bias is whole, added after the sum."""
+    """A Linear whose inputs are cut (weight dim 1, dim 1 of an adapter's a): partial outputs are
+    summed and scattered to parts of the sequence. A bias is whole, added after the sum."""
 
     bias: nn.Parameter | None
 
@@ -188,10 +192,26 @@ class RowParallelLinear(_Cut):
         super().__init__(linear, mesh, group, dim=1)
         self.product = _product(linear)
         self.register_parameter("bias", linear.bias)
+        self.adapter = _cut_adapter(linear, mesh, "a", 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = scatter_tokens(self.product(x, local_part(self.weight)), self.group)
+        y = _adapted(self.product(x, local_part(self.weight)), x, self.adapter)
+        y = scatter_tokens(y, self.group)
         return y if self.bias is None else y + self.bias
+
+
+def _cut_adapter(linear: Any, mesh: DeviceMesh, name: str, dim: int) -> Adapter | None:
+    if not isinstance(linear, AdaptedLinear):
+        return None
+    cut_parameter(linear.adapter, name, mesh, [dim])
+    return linear.adapter
+
+
+def _adapted(y: Tensor, x: Tensor, adapter: Adapter | None) -> Tensor:
+    """Returns a layer's outputs y, cut or partial, with what its adapter, if any, makes of x."""
+    if adapter is None:
+        return y
+    return y + low_rank(x, local_part(adapter.a), local_part(adapter.b), adapter.scale)
 
 
 class VocabParallelEmbedding(_Cut):
@@ -249,17 +269,17 @@ class VocabParallelCrossEntropy:
         return loss_T.tensor_split(group.size())[rank].double().sum(), grad_TV
 
 
-def _product(linear: nn.Module) -> Callable[..., Tensor]:
-    """Returns a Linear's product function; low precision is chosen before weights are cut."""
-    return linear.product if isinstance(linear, Float8Linear) else F.linear
-
-
 def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
     def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return gather_tokens(args[0], group), *args[1:]
 
     module.register_forward_pre_hook(gather)
     return module
+
+
+def _product(linear: nn.Module) -> Callable[..., Tensor]:
+    """Returns a Linear's product function; low precision is chosen before weights are cut."""
+    return linear.product if isinstance(linear, Float8Linear) else F.linear
 
 
 def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:

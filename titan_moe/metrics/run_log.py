@@ -113,7 +113,8 @@ class RunLog:
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure from now on, and by the layout that the run has after step `resume_step`."""
-        self._flops_per_token = model_flops_per_token(sharded.config, job.training.seq_len)
+        adapts, seq_len = job.lora.rank is not None, job.training.seq_len
+        self._flops_per_token = model_flops_per_token(sharded.config, seq_len, adapts=adapts)
         # Known for bf16 only, so MFU is left out in other types.
         types = job.training.mixed_precision_param, job.training.dtype
         narrow = types[0] == "bfloat16" and types[1] != "float64"
@@ -295,13 +296,14 @@ def _layout(job: JobConfig, world_size: int) -> dict[str, int]:
     return {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))}
 
 
-def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+def model_flops_per_token(config: ModelConfig, seq_len: int, *, adapts: bool = False) -> float:
     """FLOPs of forward and backward for one token: of its top_k experts, not of all.
 
     A matrix product costs twice its forward again in the backward (arXiv 2204.02311, appendix B);
-    recomputation does not count.
+    recomputation does not count. Where the model `adapts`, weights at rest have no gradients: a
+    product costs its forward once more; adapters and the rest of attention's backward are left out.
     """
-    return 3 * sum(part_flops(config, seq_len).values())
+    return (2 if adapts else 3) * sum(part_flops(config, seq_len).values())
 
 
 def throughput(

@@ -4,6 +4,7 @@ Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention
 """
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.profiling.regions import region
 
+ADAPTER = ".adapter."
+"""A part of the names of adapters' parameters (models/lora.py)."""
 _BIASES = ("b1", "b2", "b3")
 _ENDS = ("tok_embeddings", "norm", "output")
 
@@ -302,20 +305,18 @@ class _PassOn(nn.Identity):
         return input
 
 
-def freeze(model: Decoder) -> None:
-    """Takes from training what does not train: while indexers warm up, all but them."""
-    indexer = model.config.indexer
-    if indexer is not None and indexer.warm_up:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".indexer." in name)
-
-
 def moe_layer_names(config: ModelConfig) -> list[str]:
     """The names of `Decoder.moe_layers`, in order, of the whole model."""
     layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
     names = [f"layers.{layer}" for layer in layers if config.is_moe_layer(layer)]
     beyond = config.is_moe_layer(config.num_layers)
     return names + [f"mtp.layers.{depth}.block" for depth in mtp if beyond]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Returns whether a pattern names a parameter or module: it fits the whole name, as in a shell,
+    or is a part of it from dot to dot. "router" names layers.3.moe.router.gate.weight."""
+    return fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
 
 
 def is_bias(name: str) -> bool:
@@ -347,6 +348,8 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] |
         return 0.01, 16.0
     if "dt_bias" in parts or "out_norm" in parts:
         return None
+    if ADAPTER in name:
+        return 0.0 if name.endswith("b") else config.init_std
     if is_bias(name):
         return 0.0
     if any(part.endswith("norm") for part in parts):

@@ -29,7 +29,8 @@ from titan_moe.profiling.regions import region
 
 
 class ExpertWeights(NamedTuple):
-    """Holds the experts' weights: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]."""
+    """Holds the experts' weights: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]; and
+    those of their adapters, as `ExpertAdapter` has them."""
 
     w1: Tensor
     w2: Tensor
@@ -37,6 +38,30 @@ class ExpertWeights(NamedTuple):
     b1: Tensor | None = None
     b2: Tensor | None = None
     b3: Tensor | None = None
+    w13_a: Tensor | None = None
+    w1_b: Tensor | None = None
+    w3_b: Tensor | None = None
+    w2_a: Tensor | None = None
+    w2_b: Tensor | None = None
+
+
+class ExpertAdapter(nn.Module):
+    """The weights of low-rank adapters (arXiv 2106.09685) of stacked experts, for `Experts`.
+
+    w13_a [E, r, D] is shared by w1_b and w3_b [E, F, r], as `peft` adapts the two in one fused
+    weight; w2_a [E, r, F] and w2_b [E, D, r].
+    """
+
+    def __init__(self, rank: int, num_experts: int, hidden_dim: int, dim: int) -> None:
+        super().__init__()
+        self.w13_a = nn.Parameter(torch.empty(num_experts, rank, dim))
+        self.w1_b = nn.Parameter(torch.empty(num_experts, hidden_dim, rank))
+        self.w3_b = nn.Parameter(torch.empty(num_experts, hidden_dim, rank))
+        self.w2_a = nn.Parameter(torch.empty(num_experts, rank, hidden_dim))
+        self.w2_b = nn.Parameter(torch.empty(num_experts, dim, rank))
+
+    def extra_repr(self) -> str:
+        return f"rank={self.w13_a.shape[1]}"
 
 
 class ExpertOutputs(nn.Module):
@@ -49,8 +74,12 @@ class ExpertOutputs(nn.Module):
     float32 arithmetic anyway; the projection is linear, so this is exact. Rows past the last offset
     are neither read nor given a meaning.
 
-    `multiply` is a strategy: the product of the projections, another one in float8.
+    `multiply` is a strategy: the product of the projections, another one in float8. Weights with
+    adapters are w + adapter_scale * w_b w_a; beside gate and up, the rows before w2 are then kept
+    for the backward, F more values of a row.
     """
+
+    adapter_scale = 1.0
 
     def __init__(
         self, activation: str, *, scale_inputs: bool, multiply: GroupedMM = grouped_mm
@@ -69,12 +98,34 @@ class ExpertOutputs(nn.Module):
         after_R1 = None if self.scale_inputs else weights_R1
         stacks = weights.w1, weights.w3, offsets_E, multiply
         gate_RF, up_RF = projections(rows.x_RD, before_R1, *stacks)
+        if adapted := weights.w13_a is not None:
+            x_RD = rows.x_RD if before_R1 is None else rows.x_RD * before_R1
+            gate_RF, up_RF = self._adapted_projections(x_RD, gate_RF, up_RF, weights, offsets_E)
         gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
         up_RF = add_bias(up_RF, weights.b3, offsets_E)
-        y_RD = activated_projection(
-            gate_RF, up_RF, after_R1, weights.w2, offsets_E, self.activation, multiply
-        )
+        activated = gate_RF, up_RF, after_R1
+        if adapted:
+            y_RD = self._adapted_output(activated, weights, offsets_E)
+        else:
+            y_RD = activated_projection(
+                *activated, weights.w2, offsets_E, self.activation, multiply
+            )
         return add_bias(y_RD, weights.b2, offsets_E, after_R1)
+
+    def _adapted_projections(
+        self, x_RD: Tensor, gate_RF: Tensor, up_RF: Tensor, weights: Any, offsets_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        low_Rr = grouped_mm(x_RD, weights.w13_a, offsets_E) * self.adapter_scale
+        gate_RF = gate_RF + grouped_mm(low_Rr, weights.w1_b, offsets_E)
+        return gate_RF, up_RF + grouped_mm(low_Rr, weights.w3_b, offsets_E)
+
+    def _adapted_output(
+        self, activated: tuple[Tensor, Tensor, Tensor | None], weights: Any, offsets_E: Tensor
+    ) -> Tensor:
+        hidden_RF = _Activated.apply(*activated, self.activation)
+        low_Rr = grouped_mm(hidden_RF, weights.w2_a, offsets_E) * self.adapter_scale
+        y_RD = self.multiply(hidden_RF, weights.w2, offsets_E)
+        return y_RD + grouped_mm(low_Rr, weights.w2_b, offsets_E)
 
 
 class Chunk(NamedTuple):
@@ -101,6 +152,7 @@ class Experts(nn.Module):
             self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim))
             self.b2 = nn.Parameter(torch.empty(num_experts, dim))
             self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
+        self.adapter: ExpertAdapter | None = None
         self.compute = ExpertOutputs(
             config.activation, scale_inputs=config.weights_scale == "inputs"
         )
@@ -112,6 +164,9 @@ class Experts(nn.Module):
         One call for all chunks, for which FSDP gathers the weights once.
         """
         weights = ExpertWeights(self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
+        if (adapter := self.adapter) is not None:
+            pairs = adapter.w1_b, adapter.w3_b, adapter.w2_a, adapter.w2_b
+            weights = ExpertWeights(*weights[:6], adapter.w13_a, *pairs)
         home, late = [], []
         for sent, plan, order in chunks:
             with region("dispatch"):
@@ -212,7 +267,9 @@ class _KeptOperands(torch.autograd.Function):
         grad_RD = grad_RD.contiguous()
         grad_RF = grouped_mm_grad_rows(grad_RD, w2_EDF, offsets_E)
         grads = gated_rows_backward(grad_RF, gate_RF, up_RF, weights_R1, ctx.activation)
-        grad_w2_EDF = grouped_mm_grad_weights(grad_RD, grads.hidden_RF, w2_EDF, offsets_E)
+        grad_w2_EDF = None
+        if ctx.needs_input_grad[3]:
+            grad_w2_EDF = grouped_mm_grad_weights(grad_RD, grads.hidden_RF, w2_EDF, offsets_E)
         return grads.gate_RF, grads.up_RF, grads.weights_R1, grad_w2_EDF, None, None
 
 
@@ -251,8 +308,10 @@ class _ScaledProjections(torch.autograd.Function):
     def backward(ctx, grad_gate_RF: Tensor, grad_up_RF: Tensor):  # type: ignore[override, no-untyped-def]
         x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E = ctx.saved_tensors
         scaled_RD = x_RD * weights_R1
-        grad_RD, grad_w1_EFD = grouped_mm_backward(grad_gate_RF, scaled_RD, w1_EFD, offsets_E)
-        other_RD, grad_w3_EFD = grouped_mm_backward(grad_up_RF, scaled_RD, w3_EFD, offsets_E)
+        _, _, *trains, _ = ctx.needs_input_grad
+        gate, up = ((scaled_RD, w_EFD, offsets_E) for w_EFD in (w1_EFD, w3_EFD))
+        grad_RD, grad_w1_EFD = grouped_mm_backward(grad_gate_RF, *gate, (True, trains[0]))
+        other_RD, grad_w3_EFD = grouped_mm_backward(grad_up_RF, *up, (True, trains[1]))
         grad_RD.add_(other_RD)
         grad_weights_R1 = torch.mul(grad_RD, x_RD, out=other_RD).sum(-1, keepdim=True)
         return grad_RD.mul_(weights_R1), grad_weights_R1, grad_w1_EFD, grad_w3_EFD, None

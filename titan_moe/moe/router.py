@@ -235,4 +235,8 @@ def update_routers(
     if speed := local[0].config.bias_update_speed:
         biases = [router.expert_bias for router in local]
         moved_LE = updated_bias(torch.stack(biases), counts_LE, speed)
-        torch._foreach_copy_(biases, list(moved_LE.unbind()))
+        # The bias of a router that is frozen rests.
+        moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad]
+        if moves:
+            moved = moved_LE.unbind()
+            torch._foreach_copy_([biases[n] for n in moves], [moved[n] for n in moves])

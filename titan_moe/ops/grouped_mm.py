@@ -1,6 +1,7 @@
 """One matrix product, and one bias, per expert, over rows that lie expert after expert."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,9 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        return *grouped_mm_backward(grad_RF, *ctx.saved_tensors), None
+        x_RD, w_EFD, offsets_E = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        return *grouped_mm_backward(grad_RF, x_RD, w_EFD, offsets_E, needed), None
 
 
 def _product(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -86,12 +89,20 @@ def grouped_mm_grad_weights(
 
 
 def grouped_mm_backward(
-    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of w, from that of y = grouped_mm(x_RD, w_EFD, offsets_E)."""
+    grad_RF: Tensor,
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    offsets_E: Tensor,
+    needed: tuple[bool, bool] = (True, True),
+) -> tuple[Any, Any]:
+    """The gradients of x and of w, from that of y = grouped_mm(x_RD, w_EFD, offsets_E); None for
+    the one that is not `needed`: that of rows that nothing trained has made, or of a frozen w."""
     grad_RF = grad_RF.contiguous()  # torch refuses an expanded one, such as that of a plain sum.
-    grad_RD = grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
-    return grad_RD, grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
+    of_rows, of_weights = needed
+    return (
+        grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E) if of_rows else None,
+        grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E) if of_weights else None,
+    )
 
 
 def has_grouped_gemm(w_EFD: Tensor) -> bool:

@@ -41,7 +41,7 @@ def linear_cross_entropy(
     """The cross-entropies of x @ weight.T; differentiable in x and weight, once.
 
     The weight's gradient stands from here to the backward, and adds its chunks up in at least
-    float32; without gradients to come, neither is computed.
+    float32; a frozen weight has none, and without gradients to come, neither is computed.
 
     Args:
         x_TD: as many equal parts as there are factors, one after the other.
@@ -53,7 +53,8 @@ def linear_cross_entropy(
     assert factors[0] == 1.0 and len(x_TD) % len(factors) == 0
     with_gradients = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     chunks = list(_chunks(len(x_TD), factors, chunk_size))
-    options = chunks, len(x_TD) // len(factors), cross_entropy, with_gradients
+    needed = with_gradients, with_gradients and weight_VD.requires_grad
+    options = chunks, len(x_TD) // len(factors), cross_entropy, needed
     return Losses(*_LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, *options))
 
 
@@ -80,11 +81,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks: list[tuple[int, int, float]],
         first_part: int,
         cross_entropy: CrossEntropy,
-        with_gradients: bool,
+        needed: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         # Not views of one tensor: FSDP warns of a module that returns one.
         loss, further = (x_TD.new_zeros((), dtype=torch.float64) for _ in range(2))
-        grad_x_TD = torch.empty_like(x_TD) if with_gradients else None
+        of_x, of_weight = needed
+        grad_x_TD = torch.empty_like(x_TD) if of_x else None
         grad_weight_VD: Tensor | None = None
         for first, size, factor in chunks:
             x_tD = x_TD[first : first + size]
@@ -98,10 +100,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_tV *= factor
             grad_tV = grad_tV.to(weight_VD.dtype)
             torch.mm(grad_tV, weight_VD, out=grad_x_TD[first : first + size])
-            grad_weight_VD = _added(grad_weight_VD, grad_tV, x_tD)
-        if grad_x_TD is not None:
-            assert grad_weight_VD is not None
-            ctx.save_for_backward(grad_x_TD, grad_weight_VD.to(weight_VD.dtype))
+            if of_weight:
+                grad_weight_VD = _added(grad_weight_VD, grad_tV, x_tD)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        ctx.save_for_backward(grad_x_TD, grad_weight_VD)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(further)
         return loss, further
 
@@ -110,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[override, no-untyped-def]
         # Not in place: a split backward comes by twice.
         grad_x_TD, grad_weight_VD = ctx.saved_tensors
-        grads = (x * grad.to(x.dtype) for x in (grad_x_TD, grad_weight_VD))
+        grads = (x if x is None else x * grad.to(x.dtype) for x in (grad_x_TD, grad_weight_VD))
         return *grads, None, None, None, None, None
 
 

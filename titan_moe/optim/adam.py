@@ -28,7 +28,7 @@ class Adam(torch.optim.Optimizer):
     place, 1/512 to 1/256 of itself, or not at all: (1 - beta) must be well above that.
 
     Args:
-        groups: with a "name" and a "peak_lr" each; may override lr and weight_decay.
+        groups: with a "name", a "kind" and a "peak_lr" each; may override lr and weight_decay.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: Optimizer) -> None:

@@ -35,7 +35,7 @@ from titan_moe.distributed.parallel_dims import group_of
 from titan_moe.optim.adam import Adam
 
 MATRICES = "matrices"
-"""The name of the group that Muon updates."""
+"""The kind of the groups that Muon updates."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # A momentum with a smaller norm makes a smaller update.
 _SMALLEST_NORM = 1e-7
@@ -61,7 +61,7 @@ def orthogonalized(x_NAB: Tensor, num_steps: int) -> Tensor:
 
 
 class Muon(Adam):
-    """Muon for the group MATRICES, each expert of a stack by itself; AdamW for the other groups.
+    """Muon for groups of the kind MATRICES, each expert of a stack by itself; AdamW for others.
 
     State of a matrix: "momentum_buffer", a mean of gradients as `exp_avg` is. Its arithmetic is
     elementwise, on this rank's parts; the matrices are whole only while they are made orthogonal.
@@ -84,12 +84,12 @@ class Muon(Adam):
         self._batches: dict[tuple[int, ...], list[_Batch]] = {}
 
     def initial_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-        if group["name"] != MATRICES:
+        if group["kind"] != MATRICES:
             return super().initial_state(group, parameter)
         return {"momentum_buffer": self.zeros(parameter)}
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        if group["name"] != MATRICES:
+        if group["kind"] != MATRICES:
             return super().update(group, parameters)
         key = tuple(map(id, parameters))
         if key not in self._batches:

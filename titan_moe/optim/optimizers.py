@@ -1,12 +1,13 @@
 """The optimizer: which parameters it updates how, and which decay."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
-from titan_moe.config.job_config import Optimizer
-from titan_moe.models.decoder import is_bias
+from titan_moe.config.job_config import Optimizer, OptimizerGroup
+from titan_moe.models.decoder import is_bias, matches
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon, matrix_cut
 
@@ -22,34 +23,43 @@ def build_optimizer(
     joined_group: JoinedGroup | None = None,
 ) -> torch.optim.Optimizer:
     """One optimizer over the trainable parameters, in the groups "decay" and "no_decay", and under
-    Muon "matrices" before them.
+    Muon "matrices" before them; each in parts, where optimizer.groups name some of its parameters.
 
-    Each group carries its "name" and its "peak_lr", which set_lr scales. A group without parameters
-    is left out. Parameters may be DTensors of different meshes, but no longer on the meta device.
+    Each group carries its "name", its "kind" and its "peak_lr", which set_lr scales. A group
+    without parameters is left out. Parameters may be DTensors of different meshes, but no longer on
+    the meta device.
     `joined_group`: returns the process group of several joined axes, which Muon exchanges over.
 
     The routing bias has no gradient and is no parameter: `train_step.TrainStep` moves it before
     each step, and a loop of one's own calls `moe.router.update_routers`.
     """
-    members: dict[str, list[nn.Parameter]] = {MATRICES: [], "decay": [], "no_decay": []}
+    kinds = MATRICES, "decay", "no_decay"
+    asked = [*config.groups, OptimizerGroup(pattern="*")]
+    members: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
     for name, param in named_parameters:
         if not param.requires_grad:
             continue
+        kind = 1 if decays(name, param) else 2
         if config.name == "Muon" and is_hidden_matrix(name, param):
-            members[MATRICES].append(param)
-        else:
-            members["decay" if decays(name, param) else "no_decay"].append(param)
-    groups = [
-        {
-            "name": group,
-            "params": params,
-            "peak_lr": config.lr,
-            "weight_decay": 0.0 if group == "no_decay" else config.weight_decay,
-        }
-        for group, params in members.items()
-        if params
-    ]
-    return BUILDERS[config.name](groups, config, joined_group)
+            kind = 0
+        place = next(at for at, group in enumerate(asked) if matches(name, group.pattern))
+        members[kind, place].append(param)
+    groups = []
+    for (kind, place), params in sorted(members.items(), key=lambda item: item[0]):
+        named, wanted = place < len(config.groups), asked[place]
+        decay = config.weight_decay if wanted.weight_decay is None else wanted.weight_decay
+        groups.append(
+            {
+                "name": f"{kinds[kind]}:{wanted.pattern}" if named else kinds[kind],
+                "kind": kinds[kind],
+                "params": params,
+                "peak_lr": config.lr if wanted.lr is None else wanted.lr,
+                "weight_decay": 0.0 if kinds[kind] == "no_decay" else decay,
+            }
+        )
+    # torch wants a group, also on a stage of a pipeline where nothing trains.
+    nothing = {"name": "decay", "kind": "decay", "params": [], "peak_lr": config.lr}
+    return BUILDERS[config.name](groups or [nothing], config, joined_group)
 
 
 BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {

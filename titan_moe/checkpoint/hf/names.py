@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Stored, cut
+from titan_moe.config.job_config import Lora
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of, wrapper_of
 from titan_moe.models.hf_family import HFWeight
+from titan_moe.models.lora import adapt
 from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
@@ -91,9 +93,16 @@ def write_as(
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Parameters and persistent buffers by name, as a checkpoint of the model has them."""
+    state = empty_model(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def empty_model(config: ModelConfig, lora: Lora | None = None) -> Decoder:
+    """Returns a whole model without memory, with its adapters if there are some."""
     with torch.device("meta"):
         model = Decoder(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        adapt(model, lora or Lora())
+    return model
 
 
 def _ways(model: HFModel, name: str) -> list[HFWeight]:

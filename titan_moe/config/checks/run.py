@@ -64,6 +64,39 @@ def _precision(run: Run) -> Iterator[str]:
         )
 
 
+def _lora(run: Run) -> Iterator[str]:
+    job = run.job
+    if job.lora.rank is None:
+        return
+    if job.model.converters:
+        named = ",".join(job.model.converters)
+        yield f"model.converters={named} and lora.rank={job.lora.rank}: leave one of them out"
+    if job.training.indexer_stage == "dense":
+        yield (
+            "training.indexer_stage=dense trains indexers alone, and lora.rank="
+            f"{job.lora.rank} adapters alone: leave lora.rank out"
+        )
+    if job.checkpoint.create_seed_checkpoint:
+        yield (
+            f"checkpoint.create_seed_checkpoint=true with lora.rank={job.lora.rank} would hold no "
+            "weights but adapters: make the seed without lora.rank, and name it in "
+            "checkpoint.initial_load_path"
+        )
+    if job.checkpoint.initial_load_path and not job.checkpoint.initial_load_model_only:
+        yield (
+            f"checkpoint.initial_load_model_only=false with lora.rank={job.lora.rank}: adapters "
+            "have no optimizer state there: set it to true"
+        )
+
+
+def _names(run: Run) -> Iterator[str]:
+    job = run.job
+    if job.training.freeze or job.optimizer.groups or job.lora.rank is not None:
+        from titan_moe.models.trained import unknown_patterns  # With torch, which takes a while.
+
+        yield from unknown_patterns(run.model, job.training, job.lora, job.optimizer.groups)
+
+
 def _profiling(run: Run) -> Iterator[str]:
     profiling = run.job.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
@@ -145,6 +178,8 @@ RULES: list[Rule] = [
     _optimizer,
     _schedule,
     _precision,
+    _lora,
+    _names,
     _profiling,
     _capture,
     _checkpoint,

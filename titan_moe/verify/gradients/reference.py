@@ -8,6 +8,7 @@ Muon, expert bias and counts are spelled out here from their papers, one sequenc
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple
 
@@ -96,8 +97,9 @@ class Reference:
             self.moments[moment] = {name: zero.clone() for name, zero in zeros.items()}
         self.num_steps = 0
 
-    def step(self, batch: Batch, lr: float) -> Step:
-        """Train on a global batch; labels_BS is IGNORED where nothing is to be predicted."""
+    def step(self, batch: Batch, rate: float) -> Step:
+        """Train on a global batch at this factor of the peak learning rates; labels_BS is IGNORED
+        where nothing is to be predicted."""
         numbers, counts = self._backward(batch)
         gradients = {name: p.grad.clone() for name, p in self.trained.items()}  # type: ignore[union-attr]
         norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
@@ -107,7 +109,8 @@ class Reference:
         self.num_steps += 1
         for name, gradient in gradients.items():
             update = self._muon if name in self.moments["momentum_buffer"] else self._adamw
-            update(name, gradient * clip, lr)
+            lr, decay = self._rates(name)
+            update(name, gradient * clip, rate * lr, decay)
         parameters = {name: p.detach() for name, p in self.parameters.items()}
         buffers = {
             buffer: {name: getattr(r, buffer).clone() for name, r in self.routers.items()}
@@ -210,16 +213,28 @@ class Reference:
     def _balance(self, router: Router, counts_E: Tensor) -> None:
         """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
         excess_E = counts_E.double() - counts_E.double().mean()
-        router.expert_bias.sub_(self.moe.bias_update_speed * excess_E.sign().float())
+        if router.gate.weight.requires_grad:
+            router.expert_bias.sub_(self.moe.bias_update_speed * excess_E.sign().float())
         if counts_E.any():
             router.previous_load.copy_(counts_E.double() / counts_E.sum())
 
+    def _rates(self, name: str) -> tuple[float, float]:
+        """Returns a parameter's peak learning rate and weight decay: its first group's."""
+        lr, decay = self.optimizer.lr, self.optimizer.weight_decay
+        for group in self.optimizer.groups:
+            if fnmatchcase(name, group.pattern) or group.pattern in _runs(name):
+                return (
+                    lr if group.lr is None else group.lr,
+                    decay if group.weight_decay is None else group.weight_decay,
+                )
+        return lr, decay
+
     @torch.no_grad()
-    def _adamw(self, name: str, gradient: Tensor, lr: float) -> None:
+    def _adamw(self, name: str, gradient: Tensor, lr: float, decay: float) -> None:
         """arXiv 1711.05101, algorithm 2; matrices decay, vectors and biases do not."""
         config, parameter = self.optimizer, self.parameters[name]
         if parameter.ndim > 1 and name.split(".")[-1] not in _BIASES:
-            parameter.mul_(1 - lr * config.weight_decay)
+            parameter.mul_(1 - lr * decay)
         first, second = self.moments["exp_avg"][name], self.moments["exp_avg_sq"][name]
         m = config.beta1 * first + (1 - config.beta1) * gradient
         v = config.beta2 * second + (1 - config.beta2) * gradient**2
@@ -237,7 +252,7 @@ class Reference:
         return self.optimizer.name == "Muon" and matrix
 
     @torch.no_grad()
-    def _muon(self, name: str, gradient: Tensor, lr: float) -> None:
+    def _muon(self, name: str, gradient: Tensor, lr: float, decay: float) -> None:
         """kellerjordan.github.io/posts/muon, with weight decay and scale of arXiv 2502.16982,
         algorithm 1; each expert by itself."""
         config, parameter = self.optimizer, self.parameters[name]
@@ -247,13 +262,19 @@ class Reference:
         for weight, direction in zip(_matrices(parameter), _matrices(nesterov), strict=True):
             scale = config.muon_rms * math.sqrt(max(weight.shape))
             update = scale * orthogonal(direction, config.muon_steps)
-            weight.sub_(lr * (update + config.weight_decay * weight))
+            weight.sub_(lr * (update + decay * weight))
         moment.copy_(self._kept(m))
 
     def _kept(self, moment: Tensor) -> Tensor:
         """Rounds a moment to the type of the optimizer's state."""
         narrow = self.optimizer.state_dtype == "bfloat16"
         return moment.bfloat16().to(moment.dtype) if narrow else moment
+
+
+def _runs(name: str) -> set[str]:
+    """Returns a name's parts between dots, and several in a row."""
+    parts = name.split(".")
+    return {".".join(parts[i:j]) for j in range(len(parts) + 1) for i in range(j)}
 
 
 _BIASES = ("bias", "b1", "b2", "b3")

@@ -14,13 +14,14 @@ from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
 """The place of a shard in the whole tensor."""
-HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1}
-"""The dim of a stack that etp cuts: the hidden dim; for b2 [E, D] the model's."""
+HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1, "w1_b": 1, "w3_b": 1, "w2_a": 2}
+"""The dim of a stack that etp cuts: the hidden dim; for b2 [E, D] the model's. Stacks of adapters
+that are not here are whole."""
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 _CUT_BY_TP = {
-    "colwise": {"weight": 0, "bias": 0},
+    "colwise": {"weight": 0, "bias": 0, "adapter.b": 0},
     "colwise_norm": {"weight": 0},
-    "rowwise": {"weight": 1},
+    "rowwise": {"weight": 1, "adapter.a": 1},
     "vocab_rows": {"weight": 0},
     "vocab_columns": {"weight": 0, "bias": 0},
     "heads": {"weight": 0},
@@ -73,9 +74,10 @@ class Shards:
         assert self.holds(rank, name), f"{name} is on no stage of rank {rank}"
         whole = [(0, size) for size in shape]
         if ".experts." in name:
-            hidden = HIDDEN_DIM[name.rsplit(".", 1)[1]]
             whole[0] = _even(whole[0], self.layout.ep, self.coordinate(rank, "ep"))
-            whole[hidden] = _even(whole[hidden], self.layout.etp, self.coordinate(rank, "etp"))
+            if (hidden := HIDDEN_DIM.get(name.rsplit(".", 1)[1])) is not None:
+                place = self.coordinate(rank, "etp")
+                whole[hidden] = _even(whole[hidden], self.layout.etp, place)
             return _chunk_one_dim(whole, self.layout.edp, self.coordinate(rank, "edp"))
         if (dim := self.tensor_dim(name)) is not None:
             whole[dim] = _even(whole[dim], self.layout.tp, self.coordinate(rank, "tp"))

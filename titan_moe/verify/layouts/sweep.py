@@ -175,8 +175,8 @@ def _check_model(
     wanted = [name for name in shapes if shards.holds(meshes.rank, name)]
     dense = [name for name in wanted if layout.tp > 1 and ".experts." not in name]
     whole = {name for name in dense if shards.tensor_dim(name) is None}
-    if laid_out.partial_over_tp != whole:
-        differ = sorted(laid_out.partial_over_tp ^ whole)
+    if laid_out.partial["tp"] != whole:
+        differ = sorted(laid_out.partial["tp"] ^ whole)
         problems.append(f"gradients summed over tp: {differ} differ")
     return len(held), [*problems, *_stray_groups(layout, meshes)]
 

@@ -1,0 +1,47 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of a model's layers and experts.
+
+An adapter stands inside the layer that it adapts, so that the names of the layer's weights stay:
+`layers.3.attention.wq.adapter.a`. B begins at zero: an adapter changes nothing before its first
+update. Routers, embeddings, the output layer and indexers have none.
+"""
+
+from torch import nn
+
+from titan_moe.config.job_config import Lora
+from titan_moe.models.decoder import matches
+from titan_moe.models.indexer import Indexer
+from titan_moe.models.output import Output
+from titan_moe.moe.experts import ExpertAdapter, Experts
+from titan_moe.moe.router import Router
+from titan_moe.ops.low_rank import AdaptedLinear, Adapter
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Linear | Experts]:
+    """Returns the layers that may have an adapter by name: Linear layers, and stacks of experts."""
+    left_out = {
+        id(inside)
+        for module in model.modules()
+        if isinstance(module, Router | Indexer | Output)
+        for inside in module.modules()
+    }
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Experts) and id(module) not in left_out
+    }
+
+
+def adapt(model: nn.Module, config: Lora) -> None:
+    """Adds adapters, without values yet, to the layers of a model that lora.targets name."""
+    if config.rank is None:
+        return
+    for name, module in adaptable(model).items():
+        if not any(matches(name, pattern) for pattern in config.targets):
+            continue
+        if isinstance(module, Experts):
+            module.adapter = ExpertAdapter(config.rank, *module.w1.shape)
+            module.compute.adapter_scale = config.scale
+            continue
+        outputs, inputs = module.weight.shape
+        adapter = Adapter(config.rank, inputs, outputs, config.scale)
+        model.set_submodule(name, AdaptedLinear(module, adapter))

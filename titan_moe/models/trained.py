@@ -1,0 +1,99 @@
+"""What of a model trains: names by pattern, frozen parameters, and the indexers that warm up."""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+import torch
+
+from titan_moe.config.job_config import Lora, OptimizerGroup, Training
+from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.models.decoder import ADAPTER, Decoder, matches
+from titan_moe.models.lora import adapt, adaptable
+from titan_moe.models.stats import Size
+
+
+def unknown_patterns(
+    config: ModelConfig, training: Training, lora: Lora, groups: Sequence[OptimizerGroup]
+) -> list[str]:
+    """Returns a line for each pattern of training.freeze, optimizer.groups and lora.targets that
+    matches nothing in the model; and one where nothing is left to train."""
+    with torch.device("meta"):
+        model = Decoder(config)
+        layers = list(adaptable(model))
+        adapt(model, lora)
+    names = [name for name, _ in model.named_parameters()]
+    # A family may lack some of the layers that are adapted unless others are named.
+    named = lora.rank is not None and lora.targets != Lora().targets
+    asked = (
+        ("training.freeze", training.freeze, names),
+        ("optimizer.groups.pattern", [group.pattern for group in groups], names),
+        ("lora.targets", lora.targets if named else [], layers),
+    )
+    lines = [
+        f"{key}={pattern} matches nothing in this model: {_nearest(pattern, known)}"
+        for key, patterns, known in asked
+        for pattern in patterns
+        if not any(matches(name, pattern) for name in known)
+    ]
+    if not lines and not trained(names, config, training, lora):
+        adapted = f"lora.targets={','.join(lora.targets)} and " * (lora.rank is not None)
+        frozen = ",".join(training.freeze)
+        lines = [f"{adapted}training.freeze={frozen} leave nothing that trains: freeze less"]
+    return lines
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdecimal()})
+    near = get_close_matches(pattern, parts) or get_close_matches(pattern, names)
+    return f"nearest are {', '.join(near)}" if near else f"a name in it is {names[0]}"
+
+
+def trained(names: Iterable[str], config: ModelConfig, training: Training, lora: Lora) -> set[str]:
+    """Returns the names, among these, of the parameters that train.
+
+    While indexers warm up, they alone do; with adapters, these alone. training.freeze takes away
+    the rest; of copies of one parameter it takes all, whichever it names.
+    """
+    names = set(names)
+    if config.indexer is not None and training.indexer_stage == "dense":
+        names = {name for name in names if ".indexer." in name}
+    if lora.rank is not None:
+        names = {name for name in names if ADAPTER in name}
+    tied = {name: group for group in tied_weights(config) for name in group}
+    return {
+        name
+        for name in names
+        if not any(
+            matches(each, pattern) for each in tied.get(name, [name]) for pattern in training.freeze
+        )
+    }
+
+
+def sizes_by_name(
+    config: ModelConfig, training: Training, lora: Lora
+) -> tuple[dict[str, Size], dict[str, Size]]:
+    """Returns the elements of each part of a model with its adapters, by the parts of
+    `stats.part_sizes`; and those among them that train."""
+    with torch.device("meta"):
+        model = Decoder(config)
+        adapt(model, lora)
+    named = dict(model.named_parameters())
+    trains = trained(named, config, training, lora)
+    found: tuple[dict[str, Size], dict[str, Size]] = {}, {}
+    for name, parameter in named.items():
+        first, second, *_ = name.split(".")
+        part = f"layers.{second}" if first == "layers" else first
+        for sizes, counts in zip(found, (True, name in trains), strict=True):
+            number = parameter.numel() * counts
+            dense, routed = sizes.get(part, Size(0))
+            is_routed = ".experts." in name
+            sizes[part] = Size(dense + number * (not is_routed), routed + number * is_routed)
+    return found
+
+
+def freeze(model: Decoder, training: Training, lora: Lora) -> None:
+    """Takes from training what does not train, of a model or a stage of one."""
+    named = dict(model.named_parameters())
+    trains = trained(named, model.config, training, lora)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in trains)
