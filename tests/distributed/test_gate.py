@@ -53,6 +53,8 @@ DEFAULT = [
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=2"),
     ("deepseek_v32", "shared keys", "cp=2,ep=2,recompute=full"),
     ("deepseek_v32", "conversations", "dp_shard=2,tp=2,ep=2"),
+    ("deepseek_v3", "adapters", "dp_shard=2,tp=2,ep=2,etp=2,recompute=full"),
+    ("qwen3", "frozen", "dp_shard=2,ep=2"),
     *product(["deepseek_v3"], [HOST], ["dp_shard=2,ep=2,dispatch=deduplicated", "pp=2,tp=2"]),
 ]
 SLOW = [
@@ -73,6 +75,12 @@ SLOW = [
     ("deepseek_v32", "shared keys", "dp_shard=2,cp=2,ep=2,cp_balancer=headtail"),
     ("deepseek_v32", "warm-up of shared keys", "tp=2,recompute=full"),
     *product(["deepseek_v3"], ["conversations"], SMALL),
+    *product(["deepseek_v3"], ["adapters"], SMALL),
+    *product(["gpt_oss", "llama4", *RECURRENT], ["adapters"], ["dp_shard=2,tp=2,ep=2,etp=2"]),
+    *product(["deepseek_v32"], ["adapters"], FEW[:2]),
+    *product(["deepseek_v3"], ["adapters"], [f"pp=2,schedule={name}" for name in SCHEDULES]),
+    ("deepseek_v3", "compiled adapters", "dp_shard=2,tp=2,etp=2,recompute=2"),
+    *product(["deepseek_v3"], ["frozen"], [*FEW[:3], "pp=2,schedule=ZBVZeroBubble"]),
     *product(RECURRENT, ["Muon"], ["dp_shard=2,tp=2,ep=2"]),
     *product(RECURRENT, ["compiled"], ["cp=2,ep=2,recompute=2"]),
     # A split backward runs a layer's nodes twice.

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from tests.support.paths import DEBUG_CONFIGS
+from titan_moe.config.job_config import OptimizerGroup
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.verify.gradients.gate import Gate
@@ -29,6 +30,15 @@ KINDS: Mapping[str, Tables] = {
     "two depths": {"model": {"num_mtp_layers": 2}},
     "warm-up": {"training": {"indexer_stage": "dense", "max_norm": 0.01}},
     "conversations": {"training": {"dataset_format": "messages"}},
+    "adapters": {"lora": {"rank": 3}},
+    "compiled adapters": {
+        "lora": {"rank": 3},
+        "compile": {"enable": True, "backend": "aot_eager"},
+    },
+    "frozen": {
+        "training": {"freeze": ["router", "layers.0", "*.wk*"]},
+        "optimizer": {"groups": [OptimizerGroup(pattern="experts", lr=0.1, weight_decay=0.5)]},
+    },
     "shared keys": {"model": {"flavor": "gate_shared"}},
     "warm-up of shared keys": {
         "model": {"flavor": "gate_shared"},

@@ -22,10 +22,3 @@ def test_row_alignment_by_device_and_type(device, compute, key, expected):
     tables = {"training": {"mixed_precision_param": compute}, "moe": {"row_alignment": key}}
     config = resolve_model(model_config("qwen3", "gate"), JobConfig.model_validate(tables), device)
     assert config.moe is not None and config.moe.row_alignment == expected
-
-
-@pytest.mark.parametrize(("stage", "speed"), [("dense", 0.0), ("sparse", 0.05)])
-def test_routing_biases_rest_while_indexers_warm_up(stage, speed):
-    tables = {"training": {"indexer_stage": stage}, "moe": {"bias_update_speed": 0.05}}
-    config = resolve_model(model_config("deepseek_v32", "gate"), JobConfig.model_validate(tables))
-    assert config.moe is not None and config.moe.bias_update_speed == speed

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from tests.support.packing import filled, gradients, train_packed_and_alone
 from titan_moe.config.checks.job import check
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import JobConfig, Lora, Training
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig
-from titan_moe.models.decoder import Decoder, freeze
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops
+from titan_moe.models.trained import freeze
 from titan_moe.verify.gradients.reference import without_balance_losses
 
 GATE = replace(model_config("deepseek_v32", "gate"), num_layers=3, num_mtp_layers=0)
@@ -29,7 +30,8 @@ def sparse(**changes: object) -> ModelConfig:
 
 def built(config: ModelConfig, *, mask_documents: bool = True) -> Decoder:
     model = filled(config, plain_core(config, mask_documents=mask_documents))
-    freeze(model)
+    stage = "dense" if config.indexer.warm_up else "sparse"
+    freeze(model, Training(indexer_stage=stage), Lora())
     return model
 
 

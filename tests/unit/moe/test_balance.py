@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed import policies
 from titan_moe.models.registry import model_config
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.layer import MoE
 
 
 @pytest.mark.parametrize("rows", [0, 2**25, 2**45])
@@ -53,9 +53,8 @@ def test_counts_per_sequence_with_experts_nobody_chose(num_experts: int):
 def test_experts_that_nothing_balances_get_one_line(given, warns, caplog, monkeypatch):
     monkeypatch.setattr(policies.dist, "get_rank", lambda: 0)
     moe = MoEConfig(num_experts=4, top_k=1, hidden_dim=4, **given)
-    sparse = model_config("deepseek_v32", "gate")
-    job = JobConfig.model_validate({"training": {"indexer_stage": "dense"}})
-    policies.warn_of_unbalanced_experts(policies.resolve_model(replace(sparse, moe=moe), job))
-    assert not caplog.messages, "experts that are frozen need no balance"
-    policies.warn_of_unbalanced_experts(replace(sparse, moe=moe))
+    config, layer = replace(model_config("qwen3", "gate"), moe=moe), MoE(4, moe, None)
+    policies.warn_of_unbalanced_experts(config, [layer.requires_grad_(False)])
+    assert not caplog.messages, "routers that are frozen need no balance"
+    policies.warn_of_unbalanced_experts(config, [layer.requires_grad_(True)])
     assert [m.startswith("nothing balances") for m in caplog.messages] == [True] * warns

@@ -47,6 +47,16 @@ def test_chunks_add_up_to_the_whole(chunk_size: int, factors):
             torch.testing.assert_close(a, b, **exact)
 
 
+def test_a_frozen_weight_has_no_gradient_and_costs_no_product():
+    x, weight, labels = case()
+    wanted = torch.autograd.grad(linear_cross_entropy(x, weight, labels).loss, x)[0]
+    frozen = weight.detach()
+    with Operations() as seen:
+        linear_cross_entropy(x, frozen, labels).loss.backward()
+    assert torch.equal(x.grad, wanted)
+    assert frozen.shape not in seen.shapes
+
+
 @pytest.mark.parametrize("chunk_size", [0, 4])
 def test_low_precision_adds_the_weights_gradient_up_in_float32(chunk_size: int):
     x, weight, labels = case(torch.bfloat16)

@@ -30,7 +30,7 @@ NAMES = get_args(Optimizer.model_fields["name"].annotation)
 def test_every_optimizer_of_the_configuration_is_built_and_every_key_read():
     assert set(NAMES) == set(OPTIMIZER_KEYS) == set(BUILDERS)
     read = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
-    assert read | {"name", "lr", "weight_decay"} == set(Optimizer.model_fields)
+    assert read | {"name", "lr", "weight_decay", "groups"} == set(Optimizer.model_fields)
 
 
 def test_norms_and_biases_do_not_decay_and_frozen_parameters_stay_out():
@@ -48,6 +48,25 @@ def test_norms_and_biases_do_not_decay_and_frozen_parameters_stay_out():
     assert groups == {
         "decay": (["embedding.weight", "experts.w1"], 0.25, 0.5),
         "no_decay": (["norm.weight", "experts.b1_bias", "output.bias"], 0.0, 0.5),
+    }
+
+
+def test_the_first_group_that_matches_a_parameter_holds_for_it():
+    named = parameters()
+    names = {id(param): name for name, param in named.items()}
+    groups = [{"pattern": "w1", "lr": 2.0}, {"pattern": "experts", "weight_decay": 0.75}]
+    config = Optimizer.model_validate({"lr": 0.5, "weight_decay": 0.25, "groups": groups})
+    optimizer = build_optimizer(config, named.items())
+    assert {
+        names[id(param)]: (group["name"], group["peak_lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for param in group["params"]
+    } == {
+        "embedding.weight": ("decay", 0.5, 0.25),
+        "experts.w1": ("decay:w1", 2.0, 0.25),
+        "experts.b1_bias": ("no_decay:experts", 0.5, 0.0),
+        "norm.weight": ("no_decay", 0.5, 0.0),
+        "output.bias": ("no_decay", 0.5, 0.0),
     }
 
 

@@ -1,0 +1,77 @@
+"""Patterns of names, and what they leave to train."""
+
+import pytest
+import torch
+
+from tests.support.tiny import make_job, tiny
+from titan_moe.config.job_config import JobConfig
+from titan_moe.models.decoder import Decoder, matches
+from titan_moe.models.registry import model_config
+from titan_moe.models.trained import sizes_by_name, trained, unknown_patterns
+
+NAME = "layers.3.moe.router.gate.weight"
+
+
+@pytest.mark.parametrize(
+    "pattern, fits",
+    [
+        ("router", True),
+        ("layers.3", True),
+        ("layers.3.*", True),
+        ("*.router.*", True),
+        (NAME, True),
+        ("layers.?.moe.*.weight", True),
+        ("rout", False),
+        ("ayers.3", False),
+        ("layers", True),
+        ("layers.30", False),
+        ("*.router", False),
+    ],
+)
+def test_a_pattern_is_a_name_a_part_of_one_or_has_wildcards(pattern: str, fits: bool):
+    assert matches(NAME, pattern) is fits
+
+
+def names_of(family: str, flavor: str) -> list[str]:
+    with torch.device("meta"):
+        model = Decoder(model_config(family, flavor))
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_all_copies_of_one_parameter_rest_whichever_is_named():
+    config = model_config("deepseek_v3", "gate")  # With copies of its embedding.
+    job = make_job("deepseek_v3", training={"freeze": ["mtp.layers.0.tok_embeddings"]})
+    names = names_of("deepseek_v3", "gate")
+    resting = set(names) - trained(names, config, job.training, job.lora)
+    assert resting == {"tok_embeddings.weight", "mtp.layers.0.tok_embeddings.weight"}
+
+
+def unknown(job: JobConfig) -> list[str]:
+    return unknown_patterns(tiny(job), job.training, job.lora, job.optimizer.groups)
+
+
+@pytest.mark.parametrize(
+    "tables, line",
+    [
+        ({"training": {"freeze": ["router", "rooter"]}}, "training.freeze=rooter matches nothing"),
+        ({"optimizer": {"groups": [{"pattern": "expert"}]}}, "nearest are experts, shared_experts"),
+        ({"lora": {"rank": 2, "targets": ["router"]}}, "lora.targets=router matches nothing"),
+        ({"training": {"freeze": ["*"]}}, "training.freeze=* leave nothing that trains"),
+        ({"lora": {"rank": 2}, "training": {"freeze": ["adapter"]}}, "nothing that trains: freeze"),
+    ],
+)
+def test_a_pattern_without_a_match_is_refused_with_the_nearest_names(tables: dict, line: str):
+    job = make_job("deepseek_v3", **tables)
+    (found,) = unknown(job)
+    assert line in found
+
+
+@pytest.mark.parametrize("tables", [{}, {"lora": {"rank": 2}}, {"training": {"freeze": ["moe"]}}])
+def test_sizes_by_name_are_those_of_the_parameters(tables: dict):
+    job = make_job("deepseek_v3", **tables)
+    assert unknown(job) == []
+    whole, part = sizes_by_name(tiny(job), job.training, job.lora)
+    assert whole.keys() == part.keys()
+    adapted = "lora" in tables
+    assert (whole == part) is (not tables)
+    assert any(size.routed for size in part.values()) is (not tables or adapted)
