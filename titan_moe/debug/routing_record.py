@@ -1,13 +1,15 @@
 """Routing records: the folder in which a training keeps the decision of every token and layer.
 
-    record.json                 the MoE layers, experts and experts per token of the model, and the
-                                keys per query of its indexers, if it has some
+    record.json                 the MoE layers, experts and experts per token of the model, the keys
+                                per query of its indexers, if it has some, and the type computed in
     step-12.rank-3-of-8.npz     what rank 3 of 8 decided in step 12: "rows" [N, 2], which names
                                 sequences, positions [P], experts [N, P, K] of each MoE layer, best
                                 first, and keys [N, P, W] of each indexer, a bit for each key
 
-A token goes by sequence and position, so a record made in one layout is read in any other. A file
-gets its name when it is whole, and a step counts when it has the files of all its ranks.
+A token goes by sequence and position, so a record made in one layout is read in any other. Records
+of inference engines (`engine_routes.py`) have tokens without experts: each is the model's number of
+experts. A file gets its name when it is whole, and a step counts when it has the files of all its
+ranks.
 """
 
 import json
@@ -61,7 +63,7 @@ class Form(NamedTuple):
     width: int
     dtype: type[np.unsignedinteger[Any]]
     limit: int
-    """All numbers are smaller."""
+    """All numbers are smaller. Experts may be this, where the layer is to decide itself."""
 
 
 class Dims(NamedTuple):
@@ -95,8 +97,9 @@ def name_sequences(fingerprints: Iterable[int], before: Iterable[int] = ()) -> l
     return names
 
 
-def start_record(folder: Path, dims: Dims, *, after: int) -> None:
-    """Make a record ready for the steps after `after`; one rank's job.
+def start_record(folder: Path, dims: Dims, *, after: int, dtype: str = "bfloat16") -> None:
+    """Make a record ready for the steps after `after`; one rank's job. `dtype`: the type in which
+    the recorded model computes.
 
     A run that begins sets an earlier record aside as FOLDER.1, FOLDER.2, ...; one that resumes goes
     on with it, without the steps that it runs again. Raises ConfigError for a record of another
@@ -113,7 +116,7 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
                 path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     header = {name: value for name, value in dims._asdict().items() if value}
-    write_whole(folder / _HEADER, json.dumps(header))
+    write_whole(folder / _HEADER, json.dumps(header | {"dtype": dtype}))
 
 
 class RecordWriter:
@@ -148,6 +151,8 @@ class Record:
         self.folder = folder
         try:
             header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+            self.dtype: str = header.pop("dtype", "bfloat16")
+            """The type in which the recorded model computed."""
             self.dims = Dims(**header)
         except (OSError, ValueError, TypeError, AttributeError):
             raise ConfigError(f"{folder}: there is no routing record ({_HEADER})") from None
@@ -226,7 +231,7 @@ def opened_file(path: Path) -> Iterator[tuple[Tokens, NpzFile]]:
 def _read(numbers_NPW: NDArray[Any], tokens: Tokens, form: Form) -> NDArray[Any]:
     """Returns a layer's decisions about these tokens. Raises ValueError if they are none."""
     shape = len(tokens.sequences), len(tokens.positions), form.width
-    if numbers_NPW.shape != shape or numbers_NPW.max(initial=0) >= form.limit:
+    if numbers_NPW.shape != shape or numbers_NPW.max(initial=0) > form.limit:
         raise ValueError("a layer has other tokens or choices than its record")
     return numbers_NPW
 

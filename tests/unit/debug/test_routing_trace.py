@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from titan_moe.debug.routing_record import (
     name_sequences,
     start_record,
 )
-from titan_moe.debug.routing_trace import Kept, Replay, flipped_experts
+from titan_moe.debug.routing_trace import Kept, Replay, flipped_experts, resolution
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.runtime.errors import RunError
@@ -174,12 +175,14 @@ def test_layer_follows_microbatches_one_after_the_other(tmp_path: Path) -> None:
     for parameter in moe.parameters():
         parameter.data.normal_()
     select, form = moe.router.select, Dims(["layers.1"], 4, 2).experts
-    moe.router.select = replay = Replay(select, form, tmp_path, flipped_experts)
+    count_flips = partial(flipped_experts, resolution=0.01)
+    moe.router.select = replay = Replay(select, form, tmp_path, count_flips)
     assert f"Replay(\n      decisions of {tmp_path}" in repr(moe), "a printed model says it"
     kept = Kept(replay, form)
     ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 1]]
-    replay.follow(torch.tensor([ahead], dtype=torch.uint16))
-    x_BSD = torch.randn(1, 5, 8)
+    free = [4, 4]  # No expert: the router decides.
+    replay.follow(torch.tensor([[*ahead, free]], dtype=torch.uint16))
+    x_BSD = torch.cat([torch.randn(1, 5, 8), torch.randn(1, 1, 8)], 1)
     moe(x_BSD[:, :2])
     moe.train(False)
     moe(x_BSD)
@@ -187,11 +190,14 @@ def test_layer_follows_microbatches_one_after_the_other(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="tokens without a decision"):
         replay.take_flips()
     moe(x_BSD[:, 2:])
-    assert kept.take(1).tolist() == [ahead]
     scores_TE = moe.router(x_BSD[0]).scores_TE.detach()
+    (*followed, decided) = kept.take(1)[0].tolist()
+    assert followed == ahead and decided == scores_TE[-1].topk(2).indices.tolist()
+    scores_TE = scores_TE[:-1]
     own = [set(chosen) for chosen in select(scores_TE, moe.router.expert_bias).tolist()]
     flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
-    slots, tokens, margins, largest = replay.take_flips().tolist()
+    replayed, slots, tokens, ties, margins, largest = replay.take_flips().tolist()
+    assert (replayed, ties) == (5, 0)
     found = [
         max(s[e] for e in mine - set(theirs)) - min(s[e] for e in set(theirs) - mine)
         for s, mine, theirs in zip(scores_TE / scores_TE.std(1)[:, None], own, ahead, strict=True)
@@ -199,4 +205,17 @@ def test_layer_follows_microbatches_one_after_the_other(tmp_path: Path) -> None:
     ]
     assert slots == flips > 0 and tokens == len(found) < flips
     assert margins == pytest.approx(sum(map(float, found))) and largest == pytest.approx(max(found))
-    assert moe.router.tokens_per_expert.tolist() == [3, 3, 2, 2]
+    counts = torch.tensor([*ahead, decided]).flatten().bincount(minlength=4)
+    assert moe.router.tokens_per_expert.tolist() == counts.tolist()
+
+
+def test_ties_are_flips_that_the_type_does_not_tell_apart() -> None:
+    """The best expert has a score of 1, the recorded one beside it less than the second."""
+    assert resolution("bfloat16") == 2**-8 and resolution("float16") == 2**-11
+    apart = torch.tensor([0.0, 2**-9, 2**-8, 2**-7])
+    scores_TE = torch.stack([torch.ones(4), torch.full((4,), 0.5), 0.5 * (1 - apart)], 1)
+    live, ahead = torch.tensor([[0, 1]] * 4), torch.tensor([[2, 0]] * 4)
+    for dtype, expected in (("bfloat16", 3), ("float16", 1)):
+        count = partial(flipped_experts, resolution=resolution(dtype))
+        flips = count(live, ahead, scores_TE, torch.zeros(3)).tolist()
+        assert flips[:3] == [4, 4, expected]
