@@ -125,7 +125,7 @@ class Responses:
                     self.experts_TLK[key], self.missing[key] = experts_TLK, number
         except OSError as error:
             raise ConfigError(f"{path}: {reason(error)}: name a file of responses") from None
-        except (ValueError, KeyError, TypeError, OverflowError, EOFError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, MemoryError) as error:
             said = f"{path}:{number}: {reason(error)}"
             raise ConfigError(f"{said}: mend the line, or take it out") from None
 

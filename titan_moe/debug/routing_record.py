@@ -34,6 +34,7 @@ from titan_moe.runtime.files import set_aside, write_whole
 logger = logging.getLogger(__name__)
 
 _HEADER = "record.json"
+_DTYPES = "bfloat16", "float16", "float32", "float64", "float8_e4m3fn"
 _FILE = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
 _UNREADABLE = (
     *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),  # Of a single array too.
@@ -151,9 +152,11 @@ class Record:
         self.folder = folder
         try:
             header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
-            self.dtype: str = header.pop("dtype", "bfloat16")
+            self.dtype = header.pop("dtype", "bfloat16")
             """The type in which the recorded model computed."""
             self.dims = Dims(**header)
+            if self.dtype not in _DTYPES:
+                raise ValueError(self.dtype)
         except (OSError, ValueError, TypeError, AttributeError):
             raise ConfigError(f"{folder}: there is no routing record ({_HEADER})") from None
         found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)

@@ -145,6 +145,9 @@ def test_damaged_record_is_one_line(tmp_path: Path) -> None:
 def test_record_names_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no routing record \(record.json\)"):
         Record(tmp_path)
+    start_record(tmp_path, DIMS, after=0, dtype="bfloat17")
+    with pytest.raises(ConfigError, match=r"there is no routing record"):
+        Record(tmp_path)
     write(tmp_path, PARTS["one"])
     record = Record(tmp_path)
     stranger = Tokens([SequenceName(0xBAD, 0)], np.arange(P))
