@@ -194,9 +194,10 @@ def add_out(
     )
 
 
-def add_out_file(parser: argparse.ArgumentParser, *, says: str) -> None:
+def add_out_file(parser: argparse.ArgumentParser, *, says: str, required: bool = False) -> None:
     """Adds --out, the file that the results go to, and --force."""
-    add_out(parser, default=None, says=f"{says}; replaces none without --force")
+    says += "; replaces none without --force"
+    add_out(parser, default=None, says=says, required=required)
     parser.add_argument("--force", action="store_true", help="replace the file of --out")
 
 

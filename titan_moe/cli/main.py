@@ -31,6 +31,7 @@ COMMANDS = {
     "report bench": "speed of runs beside published figures, as a card",
     "report profile": "where a profiled step's time goes",
     "report hang": "who waited where when a run hung, and who never came",
+    "report batch": "a step's sequences, token by token, as a page",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate collectives": "whether all ranks of a group issue the same collectives",
 }

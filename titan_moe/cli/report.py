@@ -1,9 +1,23 @@
-"""report run, bench, profile and hang: pages and tables about runs."""
+"""report run, bench, profile, hang and batch: pages and tables about runs."""
 
 import argparse
+import os
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, make_folder, path_of, write_json
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_out,
+    add_out_file,
+    add_ranks,
+    job_of,
+    make_folder,
+    out_file,
+    path_of,
+    positive,
+    write_json,
+)
+from titan_moe.config.errors import ConfigError
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +113,42 @@ def hang(options: argparse.Namespace) -> Answer:
     return Answer(found, [str(path), *describe(found)])
 
 
+def _batch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=positive, default=1, help="default: 1")
+    parser.add_argument("--sequences", type=positive, default=8, help="most of them; default: 8")
+    says = "ranks of the run, which global_batch_size=-1 needs; default: as for titan-moe check"
+    add_ranks(parser, default=None, says=says)
+    add_out_file(parser, says="the page to write", required=True)
+
+
+def batch(options: argparse.Namespace) -> Answer:
+    """Show the sequences of a step, token by token: targets, documents, special tokens, filler.
+
+        titan-moe report batch --config configs/debug/sft.toml --step 3 --out batch.html
+        titan-moe report batch --config outputs/RUN/config.toml --out batch.html
+
+    Reads the first sequences of the global batch, through all steps before that one, as a run of
+    this configuration does with any layout; starts no ranks. The page loads nothing.
+
+    Exit codes: 0; 1 the data ran out, or cannot be read; 2 a configuration whose data cannot be
+    trained on.
+    """
+    from titan_moe.config.parse import resolve
+    from titan_moe.data.tokenizer import load_tokenizer
+    from titan_moe.runtime.launch import default_ranks
+    from titan_moe.verify.report.batch import batch_page, counts, read_sequences
+
+    job, ranks = job_of(options), options.ranks or default_ranks(os.environ)
+    if job.training.global_batch_size == -1 and job.parallelism.data_ranks(ranks) is None:
+        line = f"--ranks {ranks} does not fit the degrees of parallelism"
+        raise ConfigError(f"{line}: name the run's, or set training.global_batch_size")
+    job, tokenizer = resolve(job, ranks), load_tokenizer(job.model.tokenizer_path, job.training)
+    with out_file(options) as write:
+        sequences = read_sequences(job, tokenizer, options.step, options.sequences)
+        write(batch_page(job, tokenizer, options.step, sequences))
+    return Answer(list(map(counts, sequences)), [str(options.out)])
+
+
 def _folder(options: argparse.Namespace, first: Path) -> Path:
     """Returns the folder of --out, or else the one that is read."""
     return make_folder(options.out or (first if first.is_dir() else first.parent))
@@ -109,4 +159,5 @@ COMMANDS = {
     "bench": Command(bench, _run_arguments),
     "profile": Command(profile, _profile_arguments),
     "hang": Command(hang, _hang_arguments),
+    "batch": Command(batch, _batch_arguments, overrides=True),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from titan_moe.data.conversations import Spans
 
 if TYPE_CHECKING:
     import tokenizers
+
+_BLANK = "\u2581"  # Stands for one in sentencepiece's tokens.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # A token of one byte, beside tokens of texts.
 
 
 class ByteEncoding:
@@ -45,6 +49,10 @@ class ByteEncoding:
     def decode(self, ids: list[int]) -> str:
         """Special tokens are left out."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def bytes_of(self, number: int) -> bytes:
+        """The bytes that a token stands for, unless it is special."""
+        return bytes([number]) if number < 256 else b""
 
 
 class HuggingFaceEncoding:
@@ -83,6 +91,25 @@ class HuggingFaceEncoding:
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def bytes_of(self, number: int) -> bytes:
+        """The bytes that a token stands for, unless it is special."""
+        token = self._tokenizer.id_to_token(number) or ""
+        decoder = self._tokenizer.decoder
+        if decoder is not None and decoder.decode(["a\u0120a"]) == "a a":
+            return bytes(_bytes_by_char()[char] for char in token)
+        return _bytes_of_piece(token)
+
+
+@cache
+def _bytes_by_char() -> Mapping[str, int]:
+    """The byte that each character stands for in tokens of GPT-2's kind: itself if it is printed,
+    the others in order of the characters behind."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    in_order = sorted(range(256), key=lambda byte: chr(byte) not in alphabet)
+    return dict(zip(alphabet, in_order, strict=True))
+
 
 class SentencePieceEncoding:
     """A model of sentencepiece. transformers' conversion gives other ids to texts that begin with
@@ -110,3 +137,20 @@ class SentencePieceEncoding:
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Tokens that no text has, with their ids."""
+        model = self._model
+        return {model.id_to_piece(n): n for n in range(self.vocab_size) if model.is_control(n)}
+
+    def bytes_of(self, number: int) -> bytes:
+        """The bytes that a token stands for, unless it is special."""
+        return _bytes_of_piece(self._model.id_to_piece(number))
+
+
+def _bytes_of_piece(token: str) -> bytes:
+    """The bytes of one of sentencepiece's tokens: of a text, or the byte that it numbers."""
+    if _BYTE.fullmatch(token):
+        return bytes.fromhex(token[3:5])
+    return token.replace(_BLANK, " ").encode()

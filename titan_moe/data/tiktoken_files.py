@@ -82,6 +82,10 @@ class TiktokenEncoding:
     def decode(self, ids: list[int]) -> str:
         return self._tiktoken.decode(ids)
 
+    def bytes_of(self, number: int) -> bytes:
+        """The bytes that a token stands for, unless it is special."""
+        return self._tiktoken.decode_single_token_bytes(number)
+
 
 def _cut_blanks(text: str) -> Iterator[str]:
     start = 0

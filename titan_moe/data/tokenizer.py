@@ -151,6 +151,13 @@ class Tokenizer:
         """Text of `ids`, whole numbers; broken UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(token) for token in ids])
 
+    def pieces(self, ids: Iterable[Any]) -> tuple[list[bytes], list[bool]]:
+        """The bytes that each of `ids` stands for, and whether each is a special token."""
+        special = {number: name.encode() for name, number in self._encoding.special.items()}
+        numbers = [int(token) for token in ids]
+        contents = [special.get(token) or self._encoding.bytes_of(token) for token in numbers]
+        return contents, [token in special for token in numbers]
+
     def document(self, ids: np.ndarray) -> np.ndarray:
         """Returns int64 ids of a document, with the tokens that begin and end it."""
         return np.concatenate([self._before, ids.astype(np.int64), self._after])

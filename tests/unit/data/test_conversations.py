@@ -361,6 +361,9 @@ def test_each_id_stands_for_the_characters_that_it_is_said_to_stand_for(kind, tm
     text += "naïve 水🙂 <b> x=1;\n\n   end"
     ids, begins, ends = tokenizer.encode_spans(text)
     assert tokenizer.decode(ids) == (text if kind != "bytes" else text[7:])
+    contents, is_special = tokenizer.pieces(ids)
+    assert b"".join(contents).decode() == text
+    assert is_special == [True, *[False] * (len(ids) - 1)]
     # A character of several ids belongs to all of them.
     covered = {place for b, e in zip(begins, ends, strict=True) for place in range(b, e)}
     assert covered == {*range(len(text))}

@@ -221,6 +221,8 @@ def test_sentencepiece_model_gives_its_own_ids(tmp_path):
     for text in (TEXT, "    x = 1", "Äpfel  北京🎉 ß", ""):
         assert tokenizer.encode(text).tolist() == theirs.encode(text)
         assert tokenizer.decode(theirs.encode(text)) == text
+        contents, _ = tokenizer.pieces(theirs.encode(text))
+        assert b"".join(contents).decode() == (" " + text if text else "")
     ids = encode_document(Document("d", "a"), tokenizer).ids
     assert ids.tolist() == [theirs.bos_id(), *theirs.encode("a"), theirs.eos_id()]
 
