@@ -23,7 +23,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.training_stages import changes, job_of_step, training_stages
 from titan_moe.data.batch import Batch
-from titan_moe.data.reader import documents_without_text, merge_states
+from titan_moe.data.reader import documents_without_text, first_without_text, merge_states
 from titan_moe.data.tokenizer import loss_unit, token_ends
 from titan_moe.debug.bad_step_causes import bad_step_causes
 from titan_moe.debug.routing_trace import RoutingTrace
@@ -186,11 +186,11 @@ class Trainer:
         capture = StepCapture(self.job, self.sharded, self.optimizer, step) if asked else None
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         with phases("step"), self.routing.step(step, batches):
-            without_text = documents_without_text(self.data.loader.state_dict())
+            read = self.data.loader.state_dict()
             result = self.train_step(
                 batches,
                 logged=logged,
-                counts={WITHOUT_TEXT: without_text},
+                counts={WITHOUT_TEXT[training.dataset_format]: documents_without_text(read)},
                 parameter_norms=self.job.metrics.log_parameter_norms and self.log.wants(step),
                 observer=capture,
             )
@@ -223,6 +223,7 @@ class Trainer:
             tokens=self.progress.tokens,
             step_tokens=step_tokens,
             validation_loss=validation_loss,
+            without_text=first_without_text(read),
         )
         with phases("checkpoint"):
             if (freq := self.job.metrics.replica_check_freq) and step % freq == 0:

@@ -1,9 +1,12 @@
 """A step sends one all-reduce besides tokens and gradients."""
 
+import json
 import logging
+import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from tests.support import trainings
@@ -72,11 +75,18 @@ def train_and_listen(job: JobConfig) -> list[str]:
     return lines
 
 
-def test_documents_without_a_text_are_counted_once_in_every_layout(tmp_path: Path):
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_documents_without_a_text_are_counted_once_in_every_layout(form: str, tmp_path: Path):
     """Ranks that read the same sequences do not count them twice; the log warns once."""
     words = [None, "a b c d", "e f", "g h i"] * 40
     training = {"dataset": "json", "dataset_path": write_jsonl(tmp_path / "a.jsonl", words)}
+    key, says = "data/documents_without_text", "documents have no text"
+    if form == "messages":
+        lines = [json.dumps({"prompt": "a", "completion": text}) + "\n" for text in words]
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+        key, says = "data/conversations_left_out", "conversations are left out"
     training |= {"repeat_dataset": True, "global_batch_size": 4, "seq_len": 16}
+    training["dataset_format"] = form
     counts = []
     for degree in (1, 2):
         folder = tmp_path / f"tp-{degree}"
@@ -84,7 +94,8 @@ def test_documents_without_a_text_are_counted_once_in_every_layout(tmp_path: Pat
         how = {"training": training, "parallelism": parallelism, "checkpoint": {"enable": False}}
         said = run_on_ranks(train_and_listen, 2, trainings.make_job(folder, steps=3, **how))
         lines = read_json_lines(folder / "metrics.jsonl")
-        counts.append([line.get("data/documents_without_text") for line in lines])
-        (line,) = (line for line in said[0] if "have no text by step 1" in line)
-        assert line.startswith(f"{counts[-1][0]} documents") and not said[1]
+        counts.append([line.get(key) for line in lines])
+        (line,) = (line for line in said[0] if says in line)
+        assert line.startswith(f"{counts[-1][0]} {says} by step 1") and not said[1]
+        assert re.search(r"such as json/\d*[048]: .*; data/", line)
     assert counts[0] == counts[1] and counts[0][0] < counts[0][-1]

@@ -235,10 +235,9 @@ class Conversations:
         return self._encode(self.template.prompt(messages)).ids
 
     def tokens(self, text: str, seq_len: int | None = None) -> Tokens:
-        """Ids and targets of a conversation's JSON, at most `seq_len` (None: all), without a target
-        if none is left.
+        """Ids and targets of a conversation's JSON, at most `seq_len` (None: all).
 
-        ChatError if the template refuses it.
+        ChatError if the template refuses it, or if it is too long and to be dropped.
         """
         if _MARKS.search(text):
             raise ChatError("it holds U+FDD0 or U+FDD1, which no text has")
@@ -252,8 +251,9 @@ class Conversations:
         if self._targets == "all":
             is_target = np.ones_like(is_target)
         if seq_len is not None and len(ids) > seq_len:
-            kept = seq_len if self._too_long == "cut" else 0
-            ids, is_target = ids[:kept], is_target[:kept]
+            if self._too_long == "drop":
+                raise ChatError(f"its {len(ids):,} tokens are more than training.seq_len={seq_len}")
+            ids, is_target = ids[:seq_len], is_target[:seq_len]
         is_target[:1] = False  # Nothing is before it that could predict it.
         return Tokens(ids.astype(np.int64), is_target)
 

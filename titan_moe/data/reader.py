@@ -114,8 +114,14 @@ def _merge_marks(marks: Sequence[Any]) -> Any:
 
 
 def documents_without_text(state: dict[str, Any]) -> int:
-    """Documents without a text that the sequences of a state have read so far."""
+    """Documents without a text, or conversations left out, that the sequences of a state have read
+    so far."""
     return sum(sequence["without_text"] for sequence in state["rows"].values())
+
+
+def first_without_text(state: dict[str, Any]) -> str:
+    """Names one of these documents, with what is wrong with it; empty if there is none."""
+    return next(filter(None, (row.get("first_without") for row in state["rows"].values())), "")
 
 
 def continue_state(state: dict[str, Any], saved: Identity, identity: Identity) -> dict[str, Any]:

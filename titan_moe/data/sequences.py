@@ -80,13 +80,20 @@ def encode_document(
 def read_document(
     document: Document, tokenizer: Tokenizer, seq_len: int | None = None
 ) -> Encoded | None:
-    """A document's tokens; None for a conversation that is none, that the chat template refuses, or
-    that has nothing to learn. Otherwise as `encode_document`."""
+    """A document's tokens; None for a conversation that is left out."""
     try:
-        encoded = encode_document(document, tokenizer, seq_len)
+        return encode_learned(document, tokenizer, seq_len)
     except ChatError:
         return None
-    return encoded if encoded.is_target is None or encoded.is_target.any() else None
+
+
+def encode_learned(document: Document, tokenizer: Tokenizer, seq_len: int | None) -> Encoded:
+    """As `encode_document`; ChatError too for a conversation that has nothing to learn."""
+    encoded = encode_document(document, tokenizer, seq_len)
+    if encoded.is_target is None or encoded.is_target.any():
+        return encoded
+    within = "" if seq_len is None else f" in its first {seq_len:,} tokens"
+    raise ChatError(f"no message is to be learned{within}")
 
 
 class Blend:
@@ -132,7 +139,7 @@ class SequenceStream:
             [0] * source.order.num_partitions for source in sources
         ]
         self._read = [0] * len(sources)  # Documents opened, by source.
-        self._without_text = 0
+        self._without_text, self._first_without = 0, ""
         self._source = -1  # The source of the document that is cut; -1: none is.
         self._seq_len = identity.seq_len
         self._packer: Packer | BestFitPacker
@@ -163,13 +170,15 @@ class SequenceStream:
 
     def state(self) -> dict[str, Any]:
         """JSON-able place in the stream: documents and tokens opened by source, "part", the source
-        of the open document, and its tokens before the place, documents without a text."""
+        of the open document, and its tokens before the place; the number of documents without a
+        text or left out, and the first one with the reason."""
         state = {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
             "part": self._source,
             "offset": 0,
             "without_text": self._without_text,
+            "first_without": self._first_without,
         }
         if isinstance(self._packer, Packer):
             return state | {"offset": self._packer.offset}
@@ -182,6 +191,7 @@ class SequenceStream:
         self._blend.tokens = list(state["tokens"])
         self._source = state["part"]
         self._without_text = state["without_text"]
+        self._first_without = state.get("first_without", "")
         if isinstance(self._packer, BestFitPacker):
             places = [(source, number) for source, number in state.get("waiting", [])]
             # A stream's documents are read in their order.
@@ -212,20 +222,29 @@ class SequenceStream:
         encoded = encode_document(document, self._tokenizer)
         self._source = source
         self._blend.tokens[source] += len(encoded.ids)
-        self._without_text += document.content is None
+        if document.content is None:
+            self._count(document, "has no text")
         return encoded
 
     def _next_conversation(self) -> Encoded:
         """The next conversation that has something to learn; the others are counted."""
         for _ in range(_MOST_LEFT_OUT):
             source, document = self._take()
-            encoded = read_document(document, self._tokenizer, self._seq_len)
-            if encoded is not None:
-                self._blend.tokens[source] += len(encoded.ids)
-                return replace(encoded, place=(source, self._read[source] - 1))
-            self._without_text += 1
+            try:
+                encoded = encode_learned(document, self._tokenizer, self._seq_len)
+            except ChatError as error:
+                self._count(document, str(error))
+                continue
+            self._blend.tokens[source] += len(encoded.ids)
+            return replace(encoded, place=(source, self._read[source] - 1))
         name = self._sources[source].order.name
-        raise RunError(f"{name}: {_MOST_LEFT_OUT:,} conversations in a row have nothing to learn")
+        line = f"{name}: {_MOST_LEFT_OUT:,} conversations in a row are left out"
+        raise RunError(f"{line}, such as {self._first_without}: mend the data")
+
+    def _count(self, document: Document, problem: str) -> None:
+        """Count a document that gives nothing to learn."""
+        self._without_text += 1
+        self._first_without = self._first_without or f"{document.name}: {problem}"
 
     def _conversation(self, source: int, number: int) -> Encoded | None:
         encoded = read_document(self._open(source, number), self._tokenizer, self._seq_len)

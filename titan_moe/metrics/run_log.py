@@ -39,8 +39,13 @@ from titan_moe.train_step import StepResult
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_TEXT = "data/documents_without_text"
-"""The number of documents without a text that the run has read so far, as empty ones."""
+WITHOUT_TEXT = {"text": "data/documents_without_text", "messages": "data/conversations_left_out"}
+"""By training.dataset_format the number of documents that the run has read as empty ones, or not
+at all, so far."""
+_WITHOUT_TEXT_LINES = {
+    "text": "documents have no text by step %d and are read as empty ones",
+    "messages": "conversations are left out by step %d",
+}
 
 
 class Phases:
@@ -138,12 +143,14 @@ class RunLog:
         tokens: int,
         step_tokens: int,
         validation_loss: float | None,
+        without_text: str = "",
     ) -> None:
         """Take a finished step; log it if it is one to log or has a validation loss.
 
         Args:
             rates: learning rate of each parameter group.
             tokens: tokens of the whole run so far; step_tokens: those of this step.
+            without_text: a document without a text, or a conversation left out, and why.
         """
         self._tokens_since += step_tokens
         if not self.wants(step) and validation_loss is None:
@@ -169,13 +176,7 @@ class RunLog:
             **phases,
             **memory_metrics(self._process.device),
         }
-        if (count := values.get(WITHOUT_TEXT)) and self._process.is_main and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%d documents have no text by step %d and are read as empty ones, conversations "
-                "without anything to learn not at all: %s counts them on",
-                *(count, step, WITHOUT_TEXT),
-            )
+        self._warn_without_text(step, values, without_text)
         if result.rows_dropped and result.counts_LE is not None:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:
@@ -189,6 +190,15 @@ class RunLog:
         if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
             norms.write(step, result.parameter_norms)
         self._tokens_since, self._last_log = 0, time.perf_counter()
+
+    def _warn_without_text(self, step: int, values: Mapping[str, float], example: str) -> None:
+        """Warn once of documents without a text, or of conversations that are left out."""
+        kind = self._job.training.dataset_format
+        if (count := values.get(WITHOUT_TEXT[kind])) and self._process.is_main and not self._warned:
+            self._warned = True
+            named = f", such as {example}" if example else ""
+            line = f"%d {_WITHOUT_TEXT_LINES[kind]}%s; %s counts them on"
+            logger.warning(line, count, step, named, WITHOUT_TEXT[kind])
 
     def _compare_memory(self, step: int, values: Mapping[str, float]) -> None:
         """Log a layout's first step beside the estimate of its memory; warn once of a step that

@@ -19,7 +19,12 @@ from titan_moe.data.build import build_reader, build_validation
 from titan_moe.data.builtin import StdlibConversations
 from titan_moe.data.conversations import conversation_text
 from titan_moe.data.packing import IGNORE_INDEX, BestFitPacker, Encoded
-from titan_moe.data.reader import continue_state, merge_states
+from titan_moe.data.reader import (
+    continue_state,
+    documents_without_text,
+    first_without_text,
+    merge_states,
+)
 from titan_moe.data.sequences import Identity
 from titan_moe.data.stream import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
@@ -192,7 +197,8 @@ def test_conversations_without_anything_to_learn_are_left_out_and_counted(tmp_pa
     nothing = {"messages": talk("why", "")[:1]}
     records = [{"messages": talk("a", "b")}, nothing, {"text": "x"}, {"messages": []}] * 20
     _, state = read(training(write(tmp_path / "a.jsonl", records)), steps=1)
-    assert sum(row["without_text"] for row in state["rows"].values()) > 30
+    assert documents_without_text(state) > 30
+    assert re.match(r"json/\d+: (no message is to be learned|it is no)", first_without_text(state))
 
 
 def test_a_long_conversation_is_cut_or_dropped(tmp_path):
@@ -200,8 +206,9 @@ def test_a_long_conversation_is_cut_or_dropped(tmp_path):
     path = write(tmp_path / "a.jsonl", records)
     cut, _ = read(training(path), steps=1)
     assert any("aaa" in text for text in learned(cut))
-    dropped, _ = read(training(path, messages={"too_long": "drop"}), steps=1)
+    dropped, state = read(training(path, messages={"too_long": "drop"}), steps=1)
     assert {*learned(dropped)} == {"b"}
+    assert "tokens are more than training.seq_len=128" in first_without_text(state)
 
 
 def test_conversations_that_wait_and_are_too_long_for_a_stage_are_dropped(tmp_path):
