@@ -196,8 +196,8 @@ def as_json(state):
 def test_conversations_without_anything_to_learn_are_left_out_and_counted(tmp_path):
     nothing = {"messages": talk("why", "")[:1]}
     records = [{"messages": talk("a", "b")}, nothing, {"text": "x"}, {"messages": []}] * 20
-    _, state = read(training(write(tmp_path / "a.jsonl", records)), steps=1)
-    assert documents_without_text(state) > 30
+    sequences, state = read(training(write(tmp_path / "a.jsonl", records)), steps=1)
+    assert {*learned(sequences)} == {"b"} and documents_without_text(state) > 30
     assert re.match(r"json/\d+: (no message is to be learned|it is no)", first_without_text(state))
 
 
