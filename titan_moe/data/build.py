@@ -79,11 +79,13 @@ def sample_data(
         return [f"the data was not read: {name!r} is on the Hugging Face hub"]
     place: dict[str, Any] = {"seed": how["seed"], "rank": 0, "num_ranks": 1}
     reader = build_reader(training, tokenizer, validation=validation, **how | place)
-    orders = [(source.order, "training") for source in reader.sources]
+    # The sources of a blend have epochs of their own lengths.
+    size = how["global_batch_size"] if len(reader.sources) == 1 else 0
+    orders = [(source.order, "training", size) for source in reader.sources]
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)
-        orders += [(source.order, "validation") for source in loader.sources]
-    return [_sample(order, use, tokenizer) for order, use in orders]
+        orders += [(source.order, "validation", 0) for source in loader.sources]
+    return [_sample(*each, tokenizer, training.seq_len) for each in orders]
 
 
 def on_the_hub(training: Training, validation: Validation) -> str | None:
@@ -190,11 +192,12 @@ def build_validation(
     )
 
 
-def _sample(order: DocumentOrder, use: str, tokenizer: Tokenizer) -> str:
-    """One line about a source. ConfigError if its first documents cannot be read."""
-    count = min(_MOST_SAMPLED, order.size or 1)
+def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq_len: int) -> str:
+    """One line about a source, with the steps of an epoch if a step has `size` sequences; 0: of
+    unknown size. ConfigError if its first documents cannot be read."""
+    documents = map(order.document, range(count := min(_MOST_SAMPLED, order.size or 1)))
     try:
-        read = [read_document(order.document(number), tokenizer) for number in range(count)]
+        read = [read_document(document, tokenizer, seq_len) for document in documents]
     except OutOfDocumentsError:
         raise ConfigError(f"{order.name} holds no document") from None
     except RunError as error:
@@ -202,7 +205,8 @@ def _sample(order: DocumentOrder, use: str, tokenizer: Tokenizer) -> str:
     if isinstance(order, StreamOrder):
         return f"{order.name}, for {use}: {order.description}"
     tokens = sum(len(document.ids) for document in read if document) * order.size // count
-    return f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens"
+    steps = f", an epoch about {round(tokens / size / seq_len) or 1:,} steps" if size else ""
+    return f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:

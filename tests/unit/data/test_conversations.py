@@ -15,7 +15,7 @@ from tests.support.documents import write_ranks
 from tests.support.packing import filled, gradients
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.build import build_reader, build_validation
+from titan_moe.data.build import build_reader, build_validation, sample_data
 from titan_moe.data.builtin import StdlibConversations
 from titan_moe.data.conversations import conversation_text
 from titan_moe.data.packing import IGNORE_INDEX, BestFitPacker, Encoded
@@ -229,6 +229,17 @@ def test_conversations_that_end_are_all_read_before_the_run_is_told(tmp_path):
     assert sum(len(row.samples) for row in found) == 8
     with pytest.raises(RunError, match="ran out"):
         read(training(path), steps=2)
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_check_says_how_many_steps_an_epoch_has(too_long, tmp_path):
+    records = [{"messages": talk("q", "a" * size)} for size in (20, 500) * 28]
+    section = training(write(tmp_path / "a.jsonl", records), messages={"too_long": too_long})
+    place = {"seed": 3, "global_batch_size": SIZE}
+    (line,) = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    tokens = 28 * ((42 + 128) if too_long == "cut" else 42)
+    steps = {"cut": 9, "drop": 2}[too_long]
+    assert line.endswith(f"56 documents, about {tokens:,} tokens, an epoch about {steps} steps")
 
 
 def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
