@@ -70,7 +70,7 @@ class Tokenizer:
             raise _error(
                 path,
                 "names no eos_token that is understood: download the tokenizer_config.json and "
-                "special_tokens_map.json of the same model",
+                "special_tokens_map.json of the same model, or set training.append_eos to its name",
             )
         self.eos_id = eos_id  # Also pads.
         self._before = np.array([self.bos_id] if self.prepend_bos else [], np.int64)
