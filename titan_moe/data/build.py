@@ -195,8 +195,9 @@ def build_validation(
 def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq_len: int) -> str:
     """One line about a source, with the steps of an epoch if a step has `size` sequences; 0: of
     unknown size. ConfigError if its first documents cannot be read."""
-    documents = map(order.document, range(count := min(_MOST_SAMPLED, order.size or 1)))
+    count = min(_MOST_SAMPLED, order.size or 1)
     try:
+        documents = [order.document(number) for number in range(count)]
         read = [read_document(document, tokenizer, seq_len) for document in documents]
     except OutOfDocumentsError:
         raise ConfigError(f"{order.name} holds no document") from None
@@ -206,7 +207,16 @@ def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq
         return f"{order.name}, for {use}: {order.description}"
     tokens = sum(len(document.ids) for document in read if document) * order.size // count
     steps = f", an epoch about {round(tokens / size / seq_len) or 1:,} steps" if size else ""
-    return f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
+    line = f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
+    inside = [
+        f"{token!r} in {document.name}"
+        for document in documents
+        if tokenizer.conversations and document.content
+        if (token := tokenizer.conversations.special_inside(str(document.content)))
+    ]
+    if inside:
+        line += f"; {len(inside)} of {count} conversations name special tokens, as {inside[0]}"
+    return line
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:

@@ -91,7 +91,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         # A tokenizer's longer names may begin with shorter ones.
         names = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        """Finds special tokens in a text."""
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -164,7 +165,7 @@ class ChatTemplate:
                 )
             # A line's end behind the token that ends the turn is the template's, not the model's.
             bare = turn.rstrip()
-            ended = any(token.end() == len(bare) for token in self._special.finditer(bare))
+            ended = any(token.end() == len(bare) for token in self.special.finditer(bare))
             yield begin, begin + len(bare if ended else turn)
 
     def _found(self, alone: str, text: str) -> int:
@@ -184,7 +185,7 @@ class ChatTemplate:
             rest = alone[start + length - kept :].strip()
             if not rest:
                 return length
-            if self._special.fullmatch(rest) and (end := self._special.match(text, length)):
+            if self.special.fullmatch(rest) and (end := self.special.match(text, length)):
                 return end.end()
         return 0
 
@@ -194,7 +195,7 @@ class ChatTemplate:
             return len(one)
         pairs = enumerate(zip(one, other, strict=False))
         length = next((n for n, (a, b) in pairs if a != b), len(other))
-        for token in self._special.finditer(one):
+        for token in self.special.finditer(one):
             if token.start() < length < token.end():
                 return token.start()
         return length
@@ -233,6 +234,12 @@ class Conversations:
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """Ids after which the model writes its answer to `messages`; raises ChatError."""
         return self._encode(self.template.prompt(messages)).ids
+
+    def special_inside(self, text: str) -> str | None:
+        """Returns the first special token that a conversation's JSON names, which is read as one
+        though the template has not written it."""
+        found = self.template.special.search(text)
+        return found and found[0]
 
     def tokens(self, text: str, seq_len: int | None = None) -> Tokens:
         """Ids and targets of a conversation's JSON, at most `seq_len` (None: all).

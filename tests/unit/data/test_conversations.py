@@ -232,14 +232,16 @@ def test_conversations_that_end_are_all_read_before_the_run_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
-def test_check_says_how_many_steps_an_epoch_has(too_long, tmp_path):
+def test_check_says_how_many_steps_an_epoch_has_and_which_tokens_are_inside(too_long, tmp_path):
     records = [{"messages": talk("q", "a" * size)} for size in (20, 500) * 28]
+    records[-1]["messages"][0]["content"] = "<|eos|>"
     section = training(write(tmp_path / "a.jsonl", records), messages={"too_long": too_long})
     place = {"seed": 3, "global_batch_size": SIZE}
     (line,) = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
     tokens = 28 * ((42 + 128) if too_long == "cut" else 42)
     steps = {"cut": 9, "drop": 2}[too_long]
-    assert line.endswith(f"56 documents, about {tokens:,} tokens, an epoch about {steps} steps")
+    assert f"56 documents, about {tokens:,} tokens, an epoch about {steps} steps; 1 of 56" in line
+    assert line.endswith("1 of 56 conversations name special tokens, as '<|eos|>' in json/55")
 
 
 def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
