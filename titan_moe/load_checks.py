@@ -65,7 +65,7 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     freeze(empty, job.training, job.lora)
     stored, wanted, resting = found.manifest.tensors, {}, resting_names([empty])
     for name, tensor in model_tensors([empty]).items():
-        if name in resting if is_own else ADAPTER in name:
+        if name in resting if is_own else ADAPTER in name and name not in stored:
             continue
         spec = stored.get(name)
         # Some tensors are float32 in a model of any type, and what rests is converted.

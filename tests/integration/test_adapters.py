@@ -4,18 +4,29 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.refusals import refusal
 from tests.support.tiers import tiered
-from tests.support.trainings import assert_same_run, figures, make_job, train_here
+from tests.support.trainings import (
+    assert_same_run,
+    figures,
+    make_job,
+    process_here,
+    train_here,
+)
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
+from titan_moe.models.decoder import ADAPTER
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.train import check_all
+from titan_moe.trainer import train
 
 STEPS = 4
+SEED = {"enable": True, "create_seed_checkpoint": True}
 
 
 def job_of(folder: Path, base: Path, *, steps: int = STEPS, **tables) -> JobConfig:
@@ -119,3 +130,21 @@ def test_adapters_of_other_weights_are_refused(tmp_path: Path, base: Path, adapt
     other = tmp_path / "other/checkpoint/step-5"
     with pytest.raises(RankError, match="has adapters of other weights than those that were loa"):
         run_on_ranks(train_here, 2, job_of(tmp_path / "run", other, steps=6))
+
+
+def write_seed(job: JobConfig) -> None:
+    train(job, model_of_job(job.model), process_here())
+
+
+@pytest.mark.slow
+def test_a_seed_checkpoint_holds_weights_and_adapters(tmp_path: Path):
+    seed = make_job(tmp_path, lora={"rank": 3}, checkpoint=SEED)
+    run_on_ranks(write_seed, 1, seed)
+    path = tmp_path / "checkpoint/step-0"
+    assert {ADAPTER in name for name in read_manifest(path).tensors} == {True, False}
+    curves = []
+    for layout in ({}, {"tensor_parallel_degree": 2}):
+        folder = tmp_path / f"run-{len(curves)}"
+        run_on_ranks(train_here, 2, job_of(folder, path, parallelism=layout, steps=2))
+        curves.append(np.array([line[1:3] for line in figures(folder)]))
+    np.testing.assert_allclose(*curves, rtol=1e-5)

@@ -9,9 +9,8 @@
 
 Each rank writes its *.distcp, rank 0 the other files.
 
-Of a model with adapters, tensors are the adapters, their moments and the routers' buffers. The
-weights beside them, which rest, are loaded anew from where the run began; a digest in the manifest
-says whether they are the same.
+Of a model with adapters, tensors are the adapters, their moments and the routers' buffers; a seed
+checkpoint alone has all. Weights that rest are loaded anew; the manifest has a digest of them.
 
 Every save takes one path: checksums, DCP's writer (tensors.py), and the manifest at the end. With
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
@@ -127,7 +126,7 @@ class Checkpointer:
             set_timeout(config.save_timeout_seconds, self._group)
         pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
         self._stager = Stager(pinned=pinned)
-        self._resting = resting_names(modules)
+        self._resting = set() if config.create_seed_checkpoint else resting_names(modules)
         self._base: str | None = None
         self._save: Save | None = None
         self.last_step: int | None = None
@@ -356,11 +355,12 @@ class Checkpointer:
             self._base = sha256(text.encode()).hexdigest() if sums else ""
         return self._base
 
-    def _tensors(self, *, with_optimizer: bool, base: bool = False) -> dict[str, Tensor]:
-        """Returns what checkpoints hold; with `base` all that stands beside adapters in its place,
-        which is the same where a model has none."""
-        named = model_tensors(self._modules)
-        left_out = {name for name in named if ADAPTER in name} if base else self._resting
+    def _tensors(self, *, with_optimizer: bool, base: Manifest | None = None) -> dict[str, Tensor]:
+        """Returns what checkpoints hold, or what a run begins with that loads `base`: all but the
+        adapters that are not in it. A seed checkpoint of a model with adapters holds them."""
+        named, left_out = model_tensors(self._modules), self._resting
+        if base is not None:
+            left_out = {n for n in named if ADAPTER in n and n not in base.tensors}
         tensors = {name: named[name] for name in named if name not in left_out}
         if with_optimizer and self._optimizer is not None:
             tensors |= optimizer_tensors(self._modules, self._optimizer)
@@ -378,9 +378,9 @@ class Checkpointer:
     def _load_tensors(
         self, source: Path, manifest: Manifest, parts: list[str], *, base: bool
     ) -> None:
-        """Load a checkpoint's parts. `base`: as `_tensors` takes it."""
-        named = self._tensors(with_optimizer=OPTIMIZER in parts, base=base).items()
-        own = {name: tensor for name, tensor in named if name.startswith(tuple(parts))}
+        """Load a checkpoint's parts. `base`: it is not of this run, which begins with it."""
+        named = self._tensors(with_optimizer=OPTIMIZER in parts, base=manifest if base else None)
+        own = {name: tensor for name, tensor in named.items() if name.startswith(tuple(parts))}
         tensors = own | (self._as_stored(own, manifest) if base else {})
         specs = gather_specs(tensors)
         if problems := audit(manifest, specs, parts):

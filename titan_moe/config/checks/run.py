@@ -76,12 +76,6 @@ def _lora(run: Run) -> Iterator[str]:
             "training.indexer_stage=dense trains indexers alone, and lora.rank="
             f"{job.lora.rank} adapters alone: leave lora.rank out"
         )
-    if job.checkpoint.create_seed_checkpoint:
-        yield (
-            f"checkpoint.create_seed_checkpoint=true with lora.rank={job.lora.rank} would hold no "
-            "weights but adapters: make the seed without lora.rank, and name it in "
-            "checkpoint.initial_load_path"
-        )
     if job.checkpoint.initial_load_path and not job.checkpoint.initial_load_model_only:
         yield (
             f"checkpoint.initial_load_model_only=false with lora.rank={job.lora.rank}: adapters "
