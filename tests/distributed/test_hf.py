@@ -6,12 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
 from tests.support.tiers import tiered
-from titan_moe.checkpoint.hf import write
-from titan_moe.checkpoint.hf.read import load_hf
+from titan_moe.checkpoint.hf import shards, write
+from titan_moe.checkpoint.hf.read import import_folder, load_hf
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
@@ -47,7 +49,7 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     checkpointer = plain_checkpointer(target.parent, sharded.parts, model=model, job_record=record)
     checkpointer.save(1, {})
     # More files than ranks, and not as many for each of them.
-    with mock.patch.object(write, "LARGEST_FILE", 40_000):
+    with mock.patch.multiple(shards, LARGEST_FILE=40_000, LARGEST_PUBLISHED=0):
         saved = step_folder(checkpointer.folder, 1)
         write.export_checkpoint(saved, target, getattr(torch, dtype))
 
@@ -76,3 +78,24 @@ def test_round_trip_in_every_layout(family, layout, tmp_path):
 def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     round_trip(small_model(family), layout, tmp_path, "float32", fused=True, one_file=True)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
+
+
+def export_wrong(source: Path, target: Path) -> None:
+    """Export with a mistake in the files of the last rank alone."""
+    save = write.save
+
+    def wrong(tensors: dict[str, torch.Tensor], path: Path, facts: dict[str, str]) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+        save(tensors, path, facts)
+
+    with mock.patch.object(write, "save", wrong):
+        line = failure(write.export_checkpoint, source, target, None)
+    assert "has other values than the checkpoint" in line, line
+
+
+def test_all_ranks_refuse_what_one_of_them_wrote_wrong(tmp_path):
+    make_folder(tmp_path / "in", small_model("qwen3", 2), torch.bfloat16)
+    run_on_ranks(import_folder, 2, tmp_path / "in", tmp_path / "imported", torch.float32)
+    run_on_ranks(export_wrong, 2, tmp_path / "imported", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "imported"}

@@ -8,7 +8,7 @@ from titan_moe.models.config import Llama3Scaling, YarnScaling
 from titan_moe.models.hf_family import HFWeight
 
 # Keys of rope_scaling and rope_parameters that are read into a RopeConfig, or refused.
-_ROPE = {
+ROPE = {
     "rope_theta",
     "rope_type",
     "type",
@@ -85,8 +85,8 @@ def _rope(ours: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any
     """Rotary positions where the original has them, with its keys that have no place in ours, such
     as mrope_section."""
     key = "rope_parameters" if original.get("rope_parameters") else "rope_scaling"
-    kept = {name: value for name, value in (original.get(key) or {}).items() if name not in _ROPE}
-    if "rope_theta" not in ours or not kept:
+    kept = {name: value for name, value in (original.get(key) or {}).items() if name not in ROPE}
+    if "rope_theta" not in ours or not (kept or original.get("rope_parameters")):
         return {}
     table = kept | (ours.get("rope_scaling") or {"rope_type": "default"})
     if key == "rope_parameters":

@@ -6,11 +6,12 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from filecmp import cmpfiles
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from titan_moe.checkpoint.digests import MANIFEST
+from titan_moe.checkpoint.hf.folder import INDEX, PUBLISHED_INDEX
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
 from titan_moe.models.hf_settings import kept_keys, text_of
@@ -22,19 +23,29 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ("*.json", "*.model", "*.tiktoken", "tokenizer.model.*", "*.txt", "*.jinja")
 _LEFT_OUT = ("*.index.json", CONFIG, "LICENSE*", "requirements*.txt")
+TYPE_KEYS = ("dtype", "torch_dtype")
+"""Keys of a config.json that name the type of the weights."""
 # Keys of an original config.json that no longer hold; rope_parameters is written anew.
-_OUTDATED = {
+OUTDATED = {
     "quantization_config",
-    "torch_dtype",
-    "dtype",
+    *TYPE_KEYS,
     "rope_parameters",
     "_name_or_path",
 }
-_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Ends = Callable[[], Mapping[str, int]]
 """Returns the tokens that begin, end and pad a text, by the keys of config.json."""
 _KINDS = ("model_type", "architectures")
-_CODE = "auto_map"
+CODE = "auto_map"
+
+
+class Carried(NamedTuple):
+    """What an export has of the folders that its model came from."""
+
+    files: list[Path]
+    """Files that were copied."""
+    ends: bool
+    """The tokens that begin and end a text are those of the weights' folder, if that names any."""
 
 
 def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]:
@@ -60,10 +71,12 @@ def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy config.json and all files about the tokenizer and generation."""
+    """Copy config.json, all files about the tokenizer and generation, and the weights' index."""
     target.mkdir(parents=True, exist_ok=True)
     for path in [*_files(source), *(path for path in [source / CONFIG] if path.is_file())]:
         shutil.copyfile(path, target / path.name)
+    if (source / INDEX).is_file():
+        shutil.copyfile(source / INDEX, target / PUBLISHED_INDEX)
 
 
 def origin_of(model: HFModel, folders: Sequence[Path]) -> Path | None:
@@ -87,7 +100,7 @@ def write_assets(
     dtype: torch.dtype,
     target: Path,
     tokenizer: str | None = None,
-) -> None:
+) -> Carried:
     """Give an export its config.json and the files of the first of `folders` that has any.
 
     All keys of the origin's config.json are kept that do not follow from the dimensions. The tokens
@@ -107,21 +120,31 @@ def write_assets(
     for path in files:
         shutil.copyfile(path, target / path.name)
     original = {} if origin is None else read_settings(origin)
-    text, typed = text_of(original), {"torch_dtype": str(dtype).removeprefix("torch.")}
+    text = text_of(original)
     generation = {} if origin is None else _read(origin / "generation_config.json")
-    settings = kept_keys(model.settings(), text, _OUTDATED) | typed
+    settings = kept_keys(model.settings(), text, OUTDATED) | _typed(text, dtype)
     settings |= _ends_of_texts((text, original, generation) if others is None else (), ends)
     if model.wrapper is not None:
         own = {key: text[key] for key in _KINDS if key in text}
         inside = {key: value for key, value in settings.items() if key not in _KINDS} | own
-        kept = {key: value for key, value in original.items() if key not in _OUTDATED}
-        settings = kept | typed | {"text_config": inside}
+        kept = {key: value for key, value in original.items() if key not in OUTDATED}
+        settings = kept | _typed(original, dtype) | {"text_config": inside}
     if missing := (_code(settings) | _named_code(files)) - {path.name for path in files}:
         lost = ", ".join(sorted(missing))
-        logger.warning("%s: %s names files that were not there: %s", target, _CODE, lost)
+        logger.warning("%s: %s names files that were not there: %s", target, CODE, lost)
     if missing & _code(settings):
-        settings.pop(_CODE)
+        settings.pop(CODE)
     (target / CONFIG).write_text(json.dumps(settings, indent=2))
+    theirs = {path.name for path in _files(origin)} if origin else set()
+    if left := sorted(theirs - {path.name for path in files}):
+        logger.warning("not carried over from %s, another tokenizer's: %s", origin, ", ".join(left))
+    return Carried(files, ends=others is None)
+
+
+def _typed(original: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """The type of the weights, under the key that the original has for it."""
+    key = next((key for key in TYPE_KEYS if key in original), TYPE_KEYS[-1])
+    return {key: str(dtype).removeprefix("torch.")}
 
 
 def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str, Any]:
@@ -129,9 +152,9 @@ def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str,
     has an end, by the tokenizer."""
     if all(table.get("eos_token_id") is None for table in tables):
         tables = [*tables, ends()]
-    found: dict[str, Any] = dict.fromkeys(_ENDS)
+    found: dict[str, Any] = dict.fromkeys(ENDS)
     for table in reversed(tables):
-        found |= {key: table[key] for key in _ENDS if table.get(key) is not None}
+        found |= {key: table[key] for key in ENDS if table.get(key) is not None}
     if found["eos_token_id"] is None:
         logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
     return found
@@ -140,7 +163,7 @@ def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str,
 def _code(settings: Mapping[str, Any]) -> set[str]:
     """Returns the Python files that auto_map names, not another repository's
     (`name--file.Class`)."""
-    named = settings.get(_CODE)
+    named = settings.get(CODE)
     lists = named.values() if isinstance(named, dict) else [named]  # An old form is a list.
     names = [name for each in lists for name in (each if isinstance(each, list) else [each])]
     classes = [name for name in names if isinstance(name, str) and "--" not in name]

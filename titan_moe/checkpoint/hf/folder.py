@@ -30,6 +30,8 @@ from titan_moe.runtime.files import fsync
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+PUBLISHED_INDEX = "published.index.json"
+"""Beside an imported checkpoint: the index of the folder that it was made of."""
 SINGLE = "model.safetensors"
 REST = "rest.safetensors"
 """Beside an imported checkpoint: the tensors of the published model around its text model."""
@@ -188,6 +190,10 @@ class HFFolder:
             raise RunError(f"{self.path}: {name} holds {values.dtype}: name unquantised weights")
         return values[tuple(slice(None, None, along.step) for along in box)]
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the type that a tensor is stored in."""
+        return dtype_of(self._slices[name])
+
     def _read(self, name: str, box: Box) -> Tensor:
         try:
             return self._slices[name][box]
@@ -242,6 +248,12 @@ class HFFolder:
         return tuple(self._slices[name].get_shape())
 
 
+def dtype_of(stored: Any) -> torch.dtype:
+    """Returns the type of a slice of the library."""
+    found: torch.dtype = (stored[0:0] if stored.get_shape() else stored[()]).dtype
+    return found
+
+
 def is_hf_folder(path: Path) -> bool:
     """Returns whether a folder has a config.json and no manifest.json."""
     return (path / CONFIG).is_file() and not (path / MANIFEST).exists()
@@ -261,7 +273,7 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
     index = folder / INDEX
     if index.is_file():
         named = _indexed(index)
-        files = {folder / name: _opened(folder / name) for name in sorted(set(named.values()))}
+        files = {folder / name: opened(folder / name) for name in sorted(set(named.values()))}
         if missing := sorted(named.keys() - {name for file in files.values() for name in file}):
             raise RunError(f"{index} names tensors that no file has: {', '.join(missing[:4])}")
         for file, slices in files.items():  # The index tells which of two files is read.
@@ -270,7 +282,7 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
             }
     else:
         single = [folder / name for name in (SINGLE, REST) if (folder / name).is_file()]
-        files = {path: _opened(path) for path in single[:1]}
+        files = {path: opened(path) for path in single[:1]}
     if files:
         if unread := sorted(set(folder.glob("*.safetensors")) - files.keys()):
             names = ", ".join(path.name for path in unread)
@@ -285,7 +297,15 @@ def _files(folder: Path) -> dict[Path, dict[str, Any]]:
     raise RunError(f"{folder} has no weights: neither {INDEX} nor {SINGLE}")
 
 
-def _opened(path: Path) -> dict[str, Any]:
+def published_files(folder: Path) -> Mapping[str, str]:
+    """Returns the file of each tensor as the folder's index says; of an import's, the index of the
+    folder that it was made of; empty without one. Raises RunError for a damaged index."""
+    found = [folder / name for name in (INDEX, PUBLISHED_INDEX) if (folder / name).is_file()]
+    return _indexed(found[0]) if found else {}
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """Returns the slices of a safetensors file's tensors, by name. Raises RunError."""
     try:
         # The slices keep the file open, which the library maps into memory.
         file = safe_open(path, "pt")

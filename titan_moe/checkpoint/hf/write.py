@@ -1,7 +1,7 @@
 """Writes the weights of a checkpoint as a Hugging Face folder.
 
 All ranks agree on the files and on the rank that writes each of them, whole tensors at a time. The
-folder gets its name when everything in it is on disk.
+folder gets its name when everything in it is on disk, has been read back and is right.
 """
 
 import json
@@ -9,9 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,29 +19,30 @@ from torch import Tensor
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
-from titan_moe.checkpoint.hf.assets import HF, Ends, asset_folders, origin_of, write_assets
+from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, asset_folders, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, REST, HFFolder, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
-from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
+from titan_moe.checkpoint.hf.pieces import Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
+from titan_moe.checkpoint.hf.read_back import Fingerprints, Original, Read, compare, told_of
+from titan_moe.checkpoint.hf.shards import (
+    File,
+    published_type,
+    split_files,
+    tensors_of,
+    written_types,
+)
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
-from titan_moe.models.decoder import is_wide
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
 
-LARGEST_FILE = 2 * 10**9
-"""Bytes of a file, but of one with a single larger tensor: the memory that writing it takes."""
-
-
-Read = Callable[[str, Box], Tensor]
-"""Reads a box of one of our tensors, on this rank."""
 EndsOf = Callable[[str, Training], Mapping[str, int]]
 """Returns the `Ends` of a model.tokenizer_path, for documents as these keys say; empty where there
 is no tokenizer."""
@@ -77,30 +77,13 @@ class CheckpointSource:
             )
 
 
-class Written(NamedTuple):
-    """A Hugging Face tensor, and the boxes of our tensors that it is made of."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: list[tuple[str, Piece]]
-    rest: Any = None
-    """In place of pieces: a slice of the library, all of which is written as it is."""
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-File = dict[str, Written]
-
-
 def no_ends(path: str, training: Training) -> Mapping[str, int]:
     """Reads no tokenizer."""
     return {}
 
 
 def export_checkpoint(
-    checkpoint: Path, target: Path, dtype: torch.dtype, ends_of: EndsOf = no_ends
+    checkpoint: Path, target: Path, dtype: torch.dtype | None, ends_of: EndsOf = no_ends
 ) -> str:
     """Write a checkpoint's model as a Hugging Face folder; returns a line that says how fast.
     Collective.
@@ -138,7 +121,7 @@ def export(
     read: Read,
     target: Path,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     folders: Sequence[Path] = (),
     ends: Ends = dict,
     tokenizer: str | None = None,
@@ -148,14 +131,15 @@ def export(
 
     Args:
         shapes: of all our tensors, whole; the same on every rank.
-        dtype: of the floating-point tensors, but for those that published code keeps in float32.
+        dtype: of the floating-point tensors, but for those that published code keeps in float32;
+            None: as the config.json of the published weights says, or bfloat16.
         folders: where to look for the tokenizer's files, the likeliest first.
         ends: the tokenizer's, asked where no folder names a token that ends a text.
         tokenizer: the run's model.tokenizer_path, whose files come along.
         verify: raises RunError if what has been read cannot be trusted; collective.
 
-    Raises RunError when the target exists, when a tensor has no place in that form, or when it
-    cannot be written: nothing is left then.
+    Raises RunError when the target exists, when a tensor has no place in that form, when it cannot
+    be written, or what was written is not what was read: nothing is left then.
     """
     doing = f"cannot export to {target}"
     on_every_rank(model.settings, doing=doing)
@@ -170,28 +154,36 @@ def export(
         logger.info("%d tensors of %s that do not train come along", len(rest), origin)
     targets = write_as(model, shapes, stored)
     on_every_rank(lambda: _refuse_lost_bias(model, shapes, targets, read), doing=doing)
-    tensors = _tensors(targets, dtype, rest)
-    split = _split(tensors)
-    mine = list(split.filename_to_tensors.items())[dist.get_rank() :: dist.get_world_size()]
+    dtype = dtype or on_every_rank(lambda: published_type(origin), doing=doing)
+    types = written_types(targets, dtype)
+    tensors = tensors_of(targets, types, rest)
+    split = on_every_rank(lambda: split_files(tensors, origin), doing=doing)
+    original = Original(model, shapes, types, read, origin, rest)
+    source = Fingerprints(original)
     with new_folder(target, split.metadata["total_size"], doing=doing) as aside:
 
-        def write() -> None:
-            with progress_bar("export", len(mine), "file") as bar:
-                for file, names in mine:
-                    _write(aside / file, {name: tensors[name] for name in names}, read)
-                    bar.update()
-
-        def write_rest() -> None:
+        def write_beside() -> Carried:
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (aside / INDEX).write_text(json.dumps(index, sort_keys=True))
-            write_assets(model, origin, folders, ends, dtype, aside, tokenizer)
+            return write_assets(model, origin, folders, ends, dtype, aside, tokenizer)
 
-        on_every_rank(write, doing=doing)
+        on_every_rank(lambda: _write_share(aside, split, tensors, source.read), doing=doing)
         verify(doing=doing)
-        on_rank_zero(write_rest, doing=doing)
+        carried = on_rank_zero(write_beside, doing=doing)
+        with told_of(aside, target):
+            compare(aside, original, source.sums, carried, doing=doing)
         write_sums(aside, doing=doing)
     return split.metadata["total_size"]
+
+
+def _write_share(aside: Path, split: Any, tensors: File, read: Read) -> None:
+    """Writes this rank's share of the files."""
+    files = list(split.filename_to_tensors.items())[dist.get_rank() :: dist.get_world_size()]
+    with progress_bar("export", len(files), "file") as bar:
+        for file, names in files:
+            _write(aside / file, {name: tensors[name] for name in names}, read)
+            bar.update()
 
 
 def _check_rest(origin: Path | None) -> None:
@@ -218,65 +210,24 @@ def _around(origin: Path | None) -> HFFolder | None:
     return folder if folder.rest() else None
 
 
-def _tensors(
-    targets: Mapping[str, list[Stored]], dtype: torch.dtype, rest: Mapping[str, Any]
-) -> File:
-    """Returns all tensors of an export by name.
-
-    Args:
-        rest: further tensors, as `HFFolder.rest` returns them.
-    """
-    tensors: File = {}
-    for name, ways in targets.items():
-        of_type = torch.promote_types(dtype, torch.float32) if _is_wide(name, targets) else dtype
-        of_type = torch.float32 if name.endswith(EXPERT_BIAS) else of_type
-        for way in ways:
-            for theirs, shape in way.tensors().items():
-                tensors.setdefault(theirs, Written(shape, of_type, []))
-            for piece in way.pieces(whole(way.shape)):
-                tensors[piece.tensor].pieces.append((name, piece))
-    for name, stored in rest.items():
-        shape = tuple(stored.get_shape())
-        tensors[name] = Written(shape, stored[0:0].dtype if shape else stored[()].dtype, [], stored)
-    return tensors
-
-
-def _split(tensors: File) -> Any:
-    """Returns the names of tensors by file, of at most LARGEST_FILE bytes. A file of one larger
-    tensor holds it alone."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # It takes a while.
-
-    return split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=LARGEST_FILE,
-    )
-
-
-def _is_wide(name: str, targets: Mapping[str, list[Stored]]) -> bool:
-    """Returns whether published code keeps a parameter at least in float32: decay rates, and the
-    weights of routers that have a routing bias."""
-    layer, is_router, _ = name.partition(".router.gate.weight")
-    return is_wide(name) or (bool(is_router) and layer + EXPERT_BIAS in targets)
-
-
-def _boxes(file: File) -> dict[str, Box]:
-    """Returns the boxes of our tensors that a file holds: of a stack, those of its experts."""
-    boxes: dict[str, Box] = {}
-    for tensor in file.values():
-        for name, piece in tensor.pieces:
-            before = boxes.get(name, piece.ours)
-            boxes[name] = tuple(
-                slice(min(a.start, b.start), max(a.stop, b.stop))
-                for a, b in zip(before, piece.ours, strict=True)
-            )
-    return boxes
+def _runs(file: File) -> dict[str, list[Box]]:
+    """Returns the boxes of our tensors that a file holds: whole ones, or of a stack, runs of
+    experts that follow one another."""
+    runs: dict[str, list[Box]] = {}
+    pieces = [each for tensor in file.values() for each in tensor.pieces]
+    for name, piece in sorted(pieces, key=lambda each: (each[0], each[1].ours[0].start)):
+        own = runs.setdefault(name, [])
+        first, *others = piece.ours
+        if own and first.start <= own[-1][0].stop:
+            last = own.pop()[0]
+            first = slice(last.start, max(last.stop, first.stop))
+        own.append((first, *others))
+    return runs
 
 
 def _write(path: Path, file: File, read: Read) -> None:
-    boxes = _boxes(file)
-    values = {name: read(name, box) for name, box in boxes.items()}
+    runs = _runs(file)
+    values = {name: [read(name, box) for box in boxes] for name, boxes in runs.items()}
     tensors = {}
     for theirs, tensor in file.items():
         if tensor.rest is not None:
@@ -284,7 +235,8 @@ def _write(path: Path, file: File, read: Read) -> None:
             continue
         tensors[theirs] = torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, piece in tensor.pieces:
-            ours = values[name][inside(piece.ours, boxes[name])]
+            number = sum(box[0].start <= piece.ours[0].start for box in runs[name]) - 1
+            ours = values[name][number][inside(piece.ours, runs[name][number])]
             if piece.transposed:
                 ours = ours.transpose(-1, -2)
             place = tensors[theirs][piece.theirs]

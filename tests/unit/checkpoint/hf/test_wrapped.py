@@ -1,7 +1,9 @@
 """The text models of published models that also see: trained alone, and laid back as they were."""
 
 import json
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.hf_folders import assert_same_bits, read_folder
+from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
 from tests.support.tiers import tiered
+from titan_moe.checkpoint.hf import folder, write
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.models.decoder import Decoder
@@ -78,6 +82,12 @@ def _save(model: Any, kind: str, folder: Any) -> dict[str, Tensor]:
     return stored
 
 
+def _save_wrong(tensors: dict[str, Tensor], path: Path, facts: dict[str, str]) -> None:
+    """Save tensors, but one that sees is another."""
+    (name, *_) = (x for x in tensors if "vision" in x or "visual" in x)
+    folder.save(tensors | {name: tensors[name] + 1}, path, facts)
+
+
 _DEFAULT = ["kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"]
 
 
@@ -105,6 +115,9 @@ def test_text_trains_and_is_laid_back_among_the_rest(kind, tmp_path, caplog):
     # An import keeps the rest, and needs the folder no more.
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float64)
     (tmp_path / "in").rename(tmp_path / "moved")
+    with mock.patch.object(write, "save", _save_wrong):
+        line = failure(export_checkpoint, tmp_path / "imported", tmp_path / "out", torch.float64)
+    assert line.endswith(f" is not as in {tmp_path / 'imported/hf'}")
     export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.float64)
     for name in [name for name in stored if name.endswith("correction_bias")]:
         stored[name] = stored[name].float()  # In every export.
