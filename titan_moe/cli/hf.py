@@ -5,8 +5,11 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 
 from titan_moe.cli.command import Answer, Command, add_out, path_of
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.launch import Launch
 
 _TIMEOUT = timedelta(hours=1)  # Ranks wait for the one with the slowest disk.
 
@@ -42,26 +45,40 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT", type=path_of, help="a step-N folder")
     add_out(parser, default=None, says="the folder to write; it must not exist", required=True)
     dtypes = ["float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="default: bfloat16")
+    says = "default: as the config.json that training started from says, else bfloat16"
+    parser.add_argument("--dtype", choices=dtypes, help=says)
+    says = "compare logits with those of transformers, which is to be installed: two float32 models"
+    parser.add_argument("--logits", action="store_true", help=says)
 
 
 def export(options: argparse.Namespace) -> Answer:
     """Write a checkpoint's model as a Hugging Face folder, for transformers and inference servers.
 
-        titan-moe hf export outputs/checkpoint/step-1000 --out HF_FOLDER --dtype bfloat16
-        torchrun --nproc-per-node 4 -m titan_moe hf export CHECKPOINT --out HF_FOLDER
+        titan-moe hf export outputs/checkpoint/step-1000 --out HF_FOLDER
+        torchrun --nproc-per-node 4 -m titan_moe hf export CHECKPOINT --out HF_FOLDER --logits
 
-    config.json and the tokenizer's files come along, from the weights that training started from or
-    from model.hf_assets_path or model.tokenizer_path. Checksums of what is read are compared.
-    HF_FOLDER must not exist; it appears when all of it is on disk.
+    config.json, the tokenizer's files, the type and the split into files are those of the weights
+    that training started from, if there are any. The folder is read back, and every value, expert,
+    name, key and file compared with the checkpoint and these. HF_FOLDER must not exist; it appears
+    when all of it is on disk and right.
 
-    Exit codes: 0; 1 the checkpoint cannot be read, or the folder not be written; 2 a wrong
-    argument.
+    Exit codes: 0; 1 the checkpoint cannot be read, the folder not be written, or logits differ; 2 a
+    wrong argument, or --logits without transformers.
     """
     from titan_moe.checkpoint.hf.write import export_checkpoint
     from titan_moe.data.tokenizer import token_ends
 
-    return converted(partial(export_checkpoint, ends_of=token_ends), options)
+    if options.logits and find_spec("transformers") is None:
+        raise ConfigError("--logits compares with transformers: pip install -e '.[dev]'")
+    answer = converted(partial(export_checkpoint, ends_of=token_ends), options)
+    if not options.logits or Launch.from_environment(os.environ).rank:
+        return answer
+    from titan_moe.verify.parity.exported import BOUND, logits_difference
+
+    difference = logits_difference(options.source, options.out)
+    line = f"logits differ from those of transformers by {difference:.1e}, at most {BOUND} is right"
+    data = {**answer.data, "logits": difference}
+    return Answer(data, [*answer.lines, line], exit_code=int(not difference <= BOUND))
 
 
 def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
@@ -69,7 +86,7 @@ def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answe
     import torch
     import torch.distributed as dist
 
-    from titan_moe.runtime.launch import Launch, cpu_threads
+    from titan_moe.runtime.launch import cpu_threads
     from titan_moe.runtime.log import start_logging
 
     launch = Launch.from_environment(os.environ)
@@ -84,7 +101,8 @@ def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answe
         timeout=_TIMEOUT,
     )
     try:
-        line = convert(options.source, options.out, getattr(torch, options.dtype))
+        dtype = options.dtype and getattr(torch, options.dtype)
+        line = convert(options.source, options.out, dtype)
     finally:
         dist.destroy_process_group()
     return Answer({"folder": str(options.out), "summary": line}, [line])

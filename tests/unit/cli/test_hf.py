@@ -10,10 +10,14 @@ import torch
 
 from tests.support.commands import run_command
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.refusals import failure
 from titan_moe.checkpoint.hf.write import export_checkpoint
-from titan_moe.cli.hf import converted
+from titan_moe.cli import hf
+from titan_moe.cli.hf import COMMANDS, converted
+from titan_moe.models.mixtral import hf as mixtral
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process_pool import in_fresh_processes
+from titan_moe.verify.parity.exported import logits_difference
 
 
 @pytest.fixture
@@ -61,8 +65,10 @@ def test_bad_folder_is_one_line_and_leaves_nothing(change, words, folder):
 def test_there_and_back_and_a_text(folder, tmp_path):
     done = run_command("hf", "import", folder, "--out", tmp_path / "imported")
     assert done.returncode == 0 and "GB/s" in done.stdout.splitlines()[-1], done.stderr
-    done = run_command("hf", "export", tmp_path / "imported", "--out", tmp_path / "out")
-    assert done.returncode == 0 and "GB/s" in done.stdout.splitlines()[-1], done.stderr
+    options = ["--out", tmp_path / "out", "--logits"]
+    done = run_command("hf", "export", tmp_path / "imported", *options)
+    assert done.returncode == 0 and "GB/s" in done.stdout, done.stderr
+    assert "logits differ from those of transformers by " in done.stdout.splitlines()[-1]
     assert_same_bits(read_folder(tmp_path / "out"), read_folder(folder))
     done = run_command("hf", "export", tmp_path / "imported", "--out", tmp_path / "out")
     assert done.returncode == 1 and "out exists" in done.stderr
@@ -79,6 +85,43 @@ def test_there_and_back_and_a_text(folder, tmp_path):
     done = run_command("generate", folder, "--prompt", "hello")
     *_, line = done.stderr.splitlines()  # After lines of progress.
     assert done.returncode == 2 and "holds no tokenizer.json" in line
+
+
+def _export(folder):
+    """Run `hf export --logits` of an import of a Mixtral, in this process."""
+    make_folder(folder / "in", small_model("mixtral"), torch.bfloat16)
+    for way in (
+        ["import", folder / "in", "--out", folder / "imported"],
+        ["export", folder / "imported", "--out", folder / "out", "--logits"],
+    ):
+        code = COMMANDS[way[0]].main(f"hf {way[0]}", [str(word) for word in way[1:]])
+    return code
+
+
+def test_a_wrong_table_of_names_shows_in_the_logits(tmp_path, monkeypatch, capsys):
+    """Which reading back cannot see: it goes by the same table."""
+    right = mixtral.keys
+
+    def swapped(config):
+        keys = dict(right(config))
+        one, other = (f"layers.{{layer}}.moe.experts.{name}" for name in ("w1", "w3"))
+        return keys | {one: keys[other], other: keys[one]}
+
+    # The folder that is imported is of the same table, so the model is the one that it means.
+    monkeypatch.setattr(mixtral, "keys", swapped)
+    assert _export(tmp_path) == 1
+    assert "at most 0.0001 is right" in capsys.readouterr().out.splitlines()[-1]
+    settings = json.loads((tmp_path / "out/config.json").read_text()) | {"model_type": "unheard"}
+    (tmp_path / "out/config.json").write_text(json.dumps(settings))
+    line = failure(logits_difference, tmp_path / "imported", tmp_path / "out")
+    assert line.endswith("out is written, but transformers does not know unheard")
+
+
+def test_without_transformers_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    assert _export(tmp_path) == 2
+    assert "--logits compares with transformers: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def threads_after_a_failed_export(out):

@@ -121,7 +121,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
         their_losses = list(_steps(oracle, lambda: _their_loss(oracle, found.config, batch)))
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     margins: list[float] = []
-    _watch_margins(model, margins)
+    watch_margins(model, margins)
     model.train()
     our_logits = _our_logits(model, batch)
     our_losses: list[float] = []
@@ -314,7 +314,7 @@ def _export_distance(decoder: Decoder, model: HFModel, batch: LocalBatch) -> flo
         return distance(ours, theirs.eval()(batch.tokens_BS, use_cache=False).logits)
 
 
-def _watch_margins(model: Decoder, margins: list[float]) -> None:
+def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
 
     def watch(select: nn.Module, args: tuple[Tensor, Tensor], experts_TK: Tensor) -> None:
