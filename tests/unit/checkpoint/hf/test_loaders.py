@@ -1,0 +1,86 @@
+"""The names and shapes of an export are those that vLLM and SGLang load."""
+
+import json
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hf_folders import read_folder, small_model
+from titan_moe.checkpoint.hf.names import model_shapes
+from titan_moe.checkpoint.hf.write import export
+from titan_moe.models.hf import HFModel
+from titan_moe.models.registry import FAMILIES
+
+_TABLES = json.loads(Path(__file__).with_name("loaders.json").read_text())["families"]
+
+
+def _model(family: str, *, bias: bool) -> HFModel:
+    """A small model whose dimensions differ, so that no transposed tensor has the right shape."""
+    model = small_model(family)
+    moe = replace(model.config.moe, hidden_dim=24)
+    config = replace(model.config, hidden_dim=40, moe=moe)
+    if not bias:
+        config = replace(config, attention=replace(config.attention, bias=False))
+    return replace(model, config=config)
+
+
+def _export(model: HFModel, folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes = model_shapes(model.config)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    # The routing's bias has no place in every family.
+    tensors |= {name: torch.zeros(shapes[name]) for name in shapes if "expert_bias" in name}
+    export(model, shapes, lambda name, box: tensors[name][box], folder, dtype=torch.bfloat16)
+    return {name: tuple(tensor.shape) for name, tensor in read_folder(folder).items()}
+
+
+def _taken(table: dict[str, Any], settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a table says of a config.json."""
+
+    def value(expression: str, **more: int) -> Any:
+        return eval(expression, {}, settings | more)
+
+    found = {}
+    for pattern, shapes in table["names"].items():
+        layers = range(value(table["layers"])) if "{layer}" in pattern else [0]
+        experts = range(value(table["experts"])) if "{expert}" in pattern else [0]
+        for layer in layers:
+            for condition, shape in shapes.items():
+                if value(condition, layer=layer):
+                    sizes = value(f"({shape},)", layer=layer)
+                    names = (pattern.format(layer=layer, expert=each) for each in experts)
+                    found |= dict.fromkeys(names, sizes)
+    return found
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
+def test_names_and_shapes_are_those_that_engines_load(family, tmp_path):
+    table = _TABLES[family]
+    found = _export(_model(family, bias=not table["dropped"]), tmp_path / "out")
+    assert found == _taken(table, json.loads((tmp_path / "out/config.json").read_text()))
+
+
+@pytest.mark.parametrize("family", [name for name, table in _TABLES.items() if table["dropped"]])
+def test_biases_that_engines_drop_are_the_only_other_ones(family, tmp_path):
+    """No published model of these families has them."""
+    table = _TABLES[family]
+    found = _export(_model(family, bias=True), tmp_path / "out")
+    taken = _taken(table, json.loads((tmp_path / "out/config.json").read_text()))
+    more = found.keys() - taken.keys()
+    assert taken.keys() < found.keys()
+    assert all(any(fnmatchcase(name, drop) for drop in table["dropped"]) for name in more)
+
+
+def test_a_transposed_or_renamed_tensor_is_seen(tmp_path):
+    """The comparison itself: shapes of a table with two dims swapped, and a name of another one."""
+    found = _export(_model("mixtral", bias=False), tmp_path / "out")
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    table = json.loads(json.dumps(_TABLES["mixtral"]))
+    name = "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"
+    table["names"][name] = {"True": "intermediate_size, hidden_size"}
+    assert found != _taken(table, settings)
+    table["names"][name.replace("w2", "down_proj")] = table["names"].pop(name)
+    assert found.keys() != _taken(table, settings).keys()
