@@ -75,10 +75,10 @@ def export(options: argparse.Namespace) -> Answer:
         return answer
     from titan_moe.verify.parity.exported import BOUND, logits_difference
 
-    difference = logits_difference(options.source, options.out)
+    difference = logits_difference(options.out)
     line = f"logits differ from those of transformers by {difference:.1e}, at most {BOUND} is right"
-    data = {**answer.data, "logits": difference}
-    return Answer(data, [*answer.lines, line], exit_code=int(not difference <= BOUND))
+    lines, failed = [*answer.lines, line], not difference <= BOUND
+    return Answer({**answer.data, "logits": difference}, lines, exit_code=int(failed))
 
 
 def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:

@@ -111,10 +111,14 @@ def test_a_wrong_table_of_names_shows_in_the_logits(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(mixtral, "keys", swapped)
     assert _export(tmp_path) == 1
     assert "at most 0.0001 is right" in capsys.readouterr().out.splitlines()[-1]
-    settings = json.loads((tmp_path / "out/config.json").read_text()) | {"model_type": "unheard"}
-    (tmp_path / "out/config.json").write_text(json.dumps(settings))
-    line = failure(logits_difference, tmp_path / "imported", tmp_path / "out")
-    assert line.endswith("out is written, but transformers does not know unheard")
+
+
+def test_a_model_that_transformers_does_not_know_is_one_line(tmp_path):
+    make_folder(tmp_path / "in", small_model("deepseek_v3", 1), torch.bfloat16)
+    config = tmp_path / "in/config.json"
+    config.write_text(config.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
+    line = failure(logits_difference, tmp_path / "in")
+    assert "in is written, but transformers cannot open it: The checkpoint you are trying" in line
 
 
 def test_without_transformers_nothing_is_written(tmp_path, monkeypatch, capsys):

@@ -135,9 +135,6 @@ def write_assets(
     if missing & _code(settings):
         settings.pop(CODE)
     (target / CONFIG).write_text(json.dumps(settings, indent=2))
-    theirs = {path.name for path in _files(origin)} if origin else set()
-    if left := sorted(theirs - {path.name for path in files}):
-        logger.warning("not carried over from %s, another tokenizer's: %s", origin, ", ".join(left))
     return Carried(files, ends=others is None)
 
 

@@ -54,15 +54,14 @@ def written_types(targets: Targets, dtype: torch.dtype) -> dict[str, torch.dtype
     """The type that each of our tensors is written in: `dtype`, but at least float32 where
     published code keeps that: routing biases, decay rates, and the weights of routers that have a
     routing bias."""
-
-    def type_of(name: str) -> torch.dtype:
-        if name.endswith(EXPERT_BIAS):
-            return torch.float32
+    types = {}
+    for name in targets:
         layer, is_router, _ = name.partition(".router.gate.weight")
         wide = is_wide(name) or (bool(is_router) and layer + EXPERT_BIAS in targets)
-        return torch.promote_types(dtype, torch.float32) if wide else dtype
-
-    return {name: type_of(name) for name in targets}
+        types[name] = torch.promote_types(dtype, torch.float32) if wide else dtype
+        if name.endswith(EXPERT_BIAS):
+            types[name] = torch.float32
+    return types
 
 
 def tensors_of(targets: Targets, types: Mapping[str, torch.dtype], rest: Mapping[str, Any]) -> File:

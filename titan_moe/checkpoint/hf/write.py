@@ -20,11 +20,11 @@ from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, asset_folders, origin_of, write_assets
-from titan_moe.checkpoint.hf.folder import INDEX, REST, HFFolder, save
+from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, Read, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.pieces import Stored, whole
 from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
-from titan_moe.checkpoint.hf.read_back import Fingerprints, Original, Read, compare, told_of
+from titan_moe.checkpoint.hf.read_back import Original, compare
 from titan_moe.checkpoint.hf.shards import (
     File,
     published_type,
@@ -158,21 +158,19 @@ def export(
     types = written_types(targets, dtype)
     tensors = tensors_of(targets, types, rest)
     split = on_every_rank(lambda: split_files(tensors, origin), doing=doing)
-    original = Original(model, shapes, types, read, origin, rest)
-    source = Fingerprints(original)
+    original = Original(model, types, read, origin, rest)
     with new_folder(target, split.metadata["total_size"], doing=doing) as aside:
 
         def write_beside() -> Carried:
-            if split.is_sharded:
+            if [*split.filename_to_tensors] != [SINGLE]:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (aside / INDEX).write_text(json.dumps(index, sort_keys=True))
             return write_assets(model, origin, folders, ends, dtype, aside, tokenizer)
 
-        on_every_rank(lambda: _write_share(aside, split, tensors, source.read), doing=doing)
+        on_every_rank(lambda: _write_share(aside, split, tensors, original.read), doing=doing)
         verify(doing=doing)
         carried = on_rank_zero(write_beside, doing=doing)
-        with told_of(aside, target):
-            compare(aside, original, source.sums, carried, doing=doing)
+        compare(aside, original, carried, doing=doing)
         write_sums(aside, doing=doing)
     return split.metadata["total_size"]
 
