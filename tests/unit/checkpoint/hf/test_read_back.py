@@ -21,6 +21,7 @@ ROUTER, KEYS = "model.layers.1.mlp.gate.weight", "model.layers.0.self_attn.k_pro
 EXTRA = {
     "eos_token_id": [1, 4],
     "nested": {"a": {"b": [1]}},
+    "auto_map": {"AutoConfig": "not_there.Config"},
     "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]},
 }
 
