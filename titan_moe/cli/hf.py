@@ -76,7 +76,7 @@ def export(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.parity.exported import BOUND, logits_difference
 
     difference = logits_difference(options.out)
-    line = f"logits differ from those of transformers by {difference:.1e}, at most {BOUND} is right"
+    line = f"logits: at most {difference:.1e} from those of transformers (bound {BOUND})"
     lines, failed = [*answer.lines, line], not difference <= BOUND
     return Answer({**answer.data, "logits": difference}, lines, exit_code=int(failed))
 

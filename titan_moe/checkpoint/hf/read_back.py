@@ -74,13 +74,10 @@ def compare(folder: Path, original: Original, carried: Carried, *, doing: str) -
     """Raises RunError if a written folder is not what it was made of: an index that its files do
     not agree with, another value, a tied weight twice, experts that have become equal, a key of
     config.json or a file beside the weights that was lost. Collective."""
-    on_rank_zero(lambda: _check_files(folder), doing=doing)
+    on_rank_zero(lambda: _check_files(folder, original.model), doing=doing)
     on_rank_zero(lambda: _check_beside(folder, original, carried), doing=doing)
     back = on_every_rank(lambda: HFFolder(folder), doing=doing)
     source = on_every_rank(lambda: HFSource(back, model_of(folder)), doing=doing)
-    model = original.model
-    copies = {way.name for copy in model.first_of_group for way in model.keys.get(copy, ())}
-    _refuse([f"{x}, a tied weight, is there twice" for x in sorted(copies & back.shapes.keys())])
     share = on_every_rank(lambda: _read_share(back, source, original), doing=doing)
     mine = original.rounded, original.exact, share
     everyone = zip(*from_every_rank(lambda: mine, doing=doing), strict=True)
@@ -105,9 +102,9 @@ def _fingerprints(name: str, box: Box, values: Tensor) -> Sums:
     return {(name, number): int(value) for number, value in enumerate(sums, first)}
 
 
-def _check_files(folder: Path) -> None:
-    """Raises RunError unless each tensor is in the one file that the index names, and sizes add
-    up."""
+def _check_files(folder: Path, model: HFModel) -> None:
+    """Raises RunError unless each tensor is in the one file that the index names, sizes add up, and
+    no tied weight is there twice."""
     files = {path.name: opened(path) for path in folder.glob("*.safetensors")}
     held = {(name, file): stored for file in files for name, stored in files[file].items()}
     index: dict[str, Any] = {"weight_map": {name: SINGLE for name, _ in held}}
@@ -117,7 +114,10 @@ def _check_files(folder: Path) -> None:
         if (told := index["metadata"]["total_size"]) != size:
             _refuse([f"{INDEX} says {told} bytes, but the tensors have {size}"])
     unlike = held.keys() ^ index["weight_map"].items()
+    copies = {way.name for copy in model.first_of_group for way in model.keys.get(copy, ())}
+    twice = [name for name, _ in held if name in copies]
     _refuse([f"{INDEX} and {file} do not agree on {name}" for name, file in sorted(unlike)])
+    _refuse([f"{name}, a tied weight, is there twice" for name in twice])
 
 
 def _check_beside(folder: Path, original: Original, carried: Carried) -> None:

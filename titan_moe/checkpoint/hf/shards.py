@@ -19,7 +19,8 @@ LARGEST_FILE = 2 * 10**9
 """Bytes of a file, but of one with a single larger tensor: the memory that writing it takes."""
 LARGEST_PUBLISHED = 10**10
 """Bytes of a file of the published folder that an export has too."""
-DTYPES = ("float32", "bfloat16", "float16")
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Targets = Mapping[str, list[Stored]]
 """The forms in which each of our tensors is written, by our name."""
@@ -47,7 +48,7 @@ def published_type(origin: Path | None) -> torch.dtype:
     written here."""
     settings = {} if origin is None else read_settings(origin)
     named = [table.get(key) for table in (settings, text_of(settings)) for key in TYPE_KEYS]
-    return getattr(torch, next((name for name in named if name in DTYPES), "bfloat16"))
+    return next((_TYPES[name] for name in named if name in _TYPES), torch.bfloat16)
 
 
 def written_types(targets: Targets, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -214,12 +214,12 @@ def _runs(file: File) -> dict[str, list[Box]]:
     runs: dict[str, list[Box]] = {}
     pieces = [each for tensor in file.values() for each in tensor.pieces]
     for name, piece in sorted(pieces, key=lambda each: (each[0], each[1].ours[0].start)):
-        own = runs.setdefault(name, [])
-        first, *others = piece.ours
-        if own and first.start <= own[-1][0].stop:
-            last = own.pop()[0]
-            first = slice(last.start, max(last.stop, first.stop))
-        own.append((first, *others))
+        own = runs.setdefault(name, [piece.ours])
+        last, (first, *others) = own[-1][0], piece.ours
+        if first.start <= last.stop:
+            own[-1] = (slice(last.start, max(last.stop, first.stop)), *others)
+        else:
+            own.append(piece.ours)
     return runs
 
 

@@ -14,7 +14,7 @@ from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 
-INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+INDEX, CONFIG, MAP = "model.safetensors.index.json", "config.json", "weight_map"
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 ROUTER, KEYS = "model.layers.1.mlp.gate.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -47,31 +47,31 @@ def refused(checkpoint, out):
     return line.removeprefix("what was written is not right, and nothing is left of it: ")
 
 
-def exchange(tensors, number, other, *, copy=False):
-    """Put an expert in another's place, and that one in its place unless it is a copy."""
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        one, two = (f"model.layers.1.mlp.experts.{n}.{name}.weight" for n in (number, other))
-        tensors[one], tensors[two] = tensors[two], tensors[two if copy else one].clone()
+def experts(*pairs):
+    """Write the first expert of each pair as the second is."""
+    names = [f"model.layers.1.mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")]
+    each = [(name.format(one), name.format(two)) for one, two in pairs for name in names]
+    return lambda x: x.update({one: x[two].clone() for one, two in each})
 
 
-def flip(tensors):
-    tensors[NORM].view(torch.int16)[-1] ^= 1
+def put(name, change, of=None):
+    return lambda x: x.update({name: change(x[of or name]).contiguous()})
 
 
+def flip(tensor):
+    return (tensor.view(torch.int16) ^ 1).view(torch.bfloat16)
+
+
+W1 = "layers.1.moe.experts.w1: expert"
+WRONG = "has other values than the checkpoint, or another type"
 TENSORS = {
-    "layers.1.moe.experts.w1: expert 4 has those of expert 3, "
-    "layers.1.moe.experts.w2: expert 4 has": lambda x: exchange(x, 4, 3, copy=True),
-    "layers.1.moe.experts.w1: expert 2 has those of expert 5, "
-    "layers.1.moe.experts.w1: expert 5 has those of expert 2": lambda x: exchange(x, 5, 2),
-    "layers.1.moe.router.gate.weight has other values": lambda x: x.update(
-        {ROUTER: x[ROUTER].T.reshape(x[ROUTER].shape)}
-    ),
-    f"1 tensor of another shape: {KEYS}": lambda x: x.update({KEYS: x[KEYS].T.contiguous()}),
-    "norm.weight has other values than the checkpoint, or another type": flip,
-    "norm.weight has other values than the checkpoint, or": lambda x: x.update(
-        {NORM: torch.ones(32).half()}
-    ),
-    f"{HEAD}, a tied weight, is there twice": lambda x: x.update({HEAD: x[EMBEDDING].clone()}),
+    f"{W1} 4 has those of expert 3, layers.1.moe.experts.w2: expert 4 has": experts((4, 3)),
+    f"{W1} 2 has those of expert 5, {W1} 5 has those of expert 2": experts((2, 5), (5, 2)),
+    f"layers.1.moe.router.gate.weight {WRONG}": put(ROUTER, lambda x: x.T.reshape(x.shape)),
+    f"1 tensor of another shape: {KEYS}": put(KEYS, lambda x: x.T),
+    f"norm.weight {WRONG}": put(NORM, flip),
+    f"weight {WRONG}": put(NORM, lambda x: x.float().bfloat16().half()),
+    f"{HEAD}, a tied weight, is there twice": put(HEAD, torch.clone, EMBEDDING),
 }
 
 
@@ -87,10 +87,13 @@ def test_wrong_tensors_are_named(line, imported, tmp_path, monkeypatch):
     assert line in refused(imported / "one", tmp_path / "out")
 
 
-def edit(folder, file, change):
-    table = json.loads((folder / file).read_text())
-    change(table)
-    (folder / file).write_text(json.dumps(table))
+def edit(file, change):
+    def apply(folder):
+        table = json.loads((folder / file).read_text())
+        change(table)
+        (folder / file).write_text(json.dumps(table))
+
+    return apply
 
 
 def cut_short(folder):
@@ -98,22 +101,14 @@ def cut_short(folder):
 
 
 BESIDE = {
-    f"{INDEX} and {SECOND} do not agree on {NORM}": lambda out: edit(
-        out, INDEX, lambda table: table["weight_map"].pop(NORM)
-    ),
-    f"{INDEX} and {FIRST} do not agree on {NORM}": lambda out: edit(
-        out, INDEX, lambda table: table["weight_map"].update({NORM: FIRST})
-    ),
-    f"{INDEX} says 7 bytes, but the tensors have ": lambda out: edit(
-        out, INDEX, lambda table: table["metadata"].update(total_size=7)
-    ),
+    f"{INDEX} and {SECOND} do not agree on {NORM}": edit(INDEX, lambda x: x[MAP].pop(NORM)),
+    f"{INDEX} and {FIRST} do not agree on": edit(INDEX, lambda x: x[MAP].update({NORM: FIRST})),
+    f"{INDEX} says 7 bytes, but ": edit(INDEX, lambda x: x["metadata"].update(total_size=7)),
     f"{SECOND} is damaged, or no safetensors file": cut_short,
-    "has nested.a.b=None, not [1] as published": lambda out: edit(
-        out, CONFIG, lambda table: table["nested"]["a"].clear()
-    ),
-    "eos_token_id=1, not [1, 4]": lambda x: edit(x, CONFIG, lambda y: y.update(eos_token_id=1)),
-    "rope_scaling.mrope_section=None": lambda x: edit(x, CONFIG, lambda y: y.pop("rope_scaling")),
-    "norm_eps 1e-06 (there 0.5)": lambda x: edit(x, CONFIG, lambda y: y.update(rms_norm_eps=0.5)),
+    "has nested.a.b=None, not [1] as": edit(CONFIG, lambda x: x["nested"]["a"].clear()),
+    "eos_token_id=1, not [1, 4]": edit(CONFIG, lambda x: x.update(eos_token_id=1)),
+    "rope_scaling.mrope_section=None": edit(CONFIG, lambda x: x.pop("rope_scaling")),
+    "norm_eps 1e-06 (there 0.5)": edit(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
     "chat_template.jinja is not as in": lambda x: (x / "chat_template.jinja").unlink(),
 }
 
@@ -137,11 +132,11 @@ def test_files_and_type_are_those_of_the_published_folder(rename, imported, tmp_
     shutil.copytree(imported / "two", checkpoint := tmp_path / "two")
     index = json.loads((source / INDEX).read_text())
     if rename:  # One file with an index; in another type.
-        index["weight_map"] = dict.fromkeys(index["weight_map"], "weights-1.safetensors")
+        index[MAP] = dict.fromkeys(index[MAP], "weights-1.safetensors")
         (checkpoint / "hf/published.index.json").write_text(json.dumps(index))
-        edit(checkpoint / "hf", CONFIG, lambda table: table.update(dtype="float16"))
+        edit(CONFIG, lambda x: x.update(dtype="float16"))(checkpoint / "hf")
     export_checkpoint(checkpoint, out, None)
-    assert json.loads((out / INDEX).read_text())["weight_map"] == index["weight_map"]
+    assert json.loads((out / INDEX).read_text())[MAP] == index[MAP]
     dtype = torch.float16 if rename else torch.bfloat16
     wanted = {name: tensor.to(dtype) for name, tensor in read_folder(source).items()}
     assert_same_bits(read_folder(out), wanted)
