@@ -63,6 +63,15 @@ def test_export_keeps_what_config_json_says_beyond_dimensions(inside, tmp_path):
     assert found["torch_dtype"] == "bfloat16" and "quantization_config" not in found
 
 
+def test_positions_stay_in_the_published_table(tmp_path):
+    model = small_model("qwen3")
+    positions = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    settings = model.settings() | positions | {"rope_scaling": None}
+    _write(tmp_path / "in", config=settings)
+    _written(model, [tmp_path / "in"], tmp_path / "out")
+    assert _settings(tmp_path / "out").items() >= positions.items()
+
+
 def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
     model = small_model("qwen3")
     make_folder(tmp_path / "in", model, torch.bfloat16)
