@@ -12,7 +12,7 @@ core, and one more over experts that are rounded.
 """
 
 import json
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from filecmp import cmp
@@ -62,11 +62,10 @@ class Original:
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a whole tensor of ours, or whole experts of a stack."""
-        values = self.source(name, box)
-        written = values.to(self.types[name])
-        self.rounded |= _fingerprints(name, box, written)
-        if written.dtype != values.dtype and _is_stack(name):
-            self.exact |= _fingerprints(name, box, values)
+        values, dtype = self.source(name, box), self.types[name]
+        self.rounded |= _fingerprints(name, box, values, dtype)
+        if dtype != values.dtype and _is_stack(name):
+            self.exact |= _fingerprints(name, box, values, values.dtype)
         return values
 
 
@@ -81,7 +80,7 @@ def compare(folder: Path, original: Original, carried: Carried, *, doing: str) -
     share = on_every_rank(lambda: _read_share(back, source, original), doing=doing)
     mine = original.rounded, original.exact, share
     everyone = zip(*from_every_rank(lambda: mine, doing=doing), strict=True)
-    wanted, exact, found = ({k: v for x in sums for k, v in x.items()} for sums in everyone)
+    wanted, exact, found = (dict(ChainMap(*sums)) for sums in everyone)
     _refuse(_unlike(wanted, found) or _made_equal(wanted, wanted | exact))
 
 
@@ -95,11 +94,10 @@ def _is_stack(name: str) -> bool:
     return ".experts." in name
 
 
-def _fingerprints(name: str, box: Box, values: Tensor) -> Sums:
+def _fingerprints(name: str, box: Box, values: Tensor, dtype: torch.dtype) -> Sums:
     parts, first = (values.unbind(), box[0].start) if _is_stack(name) else ((values,), 0)
-    chunks = [Chunk(name, whole(each.shape), tuple(each.shape), each.dtype) for each in parts]
-    sums = map(box_sum, parts, chunks)
-    return {(name, number): int(value) for number, value in enumerate(sums, first)}
+    alone = Chunk(name, whole(parts[0].shape), tuple(parts[0].shape), dtype)
+    return {(name, n): int(box_sum(part.to(dtype), alone)) for n, part in enumerate(parts, first)}
 
 
 def _check_files(folder: Path, model: HFModel) -> None:
@@ -150,7 +148,7 @@ def _read_share(back: HFFolder, source: HFSource, original: Original) -> Sums:
         dtype = back.dtype(min(stored.tensors()))
         for box in cut(stored.shape, _LARGEST_BOX) if _is_stack(name) else [whole(stored.shape)]:
             source.copy(name, box, values := torch.empty(sizes(box), dtype=dtype))
-            sums |= _fingerprints(name, box, values)
+            sums |= _fingerprints(name, box, values, dtype)
     rest = back.rest()
     for theirs in sorted(original.rest)[mine]:
         if theirs not in rest or not torch.equal(rest[theirs][()], original.rest[theirs][()]):

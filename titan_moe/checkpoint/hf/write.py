@@ -112,7 +112,7 @@ def export_checkpoint(
         tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
         verify=source.verify,
     )
-    return speed_line(f"exported {target}", num_bytes, started)
+    return speed_line(f"exported and read back {target}", num_bytes, started)
 
 
 def export(
