@@ -87,15 +87,12 @@ def test_there_and_back_and_a_text(folder, tmp_path):
     assert done.returncode == 2 and "holds no tokenizer.json" in line
 
 
-def _export(folder):
+def _export(monkeypatch, folder):
     """Run `hf export --logits` of an import of a Mixtral, in this process."""
     make_folder(folder / "in", small_model("mixtral"), torch.bfloat16)
-    for way in (
-        ["import", folder / "in", "--out", folder / "imported"],
-        ["export", folder / "imported", "--out", folder / "out", "--logits"],
-    ):
-        code = COMMANDS[way[0]].main(f"hf {way[0]}", [str(word) for word in way[1:]])
-    return code
+    monkeypatch.chdir(folder)
+    assert COMMANDS["import"].main("hf import", ["in", "--out", "imported"]) == 0
+    return COMMANDS["export"].main("hf export", ["imported", "--out", "out", "--logits"])
 
 
 def test_a_wrong_table_of_names_shows_in_the_logits(tmp_path, monkeypatch, capsys):
@@ -109,7 +106,7 @@ def test_a_wrong_table_of_names_shows_in_the_logits(tmp_path, monkeypatch, capsy
 
     # The folder that is imported is of the same table, so the model is the one that it means.
     monkeypatch.setattr(mixtral, "keys", swapped)
-    assert _export(tmp_path) == 1
+    assert _export(monkeypatch, tmp_path) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("logits: at most ")
 
 
@@ -123,7 +120,7 @@ def test_a_model_that_transformers_does_not_know_is_one_line(tmp_path):
 
 def test_without_transformers_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hf, "find_spec", lambda name: None)
-    assert _export(tmp_path) == 2
+    assert _export(monkeypatch, tmp_path) == 2
     assert "--logits compares with transformers: pip install" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
