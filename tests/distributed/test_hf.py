@@ -90,8 +90,7 @@ def export_wrong(source: Path, target: Path) -> None:
         save(tensors, path, facts)
 
     with mock.patch.object(write, "save", wrong):
-        line = failure(write.export_checkpoint, source, target, None)
-    assert "has other values than the checkpoint" in line, line
+        assert "has other values than" in failure(write.export_checkpoint, source, target, None)
 
 
 def test_all_ranks_refuse_what_one_of_them_wrote_wrong(tmp_path):
