@@ -49,6 +49,21 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
     return []
 
 
+def check_adapters(job: JobConfig, model: ModelConfig) -> list[str]:
+    """Returns why the adapters that a run begins with cannot be loaded. Takes what `check_loading`
+    takes."""
+    path, folder = job.lora.initial_load_path, Path(job.job.dump_folder) / job.checkpoint.folder
+    if path is None or any(folder.glob("step-*")):
+        return []
+    from titan_moe.checkpoint.hf.peft import check_adapters
+
+    try:
+        check_adapters(HFModel(job.model.name, model), job.model_dump(mode="json"))
+    except (RunError, ConfigError) as error:
+        return [f"lora.initial_load_path={path}: {line}" for line in str(error).splitlines()]
+    return []
+
+
 def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: bool) -> None:
     """Raises RunError for tensors that are not the model's. Adapters are in the run's own
     checkpoints alone, and what they stand beside in others."""

@@ -21,7 +21,7 @@ from titan_moe.config.checks.run_folder import check_run_folder, position_rule
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import read_job, resolve
-from titan_moe.load_checks import check_loading
+from titan_moe.load_checks import check_adapters, check_loading
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside, report
@@ -126,6 +126,7 @@ def check_all(
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
     problems = check_vocabulary(job, model, tokenizer.vocab_size) or check_loading(job, model)
+    problems = problems or check_adapters(job, model)
     if problems:
         raise ConfigError(problems)
     return job, lines + data_notes(job.training, job.validation)

@@ -1,5 +1,6 @@
 """Hugging Face folders into models in any layout and out again, bit for bit."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.adapters import LORA, adapted, saved_adapters
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
@@ -17,7 +19,7 @@ from titan_moe.checkpoint.hf.read import import_folder, load_hf
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
-from titan_moe.models.hf import HFModel
+from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.ranks import run_on_ranks
@@ -78,6 +80,48 @@ def test_round_trip_in_every_layout(family, layout, tmp_path):
 def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     round_trip(small_model(family), layout, tmp_path, "float32", fused=True, one_file=True)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
+
+
+def write_adapters(folder: Path) -> None:
+    """Write random adapters of the model in `folder`/base as a PEFT folder."""
+    step = saved_adapters(folder, *adapted(folder / "base"))
+    write.export_checkpoint(step, folder / "in", torch.float32)
+
+
+def begin_with(layout: str, base: Path, adapters: Path, target: Path) -> None:
+    """Begin a run with the adapters of a PEFT folder, and export them."""
+    own, model = parse(layout), model_of(base)
+    lora = LORA.model_copy(update={"initial_load_path": str(adapters)})
+    tables = {"lora": lora.model_dump(), "model": {"name": model.family, "flavor": "gate"}}
+    tables["parallelism"] = {"module_fqns_per_model_part": None}
+    job = apply_layout(JobConfig(), own, tables)
+    cpu, size = torch.device("cpu"), own.world_size
+    parts = build_sharded_model(job, model.config, device=cpu, world_size=size).parts
+    record = {"lora": tables["lora"], "model": {"hf_assets_path": str(base)}}
+    record["checkpoint"] = {"initial_load_path": None}
+    keys = {"initial_load_in_hf": True, "async_mode": "disabled"}
+    checkpointer = plain_checkpointer(target, parts, model=model, job_record=record, **keys)
+    assert checkpointer.load() is None
+    checkpointer.save(1, {})
+    write.export_checkpoint(step_folder(checkpointer.folder, 1), target / "out", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    tiered(
+        [("qwen3", "dp_shard=2,ep=2")],
+        slow=[("gpt_oss", ALL_AXES), ("qwen3", "pp=2")],
+        full=[("glm4_moe", ALL_AXES), ("mixtral", "dp_replicate=2")],
+    ),
+)
+def test_adapters_in_and_out_in_every_layout(family, layout, tmp_path):
+    plain = small_model(family)
+    plain = replace(plain, config=replace(plain.config, num_mtp_layers=0))
+    make_folder(tmp_path / "base", plain, torch.float32)
+    run_on_ranks(write_adapters, 1, tmp_path)
+    folders = tmp_path / "base", tmp_path / "in", tmp_path / "run"
+    run_on_ranks(begin_with, parse(layout).world_size, layout, *folders)
+    assert_same_bits(read_folder(tmp_path / "run" / "out"), read_folder(tmp_path / "in"))
 
 
 def export_wrong(source: Path, target: Path) -> None:

@@ -52,6 +52,7 @@ def lines_of(folder: Path, words: str, ranks: int = 1) -> list[str]:
 NEW = "--job.dump_folder {}/new --checkpoint.initial_load_path {}"
 STEP_2 = f"{NEW}/run/checkpoint/step-2"
 INITIAL = "checkpoint.initial_load_path={}"
+PEFT = "--job.dump_folder {}/new --lora.initial_load_path {}/empty"
 MIXTRAL = "--model.name mixtral --model.flavor debugmodel"
 WHOLE = "--checkpoint.initial_load_model_only false"
 REFUSED = [
@@ -71,6 +72,8 @@ REFUSED = [
     (f"{STEP_2} --training.seq_len 32", None),
     (f"{NEW}/hf", f"{INITIAL}/hf: {{}}/hf is no checkpoint of titan_moe"),
     (f"{NEW}/hf --checkpoint.initial_load_in_hf", f"{INITIAL}/hf: {{}}/hf holds a model of the fa"),
+    (f"{PEFT} --lora.rank 4", "lora.initial_load_path={}/empty: {}/empty is no PEFT folder: adap"),
+    (PEFT, "lora.initial_load_path={}/empty without lora.rank: set that to its r"),
     (f"{NEW}/hf --checkpoint.initial_load_in_hf {MIXTRAL}", "there 272); model.flavor=hf with"),
 ]
 

@@ -16,12 +16,10 @@ Every save takes one path: checksums, DCP's writer (tensors.py), and the manifes
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint import folder as folders
-from titan_moe.checkpoint.checksums import checksums, unlike_copies
+from titan_moe.checkpoint.checksums import checksums, joint_digest, unlike_copies
 from titan_moe.checkpoint.folder import find_checkpoint
+from titan_moe.checkpoint.hf.peft import load_adapters
 from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.hf.write import EndsOf, export_checkpoint, no_ends
 from titan_moe.checkpoint.manifest import (
@@ -288,6 +287,7 @@ class Checkpointer:
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()
+            load_adapters(self._model, self._job_record, model_tensors(self._modules))
             return None
         source, manifest, model_only, excluded = found
         self.loaded_job = manifest.job
@@ -300,7 +300,9 @@ class Checkpointer:
             parts.append(OPTIMIZER)
         self._load_tensors(source, manifest, parts, base=not is_own)
         self._say("loaded %s%s", source, found.remark)
-        if is_own:
+        if not is_own:
+            load_adapters(self._model, self._job_record, model_tensors(self._modules))
+        else:
             begins = self._config.initial_load_path is not None and not self._resting
             if begins and dist.get_rank() == 0:
                 logger.warning(
@@ -349,10 +351,8 @@ class Checkpointer:
     def _base_digest(self) -> str:
         """Returns a digest of the weights at rest; empty where there are none. Collective, once."""
         if self._base is None:
-            named = model_tensors(self._modules).items()
-            sums = checksums({name: each for name, each in named if name in self._resting})
-            text = json.dumps(sums, sort_keys=True)
-            self._base = sha256(text.encode()).hexdigest() if sums else ""
+            named = model_tensors(self._modules)
+            self._base = joint_digest(checksums({n: named[n] for n in sorted(self._resting)}))
         return self._base
 
     def _tensors(self, *, with_optimizer: bool, base: Manifest | None = None) -> dict[str, Tensor]:

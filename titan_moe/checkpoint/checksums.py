@@ -6,8 +6,10 @@ taken box by box, in any order. An odd weight cannot cancel a flipped bit, and u
 notice elements that changed places.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from math import prod
 
 import torch
@@ -65,6 +67,12 @@ def total_sums(sums: Iterable[tuple[str, int]]) -> dict[str, str]:
     for name, value in sums:
         totals[name] += value
     return {name: f"{totals[name] % 2**64:016x}" for name in sorted(totals)}
+
+
+def joint_digest(sums: Mapping[str, str]) -> str:
+    """Returns a digest of many tensors' checksums by name; empty where there are none."""
+    text = json.dumps(dict(sums), sort_keys=True)
+    return sha256(text.encode()).hexdigest() if sums else ""
 
 
 def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:

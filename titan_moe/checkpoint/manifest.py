@@ -140,6 +140,14 @@ def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[
     ]
 
 
+def refuse_adapters(manifest: Manifest, folder: Path) -> None:
+    """Raises RunError for a checkpoint of adapters, where a whole model is wanted."""
+    if manifest.base:
+        raise RunError(
+            f"{folder} holds adapters, and no model: titan-moe hf merge makes one of them"
+        )
+
+
 def refuse_other_adapters(
     manifest: Manifest, folder: Path, job: Mapping[str, Any], *, is_own: bool
 ) -> None:
@@ -151,10 +159,7 @@ def refuse_other_adapters(
     """
     asked = job.get("lora", {})
     if not is_own:
-        if manifest.base:
-            raise RunError(
-                f"{folder} holds adapters, and no model: titan-moe hf merge makes one of them"
-            )
+        refuse_adapters(manifest, folder)
         return
     had = manifest.job.get("lora", {}) if manifest.base else {}
     for key in ("rank", "alpha", "rank_stabilised", "targets"):

@@ -82,10 +82,10 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def resting_names(modules: Sequence[nn.Module]) -> set[str]:
     """Names, as in `model_tensors`, of the weights that adapters stand beside: checkpoints leave
-    them out. Of a model without adapters none."""
-    named = {MODEL + name: p for module in modules for name, p in module.named_parameters()}
-    is_adapted = any(ADAPTER in name for name in named)
-    return {name for name, p in named.items() if is_adapted and not p.requires_grad}
+    them out, but not adapters that rest too. Of a model without adapters none."""
+    named = {MODEL + name for module in modules for name, _ in module.named_parameters()}
+    beside = {name for name in named if ADAPTER not in name}
+    return beside if beside != named else set()
 
 
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""hf import and hf export: from Hugging Face folders to checkpoints and back."""
+"""hf import, hf export and hf merge: from Hugging Face folders to checkpoints and back."""
 
 import argparse
 import os
@@ -60,7 +60,7 @@ def export(options: argparse.Namespace) -> Answer:
     config.json, the tokenizer's files, the type and the split into files are those of the weights
     that training started from, if there are any. The folder is read back, and every value, expert,
     name, key and file compared with the checkpoint and these. HF_FOLDER must not exist; it appears
-    when all of it is on disk and right.
+    when all of it is on disk and right. Of adapters (lora) it is a PEFT folder.
 
     Exit codes: 0; 1 the checkpoint cannot be read, the folder not be written, or logits differ; 2 a
     wrong argument, or --logits without transformers.
@@ -68,17 +68,47 @@ def export(options: argparse.Namespace) -> Answer:
     from titan_moe.checkpoint.hf.write import export_checkpoint
     from titan_moe.data.tokenizer import token_ends
 
+    return _compared(partial(export_checkpoint, ends_of=token_ends), options)
+
+
+def _compared(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
+    """Runs a conversion; with --logits, compares its model with that of transformers."""
     if options.logits and find_spec("transformers") is None:
         raise ConfigError("--logits compares with transformers: pip install -e '.[dev]'")
-    answer = converted(partial(export_checkpoint, ends_of=token_ends), options)
+    answer = converted(convert, options)
     if not options.logits or Launch.from_environment(os.environ).rank:
         return answer
+    if (options.out / "adapter_config.json").exists():
+        return Answer(answer.data, [*answer.lines, "logits: not compared, of adapters alone"])
     from titan_moe.verify.parity.exported import BOUND, logits_difference
 
     difference = logits_difference(options.out)
     line = f"logits: at most {difference:.1e} from those of transformers (bound {BOUND})"
     lines, failed = [*answer.lines, line], not difference <= BOUND
     return Answer({**answer.data, "logits": difference}, lines, exit_code=int(failed))
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    _export_arguments(parser)
+    says = "a Hugging Face folder or a step-N folder; default: what the adapters' run began with"
+    parser.add_argument("--base", type=path_of, help=says)
+
+
+def merge(options: argparse.Namespace) -> Answer:
+    """Write the model of a checkpoint of adapters (lora) as a Hugging Face folder.
+
+        titan-moe hf merge outputs/checkpoint/step-1000 --out HF_FOLDER --dtype bfloat16
+        titan-moe hf merge CHECKPOINT --base ./Qwen3-30B-A3B --out HF_FOLDER
+
+    Each adapter's product is added to its weight in float64, and the sum rounded once. Weights are
+    streamed, also over torchrun's processes, as hf export does.
+
+    Exit codes: 0; 1 something cannot be read, or the folder not be written; 2 a wrong argument.
+    """
+    from titan_moe.checkpoint.hf.merge import merge
+    from titan_moe.data.tokenizer import token_ends
+
+    return _compared(partial(merge, base=options.base, ends_of=token_ends), options)
 
 
 def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
@@ -111,4 +141,5 @@ def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answe
 COMMANDS = {
     "import": Command(import_, _import_arguments, ends_at_once=True),
     "export": Command(export, _export_arguments, ends_at_once=True),
+    "merge": Command(merge, _merge_arguments, ends_at_once=True),
 }

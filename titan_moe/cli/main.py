@@ -21,6 +21,7 @@ COMMANDS = {
     "hf import": "make a checkpoint of a Hugging Face folder",
     "hf export": "make a Hugging Face folder of a checkpoint",
     "routes import": "make a routing record of an inference engine's routed_experts",
+    "hf merge": "make a Hugging Face folder of adapters and their base",
     "verify gradients": "every gradient of many layouts against one process, in float64",
     "verify losses": "compare two trainings, with a verdict",
     "verify localize": "the first tensor that differs between two trainings",

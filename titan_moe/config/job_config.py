@@ -314,6 +314,9 @@ class Lora(Section):
     )
     """Layers with an adapter, by patterns as in training.freeze. Routers, embeddings, the output
     layer and indexers have none."""
+    initial_load_path: _ReadPath | None = None
+    """A PEFT folder of the same rank and factor that the adapters begin with; left out: they change
+    nothing at first."""
 
     @property
     def scale(self) -> float:

@@ -5,15 +5,25 @@ An adapter stands inside the layer that it adapts, so that the names of the laye
 update. Routers, embeddings, the output layer and indexers have none.
 """
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from titan_moe.config.job_config import Lora
-from titan_moe.models.decoder import matches
+from titan_moe.models.decoder import ADAPTER, matches
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
 from titan_moe.moe.experts import ExpertAdapter, Experts
 from titan_moe.moe.router import Router
 from titan_moe.ops.low_rank import AdaptedLinear, Adapter
+
+# Names of B in an adapter -> those of the weight that it adapts, in its layer, and of A.
+_PAIRS = {
+    "b": ("weight", "a"),
+    "w1_b": ("w1", "w13_a"),
+    "w2_b": ("w2", "w2_a"),
+    "w3_b": ("w3", "w13_a"),
+}
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Linear | Experts]:
@@ -45,3 +55,15 @@ def adapt(model: nn.Module, config: Lora) -> None:
         outputs, inputs = module.weight.shape
         adapter = Adapter(config.rank, inputs, outputs, config.scale)
         model.set_submodule(name, AdaptedLinear(module, adapter))
+
+
+def pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Returns the weights that adapters of these names belong to, each with the names of A and B:
+    {"layers.3.attention.wq.weight": ("layers.3.attention.wq.adapter.a", ...)}."""
+    pairs = {}
+    for name in names:
+        layer, _, own = name.partition(ADAPTER)
+        if own in _PAIRS:
+            weight, a = _PAIRS[own]
+            pairs[f"{layer}.{weight}"] = (f"{layer}{ADAPTER}{a}", name)
+    return pairs

@@ -75,6 +75,8 @@ def test_there_and_back_and_a_text(folder, tmp_path):
     done = run_command("hf", "export", folder, "--out", tmp_path / "other")
     assert done.returncode == 1 and "no checkpoint of titan_moe" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    done = run_command("hf", "merge", tmp_path / "imported", "--out", tmp_path / "other")
+    assert done.returncode == 1 and "imported holds no adapters: titan-moe hf exp" in done.stderr
     texts = []
     for source in (folder, tmp_path / "imported"):
         options = ["--prompt", "hello", "--tokenizer", "bytes", "--max-new-tokens", 8]

@@ -27,6 +27,7 @@ _READ = (
     *("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path"),
     "training.messages.template",
     *("validation.dataset_path", "checkpoint.initial_load_path", "debug.routing_replay"),
+    "lora.initial_load_path",
 )
 _EXCLUDE = "checkpoint.exclude_from_loading"
 
@@ -47,7 +48,7 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(
 def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_aconfig_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(_READ) < set(_PATHS) and len(_PATHS) == 14
+    assert set(_READ) < set(_PATHS) and len(_PATHS) == 15
     monkeypatch.setenv("HOME", str(tmp_path))
     config_file(tmp_path, '[[training.blend]]\ndataset = "c4"\ndataset_path = "~/x"\n')
     (part,) = load_job(["--job.config_file=~/job.toml"]).training.blend

@@ -2,9 +2,10 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -28,6 +29,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 PREVIOUS_LOAD = ".router.previous_load"
 EXPERT_BIAS = ".router.expert_bias"
 _INDEXER = ".indexer."
+# Parts of names that transformers 5 has in files alone: in memory a layer has another name.
+_FILES_ALONE = ("{expert}", "block_sparse_moe.", "self_attn.f_")
 
 _COMPARED = 2**24  # Elements of two tensors that are compared at once.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
@@ -52,13 +55,20 @@ def find(model: HFModel, folder: HFFolder) -> dict[str, Stored]:
             places[name] = _nearest(ways, folder.shapes)
             wanted |= places[name].tensors()
     unused = [name for name in folder.shapes if name not in wanted]
+    compare_shapes(folder.path, folder.shapes, wanted, _without_expected(unused, model, folder))
+    _refuse_other_copies(model, folder, places)
+    return places
+
+
+def compare_shapes(folder: Path, found: Shapes, wanted: Shapes, unused: Iterable[str]) -> None:
+    """Raises RunError that names every missing, superfluous or misshapen tensor of a folder."""
     problems = {
-        "missing": sorted(wanted.keys() - folder.shapes.keys()),
-        "of no use to this model": sorted(_without_expected(unused, model, folder)),
+        "missing": sorted(wanted.keys() - found.keys()),
+        "of no use to this model": sorted(unused),
         "of another shape": [
-            f"{name} {list(folder.shapes[name])} (wanted {list(shape)})"
+            f"{name} {list(found[name])} (wanted {list(shape)})"
             for name, shape in wanted.items()
-            if folder.shapes.get(name, shape) != shape
+            if found.get(name, shape) != shape
         ],
     }
     lines = [
@@ -67,9 +77,7 @@ def find(model: HFModel, folder: HFFolder) -> dict[str, Stored]:
         if names
     ]
     if lines:
-        raise RunError(f"{folder.path} does not fit the model: {'; '.join(lines)}")
-    _refuse_other_copies(model, folder, places)
-    return places
+        raise RunError(f"{folder} does not fit the model: {'; '.join(lines)}")
 
 
 def write_as(
@@ -89,6 +97,12 @@ def write_as(
     for copy, ours in _mtp_copies(model).items():
         targets[ours].append(Stored(ours, shapes[ours], HFWeight(copy)))
     return targets
+
+
+def way_in_memory(model: HFModel, name: str) -> HFWeight:
+    """The way in which a model of transformers 5 holds a tensor of ours: experts as stacks."""
+    ways = _ways(model, name)
+    return next(way for way in ways if not any(part in way.name for part in _FILES_ALONE))
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,13 @@ from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, find, model_shapes
 from titan_moe.checkpoint.hf.pieces import cut, whole
-from titan_moe.checkpoint.manifest import Manifest, TensorSpec, read_manifest, write_manifest
+from titan_moe.checkpoint.manifest import (
+    Manifest,
+    TensorSpec,
+    read_manifest,
+    refuse_adapters,
+    write_manifest,
+)
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
 from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
@@ -184,6 +190,12 @@ def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
         ) from None
 
 
+def shapes_of_manifest(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's model, or of its adapters, by our names."""
+    named = manifest.tensors.items()
+    return {n.removeprefix(MODEL): spec.shape for n, spec in named if n.startswith(MODEL)}
+
+
 def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:
     theirs = model_of(folder)
     if theirs.family != model.family:
@@ -221,6 +233,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
         HFSource(HFFolder(path), plain).fill(model.state_dict(keep_vars=True))
         return Loaded(model.eval(), [str(path)])
     manifest = read_manifest(path)
+    refuse_adapters(manifest, path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
     stored, ours = StoredTensors(path), model.state_dict(keep_vars=True)
     theirs = [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]

@@ -22,8 +22,15 @@ from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, asset_folders, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, Read, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
+from titan_moe.checkpoint.hf.peft import export_adapters
 from titan_moe.checkpoint.hf.pieces import Stored, whole
-from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line, tokenizers_of
+from titan_moe.checkpoint.hf.read import (
+    model_of_manifest,
+    progress_bar,
+    shapes_of_manifest,
+    speed_line,
+    tokenizers_of,
+)
 from titan_moe.checkpoint.hf.read_back import Original, compare
 from titan_moe.checkpoint.hf.shards import (
     File,
@@ -85,8 +92,8 @@ def no_ends(path: str, training: Training) -> Mapping[str, int]:
 def export_checkpoint(
     checkpoint: Path, target: Path, dtype: torch.dtype | None, ends_of: EndsOf = no_ends
 ) -> str:
-    """Write a checkpoint's model as a Hugging Face folder; returns a line that says how fast.
-    Collective.
+    """Write a checkpoint's model as a Hugging Face folder, or its adapters as a PEFT folder;
+    returns a line that says how fast. Collective.
 
     Raises ConfigError or RunError in one line each; nothing is left then.
     """
@@ -94,12 +101,19 @@ def export_checkpoint(
     doing = f"cannot export {checkpoint}"
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     model = on_every_rank(lambda: model_of_manifest(manifest, checkpoint), doing=doing)
-    shapes = {
-        name.removeprefix(MODEL): spec.shape
-        for name, spec in manifest.tensors.items()
-        if name.startswith(MODEL)
-    }
+    shapes = shapes_of_manifest(manifest)
     source = on_every_rank(lambda: CheckpointSource(checkpoint, manifest), doing=doing)
+    if manifest.base:
+        num_bytes = export_adapters(
+            model,
+            manifest,
+            source.read,
+            target,
+            dtype=dtype,
+            folders=asset_folders(checkpoint, manifest.job),
+            verify=source.verify,
+        )
+        return speed_line(f"exported {target}", num_bytes, started)
     names, training = tokenizers_of(checkpoint, manifest)
     num_bytes = export(
         model,

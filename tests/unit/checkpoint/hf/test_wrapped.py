@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.adapters import LORA, adapted, saved_adapters
 from tests.support.hf_folders import assert_same_bits, read_folder
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
@@ -154,6 +156,26 @@ def test_text_trains_and_is_laid_back_among_the_rest(kind, tmp_path, caplog):
         text = opened.language_model if kind == "llama4" else opened
         theirs = text(input_ids=tokens, use_cache=False).logits
         assert distance(theirs, model(tokens)) < 1e-7  # Their rotary frequencies are float32.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind", tiered(["kimi_k25", "qwen3_vl_moe"], slow=["glm4v_moe", "qwen3_5_moe", "qwen3_vl"])
+)
+def test_peft_adapts_the_text_model_inside(kind, tmp_path):
+    lora = LORA.model_copy(update={"targets": ["*.attention.w?", "shared_experts", "experts"]})
+    tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(0))
+    with computing_in(torch.float64):
+        whole = _draw(kind)
+        _save(whole, kind, tmp_path / "in")
+        ours, model = adapted(tmp_path / "in", lora)
+        step = saved_adapters(tmp_path, ours, model, lora, base=tmp_path / "in")
+    export_checkpoint(step, tmp_path / "out", torch.float64)
+    with computing_in(torch.float64):
+        theirs = PeftModel.from_pretrained(whole, tmp_path / "out").eval()
+        assert (
+            distance(ours.eval()(tokens), theirs(input_ids=tokens, use_cache=False).logits) < 1e-10
+        )
 
 
 def test_every_published_model_around_a_text_model_is_tried():

@@ -1,0 +1,182 @@
+"""Adapters: `peft` opens what we write and computes the same, and we what it writes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters
+from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.refusals import failure
+from tests.support.saved_runs import plain_checkpointer
+from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, read_adapters
+from titan_moe.checkpoint.hf.write import export_checkpoint
+from titan_moe.config.job_config import Lora
+from titan_moe.models.decoder import Decoder
+from titan_moe.verify.parity.check import BOUNDS, cases, distance
+from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
+
+PLAIN = {case.family: case for case in cases() if case.option == "plain"}
+# Layers of their own there: peft has one A for the projections that share a tensor.
+SEPARATE = ["*.attention.w?", "out_proj", "shared_experts", "experts"]
+LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+HEADS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+THEIRS = ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4"]
+STACKS = ["gate_up_proj", "down_proj"]
+
+
+@torch.no_grad()
+def _same(ours: Decoder, theirs: PeftModel, dtype: torch.dtype) -> None:
+    tokens = torch.randint(0, ours.config.vocab_size, (2, 12))
+    with computing_in(dtype), FirstOfEqual():
+        found = ours.eval()(tokens)
+        wanted = theirs.eval()(input_ids=tokens, use_cache=False).logits
+        with theirs.disable_adapter():
+            without = theirs(input_ids=tokens, use_cache=False).logits
+    assert found.dtype == wanted.dtype == dtype
+    assert distance(found, wanted) <= BOUNDS[dtype] and distance(without, wanted) > 0.1
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("family", PLAIN)
+def test_peft_computes_what_we_write(family, dtype, tmp_path):
+    shares = family in ("qwen3_next", "qwen3_5_moe")
+    lora = LORA.model_copy(update={"targets": SEPARATE} if shares else {})
+    with computing_in(dtype):
+        oracle = Oracle(PLAIN[family].settings, 3, PLAIN[family].expert_scale)
+        oracle.model.save_pretrained(tmp_path / "base")
+        ours, model = adapted(tmp_path / "base", lora)
+        step = saved_adapters(tmp_path, ours, model, lora, base=tmp_path / "base")
+    export_checkpoint(step, tmp_path / "out", dtype)
+    settings = json.loads((tmp_path / "out" / SETTINGS).read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+    with computing_in(dtype):
+        theirs = PeftModel.from_pretrained(oracle.model, tmp_path / "out")
+    _same(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4"]
+)
+def test_we_read_what_peft_writes(family, dtype, tmp_path):
+    lora = Lora(rank=3, alpha=6, rank_stabilised=True, targets=["attention", "experts"])
+    with computing_in(dtype):
+        oracle = Oracle(PLAIN[family].settings, 3, PLAIN[family].expert_scale)
+        oracle.model.save_pretrained(tmp_path / "base")
+        ours, model = adapted(tmp_path / "base", lora)
+        settings = LoraConfig(
+            r=3,
+            lora_alpha=6,
+            use_rslora=True,
+            target_modules=LATENT if family == "deepseek_v3" else HEADS,
+            target_parameters=STACKS,
+            init_lora_weights=False,
+        )
+        theirs = get_peft_model(oracle.model, settings)
+    theirs.save_pretrained(tmp_path / "theirs")
+    own = adapters_of(ours)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    found = read_adapters(tmp_path / "theirs", model, shapes, lora)
+    assert found.keys() == own.keys()
+    for name, tensor in own.items():
+        tensor.data.copy_(found[name])
+    _same(ours, theirs, dtype)
+
+
+def test_adapters_that_rest_are_exported_too(tmp_path):
+    make_folder(tmp_path / "base", small_model("qwen3", num_layers=1), torch.float32)
+    ours, model = adapted(tmp_path / "base")
+    step = saved_adapters(tmp_path, ours, model)
+    export_checkpoint(step, tmp_path / "out", torch.float32)
+    for name, tensor in adapters_of(ours).items():
+        tensor.requires_grad_(name.endswith("b"))
+    keys = {"job_record": {"lora": LORA.model_dump()}, "export_dtype": "float32"}
+    checkpointer = plain_checkpointer(tmp_path / "rests", ours, model=model, **keys)
+    checkpointer.save(1, {})
+    checkpointer.export(1)
+    out = read_folder(tmp_path / "rests" / "checkpoint" / "step-1-hf")
+    assert_same_bits(out, read_folder(tmp_path / "out"))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A PEFT folder of ours, its model and the shapes of its adapters."""
+    folder = tmp_path_factory.mktemp("peft")
+    make_folder(folder / "base", small_model("qwen3", num_layers=1), torch.float32)
+    ours, model = adapted(folder / "base")
+    export_checkpoint(saved_adapters(folder, ours, model), folder / "out", torch.float32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapters_of(ours).items()}
+    return folder / "out", model, shapes
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"r": 8}, "r=8 ([lora] makes it 4)"),
+        ({"lora_alpha": 16}, "lora_alpha=16 ([lora] makes it 6)"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] is not supported"),
+        (
+            {"init_lora_weights": "pissa"},
+            "'pissa' (it may have changed the base)",
+        ),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2} (all layers must have 4)"),
+    ],
+)
+def test_other_adapters_are_one_line(settings, words, written, tmp_path):
+    folder, model, shapes = written
+    shutil.copytree(folder, tmp_path / "in")
+    found = json.loads((folder / SETTINGS).read_text())
+    (tmp_path / "in" / SETTINGS).write_text(json.dumps(found | settings))
+    assert words in failure(read_adapters, tmp_path / "in", model, shapes, LORA)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.pop(Q), f"1 tensor missing: {Q}"),
+        (lambda x: x.update({Q + "s": x[Q].clone()}), f"1 tensor of no use to this model: {Q}s"),
+        (lambda x: x.update({Q: x[Q].mT.contiguous()}), f"1 tensor of another shape: {Q} ["),
+    ],
+)
+def test_other_tensors_are_one_line(change, words, written, tmp_path):
+    folder, model, shapes = written
+    shutil.copytree(folder, tmp_path / "in")
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, tmp_path / "in" / WEIGHTS)
+    assert words in failure(read_adapters, tmp_path / "in", model, shapes, LORA)
+
+
+def test_no_peft_folder_is_one_line(written, tmp_path):
+    _, model, shapes = written
+    line = failure(read_adapters, tmp_path, model, shapes, LORA)
+    assert f"{tmp_path} is no PEFT folder: {SETTINGS}: No such file" in line
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_next", "`peft` has one A for all rows of model.layers.0.linear_attn.in_proj_qkvz"),
+        ("deepseek_v3", "`peft` has no multi-token prediction"),
+    ],
+)
+def test_what_peft_cannot_hold_is_refused(family, words, tmp_path):
+    make_folder(tmp_path / "base", small_model(family, num_layers=2), torch.float32)
+    step = saved_adapters(tmp_path, *adapted(tmp_path / "base"))
+    line = failure(export_checkpoint, step, tmp_path / "out", torch.float32)
+    assert words in line and "titan-moe hf merge" in line
+    assert not (tmp_path / "out").exists()

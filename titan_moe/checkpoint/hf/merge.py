@@ -1,0 +1,211 @@
+"""Adds adapters to the weights that they were trained beside, and writes the sums as a Hugging Face
+folder."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_moe.checkpoint.checksums import box_sum, joint_digest, total_sums
+from titan_moe.checkpoint.digests import check_sums
+from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
+from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
+from titan_moe.checkpoint.hf.names import Shapes, empty_model, model_shapes
+from titan_moe.checkpoint.hf.peft import adapter_shapes, base_of
+from titan_moe.checkpoint.hf.pieces import cut, whole
+from titan_moe.checkpoint.hf.read import (
+    LARGEST_CHUNK,
+    HFSource,
+    model_of_manifest,
+    read_chunk,
+    shapes_of_manifest,
+    speed_line,
+    tokenizers_of,
+)
+from titan_moe.checkpoint.hf.shards import published_type
+from titan_moe.checkpoint.hf.write import CheckpointSource, EndsOf, export, no_ends
+from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
+from titan_moe.checkpoint.tensors import MODEL, Chunk
+from titan_moe.config.job_config import Lora, Training
+from titan_moe.distributed.agreement import from_every_rank, on_every_rank
+from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.models.decoder import stored_in
+from titan_moe.models.hf import HFModel, differences, model_of
+from titan_moe.models.lora import pairs_of
+from titan_moe.runtime.errors import RunError
+
+
+class _Base(NamedTuple):
+    """The weights that adapters are added to."""
+
+    model: HFModel
+    shapes: Shapes
+    read: Callable[[str, Box, torch.dtype], Tensor]
+    folders: list[Path]
+    verify: Callable[..., None]
+
+
+class _AtRest:
+    """Checksums of a base as the adapters' run had it, in the type of products."""
+
+    def __init__(self, manifest: Manifest, model: HFModel) -> None:
+        training = Training(**manifest.job.get("training", {}))
+        is_float64 = training.dtype == "float64"
+        self._dtype = (
+            torch.float64 if is_float64 else getattr(torch, training.mixed_precision_param)
+        )
+        named = empty_model(model.config).named_parameters()
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        self._copies = model.first_of_group
+        self._sums: dict[tuple[str, str], int] = {}
+
+    def take(self, name: str, box: Box, values: Tensor) -> None:
+        """Adds what has been read of a tensor; others than the run's own are left out."""
+        if name in self._shapes:
+            chunk = Chunk(MODEL + name, box, self._shapes[name], stored_in(name, self._dtype))
+            self._sums[chunk.name, str(box)] = int(box_sum(values.to(chunk.dtype), chunk))
+
+    def digest(self, *, doing: str) -> str:
+        """Returns the digest of what all ranks have read; collective."""
+        sums: dict[tuple[str, str], int] = {}
+        for of_rank in from_every_rank(lambda: self._sums, doing=doing):
+            sums |= of_rank
+        totals = total_sums((name, value) for (name, _), value in sums.items())
+        copies = {MODEL + copy: totals[MODEL + first] for copy, first in self._copies.items()}
+        return joint_digest(totals | copies)
+
+
+class _Merged:
+    """A base with the products of adapters added, in the type of an export."""
+
+    def __init__(
+        self, base: _Base, checkpoint: Path, manifest: Manifest, dtype: torch.dtype
+    ) -> None:
+        self._base, self._checkpoint, self._manifest = base, checkpoint, manifest
+        self._adapters = CheckpointSource(checkpoint, manifest)
+        self._shapes = adapter_shapes(manifest)
+        self._pairs, self._scale = pairs_of(self._shapes), Lora(**manifest.job["lora"]).scale
+        self._at_rest = _AtRest(manifest, model_of_manifest(manifest, checkpoint))
+        self.dtype = dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Returns a box of a tensor: of an adapted one in the type of the export, else at least in
+        float32."""
+        if name not in self._pairs:
+            return self._read_base(name, box, torch.promote_types(self.dtype, torch.float32))
+        a, b = (
+            self._adapters.read(each, whole(self._shapes[each])).double()
+            for each in self._pairs[name]
+        )
+        sums = torch.empty(sizes(box), dtype=self.dtype)
+        for part in cut(sums.shape, LARGEST_CHUNK):
+            place = _outside(part, box)
+            all_ranks = *place[:-2], slice(None), place[-1]
+            product = b[place[:-1]] @ a[all_ranks]
+            sums[part] = self._read_base(name, place, torch.float64) + self._scale * product
+        return sums
+
+    def _read_base(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        values = self._base.read(name, box, dtype)
+        self._at_rest.take(name, box, values)
+        return values
+
+    def verify(self, *, doing: str) -> None:
+        """Raises RunError where what has been read is damaged, or is not the base; collective."""
+        self._adapters.verify(doing=doing)
+        self._base.verify(doing=doing)
+        if self._at_rest.digest(doing=doing) != self._manifest.base:
+            raise RunError(
+                f"{self._checkpoint} has adapters of other weights: name theirs with --base"
+            )
+
+
+def merge(
+    checkpoint: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    base: Path | None = None,
+    ends_of: EndsOf = no_ends,
+) -> str:
+    """Write the model of a checkpoint of adapters as a Hugging Face folder: W + scale B A, added in
+    float64 and rounded once. Returns a line that says how fast. Collective.
+
+    Args:
+        dtype: as `export` takes it.
+        base: a Hugging Face folder or a checkpoint; None: what the adapters' run began with.
+
+    Raises RunError in one line; nothing is left then.
+    """
+    started, doing = time.perf_counter(), f"cannot merge {checkpoint}"
+    manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
+    found = on_every_rank(lambda: _open(manifest, checkpoint, base), doing=doing)
+    folders = [*found.folders, *asset_folders(checkpoint, manifest.job)]
+
+    def add() -> _Merged:
+        of_type = dtype or published_type(origin_of(found.model, folders))
+        return _Merged(found, checkpoint, manifest, of_type)
+
+    merged = on_every_rank(add, doing=doing)
+    names, training = tokenizers_of(checkpoint, manifest)
+    num_bytes = export(
+        found.model,
+        found.shapes,
+        merged.read,
+        target,
+        dtype=merged.dtype,
+        folders=folders,
+        ends=lambda: next(filter(None, (ends_of(name, training) for name in names)), {}),
+        tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
+        verify=merged.verify,
+    )
+    return speed_line(f"merged {target}", num_bytes, started)
+
+
+def _outside(part: Box, box: Box) -> Box:
+    """Returns the place of a part of a box in the whole tensor."""
+    return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(part, box, strict=True))
+
+
+def _open(manifest: Manifest, checkpoint: Path, named: Path | None) -> _Base:
+    """The base. Raises RunError when it is not of the adapters' model."""
+    if not manifest.base:
+        raise RunError(f"{checkpoint} holds no adapters: titan-moe hf export writes its model")
+    name = named or base_of(manifest.job)
+    if name is None:
+        raise RunError(f"{checkpoint} does not name the weights that it began with: give --base")
+    path, ours = Path(name), model_of_manifest(manifest, checkpoint)
+    base = _open_folder(path) if is_hf_folder(path) else _open_checkpoint(path)
+    families = f"a {base.model.family} model, not {ours.family}"
+    lines = [families] if base.model.family != ours.family else []
+    if lines := lines or differences(ours.config, base.model.config):
+        raise RunError(f"{path} is not the base of {checkpoint}: {', '.join(lines)}")
+    if lost := sorted(pairs_of(adapter_shapes(manifest)).keys() - base.shapes.keys()):
+        raise RunError(f"{path} has no {', '.join(lost[:4])}, which {checkpoint} has adapters of")
+    return base
+
+
+def _open_folder(path: Path) -> _Base:
+    model = model_of(path)
+    source, shapes = HFSource(HFFolder(path), model), model_shapes(model.config)
+
+    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        return read_chunk(source, Chunk(MODEL + name, box, shapes[name], dtype), model.config)
+
+    return _Base(model, shapes, read, [path], partial(check_sums, path))
+
+
+def _open_checkpoint(path: Path) -> _Base:
+    manifest = read_manifest(path)
+    refuse_adapters(manifest, path)
+    source = CheckpointSource(path, manifest)
+
+    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        return source.read(name, box).to(dtype)
+
+    folders = asset_folders(path, manifest.job)
+    model = model_of_manifest(manifest, path)
+    return _Base(model, shapes_of_manifest(manifest), read, folders, source.verify)

@@ -1,0 +1,320 @@
+"""Adapters as a PEFT folder, and back: the form in which the library `peft` keeps LoRA.
+
+A layer has `lora_A.weight` [r, in] and `lora_B.weight` [out, r]. Those of E stacked experts are
+[E * r, in], an expert's ranks together, and [out, r * E], a rank's experts together. Gate and up
+projections are one stack, with one A. Of two stacks in one module the second wraps the first, whose
+name gets `.base_layer`.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.checkpoint.digests import check_sums, write_sums
+from titan_moe.checkpoint.folder import new_folder
+from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
+from titan_moe.checkpoint.hf.folder import opened, save
+from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, empty_model, way_in_memory
+from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
+from titan_moe.checkpoint.hf.read import shapes_of_manifest
+from titan_moe.checkpoint.manifest import Manifest
+from titan_moe.checkpoint.tensors import MODEL
+from titan_moe.config.job_config import Lora
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
+from titan_moe.distributed.boxes import Box
+from titan_moe.distributed.dtensor import local_part, local_slices
+from titan_moe.models.decoder import ADAPTER
+from titan_moe.models.hf import HFModel, read_settings, wrapper_of
+from titan_moe.models.hf_settings import WRAPPERS
+from titan_moe.models.lora import pairs_of
+from titan_moe.runtime.errors import RunError, listed, reason
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_INNER = "gate_up_proj"  # The stack that comes first in each class of experts.
+# Classes of experts that do not tell `peft` that their stacks are [E, in, out]: it takes the two
+# dims for out and in.
+_UNTOLD = ("llama4",)
+# transformers 5 has this text model elsewhere in memory than in files: where Qwen3-VL has its own.
+_IN_MEMORY = {"kimi_k25": WRAPPERS["qwen3_vl"]}
+# In a model with experts `peft` (0.21) takes modules of these names for the experts' own.
+_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+# Beginnings of keys that change no value here, or are looked at; any other that is set is refused.
+_UNREAD: tuple[str, ...] = ("task_", "auto_", "peft_", "base_", "revision", "inference_", "target_")
+_UNREAD += ("exclude_", "layers_", "lora_dropout", "megatron_core", "qalora_group", "init_")
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal")
+
+
+class Pair(NamedTuple):
+    """The adapter of one Hugging Face tensor: names of our A, and which rows of B are ours."""
+
+    a: str
+    shape: tuple[int, ...]
+    """Of B: [out, r], or [E, out, r]."""
+    rows: list[tuple[str, Piece]]
+    swapped: bool
+    """A and B take each other's place."""
+
+    def theirs(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns A and B as `peft` has them; `read` gives a tensor of ours by its name."""
+        a = read(self.a)
+        b = a.new_empty(self.shape)
+        for name, piece in self.rows:
+            b[piece.theirs] = read(name)[piece.ours]
+        if self.swapped:
+            a, b = b.mT, a.mT
+        if b.ndim == 3:
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        return a.contiguous(), b.contiguous()
+
+    def ours(self, a: Tensor, b: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+        """Returns our tensors, by name, of `peft`'s A and B; the inverse of `theirs`."""
+        if len(self.shape) == 3:
+            experts = self.shape[0]
+            a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        if self.swapped:
+            a, b = b.mT, a.mT
+        found = {self.a: a.contiguous()}
+        for name, piece in self.rows:
+            values = found.setdefault(name, b.new_empty(shapes[name]))
+            values[piece.ours] = b[piece.theirs]
+        return found
+
+
+def adapter_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's adapters, by our names."""
+    return {n: shape for n, shape in shapes_of_manifest(manifest).items() if ADAPTER in n}
+
+
+def pairs_there(model: HFModel, shapes: Shapes) -> dict[str, Pair]:
+    """The adapters of each Hugging Face tensor that has some, as transformers has it in memory.
+
+    Args:
+        shapes: of our adapters, by name.
+
+    Raises RunError for what `peft` cannot hold.
+    """
+    found: dict[str, Pair] = {}
+    remedy = "leave it out of lora.targets; titan-moe hf merge writes the whole model"
+    for weight, (a, b) in pairs_of(shapes).items():
+        if weight.startswith("mtp."):
+            raise RunError(f"{b}: `peft` has no multi-token prediction: {remedy}")
+        way = way_in_memory(model, weight)
+        stored = Stored(weight, shapes[b], replace(way, transposed=False))
+        ((tensor, shape),) = stored.tensors().items()
+        swapped = way.transposed and model.family in _UNTOLD
+        pair = found.setdefault(tensor, Pair(a, shape, [], swapped))
+        pair.rows.extend((b, piece) for piece in stored.pieces(whole(stored.shape)))
+        if way.rows != "whole" and ".experts." not in weight:
+            raise RunError(
+                f"{b}: `peft` has one A for all rows of {tensor}, which are several layers here: "
+                + remedy
+            )
+    return found
+
+
+def _key(tensor: str, matrix: str) -> str:
+    """The name of an adapter's matrix, A or B, in the file."""
+    module, _, parameter = tensor.rpartition(".")
+    return f"{_PREFIX}{module}{'.base_layer' * (parameter == _INNER)}.lora_{matrix}.weight"
+
+
+def _tensors(pairs: Mapping[str, Pair], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """All tensors of the file by name."""
+    return {
+        _key(tensor, matrix): values
+        for tensor, pair in pairs.items()
+        for matrix, values in zip("AB", pair.theirs(read), strict=True)
+    }
+
+
+def export_adapters(
+    model: HFModel,
+    manifest: Manifest,
+    read: Callable[[str, Box], Tensor],
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    folders: Sequence[Path],
+    verify: Callable[..., None],
+) -> int:
+    """Write a checkpoint's adapters as a PEFT folder, and compare what is read of it; returns its
+    tensors' bytes. Collective.
+
+    Args:
+        read: reads a box of one of our adapters.
+        dtype: None: as they are stored.
+        folders: where the config.json of the published model may be, the likeliest first.
+        verify: raises RunError if what has been read cannot be trusted; collective.
+
+    Raises RunError in one line; nothing is left then.
+    """
+    doing, shapes = f"cannot export to {target}", adapter_shapes(manifest)
+    model = on_every_rank(lambda: _published(model, folders), doing=doing)
+    pairs = on_every_rank(lambda: pairs_there(model, shapes), doing=doing)
+    lora = Lora(**manifest.job["lora"])
+    num_bytes = sum(map(prod, shapes.values())) * (dtype or torch.float32).itemsize
+
+    def write() -> None:
+        ours = {name: read(name, whole(shape)) for name, shape in shapes.items()}
+        ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
+        save(_tensors(pairs, ours.__getitem__), aside / WEIGHTS, {})
+        settings = _settings(model, lora, pairs, base_of(manifest.job))
+        (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
+        found = read_adapters(aside, model, shapes, lora)
+        if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
+            raise RunError(f"{target} was not written as it should be: {listed(unlike)}")
+
+    with new_folder(target, num_bytes, doing=doing) as aside:
+        on_rank_zero(write, doing=doing)
+        verify(doing=doing)
+        write_sums(aside, doing=doing)
+    return num_bytes
+
+
+def _published(model: HFModel, folders: Sequence[Path]) -> HFModel:
+    """The model with the names that its tensors have inside the published one, if that is known."""
+    if (origin := origin_of(model, folders)) is None:
+        return model
+    settings = read_settings(origin)
+    wrapper = _IN_MEMORY.get(settings.get("model_type", ""), wrapper_of(settings))
+    return replace(model, wrapper=wrapper)
+
+
+def base_of(job: Mapping[str, Any]) -> str | None:
+    """The weights that a run began with, as its configuration names them."""
+    initial = job.get("checkpoint", {}).get("initial_load_path")
+    return initial or job.get("model", {}).get("hf_assets_path")
+
+
+def _settings(
+    model: HFModel, lora: Lora, pairs: Mapping[str, Pair], base: str | None
+) -> dict[str, Any]:
+    taken = tuple(f".{name}.weight" for name in _TAKEN_FOR_EXPERTS if model.config.moe is not None)
+    linear = [name for name in pairs if name.endswith(".weight") and not name.endswith(taken)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+        "target_modules": [name.removesuffix(".weight") for name in linear],
+        "target_parameters": [name for name in pairs if name not in linear],
+        **_wanted(lora),
+    }
+
+
+def _wanted(lora: Lora) -> dict[str, Any]:
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # An integer, mostly.
+    scale = {"r": lora.rank, "lora_alpha": alpha, "use_rslora": lora.rank_stabilised}
+    return scale | {"bias": "none"}
+
+
+def load_adapters(
+    model: HFModel | None, job_record: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Fill this rank's adapters, plain or DTensors, with those of a job's lora.initial_load_path,
+    if it names one. Collective.
+
+    Args:
+        tensors: of the model or a part of it, as `model_tensors` names them; others stay.
+
+    Raises RunError in one line for a folder that is not of these adapters.
+    """
+    lora = Lora(**job_record.get("lora", {}))
+    if lora.initial_load_path is None:
+        return
+    assert model is not None, "PEFT folders want a family and dimensions"
+    folder, shapes = Path(lora.initial_load_path), _shapes(model, lora)
+    doing = f"cannot load {folder}"
+    check_sums(folder, doing=doing)
+    theirs = on_every_rank(
+        lambda: _published(model, asset_folders(folder, job_record)), doing=doing
+    )
+    found = on_every_rank(lambda: read_adapters(folder, theirs, shapes, lora), doing=doing)
+    for name, values in found.items():
+        if (tensor := tensors.get(MODEL + name)) is not None:
+            local_part(tensor).detach().copy_(values[local_slices(tensor)])
+    if dist.get_rank() == 0:
+        logger.info("loaded %s", folder)
+
+
+def check_adapters(model: HFModel, job_record: Mapping[str, Any]) -> None:
+    """Raises RunError in one line if a job's lora.initial_load_path is no PEFT folder of a model's
+    adapters."""
+    lora = Lora(**job_record["lora"])
+    folder = Path(lora.initial_load_path or "")
+    theirs = _published(model, asset_folders(folder, job_record))
+    _opened(folder, theirs, _shapes(model, lora), lora)
+
+
+def _shapes(model: HFModel, lora: Lora) -> Shapes:
+    named = empty_model(model.config, lora).named_parameters()
+    return {name: tuple(tensor.shape) for name, tensor in named if ADAPTER in name}
+
+
+def read_adapters(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> dict[str, Tensor]:
+    """The adapters of a PEFT folder, whole, by our names, in the type that they are stored in.
+
+    Args:
+        shapes: of the model's adapters, by our names.
+        lora: whose rank and factor the folder must have.
+
+    Raises RunError in one line for a folder that is not of these adapters.
+    """
+    stored = _opened(folder, model, shapes, lora)
+    found: dict[str, Tensor] = {}
+    for tensor, pair in pairs_there(model, shapes).items():
+        a, b = (stored[_key(tensor, matrix)][:] for matrix in "AB")
+        found |= pair.ours(a, b, shapes)
+    return found
+
+
+def _opened(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> dict[str, Any]:
+    """The tensors of a PEFT folder: slices of the library."""
+    try:
+        settings = json.loads((folder / SETTINGS).read_bytes())
+        stored = opened(folder / WEIGHTS)
+        _refuse_others(folder / SETTINGS, settings, lora)
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{folder} is no PEFT folder: {SETTINGS}: {reason(error)}") from None
+    wanted = _tensors(pairs_there(model, shapes), lambda n: torch.empty(shapes[n], device="meta"))
+    compare_shapes(
+        folder,
+        {name: tuple(values.get_shape()) for name, values in stored.items()},
+        {name: tuple(values.shape) for name, values in wanted.items()},
+        stored.keys() - wanted.keys(),
+    )
+    return stored
+
+
+def _refuse_others(path: Path, found: Mapping[str, Any], lora: Lora) -> None:
+    """Raises RunError for settings of other adapters than [lora]'s."""
+    wanted, found = {"peft_type": "LORA", **_wanted(lora)}, {"use_rslora": False, **found}
+    lines = [
+        f"{key}={found.get(key)!r} ([lora] makes it {value!r})"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+    for key, value in (("rank_pattern", wanted["r"]), ("alpha_pattern", wanted["lora_alpha"])):
+        if any(own != value for own in (found.get(key) or {}).values()):
+            lines.append(f"{key}={found[key]!r} (all layers must have {value})")
+    if (begun := found.get("init_lora_weights")) not in _PLAIN_BEGINNINGS:
+        lines.append(f"init_lora_weights={begun!r} (it may have changed the base)")
+    for key in sorted(found.keys() - wanted.keys() - {"rank_pattern", "alpha_pattern"}):
+        if found[key] and not key.startswith(_UNREAD):
+            lines.append(f"{key}={found[key]!r} is not supported")
+    if lines:
+        raise RunError(f"{path} is not of these adapters: {'; '.join(lines)}")
