@@ -78,7 +78,8 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     refuse_other_adapters(found.manifest, found.path, job.model_dump(mode="json"), is_own=is_own)
     empty = empty_model(model, job.lora)
     freeze(empty, job.training, job.lora)
-    stored, wanted, resting = found.manifest.tensors, {}, resting_names([empty])
+    stored, wanted = found.manifest.tensors, {}
+    resting = resting_names([empty], job.lora.model_dump())
     for name, tensor in model_tensors([empty]).items():
         if name in resting if is_own else ADAPTER in name and name not in stored:
             continue

@@ -81,6 +81,16 @@ def test_a_run_of_adapters_that_stops_goes_on_as_the_same_run(
     assert_same_run(halves, whole, STEPS)
 
 
+@pytest.mark.slow
+def test_a_stage_without_adapters_saves_no_weights(tmp_path: Path, base: Path):
+    tables = {"lora": {"rank": 3, "targets": ["layers.0"]}}
+    tables["parallelism"] = {"pipeline_parallel_degree": 2}
+    for steps in (2, 3):
+        run_on_ranks(train_here, 2, job_of(tmp_path, base, steps=steps, **tables))
+    tensors = read_manifest(tmp_path / "checkpoint/step-3").tensors
+    assert not [name for name in tensors if name.endswith("weight") and ADAPTER not in name]
+
+
 def test_adapters_go_on_in_another_layout(tmp_path: Path, base: Path, adapted: Path):
     shutil.copytree(adapted, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoint/step-4")

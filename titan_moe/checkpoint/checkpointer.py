@@ -125,7 +125,8 @@ class Checkpointer:
             set_timeout(config.save_timeout_seconds, self._group)
         pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
         self._stager = Stager(pinned=pinned)
-        self._resting = set() if config.create_seed_checkpoint else resting_names(modules)
+        lora = {} if config.create_seed_checkpoint else job_record.get("lora", {})
+        self._resting = resting_names(modules, lora)
         self._base: str | None = None
         self._save: Save | None = None
         self.last_step: int | None = None
@@ -303,8 +304,7 @@ class Checkpointer:
         if not is_own:
             load_adapters(self._model, self._job_record, model_tensors(self._modules))
         else:
-            begins = self._config.initial_load_path is not None and not self._resting
-            if begins and dist.get_rank() == 0:
+            if self._config.initial_load_path and not self._resting and dist.get_rank() == 0:
                 logger.warning(
                     "checkpoint.initial_load_path is not used: %s has checkpoints", self.folder
                 )

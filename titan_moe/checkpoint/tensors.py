@@ -80,12 +80,13 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {MODEL + fqn: detached(tensor) for fqn, tensor in _named_tensors(modules).items()}
 
 
-def resting_names(modules: Sequence[nn.Module]) -> set[str]:
-    """Names, as in `model_tensors`, of the weights that adapters stand beside: checkpoints leave
-    them out, but not adapters that rest too. Of a model without adapters none."""
-    named = {MODEL + name for module in modules for name, _ in module.named_parameters()}
-    beside = {name for name in named if ADAPTER not in name}
-    return beside if beside != named else set()
+def resting_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str]:
+    """Names, as in `model_tensors`, of the weights beside adapters, on whichever stage of a pipeline
+    these are: checkpoints leave them out. `lora`: that table; without a rank, none."""
+    if lora.get("rank") is None:
+        return set()
+    names = (name for module in modules for name, _ in module.named_parameters())
+    return {MODEL + name for name in names if ADAPTER not in name}
 
 
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
