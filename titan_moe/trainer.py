@@ -335,6 +335,7 @@ class Trainer:
             outcome=outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)),
             last_saved=self.checkpointer.last_step,
             launch=self.process,
+            adapts=self.job.lora.rank is not None,
         ):
             self._say(line)
 

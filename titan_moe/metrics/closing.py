@@ -18,6 +18,7 @@ def closing_lines(
     outcome: str,
     last_saved: int | None,
     launch: Launch,
+    adapts: bool = False,
 ) -> list[str]:
     """Returns `outcome`, the run's files, and commands that work in the folder of the start.
 
@@ -25,6 +26,7 @@ def closing_lines(
         folder: job.dump_folder, with the run's config.toml.
         step: the last step taken.
         last_saved: step of the last checkpoint; None if there is none.
+        adapts: checkpoints hold adapters, which write nothing alone.
     """
     stopped, saves = step < training.steps, folder / checkpoint.folder
     lines = [outcome, f"metrics {folder / 'metrics.jsonl'}"]
@@ -44,7 +46,11 @@ def closing_lines(
             commands["go on where it stopped"] = start
         elif last_saved is None:
             commands["train again and keep the model"] = f"{start} --checkpoint.enable"
-    if last_saved is not None:
+    if last_saved is not None and adapts:
+        saved = str(saves / f"step-{last_saved}")
+        words = ["hf", "merge", saved, "--out", f"{saved}-merged"]
+        commands["add the adapters to their weights"] = shlex.join([*titan_moe_command(), *words])
+    elif last_saved is not None:
         prompt = ["--prompt", "def " if training.dataset == "stdlib" else "The"]
         if training.dataset_format == "messages":
             prompt = ["--chat", "--prompt", "What is copyfile of shutil?"]

@@ -10,7 +10,7 @@ from titan_moe.metrics import closing
 from titan_moe.runtime.launch import Launch, titan_moe_command
 
 
-def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300):
+def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300, **options):
     *lines, following = closing.closing_lines(
         Training(steps=300),
         Checkpoint(),
@@ -19,6 +19,7 @@ def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300):
         outcome="step 300: loss 1.00",
         last_saved=last_saved,
         launch=Launch(world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes),
+        **options,
     )
     first, *commands = following.split("\n  ")
     assert first.startswith("next you can ") and first.endswith(":")
@@ -60,6 +61,9 @@ def test_closing_lines_name_files_and_commands(tmp_path, monkeypatch):
 
     assert closing_lines(tmp_path, last_saved=None)[1] == [f"{start} 2 --checkpoint.enable", page]
     assert closing_lines(tmp_path, ranks=16, nodes=2, last_saved=None)[1] == [page]
+    saved = f"{tmp_path}/checkpoint/step-300"
+    merge = f"titan-moe hf merge {saved} --out {saved}-merged"
+    assert closing_lines(tmp_path, adapts=True)[1] == [merge, page]
 
 
 def test_titan_moe_command_is_what_the_shell_finds(tmp_path, monkeypatch):
