@@ -81,8 +81,8 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def resting_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str]:
-    """Names, as in `model_tensors`, of the weights beside adapters, on whichever pipeline stage these
-    are: checkpoints leave them out. `lora`: that table; without a rank, none."""
+    """Names, as in `model_tensors`, of the weights beside adapters, which may be on another stage
+    of the pipeline: checkpoints leave them out. `lora`: that table; without a rank, none."""
     if lora.get("rank") is None:
         return set()
     names = (name for module in modules for name, _ in module.named_parameters())
