@@ -11,7 +11,7 @@ from tests.support.paths import REPO
 from titan_moe.metrics.jsonl import read_json_lines
 
 
-def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
+def _train(folder: Path, name: str, flavor: str, **others: object) -> list[tuple[float, float]]:
     keys = {
         **TINY,
         "job.dump_folder": folder,
@@ -23,6 +23,7 @@ def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
         "training.mixed_precision_param": "bfloat16",
         "moe.row_alignment": 16,
         "debug.deterministic": "true",
+        **{key.replace("__", "."): value for key, value in others.items()},
     }
     arguments = [f"--{key}={value}" for key, value in keys.items()]
     subprocess.run(
@@ -52,3 +53,10 @@ def test_a_repeat_of_a_deterministic_run_has_the_same_bits(tmp_path: Path, name:
     first = _train(tmp_path / "a", name, flavor)
     assert first[-1][0] < first[0][0]
     assert _train(tmp_path / "b", name, flavor) == first
+
+
+def test_adapters_of_experts_train_and_repeat(tmp_path: Path):
+    model = "qwen3", "debugmodel_moe"
+    first = _train(tmp_path / "a", *model, lora__rank=8)
+    assert first[-1][0] < first[0][0]
+    assert _train(tmp_path / "b", *model, lora__rank=8) == first
