@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.support.paths import REPO
+from titan_moe.config.job_config import Lora
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.decoder import ADAPTER, Decoder, initial_std
+from titan_moe.models.lora import adapt
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.train_step import look_ahead
@@ -122,6 +124,19 @@ def bound(name: str) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_in_bfloat16_are_those_with_float32_sums(family: str):
     found = differences(family, FLAVORS.get(family, "debugmodel"), lambda model: None)
+    assert {name: each for name, each in found.items() if not each < bound(name)} == {}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_gradients_of_adapters_in_bfloat16_are_those_with_float32_sums(family: str):
+    def with_adapters(model: Decoder) -> None:
+        adapt(model, Lora(rank=8))
+        for name, parameter in model.named_parameters():
+            if ADAPTER in name:
+                nn.init.normal_(parameter, std=0.02)
+
+    found = differences(family, "debugmodel", with_adapters)
+    assert any(ADAPTER in name for name in found)
     assert {name: each for name, each in found.items() if not each < bound(name)} == {}
 
 
