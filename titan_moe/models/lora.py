@@ -13,7 +13,7 @@ from titan_moe.config.job_config import Lora
 from titan_moe.models.decoder import ADAPTER, matches
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
-from titan_moe.moe.experts import ExpertAdapter, Experts
+from titan_moe.moe.experts import AdaptedOutputs, ExpertAdapter, Experts
 from titan_moe.moe.router import Router
 from titan_moe.ops.low_rank import AdaptedLinear, Adapter
 
@@ -50,7 +50,10 @@ def adapt(model: nn.Module, config: Lora) -> None:
             continue
         if isinstance(module, Experts):
             module.adapter = ExpertAdapter(config.rank, *module.w1.shape)
-            module.compute.adapter_scale = config.scale
+            plain = module.compute
+            module.compute = AdaptedOutputs(
+                plain.activation, scale_inputs=plain.scale_inputs, scale=config.scale
+            )
             continue
         outputs, inputs = module.weight.shape
         adapter = Adapter(config.rank, inputs, outputs, config.scale)

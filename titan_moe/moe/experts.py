@@ -74,12 +74,8 @@ class ExpertOutputs(nn.Module):
     float32 arithmetic anyway; the projection is linear, so this is exact. Rows past the last offset
     are neither read nor given a meaning.
 
-    `multiply` is a strategy: the product of the projections, another one in float8. Weights with
-    adapters are w + adapter_scale * w_b w_a; beside gate and up, the rows before w2 are then kept
-    for the backward, F more values of a row.
+    `multiply` is a strategy: the product of the projections, another one in float8.
     """
-
-    adapter_scale = 1.0
 
     def __init__(
         self, activation: str, *, scale_inputs: bool, multiply: GroupedMM = grouped_mm
@@ -98,34 +94,42 @@ class ExpertOutputs(nn.Module):
         after_R1 = None if self.scale_inputs else weights_R1
         stacks = weights.w1, weights.w3, offsets_E, multiply
         gate_RF, up_RF = projections(rows.x_RD, before_R1, *stacks)
-        if adapted := weights.w13_a is not None:
-            x_RD = rows.x_RD if before_R1 is None else rows.x_RD * before_R1
-            gate_RF, up_RF = self._adapted_projections(x_RD, gate_RF, up_RF, weights, offsets_E)
         gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
         up_RF = add_bias(up_RF, weights.b3, offsets_E)
-        activated = gate_RF, up_RF, after_R1
-        if adapted:
-            y_RD = self._adapted_output(activated, weights, offsets_E)
-        else:
-            y_RD = activated_projection(
-                *activated, weights.w2, offsets_E, self.activation, multiply
-            )
+        y_RD = activated_projection(
+            gate_RF, up_RF, after_R1, weights.w2, offsets_E, self.activation, multiply
+        )
         return add_bias(y_RD, weights.b2, offsets_E, after_R1)
 
-    def _adapted_projections(
-        self, x_RD: Tensor, gate_RF: Tensor, up_RF: Tensor, weights: Any, offsets_E: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        low_Rr = grouped_mm(x_RD, weights.w13_a, offsets_E) * self.adapter_scale
-        gate_RF = gate_RF + grouped_mm(low_Rr, weights.w1_b, offsets_E)
-        return gate_RF, up_RF + grouped_mm(low_Rr, weights.w3_b, offsets_E)
 
-    def _adapted_output(
-        self, activated: tuple[Tensor, Tensor, Tensor | None], weights: Any, offsets_E: Tensor
-    ) -> Tensor:
-        hidden_RF = _Activated.apply(*activated, self.activation)
-        low_Rr = grouped_mm(hidden_RF, weights.w2_a, offsets_E) * self.adapter_scale
-        y_RD = self.multiply(hidden_RF, weights.w2, offsets_E)
-        return y_RD + grouped_mm(low_Rr, weights.w2_b, offsets_E)
+class AdaptedOutputs(ExpertOutputs):
+    """The outputs of experts whose weights are w + scale * w_b w_a.
+
+    Beside gate and up, the rows before w2 are kept for the backward: F more values of a row.
+    """
+
+    def __init__(self, activation: str, *, scale_inputs: bool, scale: float) -> None:
+        super().__init__(activation, scale_inputs=scale_inputs)
+        self.scale = scale
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale:g}"
+
+    def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+        offsets_E, w = rows.offsets_E, weights
+        assert w.w13_a is not None and w.w1_b is not None and w.w3_b is not None
+        assert w.w2_a is not None and w.w2_b is not None
+        weights_R1 = rows.weights_R[:, None]
+        after_R1 = None if self.scale_inputs else weights_R1
+        x_RD = rows.x_RD * weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else rows.x_RD
+        low_Rr = self.scale * grouped_mm(x_RD, w.w13_a, offsets_E)
+        gate_RF = grouped_mm(x_RD, w.w1, offsets_E) + grouped_mm(low_Rr, w.w1_b, offsets_E)
+        up_RF = grouped_mm(x_RD, w.w3, offsets_E) + grouped_mm(low_Rr, w.w3_b, offsets_E)
+        gate_RF, up_RF = add_bias(gate_RF, w.b1, offsets_E), add_bias(up_RF, w.b3, offsets_E)
+        hidden_RF = _Activated.apply(gate_RF, up_RF, after_R1, self.activation)
+        low_Rr = self.scale * grouped_mm(hidden_RF, w.w2_a, offsets_E)
+        y_RD = grouped_mm(hidden_RF, w.w2, offsets_E) + grouped_mm(low_Rr, w.w2_b, offsets_E)
+        return add_bias(y_RD, w.b2, offsets_E, after_R1)
 
 
 class Chunk(NamedTuple):

@@ -9,7 +9,7 @@ from titan_moe.config.job_config import Lora
 from titan_moe.models.decoder import ADAPTER, Decoder
 from titan_moe.models.lora import adapt, adaptable
 from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.moe.experts import ExpertOutputs, ExpertWeights
+from titan_moe.moe.experts import AdaptedOutputs, ExpertOutputs, ExpertWeights
 from titan_moe.ops import grouped_mm
 from titan_moe.ops.gated import ACTIVATIONS
 from titan_moe.ops.low_rank import AdaptedLinear
@@ -55,8 +55,7 @@ def test_adapted_experts_are_those_of_weights_added_up(
     x[real:] = torch.nan  # Rows of no expert.
     x.requires_grad_()
     factors = torch.rand(real + TAIL)
-    compute = ExpertOutputs(name, scale_inputs=scale_inputs)
-    compute.adapter_scale = SCALE
+    compute = AdaptedOutputs(name, scale_inputs=scale_inputs, scale=SCALE)
     trained = [x, *(w for w in weights.values() if w.requires_grad)]
     grad = torch.randn(real, D).to(dtype)
 
@@ -86,7 +85,8 @@ def test_weights_at_rest_cost_no_product(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grouped_mm, "grouped_mm_grad_weights", counted)
     x = torch.randn(sum(COUNTS), D, dtype=torch.float64, requires_grad=True)
     rows = ExpertRows(x, torch.rand(len(x), dtype=torch.float64), OFFSETS)
-    ExpertOutputs("swiglu", scale_inputs=False)(rows, ExpertWeights(**weights)).sum().backward()
+    compute = AdaptedOutputs("swiglu", scale_inputs=False, scale=SCALE)
+    compute(rows, ExpertWeights(**weights)).sum().backward()
     assert sorted(shapes) == sorted(SHAPES[name] for name in SHAPES if "_" in name)
 
 
