@@ -8,7 +8,7 @@ name gets `.base_layer`.
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -61,36 +61,32 @@ class Pair(NamedTuple):
     """The adapter of one Hugging Face tensor: names of our A, and which rows of B are ours."""
 
     a: str
+    columns: int
+    """Of A."""
     shape: tuple[int, ...]
     """Of B: [out, r], or [E, out, r]."""
     rows: list[tuple[str, Piece]]
     swapped: bool
     """A and B take each other's place."""
 
-    def theirs(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns A and B as `peft` has them; `read` gives a tensor of ours by its name."""
-        a = read(self.a)
-        b = a.new_empty(self.shape)
-        for name, piece in self.rows:
-            b[piece.theirs] = read(name)[piece.ours]
-        if self.swapped:
-            a, b = b.mT, a.mT
-        if b.ndim == 3:
-            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-        return a.contiguous(), b.contiguous()
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns the shapes of A and B as `peft` has them."""
+        *experts, rows, rank = self.shape
+        ranks = prod(experts) * rank
+        into, out = (rows, self.columns) if self.swapped else (self.columns, rows)
+        return (ranks, into), (out, ranks)
 
-    def ours(self, a: Tensor, b: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-        """Returns our tensors, by name, of `peft`'s A and B; the inverse of `theirs`."""
+    def places(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yields the boxes of our tensors, by name, and the views of `peft`'s A and B that hold
+        them."""
         if len(self.shape) == 3:
             experts = self.shape[0]
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         if self.swapped:
             a, b = b.mT, a.mT
-        found = {self.a: a.contiguous()}
+        yield self.a, whole(a.shape), a
         for name, piece in self.rows:
-            values = found.setdefault(name, b.new_empty(shapes[name]))
-            values[piece.ours] = b[piece.theirs]
-        return found
+            yield name, piece.ours, b[piece.theirs]
 
 
 def adapter_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
@@ -115,7 +111,7 @@ def pairs_there(model: HFModel, shapes: Shapes) -> dict[str, Pair]:
         stored = Stored(weight, shapes[b], replace(way, transposed=False))
         ((tensor, shape),) = stored.tensors().items()
         swapped = way.transposed and model.family in _UNTOLD
-        pair = found.setdefault(tensor, Pair(a, shape, [], swapped))
+        pair = found.setdefault(tensor, Pair(a, shapes[a][-1], shape, [], swapped))
         pair.rows.extend((b, piece) for piece in stored.pieces(whole(stored.shape)))
         if way.rows != "whole" and ".experts." not in weight:
             raise RunError(
@@ -125,19 +121,11 @@ def pairs_there(model: HFModel, shapes: Shapes) -> dict[str, Pair]:
     return found
 
 
-def _key(tensor: str, matrix: str) -> str:
-    """The name of an adapter's matrix, A or B, in the file."""
+def _keys(tensor: str) -> list[str]:
+    """The names of an adapter's A and B in the file."""
     module, _, parameter = tensor.rpartition(".")
-    return f"{_PREFIX}{module}{'.base_layer' * (parameter == _INNER)}.lora_{matrix}.weight"
-
-
-def _tensors(pairs: Mapping[str, Pair], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """All tensors of the file by name."""
-    return {
-        _key(tensor, matrix): values
-        for tensor, pair in pairs.items()
-        for matrix, values in zip("AB", pair.theirs(read), strict=True)
-    }
+    layer = f"{_PREFIX}{module}{'.base_layer' * (parameter == _INNER)}"
+    return [f"{layer}.lora_{matrix}.weight" for matrix in "AB"]
 
 
 def export_adapters(
@@ -170,7 +158,13 @@ def export_adapters(
     def write() -> None:
         ours = {name: read(name, whole(shape)) for name, shape in shapes.items()}
         ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
-        save(_tensors(pairs, ours.__getitem__), aside / WEIGHTS, {})
+        tensors: dict[str, Tensor] = {}
+        for tensor, pair in pairs.items():
+            a, b = (torch.empty(shape, dtype=ours[pair.a].dtype) for shape in pair.shapes())
+            tensors |= zip(_keys(tensor), (a, b), strict=True)
+            for name, box, values in pair.places(a, b):
+                values.copy_(ours[name][box])
+        save(tensors, aside / WEIGHTS, {})
         settings = _settings(model, lora, pairs, base_of(manifest.job))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
         found = read_adapters(aside, model, shapes, lora)
@@ -277,8 +271,8 @@ def read_adapters(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> d
     stored = _opened(folder, model, shapes, lora)
     found: dict[str, Tensor] = {}
     for tensor, pair in pairs_there(model, shapes).items():
-        a, b = (stored[_key(tensor, matrix)][:] for matrix in "AB")
-        found |= pair.ours(a, b, shapes)
+        for name, box, values in pair.places(*(stored[key][:] for key in _keys(tensor))):
+            found.setdefault(name, values.new_empty(shapes[name]))[box] = values
     return found
 
 
@@ -290,13 +284,11 @@ def _opened(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> dict[st
         _refuse_others(folder / SETTINGS, settings, lora)
     except (OSError, ValueError, AttributeError) as error:
         raise RunError(f"{folder} is no PEFT folder: {SETTINGS}: {reason(error)}") from None
-    wanted = _tensors(pairs_there(model, shapes), lambda n: torch.empty(shapes[n], device="meta"))
-    compare_shapes(
-        folder,
-        {name: tuple(values.get_shape()) for name, values in stored.items()},
-        {name: tuple(values.shape) for name, values in wanted.items()},
-        stored.keys() - wanted.keys(),
-    )
+    there = {name: tuple(values.get_shape()) for name, values in stored.items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for tensor, pair in pairs_there(model, shapes).items():
+        wanted |= zip(_keys(tensor), pair.shapes(), strict=True)
+    compare_shapes(folder, there, wanted, there.keys() - wanted.keys())
     return stored
 
 
