@@ -57,6 +57,7 @@ class Float8(NamedTuple):
     name: str
     shape: tuple[int, ...]
     block: tuple[int, int]
+    dtype: torch.dtype = torch.float32
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
@@ -73,6 +74,7 @@ class MXFP4(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box, exactly."""
@@ -96,6 +98,7 @@ class Int4(NamedTuple):
     name: str
     shape: tuple[int, ...]
     group: int
+    dtype: torch.dtype = torch.float32
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
@@ -191,8 +194,9 @@ class HFFolder:
         return values[tuple(slice(None, None, along.step) for along in box)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the type that a tensor is stored in."""
-        return dtype_of(self._slices[name])
+        """Returns the type of what `read` returns."""
+        quantized = self._quantized.get(name)
+        return quantized.dtype if quantized else dtype_of(self._slices[name])
 
     def _read(self, name: str, box: Box) -> Tensor:
         try:

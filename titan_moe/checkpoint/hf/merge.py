@@ -13,15 +13,14 @@ from torch import Tensor
 from titan_moe.checkpoint.checksums import box_sum, joint_digest, total_sums
 from titan_moe.checkpoint.digests import check_sums
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
-from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
-from titan_moe.checkpoint.hf.names import Shapes, empty_model, model_shapes
+from titan_moe.checkpoint.hf.folder import HFFolder, Read, is_hf_folder
+from titan_moe.checkpoint.hf.names import Shapes, empty_model
 from titan_moe.checkpoint.hf.peft import adapter_shapes, base_of
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import (
     LARGEST_CHUNK,
     HFSource,
     model_of_manifest,
-    read_chunk,
     shapes_of_manifest,
     speed_line,
     tokenizers_of,
@@ -44,7 +43,7 @@ class _Base(NamedTuple):
 
     model: HFModel
     shapes: Shapes
-    read: Callable[[str, Box, torch.dtype], Tensor]
+    read: Read
     folders: list[Path]
     verify: Callable[..., None]
 
@@ -93,10 +92,10 @@ class _Merged:
         self.dtype = dtype
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Returns a box of a tensor: of an adapted one in the type of the export, else at least in
-        float32."""
+        """Returns a box of a tensor: of an adapted one in the type of the export, else in that of
+        the base."""
         if name not in self._pairs:
-            return self._read_base(name, box, torch.promote_types(self.dtype, torch.float32))
+            return self._read_base(name, box)
         a, b = (
             self._adapters.read(each, whole(self._shapes[each])).double()
             for each in self._pairs[name]
@@ -106,11 +105,11 @@ class _Merged:
             place = _outside(part, box)
             all_ranks = *place[:-2], slice(None), place[-1]
             product = b[place[:-1]] @ a[all_ranks]
-            sums[part] = self._read_base(name, place, torch.float64) + self._scale * product
+            sums[part] = self._read_base(name, place).double() + self._scale * product
         return sums
 
-    def _read_base(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        values = self._base.read(name, box, dtype)
+    def _read_base(self, name: str, box: Box) -> Tensor:
+        values = self._base.read(name, box)
         self._at_rest.take(name, box, values)
         return values
 
@@ -190,22 +189,14 @@ def _open(manifest: Manifest, checkpoint: Path, named: Path | None) -> _Base:
 
 def _open_folder(path: Path) -> _Base:
     model = model_of(path)
-    source, shapes = HFSource(HFFolder(path), model), model_shapes(model.config)
-
-    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        return read_chunk(source, Chunk(MODEL + name, box, shapes[name], dtype), model.config)
-
-    return _Base(model, shapes, read, [path], partial(check_sums, path))
+    source = HFSource(HFFolder(path), model)
+    shapes = {name: place.shape for name, place in source.found.items()}
+    return _Base(model, shapes, source.read, [path], partial(check_sums, path))
 
 
 def _open_checkpoint(path: Path) -> _Base:
     manifest = read_manifest(path)
     refuse_adapters(manifest, path)
-    source = CheckpointSource(path, manifest)
-
-    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        return source.read(name, box).to(dtype)
-
+    source, model = CheckpointSource(path, manifest), model_of_manifest(manifest, path)
     folders = asset_folders(path, manifest.job)
-    model = model_of_manifest(manifest, path)
-    return _Base(model, shapes_of_manifest(manifest), read, folders, source.verify)
+    return _Base(model, shapes_of_manifest(manifest), source.read, folders, source.verify)

@@ -70,6 +70,12 @@ class HFSource:
             # One side may have dims of size 1 that the other has not, such as that of experts.
             place.copy_(theirs.reshape(place.shape))
 
+    def read(self, name: str, box: Box) -> Tensor:
+        """Returns a box of one of our tensors in the type that it is stored in, or means."""
+        dtype = self._folder.dtype(min(self.found[name].tensors()))
+        self.copy(name, box, values := torch.empty(sizes(box), dtype=dtype))
+        return values
+
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's shards of tensors, plain or DTensors. Those that the folder does not

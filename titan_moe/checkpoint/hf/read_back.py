@@ -32,7 +32,7 @@ from titan_moe.checkpoint.hf.read import HFSource
 from titan_moe.checkpoint.tensors import Chunk
 from titan_moe.config.parse import flat_keys
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
-from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
 from titan_moe.models.hf_settings import ROPE, text_of
 from titan_moe.runtime.errors import RunError, listed
@@ -144,11 +144,10 @@ def _read_share(back: HFFolder, source: HFSource, original: Original) -> Sums:
     sums: Sums = {}
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     for name in sorted(source.found.keys() - original.model.first_of_group)[mine]:
-        stored = source.found[name]
-        dtype = back.dtype(min(stored.tensors()))
-        for box in cut(stored.shape, _LARGEST_BOX) if _is_stack(name) else [whole(stored.shape)]:
-            source.copy(name, box, values := torch.empty(sizes(box), dtype=dtype))
-            sums |= _fingerprints(name, box, values, dtype)
+        shape = source.found[name].shape
+        for box in cut(shape, _LARGEST_BOX) if _is_stack(name) else [whole(shape)]:
+            values = source.read(name, box)
+            sums |= _fingerprints(name, box, values, values.dtype)
     rest = back.rest()
     for theirs in sorted(original.rest)[mine]:
         if theirs not in rest or not torch.equal(rest[theirs][()], original.rest[theirs][()]):
