@@ -7,7 +7,7 @@ notice elements that changed places.
 """
 
 import json
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from math import prod
@@ -67,6 +67,13 @@ def total_sums(sums: Iterable[tuple[str, int]]) -> dict[str, str]:
     for name, value in sums:
         totals[name] += value
     return {name: f"{totals[name] % 2**64:016x}" for name in sorted(totals)}
+
+
+def gather_sums(mine: Mapping[tuple[str, str], int], *, doing: str) -> dict[str, str]:
+    """Returns the checksum of each tensor by name, from what every rank has read: sums by name and
+    box, of which those of the same box count once. Collective."""
+    sums = dict(ChainMap(*map(dict, from_every_rank(lambda: mine, doing=doing))))
+    return total_sums((name, value) for (name, _), value in sums.items())
 
 
 def joint_digest(sums: Mapping[str, str]) -> str:

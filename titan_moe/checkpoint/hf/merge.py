@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.checkpoint.checksums import box_sum, joint_digest, total_sums
+from titan_moe.checkpoint.checksums import box_sum, gather_sums, joint_digest
 from titan_moe.checkpoint.digests import check_sums
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
 from titan_moe.checkpoint.hf.folder import HFFolder, Read, is_hf_folder
@@ -23,14 +23,13 @@ from titan_moe.checkpoint.hf.read import (
     model_of_manifest,
     shapes_of_manifest,
     speed_line,
-    tokenizers_of,
 )
 from titan_moe.checkpoint.hf.shards import published_type
-from titan_moe.checkpoint.hf.write import CheckpointSource, EndsOf, export, no_ends
+from titan_moe.checkpoint.hf.write import CheckpointSource, EndsOf, export, no_ends, tokenizer_of
 from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
 from titan_moe.checkpoint.tensors import MODEL, Chunk
 from titan_moe.config.job_config import Lora, Training
-from titan_moe.distributed.agreement import from_every_rank, on_every_rank
+from titan_moe.distributed.agreement import on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.models.decoder import stored_in
 from titan_moe.models.hf import HFModel, differences, model_of
@@ -70,10 +69,7 @@ class _AtRest:
 
     def digest(self, *, doing: str) -> str:
         """Returns the digest of what all ranks have read; collective."""
-        sums: dict[tuple[str, str], int] = {}
-        for of_rank in from_every_rank(lambda: self._sums, doing=doing):
-            sums |= of_rank
-        totals = total_sums((name, value) for (name, _), value in sums.items())
+        totals = gather_sums(self._sums, doing=doing)
         copies = {MODEL + copy: totals[MODEL + first] for copy, first in self._copies.items()}
         return joint_digest(totals | copies)
 
@@ -149,7 +145,6 @@ def merge(
         return _Merged(found, checkpoint, manifest, of_type)
 
     merged = on_every_rank(add, doing=doing)
-    names, training = tokenizers_of(checkpoint, manifest)
     num_bytes = export(
         found.model,
         found.shapes,
@@ -157,9 +152,8 @@ def merge(
         target,
         dtype=merged.dtype,
         folders=folders,
-        ends=lambda: next(filter(None, (ends_of(name, training) for name in names)), {}),
-        tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
         verify=merged.verify,
+        **tokenizer_of(checkpoint, manifest, ends_of),
     )
     return speed_line(f"merged {target}", num_bytes, started)
 

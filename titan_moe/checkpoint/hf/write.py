@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.checksums import box_sum, total_sums
+from titan_moe.checkpoint.checksums import box_sum, gather_sums
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, asset_folders, origin_of, write_assets
@@ -43,7 +43,7 @@ from titan_moe.checkpoint.manifest import Manifest, compare_checksums, read_mani
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
-from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.runtime.errors import RunError, listed
@@ -74,10 +74,7 @@ class CheckpointSource:
 
     def verify(self, *, doing: str) -> None:
         """Compare the checksums of what all ranks have read with the manifest's; collective."""
-        sums: dict[tuple[str, str], int] = {}
-        for of_rank in from_every_rank(lambda: self._sums, doing=doing):
-            sums |= of_rank
-        found = total_sums((name, value) for (name, _), value in sums.items())
+        found = gather_sums(self._sums, doing=doing)
         if damaged := compare_checksums(self._manifest, found):
             raise RunError(
                 f"checkpoint {self._folder} is damaged: wrong checksum of {', '.join(damaged[:4])}"
@@ -101,7 +98,6 @@ def export_checkpoint(
     doing = f"cannot export {checkpoint}"
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     model = on_every_rank(lambda: model_of_manifest(manifest, checkpoint), doing=doing)
-    shapes = shapes_of_manifest(manifest)
     source = on_every_rank(lambda: CheckpointSource(checkpoint, manifest), doing=doing)
     if manifest.base:
         num_bytes = export_adapters(
@@ -114,19 +110,25 @@ def export_checkpoint(
             verify=source.verify,
         )
         return speed_line(f"exported {target}", num_bytes, started)
-    names, training = tokenizers_of(checkpoint, manifest)
     num_bytes = export(
         model,
-        shapes,
+        shapes_of_manifest(manifest),
         source.read,
         target,
         dtype=dtype,
         folders=asset_folders(checkpoint, manifest.job),
-        ends=lambda: next(filter(None, (ends_of(name, training) for name in names)), {}),
-        tokenizer=manifest.job.get("model", {}).get("tokenizer_path"),
         verify=source.verify,
+        **tokenizer_of(checkpoint, manifest, ends_of),
     )
     return speed_line(f"exported and read back {target}", num_bytes, started)
+
+
+def tokenizer_of(checkpoint: Path, manifest: Manifest, ends_of: EndsOf) -> dict[str, Any]:
+    """Returns what `export` takes of the tokenizer that a checkpoint's run had."""
+    names, training = tokenizers_of(checkpoint, manifest)
+    tokenizer = manifest.job.get("model", {}).get("tokenizer_path")
+    ends = lambda: next(filter(None, (ends_of(name, training) for name in names)), {})  # noqa: E731
+    return {"tokenizer": tokenizer, "ends": ends}
 
 
 def export(
