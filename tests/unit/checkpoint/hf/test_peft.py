@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ PLAIN = {case.family: case for case in cases() if case.option == "plain"}
 SEPARATE = ["*.attention.w?", "out_proj", "shared_experts", "experts"]
 LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 HEADS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-THEIRS = ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4"]
+# Whose experts `peft` adapts, and not each projection of them.
+STACKED = ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4"]
 STACKS = ["gate_up_proj", "down_proj"]
 
 
@@ -40,34 +42,35 @@ def _same(ours: Decoder, theirs: PeftModel, dtype: torch.dtype) -> None:
     assert distance(found, wanted) <= BOUNDS[dtype] and distance(without, wanted) > 0.1
 
 
+def _adapted_oracle(family: str, lora: Lora, folder: Path):
+    """Returns a model of transformers, saved in `folder`, and ours of it with random adapters."""
+    oracle = Oracle(PLAIN[family].settings, 3, PLAIN[family].expert_scale)
+    oracle.model.save_pretrained(folder)
+    return oracle.model, *adapted(folder, lora)
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", PLAIN)
 def test_peft_computes_what_we_write(family, dtype, tmp_path):
     shares = family in ("qwen3_next", "qwen3_5_moe")
     lora = LORA.model_copy(update={"targets": SEPARATE} if shares else {})
     with computing_in(dtype):
-        oracle = Oracle(PLAIN[family].settings, 3, PLAIN[family].expert_scale)
-        oracle.model.save_pretrained(tmp_path / "base")
-        ours, model = adapted(tmp_path / "base", lora)
+        base, ours, model = _adapted_oracle(family, lora, tmp_path / "base")
         step = saved_adapters(tmp_path, ours, model, lora, base=tmp_path / "base")
     export_checkpoint(step, tmp_path / "out", dtype)
     settings = json.loads((tmp_path / "out" / SETTINGS).read_text())
     assert settings["base_model_name_or_path"] == str(tmp_path / "base")
     with computing_in(dtype):
-        theirs = PeftModel.from_pretrained(oracle.model, tmp_path / "out")
+        theirs = PeftModel.from_pretrained(base, tmp_path / "out")
     _same(ours, theirs, dtype)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize(
-    "family", ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4"]
-)
+@pytest.mark.parametrize("family", STACKED)
 def test_we_read_what_peft_writes(family, dtype, tmp_path):
     lora = Lora(rank=3, alpha=6, rank_stabilised=True, targets=["attention", "experts"])
     with computing_in(dtype):
-        oracle = Oracle(PLAIN[family].settings, 3, PLAIN[family].expert_scale)
-        oracle.model.save_pretrained(tmp_path / "base")
-        ours, model = adapted(tmp_path / "base", lora)
+        base, ours, model = _adapted_oracle(family, lora, tmp_path / "base")
         settings = LoraConfig(
             r=3,
             lora_alpha=6,
@@ -76,7 +79,7 @@ def test_we_read_what_peft_writes(family, dtype, tmp_path):
             target_parameters=STACKS,
             init_lora_weights=False,
         )
-        theirs = get_peft_model(oracle.model, settings)
+        theirs = get_peft_model(base, settings)
     theirs.save_pretrained(tmp_path / "theirs")
     own = adapters_of(ours)
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -119,45 +122,33 @@ def written(tmp_path_factory):
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"r": 8}, "r=8 ([lora] makes it 4)"),
-        ({"lora_alpha": 16}, "lora_alpha=16 ([lora] makes it 6)"),
-        ({"use_rslora": True}, "use_rslora=True"),
-        ({"peft_type": "IA3"}, "peft_type='IA3'"),
-        ({"bias": "all"}, "bias='all'"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] is not supported"),
-        (
-            {"init_lora_weights": "pissa"},
-            "'pissa' (it may have changed the base)",
-        ),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2} (all layers must have 4)"),
-    ],
-)
-def test_other_adapters_are_one_line(settings, words, written, tmp_path):
-    folder, model, shapes = written
-    shutil.copytree(folder, tmp_path / "in")
-    found = json.loads((folder / SETTINGS).read_text())
-    (tmp_path / "in" / SETTINGS).write_text(json.dumps(found | settings))
-    assert words in failure(read_adapters, tmp_path / "in", model, shapes, LORA)
+OTHERS = {
+    "r=8 ([lora] makes it 4)": {"r": 8},
+    "lora_alpha=16 ([lora] makes it 6)": {"lora_alpha": 16},
+    "use_rslora=True": {"use_rslora": True},
+    "peft_type='IA3'": {"peft_type": "IA3"},
+    "bias='all'": {"bias": "all"},
+    "use_dora=True is not supported": {"use_dora": True},
+    "modules_to_save=['lm_head'] is not supported": {"modules_to_save": ["lm_head"]},
+    "'pissa' (it may have changed the base)": {"init_lora_weights": "pissa"},
+    "rank_pattern={'q_proj': 2} (all layers must have 4)": {"rank_pattern": {"q_proj": 2}},
+    f"1 tensor missing: {Q}": lambda x: x.pop(Q),
+    f"1 tensor of no use to this model: {Q}s": lambda x: x.update({Q + "s": x[Q].clone()}),
+    f"1 tensor of another shape: {Q} [": lambda x: x.update({Q: x[Q].mT.contiguous()}),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda x: x.pop(Q), f"1 tensor missing: {Q}"),
-        (lambda x: x.update({Q + "s": x[Q].clone()}), f"1 tensor of no use to this model: {Q}s"),
-        (lambda x: x.update({Q: x[Q].mT.contiguous()}), f"1 tensor of another shape: {Q} ["),
-    ],
-)
-def test_other_tensors_are_one_line(change, words, written, tmp_path):
+@pytest.mark.parametrize("words", OTHERS)
+def test_other_adapters_are_one_line(words, written, tmp_path):
+    """Of other settings, or other tensors."""
     folder, model, shapes = written
     shutil.copytree(folder, tmp_path / "in")
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, tmp_path / "in" / WEIGHTS)
+    if isinstance(change := OTHERS[words], dict):
+        settings = json.loads((folder / SETTINGS).read_text())
+        (tmp_path / "in" / SETTINGS).write_text(json.dumps(settings | change))
+    else:
+        change(tensors := load_file(folder / WEIGHTS))
+        save_file(tensors, tmp_path / "in" / WEIGHTS)
     assert words in failure(read_adapters, tmp_path / "in", model, shapes, LORA)
 
 

@@ -11,10 +11,12 @@ from tests.support.packing import filled
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.hf import write
+from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, save
 from titan_moe.checkpoint.hf.read import import_folder
+from titan_moe.checkpoint.hf.read_back import compare
 from titan_moe.checkpoint.hf.write import export_checkpoint
 
-INDEX, CONFIG, MAP = "model.safetensors.index.json", "config.json", "weight_map"
+CONFIG, MAP, TEMPLATE = "config.json", "weight_map", "chat_template.jinja"
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 ROUTER, KEYS = "model.layers.1.mlp.gate.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -35,32 +37,51 @@ def imported(tmp_path_factory):
         make_folder(source, small_model("qwen3", 2), torch.bfloat16, one_file=name == "one")
         settings = json.loads((source / CONFIG).read_text()) | EXTRA
         (source / CONFIG).write_text(json.dumps(settings))
-        (source / "chat_template.jinja").write_text("{{ messages }}")
+        (source / TEMPLATE).write_text("{{ messages }}")
         import_folder(source, folder / name, torch.float32)
     return folder
 
 
-def refused(checkpoint, out):
-    """Returns the line of an export that goes wrong, and leaves nothing."""
-    line = failure(export_checkpoint, checkpoint, out, torch.bfloat16)
-    assert not list(out.parent.iterdir())
-    return line.removeprefix("what was written is not right, and nothing is left of it: ")
+def tensors(change):
+    """Changes the tensors of an export in one file."""
 
+    def apply(folder):
+        found = read_folder(folder)
+        change(found)
+        save(found, folder / SINGLE, {})
 
-def experts(*pairs):
-    """Write the first expert of each pair as the second is."""
-    names = [f"model.layers.1.mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")]
-    each = [(name.format(one), name.format(two)) for one, two in pairs for name in names]
-    return lambda x: x.update({one: x[two].clone() for one, two in each})
+    return "one", apply
 
 
 def put(name, change, of=None):
-    return lambda x: x.update({name: change(x[of or name]).contiguous()})
+    return tensors(lambda x: x.update({name: change(x[of or name]).contiguous()}))
+
+
+def experts(*pairs):
+    """Writes the first expert of each pair as the second is."""
+    names = [f"model.layers.1.mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")]
+    each = [(name.format(one), name.format(two)) for one, two in pairs for name in names]
+    return tensors(lambda x: x.update({one: x[two].clone() for one, two in each}))
+
+
+def table(file, change):
+    """Changes a JSON file of an export in two files."""
+
+    def apply(folder):
+        found = json.loads((folder / file).read_text())
+        change(found)
+        (folder / file).write_text(json.dumps(found))
+
+    return "two", apply
+
+
+def cut_short(folder):
+    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-2])
 
 
 W1 = "layers.1.moe.experts.w1: expert"
 WRONG = "has other values than the checkpoint, or another type"
-TENSORS = {
+MISTAKES = {
     f"{W1} 4 has those of expert 3, layers.1.moe.experts.w2: expert 4 has": experts((4, 3)),
     f"{W1} 2 has those of expert 5, {W1} 5 has those of expert 2": experts((2, 5), (5, 2)),
     f"layers.1.moe.router.gate.weight {WRONG}": put(ROUTER, lambda x: x.T.reshape(x.shape)),
@@ -68,58 +89,30 @@ TENSORS = {
     f"norm.weight {WRONG}": put(NORM, lambda x: x.nextafter(x + 1)),
     f"weight {WRONG}": put(NORM, lambda x: x.float().bfloat16().half()),
     f"{HEAD}, a tied weight, is there twice": put(HEAD, torch.clone, EMBEDDING),
+    f"{INDEX} and {SECOND} do not agree on {NORM}": table(INDEX, lambda x: x[MAP].pop(NORM)),
+    f"{INDEX} and {FIRST} do not agree on": table(INDEX, lambda x: x[MAP].update({NORM: FIRST})),
+    f"{INDEX} says 7 bytes, but ": table(INDEX, lambda x: x["metadata"].update(total_size=7)),
+    f"{SECOND} is damaged, or no safetensors file": ("two", cut_short),
+    "has nested.a.b=None, not [1] as": table(CONFIG, lambda x: x["nested"]["a"].clear()),
+    "eos_token_id=1, not [1, 4]": table(CONFIG, lambda x: x.update(eos_token_id=1)),
+    "rope_scaling.mrope_section=None": table(CONFIG, lambda x: x.pop("rope_scaling")),
+    "norm_eps 1e-06 (there 0.5)": table(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
+    f"{TEMPLATE} is not as in": ("two", lambda folder: (folder / TEMPLATE).unlink()),
 }
 
 
-@pytest.mark.parametrize("line", TENSORS)
-def test_wrong_tensors_are_named(line, imported, tmp_path, monkeypatch):
-    save = write.save
+@pytest.mark.parametrize("line", MISTAKES)
+def test_what_is_written_wrong_is_named(line, imported, tmp_path, monkeypatch):
+    checkpoint, change = MISTAKES[line]
 
-    def wrong(tensors, path, facts):
-        TENSORS[line](tensors)
-        save(tensors, path, facts)
+    def changed(folder, *arguments, **how):
+        change(folder)
+        compare(folder, *arguments, **how)
 
-    monkeypatch.setattr(write, "save", wrong)
-    assert line in refused(imported / "one", tmp_path / "out")
-
-
-def edit(file, change):
-    def apply(folder):
-        table = json.loads((folder / file).read_text())
-        change(table)
-        (folder / file).write_text(json.dumps(table))
-
-    return apply
-
-
-def cut_short(folder):
-    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-2])
-
-
-BESIDE = {
-    f"{INDEX} and {SECOND} do not agree on {NORM}": edit(INDEX, lambda x: x[MAP].pop(NORM)),
-    f"{INDEX} and {FIRST} do not agree on": edit(INDEX, lambda x: x[MAP].update({NORM: FIRST})),
-    f"{INDEX} says 7 bytes, but ": edit(INDEX, lambda x: x["metadata"].update(total_size=7)),
-    f"{SECOND} is damaged, or no safetensors file": cut_short,
-    "has nested.a.b=None, not [1] as": edit(CONFIG, lambda x: x["nested"]["a"].clear()),
-    "eos_token_id=1, not [1, 4]": edit(CONFIG, lambda x: x.update(eos_token_id=1)),
-    "rope_scaling.mrope_section=None": edit(CONFIG, lambda x: x.pop("rope_scaling")),
-    "norm_eps 1e-06 (there 0.5)": edit(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
-    "chat_template.jinja is not as in": lambda x: (x / "chat_template.jinja").unlink(),
-}
-
-
-@pytest.mark.parametrize("line", BESIDE)
-def test_what_is_wrong_beside_tensors_is_named(line, imported, tmp_path, monkeypatch):
-    assets = write.write_assets
-
-    def wrong(*arguments):
-        carried = assets(*arguments)
-        BESIDE[line](arguments[5])
-        return carried
-
-    monkeypatch.setattr(write, "write_assets", wrong)
-    assert line in refused(imported / "two", tmp_path / "out")
+    monkeypatch.setattr(write, "compare", changed)
+    said = failure(export_checkpoint, imported / checkpoint, tmp_path / "out", torch.bfloat16)
+    assert line in said.removeprefix("what was written is not right, and nothing is left of it: ")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("rename", [False, True])
@@ -130,7 +123,7 @@ def test_files_and_type_are_those_of_the_published_folder(rename, imported, tmp_
     if rename:  # One file with an index; in another type.
         index[MAP] = dict.fromkeys(index[MAP], "weights-1.safetensors")
         (checkpoint / "hf/published.index.json").write_text(json.dumps(index))
-        edit(CONFIG, lambda x: x.update(dtype="float16"))(checkpoint / "hf")
+        table(CONFIG, lambda x: x.update(dtype="float16"))[1](checkpoint / "hf")
     export_checkpoint(checkpoint, out, None)
     assert json.loads((out / INDEX).read_text())[MAP] == index[MAP]
     dtype = torch.float16 if rename else torch.bfloat16
