@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.hf_folders import make_folder, small_model
+from tests.support.saved_runs import saved_model
 from titan_moe.config.job_config import Lora
 from titan_moe.models.attention import plain_core
 from titan_moe.models.decoder import ADAPTER, Decoder
@@ -44,5 +45,12 @@ def saved_adapters(
         "training": {"dtype": dtype, "mixed_precision_param": "float32"},
         "model": {"hf_assets_path": base and str(base)},
     }
-    plain_checkpointer(folder, adapted, model=model, job_record=tables).save(1, {})
-    return folder / "checkpoint" / "step-1"
+    return saved_model(folder, adapted, model=model, job_record=tables)
+
+
+def small_adapters(folder: Path, family: str, num_layers: int) -> tuple[Decoder, HFModel, Path]:
+    """Makes a folder/base; returns its model with random adapters, and a checkpoint of them."""
+    small = small_model(family, num_layers)
+    make_folder(folder / "base", small, torch.float32, one_file=True)
+    ours, model = adapted(folder / "base")
+    return ours, model, saved_adapters(folder, ours, model)

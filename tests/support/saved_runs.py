@@ -48,6 +48,12 @@ def plain_checkpointer(
     )
 
 
+def saved_model(folder: Path, module: nn.Module, **how: Any) -> Path:
+    """Saves a model as `plain_checkpointer` does; returns the checkpoint."""
+    plain_checkpointer(folder, module, **how).save(1, {})
+    return step_folder(folder, 1)
+
+
 class Toy(nn.Module):
     """A matrix, a bias and a stack of experts."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters
+from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters, small_adapters
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.refusals import failure
 from titan_moe.checkpoint.hf import merge as merging
@@ -50,31 +50,26 @@ def test_a_merged_folder_is_the_sum_by_hand_to_the_bit(family, dtype, tmp_path, 
 @pytest.fixture
 def step(tmp_path):
     """A checkpoint of adapters."""
-    make_folder(tmp_path / "two", small_model("qwen3", num_layers=2), torch.float32, one_file=True)
-    return saved_adapters(tmp_path, *adapted(tmp_path / "two"))
+    return small_adapters(tmp_path, "qwen3", 2)[-1]
 
 
 def test_what_cannot_be_merged_is_one_line(step, tmp_path):
-    out = tmp_path / "out"
-    assert "does not name the weights that it began with: give --base" in failure(
-        merge, step, out, torch.float32
-    )
-    make_folder(tmp_path / "base", small_model("qwen3", num_layers=3), torch.float32)
-    line = failure(merge, step, out, torch.float32, tmp_path / "base")
-    assert f"{tmp_path / 'base'} is not the base of {step}: num_layers 2 (there 3)" in line
+    make_folder(tmp_path / "three", small_model("qwen3", num_layers=3), torch.float32)
     make_folder(tmp_path / "other", small_model("mixtral", num_layers=2), torch.float32)
-    line = failure(merge, step, out, torch.float32, tmp_path / "other")
-    assert "is not the base of" in line and "a mixtral model, not qwen3" in line
-    assert "holds adapters, and no model" in failure(merge, step, out, torch.float32, step)
-    path = tmp_path / "two" / "model.safetensors"
+    import_folder(tmp_path / "three", tmp_path / "whole", torch.float32)
+    path = tmp_path / "base" / "model.safetensors"
     save_file({name: x + (x == x.max()) for name, x in load_file(path).items()}, path)
-    line = failure(merge, step, out, torch.float32, tmp_path / "two")
-    assert f"{step} has adapters of other weights: name theirs with --base" in line
-    import_folder(tmp_path / "base", tmp_path / "whole", torch.float32)
-    assert "holds no adapters: titan-moe hf export" in failure(
-        merge, tmp_path / "whole", out, torch.float32
-    )
-    assert not out.exists()
+    for checkpoint, base, words in (
+        (step, None, "does not name the weights that it began with: give --base"),
+        (step, "three", f"three is not the base of {step}: num_layers 2 (there 3)"),
+        (step, "other", f"other is not the base of {step}: a mixtral model, not qwen3"),
+        (step, step, "holds adapters, and no model"),
+        (step, "base", f"{step} has adapters of other weights: name theirs with --base"),
+        (tmp_path / "whole", None, "holds no adapters: titan-moe hf export"),
+    ):
+        named = base and tmp_path / base
+        assert words in failure(merge, checkpoint, tmp_path / "out", torch.float32, named)
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_alone_are_no_model(step):

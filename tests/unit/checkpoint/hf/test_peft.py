@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters
-from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters, small_adapters
+from tests.support.hf_folders import assert_same_bits, read_folder
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, read_adapters
@@ -91,9 +91,7 @@ def test_we_read_what_peft_writes(family, dtype, tmp_path):
 
 
 def test_adapters_that_rest_are_exported_too(tmp_path):
-    make_folder(tmp_path / "base", small_model("qwen3", num_layers=1), torch.float32)
-    ours, model = adapted(tmp_path / "base")
-    step = saved_adapters(tmp_path, ours, model)
+    ours, model, step = small_adapters(tmp_path, "qwen3", 1)
     export_checkpoint(step, tmp_path / "out", torch.float32)
     for name, tensor in adapters_of(ours).items():
         tensor.requires_grad_(name.endswith("b"))
@@ -112,9 +110,8 @@ def test_adapters_that_rest_are_exported_too(tmp_path):
 def written(tmp_path_factory):
     """A PEFT folder of ours, its model and the shapes of its adapters."""
     folder = tmp_path_factory.mktemp("peft")
-    make_folder(folder / "base", small_model("qwen3", num_layers=1), torch.float32)
-    ours, model = adapted(folder / "base")
-    export_checkpoint(saved_adapters(folder, ours, model), folder / "out", torch.float32)
+    ours, model, step = small_adapters(folder, "qwen3", 1)
+    export_checkpoint(step, folder / "out", torch.float32)
     shapes = {name: tuple(tensor.shape) for name, tensor in adapters_of(ours).items()}
     return folder / "out", model, shapes
 
@@ -166,8 +163,7 @@ def test_no_peft_folder_is_one_line(written, tmp_path):
     ],
 )
 def test_what_peft_cannot_hold_is_refused(family, words, tmp_path):
-    make_folder(tmp_path / "base", small_model(family, num_layers=2), torch.float32)
-    step = saved_adapters(tmp_path, *adapted(tmp_path / "base"))
+    _, _, step = small_adapters(tmp_path, family, 2)
     line = failure(export_checkpoint, step, tmp_path / "out", torch.float32)
     assert words in line and "titan-moe hf merge" in line
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ import torch
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.packing import filled
 from tests.support.refusals import failure
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.saved_runs import saved_model
 from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, save
 from titan_moe.checkpoint.hf.read import import_folder
@@ -141,8 +141,7 @@ def test_experts_may_be_equal_as_those_of_the_checkpoint_alone(difference, tmp_p
     for weight in (experts.w1.data, experts.w2.data, experts.w3.data):
         weight[2] = weight[2].bfloat16()
         weight[5] = weight[2] * (1 + difference)
-    plain_checkpointer(tmp_path, plain, model=model).save(1, {})
-    step = tmp_path / "checkpoint/step-1"
+    step = saved_model(tmp_path, plain, model=model)
     export_checkpoint(step, tmp_path / "float32", torch.float32)
     if not difference:
         export_checkpoint(step, tmp_path / "out", torch.bfloat16)

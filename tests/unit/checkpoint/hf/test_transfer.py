@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.packing import filled
 from tests.support.refusals import failure
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.saved_runs import plain_checkpointer, saved_model
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_sums
 from titan_moe.checkpoint.hf import read, shards, write
@@ -115,9 +115,7 @@ def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
     model = small_model("mixtral")
-    checkpointer = plain_checkpointer(tmp_path, Decoder(model.config), model=model)
-    checkpointer.save(1, {})
-    folder = tmp_path / "checkpoint" / "step-1"
+    folder = saved_model(tmp_path, Decoder(model.config), model=model)
     source = write.CheckpointSource.read
 
     def removed(self, *box):

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.adapters import LORA, adapted, saved_adapters
 from tests.support.hf_folders import assert_same_bits, read_folder
 from tests.support.refusals import failure
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.saved_runs import saved_model
 from tests.support.tiers import tiered
 from titan_moe.checkpoint.hf import folder, write
 from titan_moe.checkpoint.hf.read import import_folder
@@ -142,9 +142,8 @@ def test_text_trains_and_is_laid_back_among_the_rest(kind, tmp_path, caplog):
     with torch.no_grad():
         model.norm.weight.add_(1)
     record = {"model": {"hf_assets_path": str(tmp_path / "moved")}}
-    run = plain_checkpointer(tmp_path, model, model=found, job_record=record)
-    run.save(1, {})
-    export_checkpoint(tmp_path / "checkpoint/step-1", tmp_path / "trained", torch.float64)
+    step = saved_model(tmp_path, model, model=found, job_record=record)
+    export_checkpoint(step, tmp_path / "trained", torch.float64)
     trained = read_folder(tmp_path / "trained")
     (norm,) = (name for name in stored if name in _NORMS)
     assert torch.equal(trained[norm], stored[norm] + 1)
