@@ -60,6 +60,7 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal")
 class Pair(NamedTuple):
     """The adapter of one Hugging Face tensor: names of our A, and which rows of B are ours."""
 
+    tensor: str
     a: str
     columns: int
     """Of A."""
@@ -69,15 +70,23 @@ class Pair(NamedTuple):
     swapped: bool
     """A and B take each other's place."""
 
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The names of A and B in the file."""
+        module, _, parameter = self.tensor.rpartition(".")
+        layer = f"{_PREFIX}{module}{'.base_layer' * (parameter == _INNER)}"
+        return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+    @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of A and B as `peft` has them."""
+        """The shapes of A and B in the file."""
         *experts, rows, rank = self.shape
         ranks = prod(experts) * rank
         into, out = (rows, self.columns) if self.swapped else (self.columns, rows)
         return (ranks, into), (out, ranks)
 
     def places(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
-        """Yields the boxes of our tensors, by name, and the views of `peft`'s A and B that hold
+        """Yields the boxes of our tensors, by name, and the views of the file's A and B that hold
         them."""
         if len(self.shape) == 3:
             experts = self.shape[0]
@@ -94,14 +103,20 @@ def adapter_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {n: shape for n, shape in shapes_of_manifest(manifest).items() if ADAPTER in n}
 
 
-def pairs_there(model: HFModel, shapes: Shapes) -> dict[str, Pair]:
+def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) -> list[Pair]:
     """The adapters of each Hugging Face tensor that has some, as transformers has it in memory.
 
     Args:
         shapes: of our adapters, by name.
+        folders: where the config.json of the published model may be, the likeliest first: it tells
+            whether tensors have the names of a text model inside another one.
 
     Raises RunError for what `peft` cannot hold.
     """
+    if (origin := origin_of(model, folders)) is not None:
+        settings = read_settings(origin)
+        wrapper = _IN_MEMORY.get(settings.get("model_type", ""), wrapper_of(settings))
+        model = replace(model, wrapper=wrapper)
     found: dict[str, Pair] = {}
     remedy = "leave it out of lora.targets; titan-moe hf merge writes the whole model"
     for weight, (a, b) in pairs_of(shapes).items():
@@ -111,21 +126,14 @@ def pairs_there(model: HFModel, shapes: Shapes) -> dict[str, Pair]:
         stored = Stored(weight, shapes[b], replace(way, transposed=False))
         ((tensor, shape),) = stored.tensors().items()
         swapped = way.transposed and model.family in _UNTOLD
-        pair = found.setdefault(tensor, Pair(a, shapes[a][-1], shape, [], swapped))
+        pair = found.setdefault(tensor, Pair(tensor, a, shapes[a][-1], shape, [], swapped))
         pair.rows.extend((b, piece) for piece in stored.pieces(whole(stored.shape)))
         if way.rows != "whole" and ".experts." not in weight:
             raise RunError(
                 f"{b}: `peft` has one A for all rows of {tensor}, which are several layers here: "
                 + remedy
             )
-    return found
-
-
-def _keys(tensor: str) -> list[str]:
-    """The names of an adapter's A and B in the file."""
-    module, _, parameter = tensor.rpartition(".")
-    layer = f"{_PREFIX}{module}{'.base_layer' * (parameter == _INNER)}"
-    return [f"{layer}.lora_{matrix}.weight" for matrix in "AB"]
+    return [*found.values()]
 
 
 def export_adapters(
@@ -144,14 +152,13 @@ def export_adapters(
     Args:
         read: reads a box of one of our adapters.
         dtype: None: as they are stored.
-        folders: where the config.json of the published model may be, the likeliest first.
+        folders: as `pairs_there` takes them.
         verify: raises RunError if what has been read cannot be trusted; collective.
 
     Raises RunError in one line; nothing is left then.
     """
     doing, shapes = f"cannot export to {target}", adapter_shapes(manifest)
-    model = on_every_rank(lambda: _published(model, folders), doing=doing)
-    pairs = on_every_rank(lambda: pairs_there(model, shapes), doing=doing)
+    pairs = on_every_rank(lambda: pairs_there(model, shapes, folders), doing=doing)
     lora = Lora(**manifest.job["lora"])
     num_bytes = sum(map(prod, shapes.values())) * (dtype or torch.float32).itemsize
 
@@ -159,15 +166,15 @@ def export_adapters(
         ours = {name: read(name, whole(shape)) for name, shape in shapes.items()}
         ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
         tensors: dict[str, Tensor] = {}
-        for tensor, pair in pairs.items():
-            a, b = (torch.empty(shape, dtype=ours[pair.a].dtype) for shape in pair.shapes())
-            tensors |= zip(_keys(tensor), (a, b), strict=True)
+        for pair in pairs:
+            a, b = (torch.empty(shape, dtype=ours[pair.a].dtype) for shape in pair.shapes)
+            tensors |= zip(pair.keys, (a, b), strict=True)
             for name, box, values in pair.places(a, b):
                 values.copy_(ours[name][box])
         save(tensors, aside / WEIGHTS, {})
         settings = _settings(model, lora, pairs, base_of(manifest.job))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
-        found = read_adapters(aside, model, shapes, lora)
+        found = read_adapters(aside, pairs, shapes, lora)
         if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
             raise RunError(f"{target} was not written as it should be: {listed(unlike)}")
 
@@ -178,15 +185,6 @@ def export_adapters(
     return num_bytes
 
 
-def _published(model: HFModel, folders: Sequence[Path]) -> HFModel:
-    """The model with the names that its tensors have inside the published one, if that is known."""
-    if (origin := origin_of(model, folders)) is None:
-        return model
-    settings = read_settings(origin)
-    wrapper = _IN_MEMORY.get(settings.get("model_type", ""), wrapper_of(settings))
-    return replace(model, wrapper=wrapper)
-
-
 def base_of(job: Mapping[str, Any]) -> str | None:
     """The weights that a run began with, as its configuration names them."""
     initial = job.get("checkpoint", {}).get("initial_load_path")
@@ -194,10 +192,11 @@ def base_of(job: Mapping[str, Any]) -> str | None:
 
 
 def _settings(
-    model: HFModel, lora: Lora, pairs: Mapping[str, Pair], base: str | None
+    model: HFModel, lora: Lora, pairs: Sequence[Pair], base: str | None
 ) -> dict[str, Any]:
+    names = [pair.tensor for pair in pairs]
     taken = tuple(f".{name}.weight" for name in _TAKEN_FOR_EXPERTS if model.config.moe is not None)
-    linear = [name for name in pairs if name.endswith(".weight") and not name.endswith(taken)]
+    linear = [name for name in names if name.endswith(".weight") and not name.endswith(taken)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -205,7 +204,7 @@ def _settings(
         "inference_mode": True,
         "fan_in_fan_out": False,
         "target_modules": [name.removesuffix(".weight") for name in linear],
-        "target_parameters": [name for name in pairs if name not in linear],
+        "target_parameters": [name for name in names if name not in linear],
         **_wanted(lora),
     }
 
@@ -234,10 +233,9 @@ def load_adapters(
     folder, shapes = Path(lora.initial_load_path), _shapes(model, lora)
     doing = f"cannot load {folder}"
     check_sums(folder, doing=doing)
-    theirs = on_every_rank(
-        lambda: _published(model, asset_folders(folder, job_record)), doing=doing
-    )
-    found = on_every_rank(lambda: read_adapters(folder, theirs, shapes, lora), doing=doing)
+    folders = asset_folders(folder, job_record)
+    pairs = on_every_rank(lambda: pairs_there(model, shapes, folders), doing=doing)
+    found = on_every_rank(lambda: read_adapters(folder, pairs, shapes, lora), doing=doing)
     for name, values in found.items():
         if (tensor := tensors.get(MODEL + name)) is not None:
             local_part(tensor).detach().copy_(values[local_slices(tensor)])
@@ -250,8 +248,8 @@ def check_adapters(model: HFModel, job_record: Mapping[str, Any]) -> None:
     adapters."""
     lora = Lora(**job_record["lora"])
     folder = Path(lora.initial_load_path or "")
-    theirs = _published(model, asset_folders(folder, job_record))
-    _opened(folder, theirs, _shapes(model, lora), lora)
+    folders = asset_folders(folder, job_record)
+    _opened(folder, pairs_there(model, _shapes(model, lora), folders), lora)
 
 
 def _shapes(model: HFModel, lora: Lora) -> Shapes:
@@ -259,24 +257,27 @@ def _shapes(model: HFModel, lora: Lora) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in named if ADAPTER in name}
 
 
-def read_adapters(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> dict[str, Tensor]:
+def read_adapters(
+    folder: Path, pairs: Sequence[Pair], shapes: Shapes, lora: Lora
+) -> dict[str, Tensor]:
     """The adapters of a PEFT folder, whole, by our names, in the type that they are stored in.
 
     Args:
+        pairs: as `pairs_there` returns them.
         shapes: of the model's adapters, by our names.
         lora: whose rank and factor the folder must have.
 
     Raises RunError in one line for a folder that is not of these adapters.
     """
-    stored = _opened(folder, model, shapes, lora)
+    stored = _opened(folder, pairs, lora)
     found: dict[str, Tensor] = {}
-    for tensor, pair in pairs_there(model, shapes).items():
-        for name, box, values in pair.places(*(stored[key][:] for key in _keys(tensor))):
+    for pair in pairs:
+        for name, box, values in pair.places(*(stored[key][:] for key in pair.keys)):
             found.setdefault(name, values.new_empty(shapes[name]))[box] = values
     return found
 
 
-def _opened(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> dict[str, Any]:
+def _opened(folder: Path, pairs: Sequence[Pair], lora: Lora) -> dict[str, Any]:
     """The tensors of a PEFT folder: slices of the library."""
     try:
         settings = json.loads((folder / SETTINGS).read_bytes())
@@ -286,8 +287,8 @@ def _opened(folder: Path, model: HFModel, shapes: Shapes, lora: Lora) -> dict[st
         raise RunError(f"{folder} is no PEFT folder: {SETTINGS}: {reason(error)}") from None
     there = {name: tuple(values.get_shape()) for name, values in stored.items()}
     wanted: dict[str, tuple[int, ...]] = {}
-    for tensor, pair in pairs_there(model, shapes).items():
-        wanted |= zip(_keys(tensor), pair.shapes(), strict=True)
+    for pair in pairs:
+        wanted |= zip(pair.keys, pair.shapes, strict=True)
     compare_shapes(folder, there, wanted, there.keys() - wanted.keys())
     return stored
 
