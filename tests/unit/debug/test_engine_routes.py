@@ -61,23 +61,25 @@ def test_import_says_what_it_found(tmp_path: Path) -> None:
 )
 def test_bad_line_is_one_line(tmp_path: Path, change: Any, words: str) -> None:
     line = change if isinstance(change, str) else {**LINE, **change}
-    assert_refused(tmp_path, run_import(tmp_path, "", line), words)
+    assert_refused(words, tmp_path, "", line)
 
 
-def assert_refused(folder: Path, done: Any, words: str) -> None:
+def assert_refused(words: str, folder: Path, *lines: str | dict[str, Any], **how: Any) -> None:
+    """The import of these lines fails in one line, and leaves no record."""
+    done = run_import(folder, *lines, **how)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and re.search(words, line), line
     assert sorted(path.name for path in folder.iterdir()) == ["data.txt", "responses.jsonl"]
 
 
+STAGES = {"training.steps": 3, "stages": '[{"from_step": 2, "seq_len": 32}]'}
+DENSE = {"model.name": "qwen3", "model.flavor": "debugmodel"}
+
+
 def test_import_refuses_what_has_no_record(tmp_path: Path) -> None:
-    done = run_import(tmp_path, LINE, family="deepseek_v32")
-    assert_refused(tmp_path, done, "selects keys too")
-    done = run_import(tmp_path, LINE, **{"model.name": "qwen3", "model.flavor": "debugmodel"})
-    assert_refused(tmp_path, done, "no experts")
-    stages = '[{"from_step": 2, "seq_len": 32}]'
-    done = run_import(tmp_path, LINE, **{"training.steps": 3, "stages": stages})
-    assert_refused(tmp_path, done, "stages change the batches")
+    assert_refused("selects keys too", tmp_path, LINE, family="deepseek_v32")
+    assert_refused("no experts", tmp_path, LINE, **DENSE)
+    assert_refused("stages change the batches", tmp_path, LINE, **STAGES)
     (tmp_path / "record").mkdir()
     done = run_import(tmp_path, LINE)
     assert done.returncode == 2 and "record exists: name another folder" in done.stderr

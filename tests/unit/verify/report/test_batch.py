@@ -69,14 +69,14 @@ def test_sequences_are_those_of_a_run_on_any_number_of_ranks_in_any_stage(ranks,
     job = job_of(path, stages=[stage])
     tokenizer = load_tokenizer("bytes")
     readers, found = [], []
-    for (first, staged), steps in zip(training_stages(job), (2, 2), strict=True):
-        states, size = [each.state_dict() for each in readers], staged.training.global_batch_size
+    for (_, staged), steps in zip(training_stages(job), (2, 2), strict=True):
         section = staged.training.model_copy(update={"local_batch_size": 1})
-        place = {"seed": 0, "num_ranks": ranks, "global_batch_size": size}
-        saved = readers[0].identity if first > 1 else None
+        place = {"seed": 0, "num_ranks": ranks, "global_batch_size": section.global_batch_size}
+        before = readers
         readers = [build_reader(section, tokenizer, rank=rank, **place) for rank in range(ranks)]
-        for reader in readers if saved else ():
-            reader.load_state_dict(continue_state(merge_states(states), saved, reader.identity))
+        for reader in readers if before else ():
+            state = merge_states([each.state_dict() for each in before])
+            reader.load_state_dict(continue_state(state, before[0].identity, reader.identity))
         for _ in range(steps):
             batches = [reader.read_step()[0] for reader in readers]
             found.append([row for batch in batches for (row,) in batch])
