@@ -2,49 +2,35 @@
 folder."""
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum, gather_sums, joint_digest
-from titan_moe.checkpoint.digests import check_sums
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
-from titan_moe.checkpoint.hf.folder import HFFolder, Read, is_hf_folder
-from titan_moe.checkpoint.hf.names import Shapes, empty_model
-from titan_moe.checkpoint.hf.peft import adapter_shapes, base_of
+from titan_moe.checkpoint.hf.folder import is_hf_folder
+from titan_moe.checkpoint.hf.names import empty_model
+from titan_moe.checkpoint.hf.peft import base_of
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import (
     LARGEST_CHUNK,
-    HFSource,
     model_of_manifest,
     shapes_of_manifest,
     speed_line,
 )
 from titan_moe.checkpoint.hf.shards import published_type
-from titan_moe.checkpoint.hf.write import CheckpointSource, EndsOf, export, no_ends, tokenizer_of
+from titan_moe.checkpoint.hf.source import Source, checkpoint_source, folder_source
+from titan_moe.checkpoint.hf.write import EndsOf, export, no_ends, tokenizer_of
 from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
 from titan_moe.checkpoint.tensors import MODEL, Chunk
 from titan_moe.config.job_config import Lora, Training
 from titan_moe.distributed.agreement import on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.models.decoder import stored_in
-from titan_moe.models.hf import HFModel, differences, model_of
+from titan_moe.models.hf import HFModel, differences
 from titan_moe.models.lora import pairs_of
 from titan_moe.runtime.errors import RunError
-
-
-class _Base(NamedTuple):
-    """The weights that adapters are added to."""
-
-    model: HFModel
-    shapes: Shapes
-    read: Read
-    folders: list[Path]
-    verify: Callable[..., None]
 
 
 class _AtRest:
@@ -78,14 +64,13 @@ class _Merged:
     """A base with the products of adapters added, in the type of an export."""
 
     def __init__(
-        self, base: _Base, checkpoint: Path, manifest: Manifest, dtype: torch.dtype
+        self, base: Source, checkpoint: Path, manifest: Manifest, dtype: torch.dtype
     ) -> None:
         self._base, self._checkpoint, self._manifest = base, checkpoint, manifest
-        self._adapters = CheckpointSource(checkpoint, manifest)
-        self._shapes = adapter_shapes(manifest)
-        self._pairs, self._scale = pairs_of(self._shapes), Lora(**manifest.job["lora"]).scale
-        self._at_rest = _AtRest(manifest, model_of_manifest(manifest, checkpoint))
-        self.dtype = dtype
+        self._adapters, self._dtype = checkpoint_source(checkpoint, manifest), dtype
+        self._pairs = pairs_of(self._adapters.shapes)
+        self._scale = Lora(**manifest.job["lora"]).scale
+        self._at_rest = _AtRest(manifest, self._adapters.model)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a box of a tensor: of an adapted one in the type of the export, else in that of
@@ -93,10 +78,10 @@ class _Merged:
         if name not in self._pairs:
             return self._read_base(name, box)
         a, b = (
-            self._adapters.read(each, whole(self._shapes[each])).double()
+            self._adapters.read(each, whole(self._adapters.shapes[each])).double()
             for each in self._pairs[name]
         )
-        sums = torch.empty(sizes(box), dtype=self.dtype)
+        sums = torch.empty(sizes(box), dtype=self._dtype)
         for part in cut(sums.shape, LARGEST_CHUNK):
             place = _outside(part, box)
             all_ranks = *place[:-2], slice(None), place[-1]
@@ -139,22 +124,12 @@ def merge(
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     found = on_every_rank(lambda: _open(manifest, checkpoint, base), doing=doing)
     folders = [*found.folders, *asset_folders(checkpoint, manifest.job)]
-
-    def add() -> _Merged:
-        of_type = dtype or published_type(origin_of(found.model, folders))
-        return _Merged(found, checkpoint, manifest, of_type)
-
-    merged = on_every_rank(add, doing=doing)
-    num_bytes = export(
-        found.model,
-        found.shapes,
-        merged.read,
-        target,
-        dtype=merged.dtype,
-        folders=folders,
-        verify=merged.verify,
-        **tokenizer_of(checkpoint, manifest, ends_of),
+    dtype = dtype or on_every_rank(
+        lambda: published_type(origin_of(found.model, folders)), doing=doing
     )
+    merged = on_every_rank(lambda: _Merged(found, checkpoint, manifest, dtype), doing=doing)
+    source = found._replace(read=merged.read, folders=folders, verify=merged.verify)
+    num_bytes = export(source, target, dtype, **tokenizer_of(checkpoint, manifest, ends_of))
     return speed_line(f"merged {target}", num_bytes, started)
 
 
@@ -163,7 +138,7 @@ def _outside(part: Box, box: Box) -> Box:
     return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(part, box, strict=True))
 
 
-def _open(manifest: Manifest, checkpoint: Path, named: Path | None) -> _Base:
+def _open(manifest: Manifest, checkpoint: Path, named: Path | None) -> Source:
     """The base. Raises RunError when it is not of the adapters' model."""
     if not manifest.base:
         raise RunError(f"{checkpoint} holds no adapters: titan-moe hf export writes its model")
@@ -171,26 +146,16 @@ def _open(manifest: Manifest, checkpoint: Path, named: Path | None) -> _Base:
     if name is None:
         raise RunError(f"{checkpoint} does not name the weights that it began with: give --base")
     path, ours = Path(name), model_of_manifest(manifest, checkpoint)
-    base = _open_folder(path) if is_hf_folder(path) else _open_checkpoint(path)
+    if is_hf_folder(path):
+        base = folder_source(path)
+    else:
+        of_base = read_manifest(path)
+        refuse_adapters(of_base, path)
+        base = checkpoint_source(path, of_base)
     families = f"a {base.model.family} model, not {ours.family}"
     lines = [families] if base.model.family != ours.family else []
     if lines := lines or differences(ours.config, base.model.config):
         raise RunError(f"{path} is not the base of {checkpoint}: {', '.join(lines)}")
-    if lost := sorted(pairs_of(adapter_shapes(manifest)).keys() - base.shapes.keys()):
+    if lost := sorted(pairs_of(shapes_of_manifest(manifest)).keys() - base.shapes.keys()):
         raise RunError(f"{path} has no {', '.join(lost[:4])}, which {checkpoint} has adapters of")
     return base
-
-
-def _open_folder(path: Path) -> _Base:
-    model = model_of(path)
-    source = HFSource(HFFolder(path), model)
-    shapes = {name: place.shape for name, place in source.found.items()}
-    return _Base(model, shapes, source.read, [path], partial(check_sums, path))
-
-
-def _open_checkpoint(path: Path) -> _Base:
-    manifest = read_manifest(path)
-    refuse_adapters(manifest, path)
-    source, model = CheckpointSource(path, manifest), model_of_manifest(manifest, path)
-    folders = asset_folders(path, manifest.job)
-    return _Base(model, shapes_of_manifest(manifest), source.read, folders, source.verify)

@@ -8,7 +8,7 @@ name gets `.base_layer`.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -24,8 +24,7 @@ from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
 from titan_moe.checkpoint.hf.folder import opened, save
 from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, empty_model, way_in_memory
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
-from titan_moe.checkpoint.hf.read import shapes_of_manifest
-from titan_moe.checkpoint.manifest import Manifest
+from titan_moe.checkpoint.hf.source import Source
 from titan_moe.checkpoint.tensors import MODEL
 from titan_moe.config.job_config import Lora
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
@@ -98,9 +97,9 @@ class Pair(NamedTuple):
             yield name, piece.ours, b[piece.theirs]
 
 
-def adapter_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's adapters, by our names."""
-    return {n: shape for n, shape in shapes_of_manifest(manifest).items() if ADAPTER in n}
+def adapters_among(shapes: Shapes) -> Shapes:
+    """Returns the shapes of adapters among those of a model's tensors."""
+    return {name: shape for name, shape in shapes.items() if ADAPTER in name}
 
 
 def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) -> list[Pair]:
@@ -137,33 +136,24 @@ def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) ->
 
 
 def export_adapters(
-    model: HFModel,
-    manifest: Manifest,
-    read: Callable[[str, Box], Tensor],
-    target: Path,
-    *,
-    dtype: torch.dtype | None,
-    folders: Sequence[Path],
-    verify: Callable[..., None],
+    source: Source, job_record: Mapping[str, Any], target: Path, dtype: torch.dtype | None
 ) -> int:
     """Write a checkpoint's adapters as a PEFT folder, and compare what is read of it; returns its
     tensors' bytes. Collective.
 
     Args:
-        read: reads a box of one of our adapters.
+        job_record: of the run that made them.
         dtype: None: as they are stored.
-        folders: as `pairs_there` takes them.
-        verify: raises RunError if what has been read cannot be trusted; collective.
 
     Raises RunError in one line; nothing is left then.
     """
-    doing, shapes = f"cannot export to {target}", adapter_shapes(manifest)
-    pairs = on_every_rank(lambda: pairs_there(model, shapes, folders), doing=doing)
-    lora = Lora(**manifest.job["lora"])
+    doing, shapes = f"cannot export to {target}", adapters_among(source.shapes)
+    pairs = on_every_rank(lambda: pairs_there(source.model, shapes, source.folders), doing=doing)
+    lora = Lora(**job_record["lora"])
     num_bytes = sum(map(prod, shapes.values())) * (dtype or torch.float32).itemsize
 
     def write() -> None:
-        ours = {name: read(name, whole(shape)) for name, shape in shapes.items()}
+        ours = {name: source.read(name, whole(shape)) for name, shape in shapes.items()}
         ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
         tensors: dict[str, Tensor] = {}
         for pair in pairs:
@@ -172,7 +162,7 @@ def export_adapters(
             for name, box, values in pair.places(a, b):
                 values.copy_(ours[name][box])
         save(tensors, aside / WEIGHTS, {})
-        settings = _settings(model, lora, pairs, base_of(manifest.job))
+        settings = _settings(source.model, lora, pairs, base_of(job_record))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
         found = read_adapters(aside, pairs, shapes, lora)
         if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
@@ -180,7 +170,7 @@ def export_adapters(
 
     with new_folder(target, num_bytes, doing=doing) as aside:
         on_rank_zero(write, doing=doing)
-        verify(doing=doing)
+        source.verify(doing=doing)
         write_sums(aside, doing=doing)
     return num_bytes
 
@@ -254,7 +244,7 @@ def check_adapters(model: HFModel, job_record: Mapping[str, Any]) -> None:
 
 def _shapes(model: HFModel, lora: Lora) -> Shapes:
     named = empty_model(model.config, lora).named_parameters()
-    return {name: tuple(tensor.shape) for name, tensor in named if ADAPTER in name}
+    return adapters_among({name: tuple(tensor.shape) for name, tensor in named})
 
 
 def read_adapters(

@@ -7,30 +7,22 @@ folder gets its name when everything in it is on disk, has been read back and is
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from titan_moe.checkpoint.checksums import box_sum, gather_sums
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
-from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, asset_folders, origin_of, write_assets
+from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, Read, save
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
 from titan_moe.checkpoint.hf.pieces import Stored, whole
-from titan_moe.checkpoint.hf.read import (
-    model_of_manifest,
-    progress_bar,
-    shapes_of_manifest,
-    speed_line,
-    tokenizers_of,
-)
+from titan_moe.checkpoint.hf.read import progress_bar, speed_line, tokenizers_of
 from titan_moe.checkpoint.hf.read_back import Original, compare
 from titan_moe.checkpoint.hf.shards import (
     File,
@@ -39,8 +31,8 @@ from titan_moe.checkpoint.hf.shards import (
     tensors_of,
     written_types,
 )
-from titan_moe.checkpoint.manifest import Manifest, compare_checksums, read_manifest
-from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
+from titan_moe.checkpoint.hf.source import Source, checkpoint_source
+from titan_moe.checkpoint.manifest import Manifest, read_manifest
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
@@ -53,32 +45,6 @@ logger = logging.getLogger(__name__)
 EndsOf = Callable[[str, Training], Mapping[str, int]]
 """Returns the `Ends` of a model.tokenizer_path, for documents as these keys say; empty where there
 is no tokenizer."""
-
-
-class CheckpointSource:
-    """The model's tensors in a checkpoint, with the checksums of what has been read."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._stored = StoredTensors(folder)
-        self._folder, self._manifest = folder, manifest
-        self._sums: dict[tuple[str, str], int] = {}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Returns a box of a tensor, on the CPU."""
-        spec = self._manifest.tensors[MODEL + name]
-        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
-        values = self._stored.read(chunk)
-        # A tensor that is written twice, as a copy too, is read twice: it counts once.
-        self._sums[MODEL + name, str(box)] = int(box_sum(values, chunk))
-        return values
-
-    def verify(self, *, doing: str) -> None:
-        """Compare the checksums of what all ranks have read with the manifest's; collective."""
-        found = gather_sums(self._sums, doing=doing)
-        if damaged := compare_checksums(self._manifest, found):
-            raise RunError(
-                f"checkpoint {self._folder} is damaged: wrong checksum of {', '.join(damaged[:4])}"
-            )
 
 
 def no_ends(path: str, training: Training) -> Mapping[str, int]:
@@ -97,29 +63,11 @@ def export_checkpoint(
     started = time.perf_counter()
     doing = f"cannot export {checkpoint}"
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
-    model = on_every_rank(lambda: model_of_manifest(manifest, checkpoint), doing=doing)
-    source = on_every_rank(lambda: CheckpointSource(checkpoint, manifest), doing=doing)
+    source = on_every_rank(lambda: checkpoint_source(checkpoint, manifest), doing=doing)
     if manifest.base:
-        num_bytes = export_adapters(
-            model,
-            manifest,
-            source.read,
-            target,
-            dtype=dtype,
-            folders=asset_folders(checkpoint, manifest.job),
-            verify=source.verify,
-        )
+        num_bytes = export_adapters(source, manifest.job, target, dtype)
         return speed_line(f"exported {target}", num_bytes, started)
-    num_bytes = export(
-        model,
-        shapes_of_manifest(manifest),
-        source.read,
-        target,
-        dtype=dtype,
-        folders=asset_folders(checkpoint, manifest.job),
-        verify=source.verify,
-        **tokenizer_of(checkpoint, manifest, ends_of),
-    )
+    num_bytes = export(source, target, dtype, **tokenizer_of(checkpoint, manifest, ends_of))
     return speed_line(f"exported and read back {target}", num_bytes, started)
 
 
@@ -132,32 +80,26 @@ def tokenizer_of(checkpoint: Path, manifest: Manifest, ends_of: EndsOf) -> dict[
 
 
 def export(
-    model: HFModel,
-    shapes: Shapes,
-    read: Read,
+    source: Source,
     target: Path,
-    *,
     dtype: torch.dtype | None,
-    folders: Sequence[Path] = (),
+    *,
     ends: Ends = dict,
     tokenizer: str | None = None,
-    verify: Callable[..., None] = lambda doing: None,
 ) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
 
     Args:
-        shapes: of all our tensors, whole; the same on every rank.
         dtype: of the floating-point tensors, but for those that published code keeps in float32;
             None: as the config.json of the published weights says, or bfloat16.
-        folders: where to look for the tokenizer's files, the likeliest first.
         ends: the tokenizer's, asked where no folder names a token that ends a text.
         tokenizer: the run's model.tokenizer_path, whose files come along.
-        verify: raises RunError if what has been read cannot be trusted; collective.
 
     Raises RunError when the target exists, when a tensor has no place in that form, when it cannot
     be written, or what was written is not what was read: nothing is left then.
     """
     doing = f"cannot export to {target}"
+    model, shapes, read, folders, verify = source
     on_every_rank(model.settings, doing=doing)
     origin = on_every_rank(lambda: origin_of(model, folders), doing=doing)
     on_rank_zero(lambda: _check_rest(origin), doing=doing)

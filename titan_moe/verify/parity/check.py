@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.read import HFSource
+from titan_moe.checkpoint.hf.source import Source
 from titan_moe.checkpoint.hf.write import export
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
@@ -300,7 +301,7 @@ def _export_distance(decoder: Decoder, model: HFModel, batch: LocalBatch) -> flo
         read = lambda name, box: tensors[name].detach()[box]  # noqa: E731
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            export(model, shapes, read, target, dtype=torch.float32)
+            export(Source(model, shapes, read), target, torch.float32)
         finally:
             dist.destroy_process_group()
         theirs = AutoModelForCausalLM.from_pretrained(

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.hf_folders import read_folder, small_model
 from titan_moe.checkpoint.hf.names import model_shapes
+from titan_moe.checkpoint.hf.source import Source
 from titan_moe.checkpoint.hf.write import export
 from titan_moe.models.registry import FAMILIES
 
@@ -27,7 +28,8 @@ def _export(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     # The routing's bias has no place in every family.
     tensors |= {name: torch.zeros(shapes[name]) for name in shapes if "expert_bias" in name}
-    export(model, shapes, lambda name, box: tensors[name][box], folder, dtype=torch.bfloat16)
+    source = Source(model, shapes, lambda name, box: tensors[name][box])
+    export(source, folder, torch.bfloat16)
     return {name: tuple(tensor.shape) for name, tensor in read_folder(folder).items()}
 
 

@@ -16,10 +16,11 @@ from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer, saved_model
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_sums
-from titan_moe.checkpoint.hf import read, shards, write
+from titan_moe.checkpoint.hf import read, shards
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
+from titan_moe.checkpoint.hf.source import CheckpointTensors
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.checkpoint.manifest import TensorSpec, read_manifest
 from titan_moe.models.decoder import Decoder
@@ -116,13 +117,13 @@ def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
     model = small_model("mixtral")
     folder = saved_model(tmp_path, Decoder(model.config), model=model)
-    source = write.CheckpointSource.read
+    read = CheckpointTensors.read
 
     def removed(self, *box):
         shutil.rmtree(folder, ignore_errors=True)
-        return source(self, *box)
+        return read(self, *box)
 
-    monkeypatch.setattr(write.CheckpointSource, "read", removed)
+    monkeypatch.setattr(CheckpointTensors, "read", removed)
     line = failure(export_checkpoint, folder, tmp_path / "out", torch.float32)
     assert "is incomplete: __0_0.distcp is missing" in line
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

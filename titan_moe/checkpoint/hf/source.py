@@ -1,0 +1,76 @@
+"""What an export is made of: the model of a checkpoint, or of a Hugging Face folder."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_moe.checkpoint.checksums import box_sum, gather_sums
+from titan_moe.checkpoint.digests import check_sums
+from titan_moe.checkpoint.hf.assets import asset_folders
+from titan_moe.checkpoint.hf.folder import HFFolder, Read
+from titan_moe.checkpoint.hf.names import Shapes
+from titan_moe.checkpoint.hf.read import HFSource, model_of_manifest, shapes_of_manifest
+from titan_moe.checkpoint.manifest import Manifest, compare_checksums
+from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
+from titan_moe.distributed.boxes import Box
+from titan_moe.models.hf import HFModel, model_of
+from titan_moe.runtime.errors import RunError
+
+
+class Source(NamedTuple):
+    """A model, and its tensors by our names."""
+
+    model: HFModel
+    shapes: Shapes
+    """Of all tensors, whole; the same on every rank."""
+    read: Read
+    """Returns a box of a tensor, on the CPU."""
+    folders: Sequence[Path] = ()
+    """Where config.json and the tokenizer's files may be, the likeliest first."""
+    verify: Callable[..., None] = lambda doing: None
+    """Raises RunError if what has been read cannot be trusted; collective."""
+
+
+class CheckpointTensors:
+    """The model's tensors in a checkpoint, with the checksums of what has been read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._stored = StoredTensors(folder)
+        self._folder, self._manifest = folder, manifest
+        self._sums: dict[tuple[str, str], int] = {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Returns a box of a tensor, on the CPU."""
+        spec = self._manifest.tensors[MODEL + name]
+        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
+        values = self._stored.read(chunk)
+        # A tensor that is written twice, as a copy too, is read twice: it counts once.
+        self._sums[MODEL + name, str(box)] = int(box_sum(values, chunk))
+        return values
+
+    def verify(self, *, doing: str) -> None:
+        """Compare the checksums of what all ranks have read with the manifest's; collective."""
+        found = gather_sums(self._sums, doing=doing)
+        if damaged := compare_checksums(self._manifest, found):
+            raise RunError(
+                f"checkpoint {self._folder} is damaged: wrong checksum of {', '.join(damaged[:4])}"
+            )
+
+
+def checkpoint_source(path: Path, manifest: Manifest) -> Source:
+    """The model of a checkpoint, or its adapters. Raises RunError if the model is not known."""
+    model, tensors = model_of_manifest(manifest, path), CheckpointTensors(path, manifest)
+    folders = asset_folders(path, manifest.job)
+    return Source(model, shapes_of_manifest(manifest), tensors.read, folders, tensors.verify)
+
+
+def folder_source(path: Path) -> Source:
+    """The model of a Hugging Face folder. Raises RunError or ConfigError."""
+    model = model_of(path)
+    source = HFSource(HFFolder(path), model)
+    shapes = {name: place.shape for name, place in source.found.items()}
+    return Source(model, shapes, source.read, [path], partial(check_sums, path))
