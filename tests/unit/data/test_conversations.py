@@ -1,7 +1,7 @@
 import json
-import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.json
@@ -54,6 +54,15 @@ def write(path, records):
 def as_parquet(path):
     parquet.write_table(pyarrow.json.read_json(path), path.with_suffix(".parquet"))
     return path.with_suffix(".parquet")
+
+
+def draw(lengths):
+    """Documents of random tokens, of which half are targets."""
+    rng = np.random.default_rng(len(lengths))
+    return [
+        Encoded(str(n), rng.integers(0, 50, size), rng.random(size) < 0.5)
+        for n, size in enumerate(lengths)
+    ]
 
 
 def rows_of(documents, seq_len):
@@ -145,11 +154,7 @@ def test_a_null_of_arrow_is_no_argument_of_a_call():
 @settings(max_examples=200)
 @given(st.lists(st.integers(2, 12), max_size=90), st.integers(12, 40))
 def test_best_fit_keeps_each_document_whole_and_learns_every_target_once(lengths, seq_len):
-    rng = np.random.default_rng(len(lengths))
-    documents = [
-        Encoded(str(n), rng.integers(0, 9, size), rng.random(size) < 0.5)
-        for n, size in enumerate(lengths)
-    ]
+    documents = draw(lengths)
     rows = rows_of(documents, seq_len)
     assert sorted(int(name) for row in rows for name in row.samples) == [*range(len(lengths))]
     for row in rows:
@@ -167,8 +172,11 @@ def test_best_fit_keeps_each_document_whole_and_learns_every_target_once(lengths
 
 
 def test_best_fit_leaves_no_room_that_a_waiting_document_would_fill():
-    documents = [Encoded(str(n), np.arange(size)) for n, size in enumerate([5, 3, 2, 6, 4])]
-    assert [row.samples for row in rows_of(documents, 10)] == [["0", "4"], ["1", "3"], ["2"]]
+    assert [row.samples for row in rows_of(draw([5, 3, 2, 6, 4]), 10)] == [
+        ["0", "4"],
+        ["1", "3"],
+        ["2"],
+    ]
 
 
 @pytest.fixture(params=["json", "stream"])
@@ -263,15 +271,7 @@ def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
 
 def test_packed_conversations_have_the_gradients_of_each_alone():
     """In float64: one sum over targets, whatever a sequence holds beside them."""
-    rng = random.Random(0)
-    documents = [
-        Encoded(
-            str(n),
-            np.array([rng.randrange(50) for _ in range(size)]),
-            np.array([rng.random() < 0.6 for _ in range(size)]),
-        )
-        for n, size in enumerate([7, 19, 4, 11, 13, 6])
-    ]
+    documents = draw([7, 19, 4, 11, 13, 6])
     # A sequence's auxiliary loss depends on what else is in it.
     config = replace(model_config("qwen3", "gate"), init_std=0.3)
     assert config.moe is not None
@@ -302,7 +302,7 @@ MISTAKES = {
     "no roles": ([{"text": "a"}], {}, "training.dataset_format='messages': no record looked at"),
     "roles that the template refuses": (
         [{"messages": talk("a", "b")[::-1]}],
-        {"messages": {"template": "REFUSING"}},
+        {"messages": {"template": "refusing.jinja"}},
         "json/0: the chat template refuses it: roles must alternate: mend the conversation",
     ),
     "no answer": (
@@ -319,12 +319,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_starts(name, tmp_path):
+def test_a_mistake_is_one_line_before_anything_starts(name, tmp_path, monkeypatch):
     records, keys, line = MISTAKES[name]
-    if keys.get("messages", {}).get("template") == "REFUSING":
-        refusing = tmp_path / "refusing.jinja"
-        refusing.write_text("{{ raise_exception('roles must alternate') }}")
-        keys = {"messages": {"template": str(refusing)}}
+    monkeypatch.chdir(tmp_path)
+    Path("refusing.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     section = training(write(tmp_path / "a.jsonl", records * 4), **keys)
     assert line in refusal(read, section)
 
