@@ -21,7 +21,7 @@ from titan_moe.checkpoint.hf.read import (
 )
 from titan_moe.checkpoint.hf.shards import published_type
 from titan_moe.checkpoint.hf.source import Source, checkpoint_source, folder_source
-from titan_moe.checkpoint.hf.write import EndsOf, export, no_ends, tokenizer_of
+from titan_moe.checkpoint.hf.write import EndsOf, export, no_ends, tokenizer_arguments
 from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
 from titan_moe.checkpoint.tensors import MODEL, Chunk
 from titan_moe.config.job_config import Lora, Training
@@ -34,9 +34,10 @@ from titan_moe.runtime.errors import RunError
 
 
 class _AtRest:
-    """Checksums of a base as the adapters' run had it, in the type of products."""
+    """A base, and checksums of it as the adapters' run had it, in the type of products."""
 
-    def __init__(self, manifest: Manifest, model: HFModel) -> None:
+    def __init__(self, base: Source, manifest: Manifest, model: HFModel) -> None:
+        self._base = base
         training = Training(**manifest.job.get("training", {}))
         is_float64 = training.dtype == "float64"
         self._dtype = (
@@ -47,11 +48,13 @@ class _AtRest:
         self._copies = model.first_of_group
         self._sums: dict[tuple[str, str], int] = {}
 
-    def take(self, name: str, box: Box, values: Tensor) -> None:
-        """Adds what has been read of a tensor; others than the run's own are left out."""
+    def read(self, name: str, box: Box) -> Tensor:
+        """Returns a box of a tensor; others than the run's own have no checksum."""
+        values = self._base.read(name, box)
         if name in self._shapes:
             chunk = Chunk(MODEL + name, box, self._shapes[name], stored_in(name, self._dtype))
             self._sums[chunk.name, str(box)] = int(box_sum(values.to(chunk.dtype), chunk))
+        return values
 
     def digest(self, *, doing: str) -> str:
         """Returns the digest of what all ranks have read; collective."""
@@ -70,13 +73,13 @@ class _Merged:
         self._adapters, self._dtype = checkpoint_source(checkpoint, manifest), dtype
         self._pairs = pairs_of(self._adapters.shapes)
         self._scale = Lora(**manifest.job["lora"]).scale
-        self._at_rest = _AtRest(manifest, self._adapters.model)
+        self._at_rest = _AtRest(base, manifest, self._adapters.model)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a box of a tensor: of an adapted one in the type of the export, else in that of
         the base."""
         if name not in self._pairs:
-            return self._read_base(name, box)
+            return self._at_rest.read(name, box)
         a, b = (
             self._adapters.read(each, whole(self._adapters.shapes[each])).double()
             for each in self._pairs[name]
@@ -86,13 +89,8 @@ class _Merged:
             place = _outside(part, box)
             all_ranks = *place[:-2], slice(None), place[-1]
             product = b[place[:-1]] @ a[all_ranks]
-            sums[part] = self._read_base(name, place).double() + self._scale * product
+            sums[part] = self._at_rest.read(name, place).double() + self._scale * product
         return sums
-
-    def _read_base(self, name: str, box: Box) -> Tensor:
-        values = self._base.read(name, box)
-        self._at_rest.take(name, box, values)
-        return values
 
     def verify(self, *, doing: str) -> None:
         """Raises RunError where what has been read is damaged, or is not the base; collective."""
@@ -129,7 +127,7 @@ def merge(
     )
     merged = on_every_rank(lambda: _Merged(found, checkpoint, manifest, dtype), doing=doing)
     source = found._replace(read=merged.read, folders=folders, verify=merged.verify)
-    num_bytes = export(source, target, dtype, **tokenizer_of(checkpoint, manifest, ends_of))
+    num_bytes = export(source, target, dtype, **tokenizer_arguments(checkpoint, manifest, ends_of))
     return speed_line(f"merged {target}", num_bytes, started)
 
 

@@ -67,11 +67,11 @@ def export_checkpoint(
     if manifest.base:
         num_bytes = export_adapters(source, manifest.job, target, dtype)
         return speed_line(f"exported {target}", num_bytes, started)
-    num_bytes = export(source, target, dtype, **tokenizer_of(checkpoint, manifest, ends_of))
+    num_bytes = export(source, target, dtype, **tokenizer_arguments(checkpoint, manifest, ends_of))
     return speed_line(f"exported and read back {target}", num_bytes, started)
 
 
-def tokenizer_of(checkpoint: Path, manifest: Manifest, ends_of: EndsOf) -> dict[str, Any]:
+def tokenizer_arguments(checkpoint: Path, manifest: Manifest, ends_of: EndsOf) -> dict[str, Any]:
     """Returns what `export` takes of the tokenizer that a checkpoint's run had."""
     names, training = tokenizers_of(checkpoint, manifest)
     tokenizer = manifest.job.get("model", {}).get("tokenizer_path")

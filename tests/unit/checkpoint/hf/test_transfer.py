@@ -117,11 +117,11 @@ def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
     model = small_model("mixtral")
     folder = saved_model(tmp_path, Decoder(model.config), model=model)
-    read = CheckpointTensors.read
+    unhindered = CheckpointTensors.read
 
     def removed(self, *box):
         shutil.rmtree(folder, ignore_errors=True)
-        return read(self, *box)
+        return unhindered(self, *box)
 
     monkeypatch.setattr(CheckpointTensors, "read", removed)
     line = failure(export_checkpoint, folder, tmp_path / "out", torch.float32)
