@@ -58,6 +58,7 @@ class Float8(NamedTuple):
     shape: tuple[int, ...]
     block: tuple[int, int]
     dtype: torch.dtype = torch.float32
+    """Of what `read` returns."""
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
@@ -75,6 +76,7 @@ class MXFP4(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
+    """Of what `read` returns."""
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box, exactly."""
@@ -99,6 +101,7 @@ class Int4(NamedTuple):
     shape: tuple[int, ...]
     group: int
     dtype: torch.dtype = torch.float32
+    """Of what `read` returns."""
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""

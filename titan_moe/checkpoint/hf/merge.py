@@ -86,7 +86,8 @@ class _Merged:
         )
         sums = torch.empty(sizes(box), dtype=self._dtype)
         for part in cut(sums.shape, LARGEST_CHUNK):
-            place = _outside(part, box)
+            first = box[0].start  # Only rows are cut.
+            place = slice(first + part[0].start, first + part[0].stop), *box[1:]
             all_ranks = *place[:-2], slice(None), place[-1]
             product = b[place[:-1]] @ a[all_ranks]
             sums[part] = self._at_rest.read(name, place).double() + self._scale * product
@@ -129,11 +130,6 @@ def merge(
     source = found._replace(read=merged.read, folders=folders, verify=merged.verify)
     num_bytes = export(source, target, dtype, **tokenizer_arguments(checkpoint, manifest, ends_of))
     return speed_line(f"merged {target}", num_bytes, started)
-
-
-def _outside(part: Box, box: Box) -> Box:
-    """Returns the place of a part of a box in the whole tensor."""
-    return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(part, box, strict=True))
 
 
 def _open(manifest: Manifest, checkpoint: Path, named: Path | None) -> Source:
