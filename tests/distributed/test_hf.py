@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from titan_moe.checkpoint.hf.read import import_folder, load_hf
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.files import step_folder
@@ -38,17 +40,22 @@ def round_trip(model: HFModel, layout: str, folder: Path, dtype: str, **form: bo
     return target
 
 
+def parts_of(model: HFModel, layout: str, **tables: Any) -> list[Decoder]:
+    """Returns this rank's parts of a model in a layout."""
+    own = parse(layout)
+    tables["model"] = {"name": model.family, "flavor": "gate"}
+    tables["parallelism"] = {"module_fqns_per_model_part": None}
+    job, cpu = apply_layout(JobConfig(), own, tables), torch.device("cpu")
+    return build_sharded_model(job, model.config, device=cpu, world_size=own.world_size).parts
+
+
 def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str) -> None:
     """Load a folder into a sharded model, and export the model."""
-    own, cpu = parse(layout), torch.device("cpu")
-    tables = {"model": {"name": model.family, "flavor": "gate"}}
-    tables["parallelism"] = {"module_fqns_per_model_part": None}
-    job = apply_layout(JobConfig(), own, tables)
-    sharded = build_sharded_model(job, model.config, device=cpu, world_size=own.world_size)
-    tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
+    parts = parts_of(model, layout)
+    tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(parts).items()}
     load_hf(source, model, tensors)
     record = {"model": {"hf_assets_path": str(source)}}
-    checkpointer = plain_checkpointer(target.parent, sharded.parts, model=model, job_record=record)
+    checkpointer = plain_checkpointer(target.parent, parts, model=model, job_record=record)
     checkpointer.save(1, {})
     # More files than ranks, and not as many for each of them.
     with mock.patch.multiple(shards, LARGEST_FILE=40_000, LARGEST_PUBLISHED=0):
@@ -90,14 +97,10 @@ def write_adapters(folder: Path) -> None:
 
 def begin_with(layout: str, base: Path, adapters: Path, target: Path) -> None:
     """Begin a run with the adapters of a PEFT folder, and export them."""
-    own, model = parse(layout), model_of(base)
-    lora = LORA.model_copy(update={"initial_load_path": str(adapters)})
-    tables = {"lora": lora.model_dump(), "model": {"name": model.family, "flavor": "gate"}}
-    tables["parallelism"] = {"module_fqns_per_model_part": None}
-    job = apply_layout(JobConfig(), own, tables)
-    cpu, size = torch.device("cpu"), own.world_size
-    parts = build_sharded_model(job, model.config, device=cpu, world_size=size).parts
-    record = {"lora": tables["lora"], "model": {"hf_assets_path": str(base)}}
+    model = model_of(base)
+    lora = LORA.model_copy(update={"initial_load_path": str(adapters)}).model_dump()
+    parts = parts_of(model, layout, lora=lora)
+    record = {"lora": lora, "model": {"hf_assets_path": str(base)}}
     record["checkpoint"] = {"initial_load_path": None}
     keys = {"initial_load_in_hf": True, "async_mode": "disabled"}
     checkpointer = plain_checkpointer(target, parts, model=model, job_record=record, **keys)
