@@ -1,6 +1,7 @@
 """Chat templates that mark what the assistant writes, in the manner of published models, a
 tokenizer that has their special tokens, and conversations drawn at random."""
 
+import json
 import random
 import re
 
@@ -119,7 +120,7 @@ def without_marks(template):
     return template.replace("generation %}", "if %}").replace("%- if %}", "%- if true %}")
 
 
-def tokenizer_file(folder):
+def tokenizer_file(folder, **settings):
     """Writes a tokenizer of bytes and some merges, with the special tokens, and its settings."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,6 +133,7 @@ def tokenizer_file(folder):
     )
     bpe.train_from_iterator([*TEMPLATES.values(), " ".join(_WORDS)], trainer)
     folder.mkdir(exist_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **settings}))
     bpe.save(str(folder / "tokenizer.json"))
     return bpe
 

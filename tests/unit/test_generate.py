@@ -114,7 +114,6 @@ def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_i
 ) -> None:
     tokenizer_file(tmp_path)
     training = Training(dataset_format="messages", messages=Messages(template="chatml"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = load_tokenizer(str(tmp_path), training)
     ids = prompt_ids("Why?", tokenizer, bos=None, vocab_size=600, chat=True)
     asked = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"

@@ -31,8 +31,7 @@ def said(rendered):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer_file(folder)
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    tokenizer_file(folder, bos_token="<s>")
     return folder
 
 

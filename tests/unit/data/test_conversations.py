@@ -335,7 +335,6 @@ def test_a_parquet_file_without_conversations_says_what_one_has(tmp_path):
 
 def test_a_tokenizer_without_a_template_says_how_to_name_one(tmp_path):
     tokenizer_file(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     line = refusal(load_tokenizer, str(tmp_path), Training(dataset_format="messages"))
     assert "has no chat_template: name one with training.messages" in line
     named = Training(dataset_format="messages", messages={"template": "chatml"})
@@ -344,15 +343,14 @@ def test_a_tokenizer_without_a_template_says_how_to_name_one(tmp_path):
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "a list"])
 def test_a_template_is_found_where_models_have_it(place, tmp_path):
-    tokenizer_file(tmp_path)
-    config = {"eos_token": "</s>", "bos_token": "<s>"}
+    config = {"bos_token": "<s>"}
     if place == "chat_template.jinja":
         (tmp_path / place).write_text(TEMPLATES["headers"])
     else:
         named = [{"name": "tool_use", "template": "x"}]
         named.append({"name": "default", "template": TEMPLATES["headers"]})
         config["chat_template"] = named if place == "a list" else TEMPLATES["headers"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer_file(tmp_path, **config)
     conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
     ids, is_target = conversations.tokens(conversation_text({"messages": draws(1, 1)[0]}))
     assert is_target.any() and len(ids) == len(is_target)
@@ -363,7 +361,6 @@ def test_each_id_stands_for_the_characters_that_it_is_said_to_stand_for(kind, tm
     path, keys = "bytes", {}
     if kind == "tokenizer.json":
         tokenizer_file(tmp_path)
-        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
         path, keys = str(tmp_path), {"template": "chatml"}
     elif kind == "tiktoken":
         path = write_ranks(tmp_path / "tokenizer.model")
