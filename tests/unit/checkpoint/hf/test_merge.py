@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters, small_adapters
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
@@ -11,9 +12,12 @@ from titan_moe.checkpoint.hf import merge as merging
 from titan_moe.checkpoint.hf.merge import merge
 from titan_moe.checkpoint.hf.read import import_folder, load_alone
 from titan_moe.models.lora import pairs_of
+from titan_moe.verify.parity.check import cases, distance
 from titan_moe.verify.parity.exported import BOUND, logits_difference
+from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 CPU = torch.device("cpu")
+PLAIN = {case.family: case for case in cases() if case.option == "plain"}
 FAMILIES = ["qwen3", "gpt_oss", "deepseek_v3", "llama4", "qwen3_next", "mixtral", "glm4_moe"]
 
 
@@ -45,6 +49,24 @@ def test_a_merged_folder_is_the_sum_by_hand_to_the_bit(family, dtype, tmp_path, 
     assert logits_difference(tmp_path / "out") <= BOUND
     merge(step, tmp_path / "again", dtype, tmp_path / "imported")
     assert_same_bits(read_folder(tmp_path / "again"), read_folder(tmp_path / "out"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_transformers_computes_of_a_merged_folder_what_adapters_do(family, tmp_path):
+    with computing_in(torch.float64):
+        Oracle(PLAIN[family].settings, 3).model.save_pretrained(tmp_path / "base")
+        ours, model = adapted(tmp_path / "base")
+        step = saved_adapters(tmp_path, ours, model, base=tmp_path / "base")
+    merge(step, tmp_path / "out", torch.float64)
+    tokens_BS = torch.randint(0, model.config.vocab_size, (2, 12))
+    how = {"dtype": torch.float64, "attn_implementation": "eager"}
+    with computing_in(torch.float64), FirstOfEqual():
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", experts_implementation="eager", **how
+        )
+        logits_BSV = theirs.eval()(tokens_BS, use_cache=False).logits
+        assert distance(logits_BSV, ours.eval()(tokens_BS)) <= 1e-12
 
 
 @pytest.fixture
