@@ -50,17 +50,25 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
 
 
 def check_adapters(job: JobConfig, model: ModelConfig) -> list[str]:
-    """Returns why the adapters that a run begins with cannot be loaded. Takes what `check_loading`
-    takes."""
+    """Returns why the adapters that a run begins with cannot be loaded, or those that it ends with
+    have no place in a PEFT folder. Takes what `check_loading` takes."""
     path, folder = job.lora.initial_load_path, Path(job.job.dump_folder) / job.checkpoint.folder
-    if path is None or any(folder.glob("step-*")):
+    begins = path is not None and not any(folder.glob("step-*"))
+    exports = job.checkpoint.enable and job.checkpoint.last_save_in_hf
+    if job.lora.rank is None or not (begins or exports):
         return []
-    from titan_moe.checkpoint.hf.peft import check_adapters
+    from titan_moe.checkpoint.hf.names import empty_model
+    from titan_moe.checkpoint.hf.peft import check_adapters, pairs_there
 
+    hf_model, key = HFModel(job.model.name, model), f"lora.initial_load_path={path}"
     try:
-        check_adapters(HFModel(job.model.name, model), job.model_dump(mode="json"))
+        if begins:
+            check_adapters(hf_model, job.model_dump(mode="json"))
+        key = "checkpoint.last_save_in_hf=true"
+        named = empty_model(model, job.lora).named_parameters()
+        pairs_there(hf_model, {name: tuple(tensor.shape) for name, tensor in named})
     except (RunError, ConfigError) as error:
-        return [f"lora.initial_load_path={path}: {line}" for line in str(error).splitlines()]
+        return [f"{key}: {line}" for line in str(error).splitlines()]
     return []
 
 

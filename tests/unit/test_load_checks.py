@@ -53,6 +53,7 @@ NEW = "--job.dump_folder {}/new --checkpoint.initial_load_path {}"
 STEP_2 = f"{NEW}/run/checkpoint/step-2"
 INITIAL = "checkpoint.initial_load_path={}"
 PEFT = "--job.dump_folder {}/new --lora.initial_load_path {}/empty"
+LAST_IN_HF = "--job.dump_folder {}/new --lora.rank 4 --checkpoint.last_save_in_hf"
 MIXTRAL = "--model.name mixtral --model.flavor debugmodel"
 WHOLE = "--checkpoint.initial_load_model_only false"
 REFUSED = [
@@ -74,6 +75,8 @@ REFUSED = [
     (f"{NEW}/hf --checkpoint.initial_load_in_hf", f"{INITIAL}/hf: {{}}/hf holds a model of the fa"),
     (f"{PEFT} --lora.rank 4", "lora.initial_load_path={}/empty: {}/empty is no PEFT folder: adap"),
     (PEFT, "lora.initial_load_path={}/empty without lora.rank: set that to its r"),
+    (f"{LAST_IN_HF} --model.num_mtp_layers 1", "checkpoint.last_save_in_hf=true: mtp.layers.0.bl"),
+    (LAST_IN_HF, None),
     (f"{NEW}/hf --checkpoint.initial_load_in_hf {MIXTRAL}", "there 272); model.flavor=hf with"),
 ]
 
