@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.config.checks.base import Run
     from titan_moe.config.checks.notes import without_experts
+    from titan_moe.config.checks.run import names
     from titan_moe.config.training_stages import training_stages
     from titan_moe.distributed.memory import GIB, choose_accumulation, memory
     from titan_moe.distributed.memory_table import Setup
@@ -35,6 +37,8 @@ def run(options: argparse.Namespace) -> Answer:
     config = model_of_job(job.model)
     if config.moe is None:
         job = without_experts(job)
+    if problems := list(names(Run(job, config, options.ranks))):
+        raise ConfigError(problems)
     size = total(config)
     active = size.active(config)
     setups = {step: Setup(stage, config, options.ranks) for step, stage in training_stages(job)}

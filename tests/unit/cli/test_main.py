@@ -215,6 +215,13 @@ def test_memory_counts_the_moments_of_the_optimizer_that_it_names() -> None:
     assert saved == pytest.approx(30.5e9 - 0.62e9, rel=0.01)
 
 
+def test_memory_of_parts_that_the_model_lacks_is_refused() -> None:
+    words = ["memory", "--config", "qwen3/30B-A3B_8gpu", "--training.freeze", "nothing"]
+    done = run_command(*words)
+    assert done.returncode == 2
+    assert "training.freeze=nothing matches nothing in this model" in done.stderr
+
+
 def test_memory_ends_with_a_verdict() -> None:
     name = ["--config", "qwen3/30B-A3B_8gpu", "--ranks", 8]
     found = json.loads(run_command("memory", *name, "--json").stdout)

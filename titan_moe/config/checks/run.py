@@ -85,7 +85,8 @@ def _lora(run: Run) -> Iterator[str]:
         )
 
 
-def _names(run: Run) -> Iterator[str]:
+def names(run: Run) -> Iterator[str]:
+    """Patterns that name nothing, and ones that leave nothing to train."""
     job = run.job
     if job.training.freeze or job.optimizer.groups or job.lora.rank is not None:
         from titan_moe.models.trained import unknown_patterns  # With torch, which takes a while.
@@ -175,7 +176,7 @@ RULES: list[Rule] = [
     _schedule,
     _precision,
     _lora,
-    _names,
+    names,
     _profiling,
     _capture,
     _checkpoint,
