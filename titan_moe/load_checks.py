@@ -37,6 +37,7 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
         found = find_checkpoint(config.model_copy(update={"load_only": True}), folder)
         if found is not None:
             _check_model(job, model, found, is_own=found.path.parent == folder)
+            _check_frozen(job, model, found)
             _check_data(job, found)
         elif config.initial_load_in_hf and "model" not in config.exclude_from_loading:
             weights = config.initial_load_path or job.model.hf_assets_path
@@ -101,6 +102,26 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
         raise RunError(
             f"{found.path} does not fit the model: {'; '.join(problems)}; it is of model.name="
             f"{of.get('name')}, model.flavor={of.get('flavor')}: set these, or name another"
+        )
+
+
+def _check_frozen(job: JobConfig, model: ModelConfig, found: "Found") -> None:
+    """Raises RunError for moments of other parameters than those that train."""
+    from titan_moe.checkpoint.hf.names import empty_model
+    from titan_moe.models.trained import trained
+
+    had = found.manifest.job.get("training", {}).get("freeze", [])
+    if found.model_only or "optimizer" in found.excluded or had == job.training.freeze:
+        return
+    names = [name for name, _ in empty_model(model, job.lora).named_parameters()]
+    before, now = (
+        trained(names, model, job.training.model_copy(update={"freeze": freeze}), job.lora)
+        for freeze in (had, job.training.freeze)
+    )
+    if before != now:
+        raise RunError(
+            f"training.freeze={job.training.freeze}, and {found.path} is of a run with {had}: set "
+            'it to that, or begin its moments anew: checkpoint.exclude_from_loading=["optimizer"]'
         )
 
 
