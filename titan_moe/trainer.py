@@ -36,7 +36,7 @@ from titan_moe.metrics.jsonl import INITIAL_WEIGHTS
 from titan_moe.metrics.run_log import WITHOUT_TEXT, RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
-from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.optim.optimizers import build_optimizer, peak_rates
 from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
@@ -107,6 +107,7 @@ class Trainer:
         self.optimizer = build_optimizer(
             job.optimizer, sharded.named_parameters(), self.meshes.group
         )
+        self.peak_rates = peak_rates(self.optimizer, job.optimizer)
         self.train_step = TrainStep(
             sharded,
             self.optimizer,
@@ -181,7 +182,8 @@ class Trainer:
         before = self._state()
         with phases("data", step), region("data"):
             batches = self.data.loader.next_step()
-        set_lr(self.optimizer, lr_factor(step, self.job.lr_scheduler, training.steps))
+        factor = lr_factor(step, self.job.lr_scheduler, training.steps)
+        set_lr(self.optimizer, factor)
         asked = step == self.job.debug.capture_step
         capture = StepCapture(self.job, self.sharded, self.optimizer, step) if asked else None
         logged = self.log.wants(step) or self._validates(step) or capture is not None
@@ -219,7 +221,7 @@ class Trainer:
         self.log.step(
             step,
             result,
-            rates={group["name"]: group["lr"] for group in self.optimizer.param_groups},
+            rates={name: peak * factor for name, peak in self.peak_rates.items()},
             tokens=self.progress.tokens,
             step_tokens=step_tokens,
             validation_loss=validation_loss,

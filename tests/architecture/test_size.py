@@ -42,8 +42,9 @@ REAL_FILES = {"titan_moe": 2_130, "tests": 2_470, "scripts": 60}
 REGRESSION_JOBS = {"titan_moe": 700, "tests": 985, "scripts": 70}
 # A core that reads straight gave lines back; 2,000 and 700 were meant.
 STRAIGHT_CORE = {"titan_moe": -1_410, "tests": -786, "scripts": 0}
-# Fine-tuning came later, on conversations first; 1,700 and 1,500 are meant for all of it.
-FINE_TUNING = {"titan_moe": 633, "tests": 588, "scripts": 0}
+# Fine-tuning came later: conversations, adapters, exports that are read back, routes of inference
+# engines; 1,700 and 1,500 lines were meant.
+FINE_TUNING = {"titan_moe": 2_136, "tests": 1_753, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

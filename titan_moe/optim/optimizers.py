@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from titan_moe.config.job_config import Optimizer, OptimizerGroup
+from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.models.decoder import is_bias, matches
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon, matrix_cut
@@ -60,6 +61,16 @@ def build_optimizer(
     # torch wants a group, also on a stage of a pipeline where nothing trains.
     nothing = {"name": "decay", "kind": "decay", "params": [], "peak_lr": config.lr}
     return BUILDERS[config.name](groups or [nothing], config, joined_group)
+
+
+def peak_rates(optimizer: torch.optim.Optimizer, config: Optimizer) -> dict[str, float]:
+    """Returns the peak learning rate of each group by name, of all ranks' groups: a stage of a
+    pipeline may have no parameter of one. Collective."""
+    rates = {group["name"]: group["peak_lr"] for group in optimizer.param_groups}
+    if not config.groups:
+        return rates
+    everyone = from_every_rank(lambda: rates, doing="cannot gather learning rates")
+    return {name: rate for each in everyone for name, rate in each.items()}
 
 
 BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {

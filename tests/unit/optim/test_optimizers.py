@@ -5,10 +5,12 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
-from titan_moe.optim.optimizers import BUILDERS, build_optimizer
+from titan_moe.optim.optimizers import BUILDERS, build_optimizer, peak_rates
+from titan_moe.runtime.ranks import run_on_ranks
 
 
 def parameters():
@@ -68,6 +70,19 @@ def test_the_first_group_that_matches_a_parameter_holds_for_it():
         "norm.weight": ("no_decay", 0.5, 0.0),
         "output.bias": ("no_decay", 0.5, 0.0),
     }
+
+
+def rates_of_a_stage() -> dict[str, float]:
+    """Peak rates where each rank has one of two layers."""
+    config = Optimizer.model_validate({"lr": 0.5, "groups": [{"pattern": "layers.1", "lr": 2.0}]})
+    name = f"layers.{dist.get_rank()}.weight"
+    return peak_rates(
+        build_optimizer(config, {name: nn.Parameter(torch.ones(2, 2))}.items()), config
+    )
+
+
+def test_every_rank_of_a_pipeline_knows_the_rates_of_all_groups():
+    assert run_on_ranks(rates_of_a_stage, 2) == [{"decay": 0.5, "decay:layers.1": 2.0}] * 2
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])

@@ -273,7 +273,7 @@ def _opened(folder: Path, pairs: Sequence[Pair], lora: Lora) -> dict[str, Any]:
         settings = json.loads((folder / SETTINGS).read_bytes())
         stored = opened(folder / WEIGHTS)
         _refuse_others(folder / SETTINGS, settings, lora)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise RunError(f"{folder} is no PEFT folder: {SETTINGS}: {reason(error)}") from None
     there = {name: tuple(values.get_shape()) for name, values in stored.items()}
     wanted: dict[str, tuple[int, ...]] = {}

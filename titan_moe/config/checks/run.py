@@ -78,6 +78,11 @@ def _lora(run: Run) -> Iterator[str]:
             "training.indexer_stage=dense trains indexers alone, and lora.rank="
             f"{job.lora.rank} adapters alone: leave lora.rank out"
         )
+    if "model" in job.checkpoint.exclude_from_loading:
+        yield (
+            f"checkpoint.exclude_from_loading=model with lora.rank={job.lora.rank}: adapters would "
+            "stand beside weights that nobody has trained: leave model out"
+        )
     if job.checkpoint.initial_load_path and not job.checkpoint.initial_load_model_only:
         yield (
             f"checkpoint.initial_load_model_only=false with lora.rank={job.lora.rank}: adapters "
