@@ -128,6 +128,14 @@ def test_a_model_and_adapters_are_not_taken_for_each_other(
     assert "holds a whole model: name it in checkpoint.initial_load_path" in says
 
 
+@pytest.mark.slow
+def test_adapters_saved_without_their_moments_begin_another_run(tmp_path: Path, base: Path):
+    saves = {"enable": True, "initial_load_path": str(base), "last_save_model_only": True}
+    run_on_ranks(train_here, 2, job_of(tmp_path / "run", base, steps=1, checkpoint=saves))
+    says = refused(tmp_path, job_of(tmp_path / "run", base, steps=2))
+    assert "what titan-moe hf export makes of it as lora.initial_load_path" in says
+
+
 def refused(folder: Path, job: JobConfig) -> str:
     """Returns the line by which a job is refused."""
     save_job(job, folder / "job.toml")
@@ -158,3 +166,5 @@ def test_a_seed_checkpoint_holds_weights_and_adapters(tmp_path: Path):
         run_on_ranks(train_here, 2, job_of(folder, path, parallelism=layout, steps=2))
         curves.append(np.array([line[1:3] for line in figures(folder)]))
     np.testing.assert_allclose(*curves, rtol=1e-5)
+    says = refused(tmp_path, job_of(tmp_path / "other", path, lora={"rank": 3, "alpha": 1.0}))
+    assert "lora.alpha is 1.0, and" in says and "another checkpoint.initial_load_path" in says

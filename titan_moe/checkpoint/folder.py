@@ -200,10 +200,13 @@ def find_checkpoint(config: Checkpoint, folder: Path) -> Found | None:
         own = step_folder(folder, config.load_step if config.load_step >= 0 else steps[-1])
         manifest = read_manifest(own)
         if manifest.model_only and manifest.step > 0:
+            begin = f"checkpoint.initial_load_path={own}"
+            if manifest.base:
+                begin = "what titan-moe hf export makes of it as lora.initial_load_path"
             raise RunError(
                 f"{own} holds the model only (checkpoint.last_save_model_only) and cannot be "
                 "resumed; choose an earlier checkpoint.load_step, or start in another "
-                f"job.dump_folder with checkpoint.initial_load_path={own}"
+                f"job.dump_folder with {begin}"
             )
         return Found(own, manifest, manifest.model_only, excluded)
     if config.initial_load_path is None or config.initial_load_in_hf:

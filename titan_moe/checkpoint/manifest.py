@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_moe.checkpoint.digests import MANIFEST, damage, digest, files
 from titan_moe.distributed.agreement import from_every_rank
+from titan_moe.models.decoder import ADAPTER
 from titan_moe.runtime.errors import RunError, listed
 from titan_moe.runtime.revision import running_code
 
@@ -155,21 +156,22 @@ def refuse_other_adapters(
     wants another thing there.
 
     Args:
-        is_own: the run goes on from it; else its weights are those that a run begins with.
+        is_own: the run goes on from it; else its weights, with adapters in a seed checkpoint, are
+            those that a run begins with.
     """
-    asked = job.get("lora", {})
+    asked, had = job.get("lora", {}), manifest.job.get("lora", {})
     if not is_own:
         refuse_adapters(manifest, folder)
-        return
-    had = manifest.job.get("lora", {}) if manifest.base else {}
+    is_adapted = any(ADAPTER in name for name in manifest.tensors)
     for key in ("rank", "alpha", "rank_stabilised", "targets"):
-        if had and had[key] != asked[key]:
+        if is_adapted and had[key] != asked[key]:
             value = "is not set" if asked[key] is None else f"is {asked[key]}"
+            other = "job.dump_folder" if is_own else "checkpoint.initial_load_path"
             raise RunError(
                 f"lora.{key} {value}, and {folder} has adapters of lora.{key}={had[key]}: set it "
-                "to that, or choose another job.dump_folder"
+                f"to that, or choose another {other}"
             )
-    if not had and (rank := asked.get("rank")) is not None:
+    if is_own and not is_adapted and (rank := asked.get("rank")) is not None:
         raise RunError(
             f"lora.rank={rank}, and {folder} holds a whole model: name it in "
             "checkpoint.initial_load_path, and choose another job.dump_folder"

@@ -132,6 +132,7 @@ OTHERS = {
     f"1 tensor missing: {Q}": lambda x: x.pop(Q),
     f"1 tensor of no use to this model: {Q}s": lambda x: x.update({Q + "s": x[Q].clone()}),
     f"1 tensor of another shape: {Q} [": lambda x: x.update({Q: x[Q].mT.contiguous()}),
+    f"{Q} holds no floating-point numbers": lambda x: x.update({Q: x[Q].long()}),
 }
 
 
@@ -150,9 +151,13 @@ def test_other_adapters_are_one_line(words, written, tmp_path):
 
 
 def test_no_peft_folder_is_one_line(written, tmp_path):
-    _, *of_model = written
+    folder, *of_model = written
     line = failure(read_adapters, tmp_path, *of_model, LORA)
     assert f"{tmp_path} is no PEFT folder: {SETTINGS}: No such file" in line
+    shutil.copy(folder / WEIGHTS, tmp_path)
+    (tmp_path / SETTINGS).write_text("[]")
+    line = failure(read_adapters, tmp_path, *of_model, LORA)
+    assert f"{tmp_path} is no PEFT folder: {SETTINGS}: 'list' object" in line
 
 
 @pytest.mark.parametrize(
