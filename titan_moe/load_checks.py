@@ -78,7 +78,7 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     checkpoints alone, and what they stand beside in others."""
     from titan_moe.checkpoint.hf.names import empty_model
     from titan_moe.checkpoint.manifest import TensorSpec, audit, refuse_other_adapters
-    from titan_moe.checkpoint.tensors import MODEL, model_tensors, resting_names
+    from titan_moe.checkpoint.tensors import MODEL, base_names, model_tensors
     from titan_moe.models.decoder import ADAPTER
     from titan_moe.models.trained import freeze
 
@@ -88,13 +88,13 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     empty = empty_model(model, job.lora)
     freeze(empty, job.training, job.lora)
     stored, wanted = found.manifest.tensors, {}
-    resting = resting_names([empty], job.lora.model_dump())
+    in_base = base_names([empty], job.lora.model_dump())
     for name, tensor in model_tensors([empty]).items():
-        if name in resting if is_own else ADAPTER in name and name not in stored:
+        if name in in_base if is_own else ADAPTER in name and name not in stored:
             continue
         spec = stored.get(name)
-        # Some tensors are float32 in a model of any type, and what rests is converted.
-        as_stored = spec is not None and (spec.dtype == "float32" or name in resting)
+        # Some tensors are float32 in a model of any type, and base weights are converted.
+        as_stored = spec is not None and (spec.dtype == "float32" or name in in_base)
         dtype = spec.dtype if spec is not None and as_stored else job.training.dtype
         wanted[name] = TensorSpec(tuple(tensor.shape), dtype)
     if problems := audit(found.manifest, wanted, [MODEL]):

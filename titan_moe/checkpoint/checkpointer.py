@@ -10,7 +10,7 @@
 Each rank writes its *.distcp, rank 0 the other files.
 
 Of a model with adapters, tensors are the adapters, their moments and the routers' buffers; a seed
-checkpoint alone has all. Weights that rest are loaded anew; the manifest has a digest of them.
+checkpoint alone has all. Base weights are loaded anew; the manifest has a digest of them.
 
 Every save takes one path: checksums, DCP's writer (tensors.py), and the manifest at the end. With
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
@@ -50,12 +50,12 @@ from titan_moe.checkpoint.tensors import (
     OPTIMIZER,
     FolderWriter,
     SavePlanner,
+    base_names,
     held_chunks,
     local_tensors,
     model_tensors,
     optimizer_tensors,
     read_tensors,
-    resting_names,
 )
 from titan_moe.checkpoint.train_state import (
     DATA,
@@ -126,7 +126,7 @@ class Checkpointer:
         pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
         self._stager = Stager(pinned=pinned)
         lora = {} if config.create_seed_checkpoint else job_record.get("lora", {})
-        self._resting = resting_names(modules, lora)
+        self._base_names = base_names(modules, lora)
         self._base: str | None = None
         self._save: Save | None = None
         self.last_step: int | None = None
@@ -294,7 +294,7 @@ class Checkpointer:
         self.loaded_job = manifest.job
         is_own = source.parent == self.folder
         refuse_other_adapters(manifest, source, self._job_record, is_own=is_own)
-        if is_own and self._resting:
+        if is_own and self._base_names:
             self._load_base(manifest)
         parts = [MODEL] * ("model" not in excluded)
         if self._optimizer is not None and not model_only and "optimizer" not in excluded:
@@ -304,7 +304,7 @@ class Checkpointer:
         if not is_own:
             load_adapters(self._model, self._job_record, model_tensors(self._modules))
         else:
-            if self._config.initial_load_path and not self._resting and dist.get_rank() == 0:
+            if self._config.initial_load_path and not self._base_names and dist.get_rank() == 0:
                 logger.warning(
                     "checkpoint.initial_load_path is not used: %s has checkpoints", self.folder
                 )
@@ -342,23 +342,23 @@ class Checkpointer:
             )
 
     def _as_stored(self, tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-        """Returns tensors to read what rests into, in the types of the checkpoint, which may be
+        """Returns tensors to read base weights into, in the types of the checkpoint, which may be
         wider: copies as large as this rank's part."""
-        found = tensors.keys() & self._resting & manifest.tensors.keys()
+        found = tensors.keys() & self._base_names & manifest.tensors.keys()
         types = {name: getattr(torch, manifest.tensors[name].dtype) for name in found}
         return {name: torch.empty_like(tensors[name], dtype=types[name]) for name in found}
 
     def _base_digest(self) -> str:
-        """Returns a digest of the weights at rest; empty where there are none. Collective, once."""
+        """Returns a digest of the base weights; empty where there are none. Collective, once."""
         if self._base is None:
             named = model_tensors(self._modules)
-            self._base = joint_digest(checksums({n: named[n] for n in sorted(self._resting)}))
+            self._base = joint_digest(checksums({n: named[n] for n in sorted(self._base_names)}))
         return self._base
 
     def _tensors(self, *, with_optimizer: bool, base: Manifest | None = None) -> dict[str, Tensor]:
         """Returns what checkpoints hold, or what a run begins with that loads `base`: all but the
         adapters that are not in it. A seed checkpoint of a model with adapters holds them."""
-        named, left_out = model_tensors(self._modules), self._resting
+        named, left_out = model_tensors(self._modules), self._base_names
         if base is not None:
             left_out = {n for n in named if ADAPTER in n and n not in base.tensors}
         tensors = {name: named[name] for name in named if name not in left_out}
@@ -396,5 +396,5 @@ class Checkpointer:
         tied = self._model.config if self._model and MODEL in parts else None
         if tied and (problems := unlike_copies(tied, sums)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
-        for name in tensors.keys() & self._resting:
+        for name in tensors.keys() & self._base_names:
             local_part(own[name]).copy_(local_part(tensors[name]))

@@ -83,8 +83,8 @@ def joint_digest(sums: Mapping[str, str]) -> str:
 
 
 def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:
-    """Returns one error line per tied weight whose copies have different checksums; those that rest
-    beside adapters have none."""
+    """Returns one error line per tied weight whose copies have different checksums; base
+    weights of adapters have none."""
     lines = []
     for first, *copies in tied_weights(config):
         if differ := [name for name in copies if sums.get(MODEL + name) != sums.get(MODEL + first)]:

@@ -80,8 +80,8 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {MODEL + fqn: detached(tensor) for fqn, tensor in _named_tensors(modules).items()}
 
 
-def resting_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str]:
-    """Names, as in `model_tensors`, of the weights beside adapters, which may be on another stage
+def base_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str]:
+    """Names, as in `model_tensors`, of the base weights of adapters, which may be on another stage
     of the pipeline: checkpoints leave them out. `lora`: that table; without a rank, none."""
     if lora.get("rank") is None:
         return set()

@@ -201,7 +201,7 @@ class Moe(Section):
 
 
 class OptimizerGroup(Section):
-    """Other values for some parameters; norms and biases take no weight decay here either."""
+    """Sets other values for some parameters; norms and biases take no weight decay here either."""
 
     pattern: str
     """A name, or a part of one between dots, such as "router"; or with wildcards, as
@@ -299,9 +299,9 @@ class Dataset(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (arXiv 2106.09685): the weights that the run begins with rest, in the type
-    of products, and a pair of small matrices beside each learns. Checkpoints hold adapters
-    alone."""
+    """Low-rank adapters (arXiv 2106.09685): the weights that the run begins with are frozen, in
+    the type of products, and a pair of small matrices beside each is trained. Checkpoints hold
+    adapters alone."""
 
     rank: PositiveInt | None = None
     """Rank of the adapters; left out: none, all weights train."""
@@ -402,9 +402,9 @@ class Training(Section):
     """Weight of the mean over depths of multi-token prediction's losses, each a sum divided by the
     number of the model's own target tokens; left out: the flavor's."""
     freeze: list[str] = Field([])
-    """Parameters that rest, by patterns: a name, or a part of one between dots, such as "router";
+    """Frozen parameters, by patterns: a name, or a part of one between dots, such as "router";
     or with wildcards, as "*.experts.*". They have no gradients and no optimizer state, and the bias
-    of a frozen router rests too."""
+    of a frozen router stays as it is."""
     indexer_stage: Literal["dense", "sparse"] = "sparse"
     """Stage of sparse attention: 'dense' warms indexers up, which learn from attention to all keys
     while other weights and routing biases are frozen; 'sparse' trains everything on the selected

@@ -88,7 +88,7 @@ def read_document(
 
 
 def encode_learned(document: Document, tokenizer: Tokenizer, seq_len: int | None) -> Encoded:
-    """As `encode_document`; ChatError too for a conversation that has nothing to learn."""
+    """Does what `encode_document` does; ChatError too for a conversation with nothing to learn."""
     encoded = encode_document(document, tokenizer, seq_len)
     if encoded.is_target is None or encoded.is_target.any():
         return encoded

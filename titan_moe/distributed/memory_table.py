@@ -145,9 +145,9 @@ def _of_parameters(setup: Setup, share: Share, sizes: Sizes) -> Table:
 
     owned, training = (sum(map(sum, sizes.values())) * on_rank for sizes in (parts, trained))
     narrow = setup.job.optimizer.state_dtype == "bfloat16"
-    resting = compute if setup.job.lora.rank is not None else stored
+    frozen = compute if setup.job.lora.rank is not None else stored
     owns = {
-        "weights": training * stored + (owned - training) * resting,
+        "weights": training * stored + (owned - training) * frozen,
         "gradients": training * stored,
         "moments": _moments(setup, trained) * on_rank * (_BYTES["bfloat16"] if narrow else stored),
     }

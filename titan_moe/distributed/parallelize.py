@@ -289,10 +289,10 @@ def _plain_model(
     with torch.device("meta"):
         model = Decoder(config, core, recurrence)
         adapt(model, job.lora)
-    # Buffers keep their types: biases of 1e-3. Nothing is added to what rests beside adapters.
-    resting = stored_dtype(job) if job.lora.rank is None else compute_dtype(job)
+    # Buffers keep their types: biases of 1e-3. Nothing is added to base weights.
+    of_base = stored_dtype(job) if job.lora.rank is None else compute_dtype(job)
     for name, parameter in model.named_parameters():
-        stored = stored_dtype(job) if ADAPTER in name else resting
+        stored = stored_dtype(job) if ADAPTER in name else of_base
         parameter.data = parameter.data.to(stored_in(name, stored))
     return model
 

@@ -33,7 +33,7 @@ def layout_summary(
     sizes: dict[str, list[int]] = defaultdict(list)
     for name, parameter in parameters.items():
         kind = "routed experts" if ".experts." in name else "dense"
-        kind += "" if parameter.requires_grad else ", at rest"
+        kind += "" if parameter.requires_grad else ", frozen"
         sizes[f"{kind}: {_placements(parameter)}"].append(parameter.numel())
     for layout, numbers in sizes.items():
         lines.append(f"  {sum(numbers) / 1e6:10.3f} M in {len(numbers):4d} tensors  {layout}")

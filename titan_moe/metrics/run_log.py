@@ -310,7 +310,7 @@ def model_flops_per_token(config: ModelConfig, seq_len: int, *, adapts: bool = F
     """FLOPs of forward and backward for one token: of its top_k experts, not of all.
 
     A matrix product costs twice its forward again in the backward (arXiv 2204.02311, appendix B);
-    recomputation does not count. Where the model `adapts`, weights at rest have no gradients: a
+    recomputation does not count. Where the model `adapts`, frozen weights have no gradients: a
     product costs its forward once more; adapters and the rest of attention's backward are left out.
     """
     return (2 if adapts else 3) * sum(part_flops(config, seq_len).values())

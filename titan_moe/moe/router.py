@@ -232,11 +232,9 @@ def update_routers(
     # A layer without a counted token, of prediction beyond short documents, keeps its load.
     loads_LE = (counts_LE / total_L1).where(total_L1 > 0, torch.stack(loads))
     torch._foreach_copy_(loads, list(loads_LE.to(loads[0].dtype).unbind()))
-    if speed := local[0].config.bias_update_speed:
+    # The bias of a frozen router stays as it is.
+    moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad]
+    if moves and (speed := local[0].config.bias_update_speed):
         biases = [router.expert_bias for router in local]
-        moved_LE = updated_bias(torch.stack(biases), counts_LE, speed)
-        # The bias of a router that is frozen rests.
-        moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad]
-        if moves:
-            moved = moved_LE.unbind()
-            torch._foreach_copy_([biases[n] for n in moves], [moved[n] for n in moves])
+        moved = updated_bias(torch.stack(biases), counts_LE, speed).unbind()
+        torch._foreach_copy_([biases[n] for n in moves], [moved[n] for n in moves])

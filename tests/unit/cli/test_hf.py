@@ -98,7 +98,7 @@ def _export(monkeypatch, folder):
 
 
 def test_a_wrong_table_of_names_shows_in_the_logits(tmp_path, monkeypatch, capsys):
-    """Which reading back cannot see: it goes by the same table."""
+    """Reading back cannot see it, as it goes by the same table."""
     right = mixtral.keys
 
     def swapped(config):

@@ -74,7 +74,7 @@ def test_adapted_experts_are_those_of_weights_added_up(
     assert all(not of_stack[1].any() for of_stack in found[1:])
 
 
-def test_weights_at_rest_cost_no_product(monkeypatch: pytest.MonkeyPatch):
+def test_frozen_weights_cost_no_product(monkeypatch: pytest.MonkeyPatch):
     weights, shapes = stacks(torch.float64), []
     real = grouped_mm.grouped_mm_grad_weights
 

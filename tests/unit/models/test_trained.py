@@ -38,12 +38,12 @@ def names_of(family: str, flavor: str) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def test_all_copies_of_one_parameter_rest_whichever_is_named():
+def test_all_copies_of_one_parameter_are_frozen_whichever_is_named():
     config = model_config("deepseek_v3", "gate")  # With copies of its embedding.
     job = make_job("deepseek_v3", training={"freeze": ["mtp.layers.0.tok_embeddings"]})
     names = names_of("deepseek_v3", "gate")
-    resting = set(names) - trained(names, config, job.training, job.lora)
-    assert resting == {"tok_embeddings.weight", "mtp.layers.0.tok_embeddings.weight"}
+    frozen = set(names) - trained(names, config, job.training, job.lora)
+    assert frozen == {"tok_embeddings.weight", "mtp.layers.0.tok_embeddings.weight"}
 
 
 def unknown(job: JobConfig) -> list[str]:

@@ -40,7 +40,7 @@ CODE = "auto_map"
 
 
 class Carried(NamedTuple):
-    """What an export has of the folders that its model came from."""
+    """Holds what an export takes along from the folders that its model came from."""
 
     files: list[Path]
     """Files that were copied."""

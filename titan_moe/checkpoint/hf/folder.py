@@ -58,7 +58,7 @@ class Float8(NamedTuple):
     shape: tuple[int, ...]
     block: tuple[int, int]
     dtype: torch.dtype = torch.float32
-    """Of what `read` returns."""
+    """The type of the values that `read` returns."""
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
@@ -76,7 +76,7 @@ class MXFP4(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
-    """Of what `read` returns."""
+    """The type of the values that `read` returns."""
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box, exactly."""
@@ -101,7 +101,7 @@ class Int4(NamedTuple):
     shape: tuple[int, ...]
     group: int
     dtype: torch.dtype = torch.float32
-    """Of what `read` returns."""
+    """The type of the values that `read` returns."""
 
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""

@@ -33,7 +33,7 @@ from titan_moe.models.lora import pairs_of
 from titan_moe.runtime.errors import RunError
 
 
-class _AtRest:
+class _BaseWeights:
     """A base, and checksums of it as the adapters' run had it, in the type of products."""
 
     def __init__(self, base: Source, manifest: Manifest, model: HFModel) -> None:
@@ -73,13 +73,13 @@ class _Merged:
         self._adapters, self._dtype = checkpoint_source(checkpoint, manifest), dtype
         self._pairs = pairs_of(self._adapters.shapes)
         self._scale = Lora(**manifest.job["lora"]).scale
-        self._at_rest = _AtRest(base, manifest, self._adapters.model)
+        self._weights = _BaseWeights(base, manifest, self._adapters.model)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a box of a tensor: of an adapted one in the type of the export, else in that of
         the base."""
         if name not in self._pairs:
-            return self._at_rest.read(name, box)
+            return self._weights.read(name, box)
         a, b = (
             self._adapters.read(each, whole(self._adapters.shapes[each])).double()
             for each in self._pairs[name]
@@ -90,14 +90,14 @@ class _Merged:
             place = slice(first + part[0].start, first + part[0].stop), *box[1:]
             all_ranks = *place[:-2], slice(None), place[-1]
             product = b[place[:-1]] @ a[all_ranks]
-            sums[part] = self._at_rest.read(name, place).double() + self._scale * product
+            sums[part] = self._weights.read(name, place).double() + self._scale * product
         return sums
 
     def verify(self, *, doing: str) -> None:
         """Raises RunError where what has been read is damaged, or is not the base; collective."""
         self._adapters.verify(doing=doing)
         self._base.verify(doing=doing)
-        if self._at_rest.digest(doing=doing) != self._manifest.base:
+        if self._weights.digest(doing=doing) != self._manifest.base:
             raise RunError(
                 f"{self._checkpoint} has adapters of other weights: name theirs with --base"
             )

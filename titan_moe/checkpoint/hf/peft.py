@@ -276,10 +276,9 @@ def _opened(folder: Path, pairs: Sequence[Pair], lora: Lora) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise RunError(f"{folder} is no PEFT folder: {SETTINGS}: {reason(error)}") from None
     there = {name: tuple(values.get_shape()) for name, values in stored.items()}
-    if whole := [
-        name for name, each in stored.items() if not each.get_dtype().startswith(("F", "BF"))
-    ]:
-        raise RunError(f"{folder}: {listed(whole)} holds no floating-point numbers")
+    types = {name: values.get_dtype() for name, values in stored.items()}
+    if others := [name for name, dtype in types.items() if not dtype.startswith(("F", "BF"))]:
+        raise RunError(f"{folder}: {listed(others)} holds no floating-point numbers")
     wanted: dict[str, tuple[int, ...]] = {}
     for pair in pairs:
         wanted |= zip(pair.keys, pair.shapes, strict=True)

@@ -46,7 +46,7 @@ Sums = dict[tuple[str, int], int]
 
 @dataclass
 class Original:
-    """What an export is made of, and the fingerprints of what has been read of it on this rank."""
+    """Holds what an export is made of, and fingerprints of what this rank has read of it."""
 
     model: HFModel
     types: Mapping[str, torch.dtype]

@@ -81,7 +81,7 @@ def _lora(run: Run) -> Iterator[str]:
     if "model" in job.checkpoint.exclude_from_loading:
         yield (
             f"checkpoint.exclude_from_loading=model with lora.rank={job.lora.rank}: adapters would "
-            "stand beside weights that nobody has trained: leave model out"
+            "be trained on random weights: leave model out"
         )
     if job.checkpoint.initial_load_path and not job.checkpoint.initial_load_model_only:
         yield (
@@ -91,7 +91,7 @@ def _lora(run: Run) -> Iterator[str]:
 
 
 def names(run: Run) -> Iterator[str]:
-    """Patterns that name nothing, and ones that leave nothing to train."""
+    """Yields a line for each pattern that names nothing, or one where nothing is left to train."""
     job = run.job
     if job.training.freeze or job.optimizer.groups or job.lora.rank is not None:
         from titan_moe.models.trained import unknown_patterns  # With torch, which takes a while.

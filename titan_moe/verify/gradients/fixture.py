@@ -33,7 +33,7 @@ RATES = (1.0, 0.5)
 """Factors on the peak learning rate, by step."""
 MAX_NORM, MAX_NORM_OF_A_PART = 0.5, 0.02
 """The largest max_norm, below the norm of the first gradients: of all parameters, and of those that
-train beside others at rest."""
+train beside frozen ones."""
 ADAPTER_SCALE = 0.3
 """Factor of adapters' products. A much larger one makes a model that turns rounding errors of the
 first step into errors of 1e-8 in the second."""

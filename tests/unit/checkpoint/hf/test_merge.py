@@ -33,7 +33,7 @@ def _by_hand(base, adapters, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_folder_is_the_sum_by_hand_to_the_bit(family, dtype, tmp_path, monkeypatch):
-    """Of a Hugging Face folder and of a checkpoint, cut in small parts; transformers agrees."""
+    """The base is a Hugging Face folder, then a checkpoint; both are cut in small parts."""
     monkeypatch.setattr(merging, "LARGEST_CHUNK", 700)
     make_folder(tmp_path / "base", small_model(family, num_layers=3), torch.bfloat16)
     import_folder(tmp_path / "base", tmp_path / "imported", torch.float32)

@@ -90,7 +90,7 @@ def test_we_read_what_peft_writes(family, dtype, tmp_path):
     _same(ours, theirs, dtype)
 
 
-def test_adapters_that_rest_are_exported_too(tmp_path):
+def test_frozen_adapters_are_exported_too(tmp_path):
     ours, model, step = small_adapters(tmp_path, "qwen3", 1)
     export_checkpoint(step, tmp_path / "out", torch.float32)
     for name, tensor in adapters_of(ours).items():
@@ -138,7 +138,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("words", OTHERS)
 def test_other_adapters_are_one_line(words, written, tmp_path):
-    """Of other settings, or other tensors."""
+    """A folder with other settings, or with other tensors, is refused."""
     folder, *of_model = written
     shutil.copytree(folder, tmp_path / "in")
     if isinstance(change := OTHERS[words], dict):
