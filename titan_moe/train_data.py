@@ -4,20 +4,28 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import job_of_step
-from titan_moe.data.build import build_reader, build_validation, data_notes
+from titan_moe.data.build import (
+    build_reader,
+    build_validation,
+    data_notes,
+    measure_conversations,
+)
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import StepReader, continue_state, merge_states
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.sequences import Identity
+from titan_moe.data.sources import training_sources
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
-from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.distributed.agreement import from_every_rank
+from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.runtime.process import Process
 
@@ -33,10 +41,9 @@ class TrainData:
         job: JobConfig,
         config: ModelConfig,
         process: Process,
-        dims: ParallelDims,
     ) -> None:
-        """`run_job`: the whole run's configuration; `job`, `dims`: the present stage's, and its
-        layout. Raises ConfigError."""
+        """`run_job`: the whole run's configuration; `job`: the present stage's. Collective. Raises
+        ConfigError or RunError."""
         self._job = run_job
         self._process = process
         self.tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
@@ -44,16 +51,17 @@ class TrainData:
             raise ConfigError(lines)
         for line in data_notes(job.training, job.validation) if process.is_main else []:
             logger.info(line)
-        self._open(job, dims)
+        self._open(job)
 
-    def _open(self, job: JobConfig, dims: ParallelDims) -> None:
-        """Open the loaders at the beginning of the data.
+    def _open(self, job: JobConfig) -> None:
+        """Open the loaders at the beginning of the data; collective.
 
         Beside a GPU, whose kernels this process launches, a child process reads. The child's start
         takes seconds, so a run on the CPU reads in this process.
         """
         training, tokenizer_path = job.training, job.model.tokenizer_path
         rank, on_gpu = self._process.rank, self._process.device.type == "cuda"
+        dims = parallel_dims(job.parallelism, self._process.world_size)
         place = {
             "seed": job.debug.seed,
             "rank": dims.coordinate(rank, "batch"),
@@ -64,6 +72,8 @@ class TrainData:
             "permutation": job.debug.permute_rows,
             "validation": job.validation,
         }
+        if self.tokenizer.conversations is not None:
+            reads["lengths"] = self._lengths(job)
         reader: StepReader | ReaderProcess
         if on_gpu:
             reader = ReaderProcess(training, tokenizer_path, job.job.imports, **reads)
@@ -78,13 +88,49 @@ class TrainData:
         if job.validation.enable:
             self.validation = build_validation(job.validation, training, self.tokenizer, **place)
 
-    def reopen(self, job: JobConfig, dims: ParallelDims) -> None:
+    def _lengths(self, job: JobConfig) -> list[np.ndarray]:
+        """The lengths of each source's conversations, of which each rank tokenizes a part;
+        collective."""
+        training, process = job.training, self._process
+        parts = from_every_rank(
+            lambda: measure_conversations(
+                training,
+                self.tokenizer,
+                seed=job.debug.seed,
+                part=process.rank,
+                parts=process.world_size,
+            ),
+            doing="reading the conversations failed",
+        )
+        found = []
+        sources = training_sources(training)
+        for source, *lengths in zip(sources, *parts, strict=True):
+            found.append(sum(each.tokens for each in lengths))
+            if (count := sum(each.left_out for each in lengths)) and process.is_main:
+                example = next(each.example for each in lengths if each.example)
+                logger.warning(
+                    "%s: %d of %d conversations are left out, such as %s",
+                    *(source.name, count, len(found[-1]), example),
+                )
+        return found
+
+    def end_with_epochs(self, job: JobConfig) -> JobConfig:
+        """Returns `job` with the steps of training.epochs, if training.steps are more."""
+        training, steps = job.training, self.loader.count_steps()
+        if self._process.is_main:
+            line = "training.epochs=%d: the data end with step %d"
+            ends = "" if steps <= training.steps else f", training.steps={training.steps} before"
+            logger.info(line + ends, training.epochs, steps)
+        fewer = training.model_copy(update={"steps": min(steps, training.steps)})
+        return job.model_copy(update={"training": fewer})
+
+    def reopen(self, job: JobConfig) -> None:
         """Open the loaders for another stage or layout, where all ranks' data is; collective."""
         states: list[Any] = [None] * self._process.world_size
         dist.all_gather_object(states, self.loader.state_dict())
         before = self.loader.identity
         self.loader.close()
-        self._open(job, dims)
+        self._open(job)
         state = continue_state(merge_states(states), before, self.loader.identity)
         self.loader.load_state_dict(state)
 

@@ -76,9 +76,11 @@ class Trainer:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
+        self.data = TrainData(self.run_job, job, model_config, process)
+        if job.training.epochs is not None:  # A run of epochs has no stages.
+            self.run_job = job = self.data.end_with_epochs(job)
         self._build_model(job)
         self._prepare_updates()
-        self.data = TrainData(self.run_job, job, model_config, process, self.meshes.dims)
         self.progress = Progress()
         state = self.checkpointer.load() or {}
         if "data" in state:
@@ -124,7 +126,8 @@ class Trainer:
         if resume_step >= steps:
             self.checkpointer.check_export(resume_step, finished=True)
             at = f"{self.checkpointer.folder} is at step {resume_step}"
-            remedy = "raise training.steps to go on, or choose another job.dump_folder"
+            key = "steps" if self.job.training.epochs is None else "epochs"
+            remedy = f"raise training.{key} to go on, or choose another job.dump_folder"
             self._say(f"{at} of training.steps={steps} already: {remedy}")
             self._close(draws=False)
             return False
@@ -192,7 +195,7 @@ class Trainer:
             result = self.train_step(
                 batches,
                 logged=logged,
-                counts={WITHOUT_TEXT[training.dataset_format]: documents_without_text(read)},
+                counts={WITHOUT_TEXT: documents_without_text(read)},
                 parameter_norms=self.job.metrics.log_parameter_norms and self.log.wants(step),
                 observer=capture,
             )
@@ -308,7 +311,7 @@ class Trainer:
         moves = self.meshes.dims.pp > 1 or sized or layouts[0] != layouts[1]
         sent = self._move_to(job) if moves else 0
         self.job, self._ran = job, False
-        self.data.reopen(job, self.meshes.dims)
+        self.data.reopen(job)
         set_random_state(random_state)
         self.routing = RoutingTrace(job, self.sharded, self.process, resume_step=step)
         self.log.set_layout(job, self.sharded, resume_step=step)

@@ -419,6 +419,9 @@ class Training(Section):
     """Response to a spike, with the values of on_nonfinite."""
     steps: PositiveInt = 10000
     """Optimizer steps of the run."""
+    epochs: PositiveInt | None = None
+    """Passes over the conversations after which the run ends, if `steps` does not end it before:
+    each conversation is read so many times."""
     stop_timeout_seconds: PositiveInt = 300
     """Longest time that a run may take to stop and save after SIGTERM or SIGUSR1; it is then ended
     as it is."""

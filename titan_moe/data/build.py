@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,13 @@ from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.conversations import ChatError
 from titan_moe.data.corpus import Source, left_out
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
+from titan_moe.data.packed_conversations import ConversationSequences, Lengths, measure
 from titan_moe.data.reader import StepReader
 from titan_moe.data.sequences import (
     BlendSource,
     Identity,
     SequenceStream,
+    TextSequences,
     encode_document,
     read_document,
 )
@@ -80,8 +81,9 @@ def sample_data(
     place: dict[str, Any] = {"seed": how["seed"], "rank": 0, "num_ranks": 1}
     reader = build_reader(training, tokenizer, validation=validation, **how | place)
     # The sources of a blend have epochs of their own lengths.
-    size = how["global_batch_size"] if len(reader.sources) == 1 else 0
-    orders = [(source.order, "training", size) for source in reader.sources]
+    sources = reader.sequences.sources
+    size = how["global_batch_size"] if len(sources) == 1 else 0
+    orders = [(source.order, "training", size) for source in sources]
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)
         orders += [(source.order, "validation", 0) for source in loader.sources]
@@ -104,10 +106,11 @@ def build_reader(
     global_batch_size: int,
     permutation: int = 0,
     validation: Validation | None = None,
+    lengths: Sequence[np.ndarray] | None = None,
 ) -> StepReader:
     """The reader of data rank `rank` of `num_ranks`. It reads a contiguous range of the global
     batch's sequences, or of the order that the seed `permutation` gives them. Leaves out the
-    documents that `validation` holds out.
+    documents that `validation` holds out. lengths: as `ConversationSequences` takes them.
 
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
@@ -120,6 +123,7 @@ def build_reader(
     shared = {("synthetic", os.path.realpath(""))}
     if validation is not None and validation.enable:
         shared |= shared_places(validation, training)
+    epochs = training.epochs or (None if training.repeat_dataset else 1)
     sources, names = [], []
     for source in training_sources(training):
         split = Split.TRAIN if source.place in shared else Split.ALL
@@ -131,9 +135,10 @@ def build_reader(
             shuffle=True,
             sequences=sequences,
             global_batch_size=global_batch_size,
-            repeat=training.repeat_dataset,
+            epochs=epochs,
         )
-        _check_size(opened, global_batch_size, repeat=training.repeat_dataset)
+        if tokenizer.conversations is None:
+            _check_size(opened, global_batch_size, repeat=training.repeat_dataset)
         sources.append(BlendSource(opened, source.weight))
         whole = ":whole" if split is Split.ALL else ""
         names.append(f"{source.weight:g} x {opened.fingerprint}{whole}")
@@ -145,6 +150,10 @@ def build_reader(
         seq_len=training.seq_len,
         checksum="+".join(source.order.checksum() or "-" for source in sources),
     )
+    size = training.local_batch_size
+    if tokenizer.conversations is not None:
+        packed = ConversationSequences(sources, tokenizer, identity, own=sequences, lengths=lengths)
+        return StepReader(packed, identity=identity, local_batch_size=size)
     mask = training.mask_documents
     streams = [
         SequenceStream(
@@ -152,8 +161,21 @@ def build_reader(
         )
         for index in sequences
     ]
-    size = training.local_batch_size
-    return StepReader(streams, sources, identity=identity, local_batch_size=size)
+    return StepReader(TextSequences(streams, sources), identity=identity, local_batch_size=size)
+
+
+def measure_conversations(
+    training: Training, tokenizer: Tokenizer, *, seed: int, part: int, parts: int
+) -> list[Lengths]:
+    """The lengths of one part of each source's conversations. Raises ConfigError as `build_reader`
+    does."""
+    found = []
+    for source in training_sources(training):
+        corpus = open_source(source, tokenizer, seed)
+        assert isinstance(corpus, Corpus)
+        how: dict[str, Any] = {"name": source.name, "part": part, "parts": parts}
+        found.append(measure(corpus, tokenizer, training.seq_len, **how))
+    return found
 
 
 def build_validation(
@@ -226,7 +248,7 @@ def _endless_validation(validation: Validation, training: Training) -> list[str]
         f"validation.steps={validation.steps} would read all of the stream {source.dataset!r}: "
         "set validation.steps to a number of batches"
         for source in validation_sources(validation, training)
-        if source.is_stream
+        if source.is_stream and training.dataset_format == "text"
     ]
 
 
@@ -239,29 +261,30 @@ def _open_order(
     shuffle: bool = False,
     sequences: Sequence[int] = (0,),
     global_batch_size: int = 1,
-    repeat: bool = False,
+    epochs: int | None = 1,
 ) -> DocumentOrder:
     """Open a source for training, or by default as it is for validation."""
     opened = open_source(source, tokenizer, seed)
-    if tokenizer.conversations is not None:
-        _check_conversations(source, opened, tokenizer)
-    how: dict[str, Any] = {"split": split, "repeat": repeat}
     if isinstance(opened, Corpus):
-        return CorpusOrder(source.name, opened, seed=seed if shuffle else None, **how)
-    how |= {"sequences": sequences, "global_batch_size": global_batch_size}
-    return StreamOrder(source.name, opened, **how)
+        if tokenizer.conversations is not None:
+            _check_conversations(source, opened, tokenizer)
+        seed_or_none = seed if shuffle else None
+        return CorpusOrder(source.name, opened, split=split, seed=seed_or_none, epochs=epochs)
+    return StreamOrder(
+        source.name,
+        opened,
+        split=split,
+        sequences=sequences,
+        global_batch_size=global_batch_size,
+        repeat=epochs is None,
+    )
 
 
-def _check_conversations(source: Source, opened: Corpus | HubStream, tokenizer: Tokenizer) -> None:
+def _check_conversations(source: Source, corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Refuse a source whose first conversations the chat template refuses, or of which none has
     anything to learn. Those of later ones are left out, and counted."""
-    documents = (
-        opened.read()
-        if isinstance(opened, HubStream)
-        else map(opened.__getitem__, range(len(opened)))
-    )
     has_target = False
-    for document in islice(documents, _MOST_SAMPLED):
+    for document in map(corpus.__getitem__, range(min(len(corpus), _MOST_SAMPLED))):
         if document.content is None:
             continue
         try:

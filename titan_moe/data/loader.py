@@ -51,6 +51,10 @@ class Loader:
         self._state = state
         return batches
 
+    def count_steps(self) -> int:
+        """The steps of training.epochs, before any is read."""
+        return self._reader.count_steps()
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state after the last step handed out: this rank's sequences by number."""
         return self._state

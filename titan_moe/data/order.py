@@ -146,13 +146,14 @@ class CorpusOrder:
     num_partitions = 1
 
     def __init__(
-        self, name: str, corpus: Corpus, *, split: Split, seed: int | None, repeat: bool
+        self, name: str, corpus: Corpus, *, split: Split, seed: int | None, epochs: int | None
     ) -> None:
+        """epochs: the number of epochs after which the documents end; None: they do not."""
         self.name = name
         self.fingerprint = corpus.fingerprint
-        self._corpus = corpus
+        self.corpus = corpus
         self._seed = seed
-        self._repeat = repeat
+        self._epochs = epochs
         # The split is one fixed permutation of the corpus, cut in two; it knows no seed, so that no
         # run ever trains on another run's held-out documents.
         self._split = Permutation(len(corpus)) if split is not Split.ALL and len(corpus) else None
@@ -162,16 +163,21 @@ class CorpusOrder:
         self.size = held_out if split is Split.HELD_OUT else len(corpus) - self._first
 
     def checksum(self) -> str:
-        return self._corpus.checksum()
+        return self.corpus.checksum()
 
-    def document(self, position: int, partition: int = 0) -> Document:
+    def index(self, position: int) -> int:
+        """The number in the corpus of the document at `position`. OutOfDocumentsError beyond the
+        last epoch."""
         epoch, index = divmod(position, self.size)
-        if epoch > 0 and not self._repeat:
+        if self._epochs is not None and epoch >= self._epochs:
             raise OutOfDocumentsError
         if self._seed is not None:
             index = Permutation(self.size, self._seed, epoch)[index]
         index += self._first
-        return self._corpus[index if self._split is None else self._split[index]]
+        return index if self._split is None else self._split[index]
+
+    def document(self, position: int, partition: int = 0) -> Document:
+        return self.corpus[self.index(position)]
 
     def mark(self, oldest: Mapping[int, int]) -> None:
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from titan_moe.runtime.errors import RunError
+T = TypeVar("T")
 
 # A label that is no target; the default `ignore_index` of torch's cross entropy.
 IGNORE_INDEX = -100
@@ -21,8 +22,6 @@ class Encoded:
     ids: np.ndarray
     is_target: np.ndarray | None = None
     """True for each token that is to be learned; None: all but the first are."""
-    place: tuple[int, int] = (0, 0)
-    """Its source, and its number among the documents of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -96,75 +95,56 @@ class Packer:
         return PackedSequence(tokens[:-1], labels, documents[:-1], samples[:held])
 
 
-class BestFitPacker:
-    """Puts whole documents into sequences of `seq_len` tokens, none longer than that.
+class BestFit(Generic[T]):
+    """Puts items into groups of at most `capacity`.
 
-    A sequence takes the document that has waited longest and then, as long as one fits, the longest
-    that does, of a number that wait. What is left of it repeats its own first tokens, as a document
-    without targets: padding of one token would go to one set of experts (as in `ignored_sequence`).
+    A group takes the item that has waited longest and then, as long as one fits, the longest that
+    does, of a number that wait.
     """
 
     _WAITING = 64
 
-    def __init__(self, next_document: Callable[[], Encoded | None], *, seq_len: int) -> None:
-        """`next_document` returns None, or raises RunError, when there is no more."""
-        self._next_document = next_document
-        self._seq_len = seq_len
-        self.waiting: list[Encoded] = []
-        self._end: RunError | None = None
-        self._has_ended = False
+    def __init__(
+        self, next_item: Callable[[], T | None], *, size: Callable[[T], int], capacity: int
+    ) -> None:
+        """`next_item` returns None when there is no more; no size is above `capacity`."""
+        self._next_item, self._size, self._capacity = next_item, size, capacity
+        self.waiting: list[T] = []
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """The sources and numbers of the documents that wait."""
-        return [each.place for each in self.waiting]
+    def next_group(self) -> list[T]:
+        """The items of the next group; none when there is no item left."""
+        group: list[T] = []
+        space = self._capacity
+        while True:
+            while len(self.waiting) < self._WAITING and (item := self._next_item()) is not None:
+                self.waiting.append(item)
+            sizes = list(map(self._size, self.waiting))
+            fitting = [place for place, size in enumerate(sizes) if size <= space]
+            if not fitting:
+                return group
+            best = max(fitting, key=sizes.__getitem__) if group else fitting[0]
+            space -= sizes[best]
+            group.append(self.waiting.pop(best))
 
-    def next_sequence(self) -> PackedSequence | None:
-        """Pack one sequence; None when there is no document left, or the error that said so."""
-        chosen: list[Encoded] = []
-        space = self._seq_len
-        while fitting := [each for each in self._filled() if len(each.ids) <= space]:
-            best = max(fitting, key=lambda each: len(each.ids)) if chosen else fitting[0]
-            self.waiting = [each for each in self.waiting if each is not best]
-            chosen.append(best)
-            space -= len(best.ids)
-        if not chosen:
-            if self._end is not None:
-                raise self._end
-            return None
-        return self._packed(chosen)
 
-    def _filled(self) -> list[Encoded]:
-        while len(self.waiting) < self._WAITING and not self._has_ended:
-            try:
-                document = self._next_document()
-            except RunError as error:
-                self._end, document = error, None
-            if document is None:
-                self._has_ended = True
-            else:
-                self.waiting.append(document)
-        return self.waiting
-
-    def _packed(self, chosen: list[Encoded]) -> PackedSequence:
-        ids = np.concatenate([each.ids for each in chosen])
-        labels = np.full(self._seq_len, IGNORE_INDEX, np.int64)
-        documents = np.full(self._seq_len, len(chosen), np.int32)
-        at = 0
-        for number, document in enumerate(chosen):
-            end = at + len(document.ids)
-            documents[at:end] = number
-            targets = document.ids[1:]
-            if document.is_target is not None:
-                targets = np.where(document.is_target[1:], targets, IGNORE_INDEX)
-            labels[at : end - 1] = targets
-            at = end
-        return PackedSequence(
-            np.concatenate([ids, np.resize(ids, self._seq_len - at)]),
-            labels,
-            documents,
-            [each.name for each in chosen],
-        )
+def whole_documents(documents: Sequence[Encoded], seq_len: int) -> PackedSequence:
+    """One sequence of whole documents. What is left of it repeats its own first tokens, as a
+    document without targets: padding of one token would go to one set of experts (as in
+    `ignored_sequence`)."""
+    ids = np.concatenate([each.ids for each in documents])
+    labels = np.full(seq_len, IGNORE_INDEX, np.int64)
+    numbers = np.full(seq_len, len(documents), np.int32)
+    at = 0
+    for number, document in enumerate(documents):
+        end = at + len(document.ids)
+        numbers[at:end] = number
+        targets = document.ids[1:]
+        if document.is_target is not None:
+            targets = np.where(document.is_target[1:], targets, IGNORE_INDEX)
+        labels[at : end - 1] = targets
+        at = end
+    tokens = np.concatenate([ids, np.resize(ids, seq_len - at)])
+    return PackedSequence(tokens, labels, numbers, [each.name for each in documents])
 
 
 def ignored_sequence(like: PackedSequence) -> PackedSequence:

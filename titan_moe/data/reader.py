@@ -8,8 +8,9 @@ from typing import Any
 
 from titan_moe.config.errors import as_written
 from titan_moe.data.order import Assignment
+from titan_moe.data.packed_conversations import ConversationSequences
 from titan_moe.data.packing import PackedSequence
-from titan_moe.data.sequences import BlendSource, Identity, SequenceStream
+from titan_moe.data.sequences import Identity, TextSequences
 from titan_moe.runtime.errors import RunError
 
 Microbatches = list[list[PackedSequence]]
@@ -20,27 +21,21 @@ class StepReader:
 
     def __init__(
         self,
-        streams: Sequence[SequenceStream],
-        sources: Sequence[BlendSource],
+        sequences: TextSequences | ConversationSequences,
         *,
         identity: Identity,
         local_batch_size: int,
     ) -> None:
-        assert len(streams) % local_batch_size == 0
         self.identity = identity
-        self.sources = sources
-        self._streams = streams
+        self.sequences = sequences
         self._local_batch_size = local_batch_size
-        # The position, by source and partition, from which on the sequences take documents: 0,
-        # until a training stage changes the batch size.
-        self._first = [[0] * source.order.num_partitions for source in sources]
         self._step = 0
 
     def read_step(self) -> tuple[Microbatches, dict[str, Any]]:
         """All microbatches of the next step, in order, and the state after it. RunError when the
         data ran out or cannot be read."""
         try:
-            packed = [stream.next_sequence() for stream in self._streams]
+            packed = self.sequences.next_batch()
         except RunError as error:
             raise RunError(f"step {self._step + 1}: {error}") from None
         except Exception as error:  # A disk, a network, a damaged file: each raises its own.
@@ -51,21 +46,19 @@ class StepReader:
             ) from error
         self._step += 1
         size = self._local_batch_size
+        assert len(packed) % size == 0
         microbatches = [packed[first : first + size] for first in range(0, len(packed), size)]
         return microbatches, self.state_dict()
 
+    def count_steps(self) -> int:
+        """The steps from the beginning of conversations that end to their end. Begins anew."""
+        assert isinstance(self.sequences, ConversationSequences)
+        return -(-self.sequences.count() // self.identity.global_batch_size)
+
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: this rank's sequences by number, and the places where streams are read on."""
-        return {
-            "identity": asdict(self.identity),
-            "step": self._step,
-            "first": self._first,
-            "rows": {str(stream.index): stream.state() for stream in self._streams},
-            "marks": [
-                source.order.mark(self._oldest(number))
-                for number, source in enumerate(self.sources)
-            ],
-        }
+        """JSON-able: the place in the data after the last step that was read."""
+        place = self.sequences.state()
+        return {"identity": asdict(self.identity), "step": self._step, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which `state`, merged over all ranks, was taken.
@@ -73,28 +66,18 @@ class StepReader:
         The number of data ranks may differ from then. RunError if the state is another stream's.
         """
         _check_identity(state, self.identity)
-        self._first = state["first"]
-        for source, mark, first in zip(self.sources, state["marks"], self._first, strict=True):
-            source.order.seek(mark, first)
-        for stream in self._streams:
-            stream.load_state(state["rows"][str(stream.index)], self._first)
+        self.sequences.load_state(state)
         self._step = state["step"]
 
     def close(self) -> None:
         """Has nothing to end; `ReaderProcess` does."""
 
-    def _oldest(self, source: int) -> dict[int, int]:
-        """The first position, by partition of `source`, that a resume asks for."""
-        oldest: dict[int, int] = {}
-        for stream in self._streams:
-            for partition, position in stream.oldest(source).items():
-                oldest[partition] = min(position, oldest.get(partition, position))
-        return oldest
-
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state of all sequences from the states of all data ranks, taken at the same step."""
     assert len({state["step"] for state in states}) == 1
+    if "rows" not in states[0]:  # Of conversations each rank's state is that of all sequences.
+        return states[0]
     sequences: dict[str, Any] = {}
     for state in states:
         sequences |= state["rows"]
@@ -114,30 +97,31 @@ def _merge_marks(marks: Sequence[Any]) -> Any:
 
 
 def documents_without_text(state: dict[str, Any]) -> int:
-    """Documents without a text, or conversations left out, that the sequences of a state have read
-    so far."""
-    return sum(sequence["without_text"] for sequence in state["rows"].values())
+    """Documents without a text that the sequences of a state have read so far."""
+    return sum(sequence["without_text"] for sequence in state.get("rows", {}).values())
 
 
 def first_without_text(state: dict[str, Any]) -> str:
-    """Names one of these documents, with what is wrong with it; empty if there is none."""
-    return next(filter(None, (row.get("first_without") for row in state["rows"].values())), "")
+    """Names one of these documents; empty if there is none."""
+    rows = state.get("rows", {}).values()
+    return next(filter(None, (row.get("first_without") for row in rows)), "")
 
 
 def continue_state(state: dict[str, Any], saved: Identity, identity: Identity) -> dict[str, Any]:
     """Convert `state`, merged over all ranks and taken under `saved`, for the loader of a training
     stage of another global_batch_size or seq_len.
 
-    With another seq_len each sequence goes on at its cursor. With another global_batch_size new
-    sequences begin, in each partition after the last document that any sequence has begun; the
-    rest of those documents is left unread. RunError if the state was taken under neither.
+    Conversations go on with the next one. Of texts, each sequence goes on at its cursor with
+    another seq_len. With another global_batch_size new sequences begin, in each partition after the
+    last document that any sequence has begun; the rest of those documents is left unread. RunError
+    if the state was taken under neither.
     """
     if state["identity"] == asdict(identity):
         return state
     _check_identity(state, saved)
     moved = state | {"identity": asdict(identity)}
     size = saved.global_batch_size
-    if identity.global_batch_size == size:
+    if identity.global_batch_size == size or "rows" not in state:
         return moved
     sequences, first = state["rows"], state["first"]
     begins = [

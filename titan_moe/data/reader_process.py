@@ -44,6 +44,10 @@ class ReaderProcess:
         microbatches, self._state = self._ask("read_step")
         return microbatches, self._state
 
+    def count_steps(self) -> int:
+        steps: int = self._ask("count_steps")
+        return steps
+
     def state_dict(self) -> dict[str, Any]:
         return self._state
 
@@ -95,6 +99,8 @@ def _serve(pipe: Connection) -> None:
                 reply = None, (reader.identity, reader.state_dict())
             elif request[0] == "read_step":
                 reply = None, reader.read_step()
+            elif request[0] == "count_steps":
+                reply = None, reader.count_steps()
             else:
                 reader.load_state_dict(request[1])
                 reply = None, reader.state_dict()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titan_moe.data.conversations import ChatError
 from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, mix
-from titan_moe.data.packing import BestFitPacker, Encoded, PackedSequence, Packer
+from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.stream import DocumentOrder
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
-
-_MOST_LEFT_OUT = 10_000
-"""Conversations in a row without anything to learn at which a run ends."""
 
 
 @dataclass(frozen=True)
@@ -141,17 +138,12 @@ class SequenceStream:
         self._read = [0] * len(sources)  # Documents opened, by source.
         self._without_text, self._first_without = 0, ""
         self._source = -1  # The source of the document that is cut; -1: none is.
-        self._seq_len = identity.seq_len
-        self._packer: Packer | BestFitPacker
-        if tokenizer.conversations is not None:
-            self._packer = BestFitPacker(self._next_conversation, seq_len=identity.seq_len)
-        else:
-            self._packer = Packer(
-                self._next_document,
-                seq_len=identity.seq_len,
-                mask_documents=mask_documents,
-                padding_id=tokenizer.eos_id,
-            )
+        self._packer = Packer(
+            self._next_document,
+            seq_len=identity.seq_len,
+            mask_documents=mask_documents,
+            padding_id=tokenizer.eos_id,
+        )
 
     def next_sequence(self) -> PackedSequence:
         """The next seq_len tokens; RunError when a source has no document left."""
@@ -163,26 +155,20 @@ class SequenceStream:
         """The first position, by partition of `source`, that a resume from `state()` asks for."""
         turns = len(self._assignment(source).partitions(self.index))
         next_number = self._read[source] - (source == self._source)
-        if isinstance(self._packer, BestFitPacker):
-            waiting = [number for of, number in self._packer.places if of == source]
-            next_number = min([next_number, *waiting])
         return dict(self._place(source, next_number + turn) for turn in range(turns))
 
     def state(self) -> dict[str, Any]:
         """JSON-able place in the stream: documents and tokens opened by source, "part", the source
         of the open document, and its tokens before the place; the number of documents without a
-        text or left out, and the first one with the reason."""
-        state = {
+        text, and the first one."""
+        return {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
             "part": self._source,
-            "offset": 0,
+            "offset": self._packer.offset,
             "without_text": self._without_text,
             "first_without": self._first_without,
         }
-        if isinstance(self._packer, Packer):
-            return state | {"offset": self._packer.offset}
-        return state | {"waiting": self._packer.places}
 
     def load_state(self, state: dict[str, Any], first: Sequence[Sequence[int]]) -> None:
         """Go on where `state` was taken, of sequences that begin at the positions `first`."""
@@ -192,13 +178,6 @@ class SequenceStream:
         self._source = state["part"]
         self._without_text = state["without_text"]
         self._first_without = state.get("first_without", "")
-        if isinstance(self._packer, BestFitPacker):
-            places = [(source, number) for source, number in state.get("waiting", [])]
-            # A stream's documents are read in their order.
-            found = {place: self._conversation(*place) for place in sorted(places)}
-            # In a training stage of shorter sequences nothing may be left of one.
-            self._packer.waiting = [each for place in places if (each := found[place])]
-            return
         document = None
         if self._source >= 0:
             opened_last = self._open(self._source, self._read[self._source] - 1)
@@ -223,32 +202,9 @@ class SequenceStream:
         self._source = source
         self._blend.tokens[source] += len(encoded.ids)
         if document.content is None:
-            self._count(document, "has no text")
+            self._without_text += 1
+            self._first_without = self._first_without or document.name
         return encoded
-
-    def _next_conversation(self) -> Encoded:
-        """The next conversation that has something to learn; the others are counted."""
-        for _ in range(_MOST_LEFT_OUT):
-            source, document = self._take()
-            try:
-                encoded = encode_learned(document, self._tokenizer, self._seq_len)
-            except ChatError as error:
-                self._count(document, str(error))
-                continue
-            self._blend.tokens[source] += len(encoded.ids)
-            return replace(encoded, place=(source, self._read[source] - 1))
-        name = self._sources[source].order.name
-        line = f"{name}: {_MOST_LEFT_OUT:,} conversations in a row are left out"
-        raise RunError(f"{line}, such as {self._first_without}: mend the data")
-
-    def _count(self, document: Document, problem: str) -> None:
-        """Count a document that gives nothing to learn."""
-        self._without_text += 1
-        self._first_without = self._first_without or f"{document.name}: {problem}"
-
-    def _conversation(self, source: int, number: int) -> Encoded | None:
-        encoded = read_document(self._open(source, number), self._tokenizer, self._seq_len)
-        return encoded and replace(encoded, place=(source, number))
 
     def _take(self) -> tuple[int, Document]:
         """Returns the source of the next document, and that document."""
@@ -266,3 +222,45 @@ class SequenceStream:
             ) from None
         self._read[source] += 1
         return source, document
+
+
+class TextSequences:
+    """The sequences of one data rank, each with documents of its own."""
+
+    def __init__(self, streams: Sequence[SequenceStream], sources: Sequence[BlendSource]) -> None:
+        self.sources = sources
+        self._streams = streams
+        # The position, by source and partition, from which on the sequences take documents: 0,
+        # until a training stage changes the batch size.
+        self._first = [[0] * source.order.num_partitions for source in sources]
+
+    def next_batch(self) -> list[PackedSequence]:
+        """This rank's sequences of the next step; RunError when a source has no document left."""
+        return [stream.next_sequence() for stream in self._streams]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: this rank's sequences by number, and the places where streams are read on."""
+        return {
+            "first": self._first,
+            "rows": {str(stream.index): stream.state() for stream in self._streams},
+            "marks": [
+                source.order.mark(self._oldest(number))
+                for number, source in enumerate(self.sources)
+            ],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state`, merged over all ranks, was taken."""
+        self._first = state["first"]
+        for source, mark, first in zip(self.sources, state["marks"], self._first, strict=True):
+            source.order.seek(mark, first)
+        for stream in self._streams:
+            stream.load_state(state["rows"][str(stream.index)], self._first)
+
+    def _oldest(self, source: int) -> dict[int, int]:
+        """The first position, by partition of `source`, that a resume asks for."""
+        oldest: dict[int, int] = {}
+        for stream in self._streams:
+            for partition, position in stream.oldest(source).items():
+                oldest[partition] = min(position, oldest.get(partition, position))
+        return oldest

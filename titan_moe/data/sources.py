@@ -14,7 +14,7 @@ from titan_moe.data.builtin import StdlibConversations, StdlibCorpus, SyntheticC
 from titan_moe.data.corpus import CORPORA, FORMATS, FileCorpus, Source, find_files
 from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.order import Corpus
-from titan_moe.data.stream import HubStream
+from titan_moe.data.stream import HubCorpus, HubStream
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import TokenCorpus
 
@@ -49,7 +49,8 @@ def open_source(source: Source, tokenizer: Tokenizer, seed: int) -> Corpus | Hub
     """
     check_source(source, tokenizer)
     if source.dataset not in CORPORA:
-        return HubStream(source)
+        # Conversations are packed by their lengths, which must be known of all.
+        return HubStream(source) if source.text_column is not None else HubCorpus(source)
     return CORPORA[source.dataset](source, tokenizer, seed)
 
 

@@ -101,6 +101,11 @@ class HubStream:
         self._builder.download_and_prepare()
         return self._builder.as_dataset(self._split)
 
+    def text(self, row: dict[str, Any]) -> str | None:
+        """The text of a row, or its conversation as JSON."""
+        text = row[COLUMN] if COLUMN in row else pick(without_nulls(row), self.column)
+        return text if isinstance(text, str) else None
+
     def shard(self, index: int, count: int) -> HubStream:
         """Part `index` of `count` of the files, with a place of its own."""
         one = copy.copy(self)
@@ -117,8 +122,7 @@ class HubStream:
         self._rows.load_state_dict(mark or self._beginning)
         try:
             for row in self._rows:
-                text = row[COLUMN] if COLUMN in row else pick(without_nulls(row), self.column)
-                yield Document(self._source.dataset, text if isinstance(text, str) else None)
+                yield Document(self._source.dataset, self.text(row))
         except Exception as error:
             state, cause = self._rows.state_dict(), first_cause(error)
             while "examples_iterable" in state:
@@ -136,6 +140,29 @@ class HubStream:
     def mark(self) -> Any:
         """JSON-able position of the latest `read`, after the last document that it yielded."""
         return self._rows.state_dict()
+
+
+class HubCorpus:
+    """A hub dataset as a corpus: `datasets` downloads it to its cache, once on a node."""
+
+    def __init__(self, source: Source) -> None:
+        """Raises ConfigError as `HubStream` does, and when the data cannot be downloaded."""
+        self._stream = HubStream(source)
+        self._name, self.fingerprint = source.dataset, self._stream.fingerprint
+        try:
+            self._rows = self._stream.rows()
+        except Exception as error:  # Network, disk, format: each raises its own.
+            name = source.path_name if source.path else source.name
+            raise ConfigError(f"{name} cannot be read: {first_cause(error)}") from None
+
+    def checksum(self) -> str:
+        return self._stream.checksum()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Document:
+        return Document(f"{self._name}/{index}", self._stream.text(self._rows[index]))
 
 
 def _builder_of_copy(place: Path, split: str) -> Any:

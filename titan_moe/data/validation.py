@@ -9,7 +9,14 @@ from itertools import chain, count, islice, repeat
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Batch, stack_sequences
 from titan_moe.data.order import OutOfDocumentsError
-from titan_moe.data.packing import BestFitPacker, Encoded, PackedSequence, Packer, ignored_sequence
+from titan_moe.data.packing import (
+    BestFit,
+    Encoded,
+    PackedSequence,
+    Packer,
+    ignored_sequence,
+    whole_documents,
+)
 from titan_moe.data.sequences import Blend, BlendSource, read_document
 from titan_moe.data.tokenizer import Tokenizer
 
@@ -41,9 +48,13 @@ class ValidationLoader:
         self._seq_len = validation.seq_len or training.seq_len
         self._documents = [self._read_source(source) for source in range(len(sources))]
         self._unread = list(range(len(sources)))
-        packer: Packer | BestFitPacker
+        sequences: Iterator[PackedSequence]
         if tokenizer.conversations is not None:
-            packer = BestFitPacker(self._next_document, seq_len=self._seq_len)
+            best_fit = BestFit(
+                self._next_document, size=lambda each: len(each.ids), capacity=self._seq_len
+            )
+            groups = iter(best_fit.next_group, [])
+            sequences = (whole_documents(group, self._seq_len) for group in groups)
         else:
             packer = Packer(
                 self._next_document,
@@ -51,10 +62,11 @@ class ValidationLoader:
                 mask_documents=training.mask_documents,
                 padding_id=tokenizer.eos_id,
             )
+            sequences = iter(packer.next_sequence, None)
         # Whatever the number of ranks; -1: all.
         steps = validation.steps
         most = steps * self._local_batch_size if steps >= 0 else None
-        self._sequences = islice(iter(packer.next_sequence, None), most)
+        self._sequences = islice(sequences, most)
         self._batches: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:

@@ -68,12 +68,15 @@ def import_routes(
     how: dict[str, Any] = {"seed": job.debug.seed, "rank": 0, "num_ranks": 1}
     how |= {"global_batch_size": training.global_batch_size, "validation": job.validation}
     reader = build_reader(training, load_tokenizer(job.model.tokenizer_path, training), **how)
+    steps = training.steps
+    if training.epochs is not None:
+        steps = min(steps, reader.count_steps())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as aside:
         record = Path(aside, folder.name)
         start_record(record, dims, after=0, dtype=dtype)
         writer = RecordWriter(record, rank=0, world_size=1, limit_gb=math.inf)
-        for step in range(1, training.steps + 1):
+        for step in range(1, steps + 1):
             microbatches, _ = reader.read_step()
             sequences = [sequence for microbatch in microbatches for sequence in microbatch]
             names = name_sequences(fingerprints(stack_sequences(sequences)))
@@ -83,7 +86,7 @@ def import_routes(
             writer.write(step, Tokens(names, np.arange(training.seq_len)), by_layer)
         if not routed:
             raise ConfigError(
-                f"{path}: no document in steps 1 to {training.steps} begins with the token_ids of "
+                f"{path}: no document in steps 1 to {steps} begins with the token_ids of "
                 "a response: name the data, tokenizer and steps of the training that replays them"
             )
         record.rename(folder)

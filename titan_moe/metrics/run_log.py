@@ -39,13 +39,8 @@ from titan_moe.train_step import StepResult
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_TEXT = {"text": "data/documents_without_text", "messages": "data/conversations_left_out"}
-"""By training.dataset_format the number of documents that the run has read as empty ones, or not
-at all, so far."""
-_WITHOUT_TEXT_LINES = {
-    "text": "documents have no text by step %d and are read as empty ones",
-    "messages": "conversations are left out by step %d",
-}
+WITHOUT_TEXT = "data/documents_without_text"
+"""The number of documents that the run has read as empty ones so far."""
 
 
 class Phases:
@@ -150,7 +145,7 @@ class RunLog:
         Args:
             rates: learning rate of each parameter group.
             tokens: tokens of the whole run so far; step_tokens: those of this step.
-            without_text: a document without a text, or a conversation left out, and why.
+            without_text: a document without a text.
         """
         self._tokens_since += step_tokens
         if not self.wants(step) and validation_loss is None:
@@ -192,13 +187,12 @@ class RunLog:
         self._tokens_since, self._last_log = 0, time.perf_counter()
 
     def _warn_without_text(self, step: int, values: Mapping[str, float], example: str) -> None:
-        """Warn once of documents without a text, or of conversations that are left out."""
-        kind = self._job.training.dataset_format
-        if (count := values.get(WITHOUT_TEXT[kind])) and self._process.is_main and not self._warned:
+        """Warn once of documents without a text."""
+        if (count := values.get(WITHOUT_TEXT)) and self._process.is_main and not self._warned:
             self._warned = True
             named = f", such as {example}" if example else ""
-            line = f"%d {_WITHOUT_TEXT_LINES[kind]}%s; %s counts them on"
-            logger.warning(line, count, step, named, WITHOUT_TEXT[kind])
+            line = "%d documents have no text by step %d and are read as empty ones%s; %s counts on"
+            logger.warning(line, count, step, named, WITHOUT_TEXT)
 
     def _compare_memory(self, step: int, values: Mapping[str, float]) -> None:
         """Log a layout's first step beside the estimate of its memory; warn once of a step that

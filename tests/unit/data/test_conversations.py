@@ -1,5 +1,5 @@
 import json
-import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +17,17 @@ from tests.support.documents import write_ranks
 from tests.support.packing import filled, gradients
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.build import build_reader, build_validation, sample_data
+from titan_moe.data.build import (
+    build_reader,
+    build_validation,
+    measure_conversations,
+    sample_data,
+)
 from titan_moe.data.builtin import StdlibConversations
 from titan_moe.data.conversations import conversation_text
-from titan_moe.data.packing import IGNORE_INDEX, BestFitPacker, Encoded
-from titan_moe.data.reader import (
-    continue_state,
-    documents_without_text,
-    first_without_text,
-    merge_states,
-)
+from titan_moe.data.packing import IGNORE_INDEX, BestFit, Encoded, whole_documents
+from titan_moe.data.reader import continue_state, merge_states
 from titan_moe.data.sequences import Identity
-from titan_moe.data.stream import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.registry import model_config
 from titan_moe.ops.attention import Sdpa
@@ -68,14 +67,16 @@ def draw(lengths):
 def rows_of(documents, seq_len):
     """The sequences that documents fill."""
     source = iter(documents)
-    packer = BestFitPacker(lambda: next(source, None), seq_len=seq_len)
-    return list(iter(packer.next_sequence, None))
+    best_fit = BestFit(
+        lambda: next(source, None), size=lambda each: len(each.ids), capacity=seq_len
+    )
+    return [whole_documents(group, seq_len) for group in iter(best_fit.next_group, [])]
 
 
-def read(section, *, ranks=1, steps=3, state=None):
+def read(section, *, ranks=1, steps=3, state=None, size=SIZE, lengths=None):
     """The sequences of some steps in the order of the global batch, and all ranks' state."""
     tokenizer = load_tokenizer("bytes", section)
-    place = {"seed": 3, "num_ranks": ranks, "global_batch_size": SIZE}
+    place = {"seed": 3, "num_ranks": ranks, "global_batch_size": size, "lengths": lengths}
     readers = [build_reader(section, tokenizer, rank=rank, **place) for rank in range(ranks)]
     for reader in readers if state else ():
         reader.load_state_dict(state)
@@ -179,16 +180,15 @@ def test_best_fit_leaves_no_room_that_a_waiting_document_would_fill():
     ]
 
 
-@pytest.fixture(params=["json", "stream"])
-def section(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # A resume shall need the right one.
+@pytest.fixture(params=["json", "copy of a hub dataset"])
+def section(request, tmp_path):
     records = [{"messages": talk("q" * (n % 17), "a" * (n % 31 + 1))} for n in range(900)]
     records[5::40] = [{"messages": talk("no answer", "")[:1]} for _ in records[5::40]]
     for number in range(2):
         folder = tmp_path / "data"
         folder.mkdir(exist_ok=True)
         write(folder / f"{number}.jsonl", records[number::2])
-    dataset = {"json": "json", "stream": "owner/name"}[request.param]
+    dataset = "json" if request.param == "json" else "owner/name"
     return training(tmp_path / "data", dataset=dataset, repeat_dataset=True)
 
 
@@ -198,19 +198,28 @@ def test_conversations_go_on_where_the_state_was_taken_on_any_number_of_ranks(se
     first, state = read(section, steps=4, ranks=ranks)
     rest, resumed = read(section, steps=3, ranks=3 - ranks, state=as_json(state))
     same([*first, *rest], whole)
-    assert as_json(resumed["rows"]) == as_json(end["rows"])
+    assert as_json(resumed) == as_json(end)
 
 
 def as_json(state):
     return json.loads(json.dumps(state))
 
 
+def lengths_of(section, part=0, parts=1):
+    tokenizer, seed = load_tokenizer("bytes", section), 3
+    (found,) = measure_conversations(section, tokenizer, seed=seed, part=part, parts=parts)
+    return found
+
+
 def test_conversations_without_anything_to_learn_are_left_out_and_counted(tmp_path):
     nothing = {"messages": talk("why", "")[:1]}
     records = [{"messages": talk("a", "b")}, nothing, {"text": "x"}, {"messages": []}] * 20
-    sequences, state = read(training(write(tmp_path / "a.jsonl", records)), steps=1)
-    assert {*learned(sequences)} == {"b"} and documents_without_text(state) > 30
-    assert re.match(r"json/\d+: (no message is to be learned|it is no)", first_without_text(state))
+    section = training(write(tmp_path / "a.jsonl", records))
+    sequences, _ = read(section, steps=1)
+    assert {*learned(sequences)} == {"b"}
+    found = lengths_of(section)
+    assert found.left_out == 60 and (found.tokens > 0).tolist() == [True, False, False, False] * 20
+    assert found.example == "json/1: no message is to be learned in its first 128 tokens"
 
 
 def test_a_long_conversation_is_cut_or_dropped(tmp_path):
@@ -218,9 +227,56 @@ def test_a_long_conversation_is_cut_or_dropped(tmp_path):
     path = write(tmp_path / "a.jsonl", records)
     cut, _ = read(training(path), steps=1)
     assert any("aaa" in text for text in learned(cut))
-    dropped, state = read(training(path, messages={"too_long": "drop"}), steps=1)
+    assert lengths_of(training(path)).tokens[0] == 128
+    drops = training(path, messages={"too_long": "drop"})
+    dropped, _ = read(drops, steps=1)
     assert {*learned(dropped)} == {"b"}
-    assert "tokens are more than training.seq_len=128" in first_without_text(state)
+    assert "tokens are more than training.seq_len=128" in lengths_of(drops).example
+
+
+def test_all_conversations_left_out_are_one_line(tmp_path):
+    records = [{"messages": talk("q", "a" * 200)}] * 70
+    section = training(write(tmp_path / "a.jsonl", records), messages={"too_long": "drop"})
+    with pytest.raises(RunError, match=r"all 70 conversations are left out, such as json/\d+: its"):
+        read(section, steps=1)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_lengths_of_all_parts_give_the_sequences_of_conversations_measured_in_turn(parts, section):
+    found = [lengths_of(section, part, parts) for part in range(parts)]
+    assert sum(each.left_out for each in found) == 23
+    lengths = [sum(each.tokens for each in found)]
+    same(read(section, lengths=lengths)[0], read(section)[0])
+
+
+@pytest.mark.parametrize(("epochs", "ranks"), [(1, 1), (3, 2)])
+def test_epochs_read_each_conversation_so_many_times(epochs, ranks, section):
+    section = section.model_copy(update={"epochs": epochs})
+    tokenizer = load_tokenizer("bytes", section)
+    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": SIZE}
+    steps = build_reader(section, tokenizer, **place).count_steps()
+    sequences, state = read(section, steps=steps, ranks=ranks)
+    counts = Counter(name for row in sequences for name in row.samples)
+    assert len(counts) == 877 and {*counts.values()} == {epochs}
+    # The last batch is filled up with sequences that teach nothing.
+    left = [row for row in sequences if not row.samples]
+    assert len(left) < SIZE and all((row.labels_S == IGNORE_INDEX).all() for row in left)
+    with pytest.raises(RunError, match=f"step {steps + 1}: .*ran out: its 900 conversations"):
+        read(section, state=state, steps=1)
+    # One more epoch goes on where these ended.
+    more, _ = read(
+        section.model_copy(update={"epochs": epochs + 1}), state=state, steps=steps // epochs
+    )
+    assert len({name for row in more for name in row.samples}) > 800
+    assert {*Counter(name for row in more for name in row.samples).values()} == {1}
+
+
+def test_conversations_that_wait_are_read_after_a_change_of_the_batch(section):
+    before, state = read(section, steps=2)
+    saved = Identity(**state["identity"])
+    moved = continue_state(state, saved, replace(saved, global_batch_size=6))
+    after, _ = read(section, state=moved, steps=2, size=6)
+    same([*before, *after], read(section, steps=5)[0])
 
 
 def test_conversations_that_wait_and_are_too_long_for_a_stage_are_dropped(tmp_path):

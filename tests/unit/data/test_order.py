@@ -52,7 +52,7 @@ def test_training_never_sees_held_out_documents(size):
     corpus = SyntheticCorpus(0, num_documents=size)
 
     def read(split, seed):
-        order = CorpusOrder("synthetic", corpus, split=split, seed=seed, repeat=False)
+        order = CorpusOrder("synthetic", corpus, split=split, seed=seed, epochs=1)
         return [order.document(position).content for position in range(order.size)]
 
     held_out = read(Split.HELD_OUT, None)
@@ -64,7 +64,7 @@ def test_training_never_sees_held_out_documents(size):
 
 def test_each_epoch_has_another_order():
     corpus = SyntheticCorpus(0, num_documents=100)
-    order = CorpusOrder("synthetic", corpus, split=Split.TRAIN, seed=0, repeat=True)
+    order = CorpusOrder("synthetic", corpus, split=Split.TRAIN, seed=0, epochs=None)
     epochs = [
         [order.document(epoch * order.size + index).content for index in range(order.size)]
         for epoch in range(3)

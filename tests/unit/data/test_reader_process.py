@@ -123,9 +123,6 @@ def test_reader_process_ends_with_its_rank(number):
     assert until(lambda: not is_running(pid), 20)
 
 
-DIMS = SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1)
-
-
 def job_of(section, stages=()):
     model = {"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"}
     return JobConfig(model=model, training=section, stages=list(stages))
@@ -133,7 +130,7 @@ def job_of(section, stages=()):
 
 def data_of(job, step=1, device="cpu"):
     process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
-    return TrainData(job, job_of_step(job, step), model_of_job(job.model), process, DIMS)
+    return TrainData(job, job_of_step(job, step), model_of_job(job.model), process)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])

@@ -80,6 +80,15 @@ def _conversations(run: Run) -> Iterator[str]:
             "training.mask_documents=false lets conversations attend to each other: leave it out, "
             "or set training.dataset_format to text"
         )
+    if training.epochs is None:
+        return
+    key = f"training.epochs={training.epochs}"
+    if training.dataset_format == "text":
+        yield f"{key} counts passes over conversations: set training.steps for texts"
+    if len(training.blend) > 1:
+        yield f"{key}: the sources of training.blend end at different steps: set training.steps"
+    if run.job.stages:
+        yield f"{key} ends at a step that [[stages]] do not know: set training.steps"
 
 
 RULES: list[Rule] = [_sequence_length, _unread_data, _global_batch, _conversations]

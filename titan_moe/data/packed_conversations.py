@@ -1,0 +1,186 @@
+"""Conversations packed whole into the sequences of a run, in one order for all ranks.
+
+Every rank knows the tokens of every conversation, and so which of them each sequence of the global
+batch holds; it reads those of its own sequences. An epoch is each conversation once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titan_moe.data.conversations import ChatError
+from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
+from titan_moe.data.packing import (
+    BestFit,
+    PackedSequence,
+    ignored_sequence,
+    whole_documents,
+)
+from titan_moe.data.sequences import Blend, BlendSource, Identity, encode_learned
+from titan_moe.data.tokenizer import Tokenizer
+from titan_moe.runtime.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN = -1
+
+
+class Lengths(NamedTuple):
+    """The tokens of a corpus's conversations in a sequence."""
+
+    tokens: np.ndarray
+    """int32 [documents]; 0 for a conversation that is left out: nothing in it is to be learned, it
+    is too long, or the chat template refuses it."""
+    left_out: int
+    example: str
+    """Names a conversation that is left out, and says why; empty if none is."""
+
+
+def measure(
+    corpus: Corpus, tokenizer: Tokenizer, seq_len: int, *, name: str, part: int, parts: int
+) -> Lengths:
+    """Tokenize the conversations part, part + parts, ... of a corpus. The lengths of the others are
+    0, so that those of all parts add up. Logs how far it is every ten seconds."""
+    tokens = np.zeros(len(corpus), np.int32)
+    left_out, example, said = 0, "", time.monotonic()
+    for index in range(part, len(corpus), parts):
+        tokens[index], problem = _measured(corpus, index, tokenizer, seq_len)
+        left_out += bool(problem)
+        example = example or problem
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            logger.info("%s: %d of %d conversations are tokenized", name, index, len(corpus))
+    return Lengths(tokens, left_out, example)
+
+
+def _measured(corpus: Corpus, index: int, tokenizer: Tokenizer, seq_len: int) -> tuple[int, str]:
+    """The tokens of a conversation, or 0 and why it is left out."""
+    document = corpus[index]
+    try:
+        return len(encode_learned(document, tokenizer, seq_len).ids), ""
+    except ChatError as error:
+        return 0, f"{document.name}: {error}"
+
+
+class _Place(NamedTuple):
+    """The place of a conversation: its source, and its position in the source's order."""
+
+    source: int
+    position: int
+    tokens: int
+
+
+class ConversationSequences:
+    """The sequences of one data rank, of conversations that are packed for all ranks alike."""
+
+    def __init__(
+        self,
+        sources: Sequence[BlendSource],
+        tokenizer: Tokenizer,
+        identity: Identity,
+        *,
+        own: Collection[int],
+        lengths: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """own: this rank's sequences of the global batch. lengths: `Lengths.tokens` of each source;
+        None: a conversation is measured when its turn comes."""
+        self.sources = sources
+        self._orders = [_corpus_order(source) for source in sources]
+        self._tokenizer, self._identity, self._own = tokenizer, identity, own
+        self._lengths = lengths or [
+            np.full(len(order.corpus), _UNKNOWN, np.int32) for order in self._orders
+        ]
+        self._begin()
+
+    def _begin(self) -> None:
+        weights = [source.weight for source in self.sources]
+        self._blend = Blend(weights, key=(self._identity.seed,))
+        self._read = [0] * len(weights)
+        self._best_fit = BestFit(
+            self._next_place,
+            size=lambda place: place.tokens,
+            capacity=self._identity.seq_len,
+        )
+
+    def count(self) -> int:
+        """The number of sequences from the beginning of the data to their end, which they must
+        have. Begins anew."""
+        self._begin()
+        number = sum(1 for _ in iter(self._best_fit.next_group, []))
+        self._begin()
+        return number
+
+    def next_batch(self) -> list[PackedSequence]:
+        """This rank's sequences of the next step. Where the data end, sequences without a target
+        fill up the last batch; RunError after that."""
+        size = self._identity.global_batch_size
+        groups = [self._best_fit.next_group() for _ in range(size)]
+        if not groups[0]:
+            raise RunError(
+                f"{self._orders[0].name} ran out: its {self._orders[0].size:,} conversations have "
+                "been read as often as asked for; set training.repeat_dataset=true or more "
+                "training.epochs, or train fewer steps"
+            )
+        return [
+            self._packed(groups[number])
+            if groups[number]
+            else ignored_sequence(self._packed(groups[0]))
+            for number in self._own
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: by source the conversations taken and their tokens, and the places of those
+        that wait for a sequence. The same on every rank."""
+        waiting = [[place.source, place.position] for place in self._best_fit.waiting]
+        return {"read": list(self._read), "tokens": list(self._blend.tokens), "waiting": waiting}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, of any number of ranks, sequence length and batch."""
+        self._begin()
+        self._read, self._blend.tokens = list(state["read"]), list(state["tokens"])
+        places = [self._place(*where) for where in state["waiting"]]
+        # In a training stage of shorter sequences nothing may be left of one.
+        self._best_fit.waiting = [place for place in places if place.tokens]
+
+    def _packed(self, places: Sequence[_Place]) -> PackedSequence:
+        documents = [self._orders[place.source].document(place.position) for place in places]
+        seq_len = self._identity.seq_len
+        encoded = [encode_learned(each, self._tokenizer, seq_len) for each in documents]
+        return whole_documents(encoded, seq_len)
+
+    def _place(self, source: int, position: int) -> _Place:
+        order, lengths = self._orders[source], self._lengths[source]
+        index = order.index(position)
+        if lengths[index] == _UNKNOWN:
+            seq_len = self._identity.seq_len
+            lengths[index], _ = _measured(order.corpus, index, self._tokenizer, seq_len)
+        return _Place(source, position, int(lengths[index]))
+
+    def _next_place(self) -> _Place | None:
+        """The next conversation that is not left out; None at the end of the data."""
+        source = self._blend.next_source()
+        order = self._orders[source]
+        for _ in range(order.size):
+            try:
+                place = self._place(source, self._read[source])
+            except OutOfDocumentsError:
+                return None
+            self._read[source] += 1
+            if place.tokens:
+                self._blend.tokens[source] += place.tokens
+                return place
+        first = _measured(order.corpus, order.index(0), self._tokenizer, self._identity.seq_len)[1]
+        raise RunError(
+            f"{order.name}: all {order.size:,} conversations are left out, such as {first}: mend "
+            "the data"
+        )
+
+
+def _corpus_order(source: BlendSource) -> CorpusOrder:
+    assert isinstance(source.order, CorpusOrder)
+    return source.order
