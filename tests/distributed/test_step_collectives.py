@@ -75,18 +75,12 @@ def train_and_listen(job: JobConfig) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("form", ["text", "messages"])
-def test_documents_without_a_text_are_counted_once_in_every_layout(form: str, tmp_path: Path):
+def test_documents_without_a_text_are_counted_once_in_every_layout(tmp_path: Path):
     """Ranks that read the same sequences do not count them twice; the log warns once."""
     words = [None, "a b c d", "e f", "g h i"] * 40
     training = {"dataset": "json", "dataset_path": write_jsonl(tmp_path / "a.jsonl", words)}
     key, says = "data/documents_without_text", "documents have no text"
-    if form == "messages":
-        lines = [json.dumps({"prompt": "a", "completion": text}) + "\n" for text in words]
-        (tmp_path / "a.jsonl").write_text("".join(lines))
-        key, says = "data/conversations_left_out", "conversations are left out"
     training |= {"repeat_dataset": True, "global_batch_size": 4, "seq_len": 16}
-    training["dataset_format"] = form
     counts = []
     for degree in (1, 2):
         folder = tmp_path / f"tp-{degree}"
@@ -97,5 +91,30 @@ def test_documents_without_a_text_are_counted_once_in_every_layout(form: str, tm
         counts.append([line.get(key) for line in lines])
         (line,) = (line for line in said[0] if says in line)
         assert line.startswith(f"{counts[-1][0]} {says} by step 1") and not said[1]
-        assert re.search(r"such as json/\d*[048]: .*; data/", line)
+        assert re.search(r"such as json/\d*[048]; data/", line)
     assert counts[0] == counts[1] and counts[0][0] < counts[0][-1]
+
+
+def test_epochs_of_conversations_end_after_the_same_steps_in_every_layout(tmp_path: Path):
+    """The last batch is not full: some microbatches have no target. The log says once what is left
+    out of the data."""
+    pairs = [("a", None), *(("b" * (n % 5), "c" * (1 + n % 7)) for n in range(41))]
+    lines = [json.dumps({"prompt": one, "completion": two}) + "\n" for one, two in pairs]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    training = {"dataset": "json", "dataset_path": str(tmp_path / "a.jsonl"), "seq_len": 16}
+    training |= {"dataset_format": "messages", "epochs": 2, "global_batch_size": 8}
+    training |= {"local_batch_size": 1, "dtype": "float64"}
+    losses = []
+    for degree in (1, 2):
+        folder = tmp_path / f"tp-{degree}"
+        parallelism = {"tensor_parallel_degree": degree}
+        how = {"training": training, "parallelism": parallelism, "checkpoint": {"enable": False}}
+        said = run_on_ranks(train_and_listen, 2, trainings.make_job(folder, steps=90, **how))
+        lines = read_json_lines(folder / "metrics.jsonl")
+        losses.append([line["loss"] for line in lines])
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+        (line,) = (line for line in said[0] if "left out" in line)
+        assert line.endswith(
+            "1 of 42 conversations are left out, such as json/0: it is no conversation"
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
