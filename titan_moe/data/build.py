@@ -18,7 +18,6 @@ from titan_moe.data.reader import StepReader
 from titan_moe.data.sequences import (
     BlendSource,
     Identity,
-    SequenceStream,
     TextSequences,
     encode_document,
     read_document,
@@ -150,18 +149,13 @@ def build_reader(
         seq_len=training.seq_len,
         checksum="+".join(source.order.checksum() or "-" for source in sources),
     )
-    size = training.local_batch_size
-    if tokenizer.conversations is not None:
-        packed = ConversationSequences(sources, tokenizer, identity, own=sequences, lengths=lengths)
-        return StepReader(packed, identity=identity, local_batch_size=size)
-    mask = training.mask_documents
-    streams = [
-        SequenceStream(
-            index, sources=sources, tokenizer=tokenizer, identity=identity, mask_documents=mask
-        )
-        for index in sequences
-    ]
-    return StepReader(TextSequences(streams, sources), identity=identity, local_batch_size=size)
+    read: TextSequences | ConversationSequences
+    if tokenizer.conversations is None:
+        mask = training.mask_documents
+        read = TextSequences(sources, tokenizer, identity, own=sequences, mask_documents=mask)
+    else:
+        read = ConversationSequences(sources, tokenizer, identity, own=sequences, lengths=lengths)
+    return StepReader(read, identity=identity, local_batch_size=training.local_batch_size)
 
 
 def measure_conversations(

@@ -227,9 +227,27 @@ class SequenceStream:
 class TextSequences:
     """The sequences of one data rank, each with documents of its own."""
 
-    def __init__(self, streams: Sequence[SequenceStream], sources: Sequence[BlendSource]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[BlendSource],
+        tokenizer: Tokenizer,
+        identity: Identity,
+        *,
+        own: Sequence[int],
+        mask_documents: bool,
+    ) -> None:
+        """own: this rank's sequences of the global batch."""
         self.sources = sources
-        self._streams = streams
+        self._streams = [
+            SequenceStream(
+                index,
+                sources=sources,
+                tokenizer=tokenizer,
+                identity=identity,
+                mask_documents=mask_documents,
+            )
+            for index in own
+        ]
         # The position, by source and partition, from which on the sequences take documents: 0,
         # until a training stage changes the batch size.
         self._first = [[0] * source.order.num_partitions for source in sources]
