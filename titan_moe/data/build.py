@@ -113,11 +113,10 @@ def build_reader(
 
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
-    order = list(range(global_batch_size))
+    order = np.arange(global_batch_size)
     if permutation:
-        order = np.random.default_rng(permutation).permutation(global_batch_size).tolist()
-    num_local = global_batch_size // num_ranks
-    sequences = order[rank * num_local : (rank + 1) * num_local]
+        order = np.random.default_rng(permutation).permutation(global_batch_size)
+    sequences = np.split(order, num_ranks)[rank].tolist()
     # There is enough of the made-up language: it has one order in all runs.
     shared = {("synthetic", os.path.realpath(""))}
     if validation is not None and validation.enable:
