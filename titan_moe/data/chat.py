@@ -146,16 +146,22 @@ class ChatTemplate:
         A turn begins where the prompt that asks for it ends, and ends where the conversation up to
         it does.
         """
+        # A thought that `text` lacks is in prompts of the turns up to the next question.
+        for number, message in enumerate(messages):
+            bare = {name: value for name, value in message.items() if name not in _REASONING}
+            others = [*messages[:number], bare, *messages[number + 1 :]]
+            if bare != message and self._write(others, tools) == text:
+                messages = others
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
+            given = self._write(messages[:number], tools)
             prompt = self._write(messages[:number], tools, add_generation_prompt=True)
             alone = self._write(messages[: number + 1], tools)
-            begin = self._common(prompt, text)
             # A prompt may begin a thought that the turn lacks.
-            length = (
-                self._found(alone[begin:], text[begin:]) if alone[:begin] == text[:begin] else 0
-            )
+            begin = self._common(prompt, text)
+            is_alike = alone[:begin] == text[:begin] and begin >= self._common(given, prompt)
+            length = self._found(alone[begin:], text[begin:]) if is_alike else 0
             turn = text[begin : begin + length]
             said = str(message.get("content") or "").split()[-1:]
             if not length or not all(word in turn for word in said):
