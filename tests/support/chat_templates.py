@@ -154,11 +154,16 @@ def draw_messages(rng):
 
 
 def draw_calls(rng):
-    """A conversation in which the assistant calls a tool; the tools."""
+    """A conversation in which the assistant calls a tool, some after a thought or before other
+    turns; the tools."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": rng.randrange(9)}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    if rng.random() < 0.5:
+        calling["reasoning_content"] = draw_text(rng)
     messages = draw_messages(rng)
-    messages.insert(-1, {"role": "assistant", "content": "", "tool_calls": [call]})
-    messages.insert(-1, {"role": "tool", "content": draw_text(rng)})
+    messages[-1:-1] = [calling, {"role": "tool", "content": draw_text(rng)}]
+    if rng.random() < 0.5:
+        messages += [each for each in draw_messages(rng) if each["role"] != "system"]
     return messages, [{"type": "function", "function": {"name": "f", "parameters": {"x": "é"}}}]
 
 

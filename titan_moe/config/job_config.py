@@ -63,6 +63,15 @@ def _name_or_flag(value: Any) -> Any:
     raise ValueError("must be true, false or the name of a token")
 
 
+def _targets(value: Any) -> Any:
+    is_list = isinstance(value, list) and value
+    if value in ("assistant", "last", "all") or (
+        is_list and all(isinstance(n, str) for n in value)
+    ):
+        return value
+    raise ValueError("must be 'assistant', 'last', 'all' or a list of roles")
+
+
 class Section(BaseModel):
     """A frozen table that knows its keys and no others."""
 
@@ -342,8 +351,12 @@ class Messages(Section):
     date: Annotated[str, AfterValidator(_day)] | None = None
     """Day that a template is told when it asks for today's, such as "2026-01-31": a run that
     resumes must read the same tokens."""
-    targets: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens to learn: what the assistant writes, its last turn alone, or everything."""
+    targets: Annotated[
+        Literal["assistant", "last", "all"] | list[str], BeforeValidator(_targets)
+    ] = "assistant"
+    """Tokens to learn: what the assistant writes, its last turn alone, everything, or a list of
+    roles, such as ["assistant", "tool"]: of others than the assistant the contents and ends of
+    turns, without headers. A message whose `weight` is 0 is not learned."""
     too_long: Literal["cut", "drop"] = "cut"
     """A conversation of more than seq_len tokens loses its end, or is left out."""
 

@@ -227,10 +227,9 @@ def _value(field: FieldInfo, text: str) -> Any:
     """Returns the text of a command line as a value; pydantic converts numbers and booleans."""
     if text == "null":
         return None
-    if choices := _choices(field):
-        return {str(choice): choice for choice in choices}.get(text, text)
-    if not any(get_origin(kind) is list for kind in _kinds(field)):
-        return text
+    choices = {str(choice): choice for choice in _choices(field)}
+    if text in choices or not any(get_origin(kind) is list for kind in _kinds(field)):
+        return choices.get(text, text)
     if not text.startswith("["):
         return [word.strip() for word in text.split(",")] if text else []
     try:

@@ -29,6 +29,8 @@ from titan_moe.data.order import digest
 # Noncharacters of Unicode, which no text holds, around what a template marks as generated.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_EDGE = "\ufdd2"  # On both sides of a content that is searched for.
+_RESERVED = re.compile(f"[{_BEGIN}{_END}{_EDGE}]")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -105,26 +107,46 @@ class ChatTemplate:
         """The text after which the model writes its answer to `messages`."""
         return _MARKS.sub("", self._write(_clean(messages), tools, add_generation_prompt=True))
 
-    def render(self, messages: Sequence[Any], tools: Any = None, *, first: int = 0) -> Rendered:
-        """The text of a conversation; its targets are what the assistant writes, from message
-        number `first` on.
+    def render(
+        self,
+        messages: Sequence[Any],
+        tools: Any = None,
+        *,
+        first: int = 0,
+        roles: Collection[str] = ("assistant",),
+        weight: int = 1,
+    ) -> Rendered:
+        """The text of a conversation; its targets are the messages of `roles` that have `weight`,
+        by default 1, from message number `first` on.
 
-        ChatError if the template refuses the conversation, or does not show where a turn ends.
+        Of the assistant's messages they are what it writes, of others the content and what ends
+        the turn. ChatError if the template refuses the conversation, or does not show the turns.
         """
+        weights = [_weight(number, message) for number, message in enumerate(messages, 1)]
         messages = _clean(messages)
+        chosen = {
+            number
+            for number, message in enumerate(messages)
+            if number >= first and message.get("role") in roles and weights[number] == weight
+        }
         pieces = _MARKS.split(self._write(messages, tools))
         text = "".join(pieces)
-        if self.marks_targets:
-            ends = [0, *accumulate(map(len, pieces))]
-            # Every second piece stands between two marks.
-            spans = [(ends[n], ends[n + 1]) for n in range(1, len(pieces), 2) if pieces[n]]
-        else:
-            spans = list(self._turns(text, messages, tools))
-        if first:
-            given = self._write(messages[:first], tools, add_generation_prompt=True)
-            start = self._common(_MARKS.sub("", given), text)
-            spans = [span for span in spans if span[0] >= start]
-        return Rendered(text, spans)
+        answers = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+        spans: list[tuple[int, int]] = []
+        if chosen.intersection(answers):
+            if self.marks_targets:
+                ends = [0, *accumulate(map(len, pieces))]
+                # Every second piece stands between two marks.
+                spans = [(ends[n], ends[n + 1]) for n in range(1, len(pieces), 2)]
+            else:
+                spans = list(self._turns(text, messages, tools))
+            if not chosen.issuperset(answers):
+                if self.marks_targets:
+                    self._check_marks(messages, tools, answers, len(spans))
+                spans = [span for n, span in zip(answers, spans, strict=True) if n in chosen]
+        others = chosen.difference(answers)
+        spans += [self._content(text, messages, tools, number) for number in others]
+        return Rendered(text, sorted(span for span in spans if span[0] < span[1]))
 
     def _write(
         self, messages: list[Any], tools: Any, *, add_generation_prompt: bool = False
@@ -146,16 +168,22 @@ class ChatTemplate:
         A turn begins where the prompt that asks for it ends, and ends where the conversation up to
         it does.
         """
+        # A thought that `text` lacks is in prompts of the turns up to the next question.
+        for number, message in enumerate(messages):
+            bare = {name: value for name, value in message.items() if name not in _REASONING}
+            others = [*messages[:number], bare, *messages[number + 1 :]]
+            if bare != message and self._write(others, tools) == text:
+                messages = others
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
+            given = self._write(messages[:number], tools)
             prompt = self._write(messages[:number], tools, add_generation_prompt=True)
             alone = self._write(messages[: number + 1], tools)
-            begin = self._common(prompt, text)
             # A prompt may begin a thought that the turn lacks.
-            length = (
-                self._found(alone[begin:], text[begin:]) if alone[:begin] == text[:begin] else 0
-            )
+            begin = self._common(prompt, text)
+            is_alike = alone[:begin] == text[:begin] and begin >= self._common(given, prompt)
+            length = self._found(alone[begin:], text[begin:]) if is_alike else 0
             turn = text[begin : begin + length]
             said = str(message.get("content") or "").split()[-1:]
             if not length or not all(word in turn for word in said):
@@ -163,10 +191,46 @@ class ChatTemplate:
                     f"the chat template marks no {{% generation %}}, and writes message "
                     f"{number + 1}, or what comes before it, otherwise once others follow"
                 )
-            # A line's end behind the token that ends the turn is the template's, not the model's.
-            bare = turn.rstrip()
-            ended = any(token.end() == len(bare) for token in self.special.finditer(bare))
-            yield begin, begin + len(bare if ended else turn)
+            yield begin, begin + self._written(turn)
+
+    def _check_marks(self, messages: list[Any], tools: Any, answers: list[int], count: int) -> None:
+        """ChatError unless the template marks one span for each of the messages `answers`."""
+        counts = [self._write(messages[: n + 1], tools).count(_BEGIN) for n in answers]
+        if [*counts, count] != [*range(1, len(answers) + 1), len(answers)]:
+            raise ChatError(
+                f"the chat template marks {count} spans with {{% generation %}} for {len(answers)} "
+                "messages of the assistant, some not to be learned: let it mark one for each"
+            )
+
+    def _content(self, text: str, messages: list[Any], tools: Any, number: int) -> tuple[int, int]:
+        """The span in `text` of a message that is not the assistant's: from its content to the end
+        of its turn, which is where the conversation up to it ends."""
+        message = messages[number]
+        content = message.get("content", "")
+        # Templates may leave out blanks around a content.
+        for inner in (content, content.strip()) if isinstance(content, str) else ():
+            edged = message | {"content": content.replace(inner, f"{_EDGE}{inner}{_EDGE}", 1)}
+            before = [*messages[:number], edged]
+            whole, alone = (
+                _MARKS.sub("", self._write(each, tools)).split(_EDGE)
+                for each in (before + messages[number + 1 :], before)
+            )
+            if len(whole) == len(alone) == 3 and whole[1] == inner and "".join(whole) == text:
+                begin, rest = len(whole[0]), inner + alone[2]
+                if text.startswith(rest, begin):
+                    return begin, begin + self._written(rest)
+        raise ChatError(
+            f"the chat template does not show the content of message {number + 1} as it is, or "
+            f"joins its turn with others: leave {message.get('role')!r} out of "
+            "training.messages.targets"
+        )
+
+    def _written(self, turn: str) -> int:
+        """The length of a turn without a line's end behind the token that ends it, which is the
+        template's, not the model's."""
+        bare = turn.rstrip()
+        ended = any(token.end() == len(bare) for token in self.special.finditer(bare))
+        return len(bare if ended else turn)
 
     def _found(self, alone: str, text: str) -> int:
         """The length of a turn at the start of `text`, as the last turn is written in `alone`; 0 if
@@ -217,7 +281,7 @@ class Conversations:
         encode: Callable[[str], Spans],
         *,
         around: tuple[np.ndarray, np.ndarray],
-        targets: str,
+        targets: str | list[str],
         too_long: str,
     ) -> None:
         """around: the ids that begin and end a document without a template. targets, too_long: as
@@ -225,6 +289,7 @@ class Conversations:
         self.template = template
         self._encode, self._around = encode, around
         self._targets, self._too_long = targets, too_long
+        self._roles = ["assistant"] if isinstance(targets, str) else targets
 
     @property
     def identity(self) -> str:
@@ -246,17 +311,16 @@ class Conversations:
 
         ChatError if the template refuses it, or if it is too long and to be dropped.
         """
-        if _MARKS.search(text):
-            raise ChatError("it holds U+FDD0 or U+FDD1, which no text has")
+        if _RESERVED.search(text):
+            raise ChatError("it holds U+FDD0, U+FDD1 or U+FDD2, which no text has")
         record = json.loads(text or "{}")
         if not record:
             raise ChatError("it is no conversation")
         if "completion" in record:
             ids, is_target = self._plain(record["prompt"], record["completion"])
+            is_target = (is_target & ("assistant" in self._roles)) | (self._targets == "all")
         else:
             ids, is_target = self._marked(record)
-        if self._targets == "all":
-            is_target = np.ones_like(is_target)
         if seq_len is not None and len(ids) > seq_len:
             if self._too_long == "drop":
                 raise ChatError(f"its {len(ids):,} tokens are more than training.seq_len={seq_len}")
@@ -271,13 +335,16 @@ class Conversations:
         return np.concatenate([begin, ids, end]), np.concatenate(known)
 
     def _marked(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        first = record.get("learned_from", 0)
-        rendered = self.template.render(record["messages"], record.get("tools"), first=first)
+        messages, is_all = record["messages"], self._targets == "all"
+        how: dict[str, Any] = {"first": record.get("learned_from", 0), "roles": self._roles}
+        if is_all:  # But for the messages of weight 0.
+            how = {"roles": [message.get("role") for message in messages], "weight": 0}
+        rendered = self.template.render(messages, record.get("tools"), **how)
         ids, begins, ends = self._encode(rendered.text)
-        is_target = np.zeros(len(ids), bool)
+        is_inside = np.zeros(len(ids), bool)
         for begin, end in rendered.spans[-1:] if self._targets == "last" else rendered.spans:
-            is_target |= (begins < end) & (ends > begin)
-        return ids, is_target
+            is_inside |= (begins < end) & (ends > begin)
+        return ids, is_inside != is_all
 
 
 class _Generation(jinja2.ext.Extension):
@@ -296,15 +363,25 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _clean(messages: Sequence[Any]) -> list[Any]:
-    """Messages without what is None, their thoughts under each name that templates read."""
+    """Messages without weights and what is None, their thoughts under each name that templates
+    read."""
     cleaned = []
     for message in messages:
         known = {name: value for name, value in message.items() if value is not None}
+        known.pop("weight", None)
         thoughts = [known[name] for name in _REASONING if name in known]
         if thoughts:
             known = {"thinking": thoughts[0]} | known | {"reasoning_content": thoughts[0]}
         cleaned.append(known)
     return cleaned
+
+
+def _weight(number: int, message: Mapping[str, Any]) -> int:
+    """The weight of message `number`: 1 if it is to be learned, 0 if it is context alone."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise ChatError(f"message {number} has weight={weight!r}: write 1 to learn it, 0 not to")
+    return 1 if weight is None else int(weight)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:

@@ -2,7 +2,7 @@
 
 A record holds `messages` (objects with `role` and `content`, and `tools` beside them),
 `conversations` (objects with `from` and `value`), or `prompt` and `completion`: two texts, or two
-lists of messages of which only the second is learned.
+lists of messages of which only the second is learned. A message of `weight` 0 is not learned.
 """
 
 from __future__ import annotations
@@ -82,4 +82,5 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
     """A message from an object with `from` and `value`."""
     if "from" not in said:
         return said
-    return {"role": _ROLES.get(said["from"], said["from"]), "content": said.get("value", "")}
+    message = {"role": _ROLES.get(said["from"], said["from"]), "content": said.get("value", "")}
+    return message | {"weight": said["weight"]} if "weight" in said else message
