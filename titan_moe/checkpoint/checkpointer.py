@@ -9,8 +9,8 @@
 
 Each rank writes its *.distcp, rank 0 the other files.
 
-Of a model with adapters, tensors are the adapters, their moments and the routers' buffers; a seed
-checkpoint alone has all. Base weights are loaded anew; the manifest has a digest of them.
+A model with adapters saves the adapters, their moments and the routers' buffers. Only its seed
+checkpoint holds the base weights too. Others have a digest of them, and a run loads them again.
 
 Every save takes one path: checksums, DCP's writer (tensors.py), and the manifest at the end. With
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
@@ -356,8 +356,8 @@ class Checkpointer:
         return self._base
 
     def _tensors(self, *, with_optimizer: bool, base: Manifest | None = None) -> dict[str, Tensor]:
-        """Returns what checkpoints hold, or what a run begins with that loads `base`: all but the
-        adapters that are not in it. A seed checkpoint of a model with adapters holds them."""
+        """Returns the tensors that a checkpoint of this run holds. Given `base`, the manifest of
+        another run's, returns the tensors to load from it: all but the adapters that it lacks."""
         named, left_out = model_tensors(self._modules), self._base_names
         if base is not None:
             left_out = {n for n in named if ADAPTER in n and n not in base.tensors}
@@ -378,7 +378,7 @@ class Checkpointer:
     def _load_tensors(
         self, source: Path, manifest: Manifest, parts: list[str], *, base: bool
     ) -> None:
-        """Load a checkpoint's parts. `base`: it is not of this run, which begins with it."""
+        """Load parts of a checkpoint. `base`: it is another run's, and this run begins with it."""
         named = self._tensors(with_optimizer=OPTIMIZER in parts, base=manifest if base else None)
         own = {name: tensor for name, tensor in named.items() if name.startswith(tuple(parts))}
         tensors = own | (self._as_stored(own, manifest) if base else {})

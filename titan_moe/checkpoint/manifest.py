@@ -59,8 +59,8 @@ class Manifest:
     code: dict[str, Any] = field(default_factory=_code)
     """The code that wrote the checkpoint: folder, commit, hash, and torch's version."""
     base: str = ""
-    """Of a checkpoint of adapters, the digest of the weights that they stand beside, which are not
-    in it; empty for a whole model."""
+    """Digest of the base weights, which a checkpoint of adapters does not hold; empty for a whole
+    model."""
     files: dict[str, str] = field(default_factory=dict)
     """Digests of all other files by name: `write_manifest` takes them."""
 
@@ -152,8 +152,8 @@ def refuse_adapters(manifest: Manifest, folder: Path) -> None:
 def refuse_other_adapters(
     manifest: Manifest, folder: Path, job: Mapping[str, Any], *, is_own: bool
 ) -> None:
-    """Raises RunError where a checkpoint holds a model's adapters and the run of this configuration
-    wants another thing there.
+    """Raises RunError where a checkpoint and this configuration do not agree on adapters: one of
+    them has none, or theirs differ.
 
     Args:
         is_own: the run goes on from it; else its weights, with adapters in a seed checkpoint, are

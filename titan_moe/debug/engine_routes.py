@@ -94,7 +94,7 @@ def import_routes(
 
 
 def _check(job: JobConfig, config: ModelConfig, folder: Path) -> Dims:
-    """Returns what the record says of the model. Raises ConfigError for a job that has none."""
+    """Returns the record's dimensions. Raises ConfigError for a job that cannot have a record."""
     name = f"model.name={job.model.name}"
     if config.moe is None:
         raise ConfigError(f"{name} has no experts: choose one that has")
@@ -157,7 +157,7 @@ def _read_response(
     fields: Mapping[str, Any], dims: Dims, num_layers: int
 ) -> tuple[bytes, NDArray[np.uint16]]:
     """Returns a response's token ids, as bytes, and its experts. Raises ValueError, KeyError or
-    TypeError for what is none of this model."""
+    TypeError for a response that does not fit the model."""
     ids, first = np.array(fields["token_ids"]), fields.get("routed_experts_start_len", 0)
     experts = _decoded(fields, num_layers, dims.top_k)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -74,7 +74,7 @@ class Dims(NamedTuple):
     num_experts: int
     top_k: int
     index_top_k: int = 0
-    """Keys that an indexer selects for a query; 0, which no record.json has: there is none."""
+    """Keys that an indexer selects for a query. 0: no indexer; record.json then leaves it out."""
     across_documents: bool = False
     """Indexers select keys of other documents too (training.mask_documents = false)."""
 

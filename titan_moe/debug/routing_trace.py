@@ -279,7 +279,7 @@ def flipped_experts(
 
 
 def trace_dims(job: JobConfig, config: ModelConfig) -> Dims:
-    """Returns what a record of this training says of its model, which has MoE layers."""
+    """Returns the dimensions in a record of this training. Its model has MoE layers."""
     moe, indexer = config.moe, config.indexer
     assert moe is not None, "the configuration's own checks let this through"
     index_top_k = 0 if indexer is None or indexer.warm_up else indexer.top_k

@@ -151,11 +151,10 @@ def _own_shards(
     D that other ranks add."""
     rows, weights = args
     place, slices = etp_group.rank(), etp_group.size()
-    own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
-    if own.b2 is not None and slices > 1:
-        width = own.b2.shape[1]
-        around = (place * width, (slices - 1 - place) * width)
-        own = own._replace(b2=F.pad(own.b2, around))
+    own = {name: local_part(weight) for name, weight in weights.items()}
+    if "b2" in own and slices > 1:
+        width = own["b2"].shape[1]
+        own["b2"] = F.pad(own["b2"], (place * width, (slices - 1 - place) * width))
     return rows, own
 
 

@@ -36,8 +36,6 @@ from titan_moe.config.errors import ConfigError
 ROW_BYTES = 64
 """Divisor of a row's bytes: up to this many thread blocks share the rows from one rank, and torch's
 kernel gives each as many bytes."""
-MOST_RANKS = 64
-"""A power of two up to this one, for the same reason."""
 
 _KEY = "parallelism.expert_parallel_comm_backend=symmetric"
 

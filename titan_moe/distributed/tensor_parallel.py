@@ -149,22 +149,39 @@ class _Cut(nn.Module):
         return self._whole
 
 
-class ColumnParallelLinear(_Cut):
-    """A Linear whose outputs are cut: weight dim 0, bias dim 0, dim 0 of an adapter's b."""
+class _CutLinear(_Cut):
+    """A Linear, maybe with an adapter, whose weight is cut; its bias is still whole."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
-        super().__init__(linear, mesh, group)
+    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup, dim: int) -> None:
+        super().__init__(linear, mesh, group, dim)
         self.product = _product(linear)
         self.register_parameter("bias", linear.bias)
+        self.adapter: Adapter | None = None
+        if isinstance(linear, AdaptedLinear):
+            self.adapter = linear.adapter
+            # Outputs are rows of b, inputs are columns of a.
+            cut_parameter(self.adapter, "ba"[dim], mesh, [dim])
+
+    def outputs(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns this rank's slice of the outputs, or its terms of their sums."""
+        y = self.product(x, local_part(self.weight), bias)
+        if (adapter := self.adapter) is None:
+            return y
+        return y + low_rank(x, local_part(adapter.a), local_part(adapter.b), adapter.scale)
+
+
+class ColumnParallelLinear(_CutLinear):
+    """A Linear whose outputs are cut: weight dim 0, bias dim 0, dim 0 of an adapter's b."""
+
+    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        super().__init__(linear, mesh, group, dim=0)
         if linear.bias is not None:
             cut_parameter(self, "bias", mesh, [0])
-        self.adapter = _cut_adapter(linear, mesh, "b", 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else local_part(self.bias)
-        return _adapted(self.product(x, local_part(self.weight), bias), x, self.adapter)
+        return self.outputs(x, None if self.bias is None else local_part(self.bias))
 
 
 class ColumnParallelNorm(_Cut):
@@ -182,36 +199,16 @@ class ColumnParallelNorm(_Cut):
         return (wide * scale * local_part(self.weight)).to(x.dtype)
 
 
-class RowParallelLinear(_Cut):
+class RowParallelLinear(_CutLinear):
     """A Linear whose inputs are cut (weight dim 1, dim 1 of an adapter's a): partial outputs are
     summed and scattered to parts of the sequence. A bias is whole, added after the sum."""
 
-    bias: nn.Parameter | None
-
     def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
         super().__init__(linear, mesh, group, dim=1)
-        self.product = _product(linear)
-        self.register_parameter("bias", linear.bias)
-        self.adapter = _cut_adapter(linear, mesh, "a", 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _adapted(self.product(x, local_part(self.weight)), x, self.adapter)
-        y = scatter_tokens(y, self.group)
+        y = scatter_tokens(self.outputs(x), self.group)
         return y if self.bias is None else y + self.bias
-
-
-def _cut_adapter(linear: Any, mesh: DeviceMesh, name: str, dim: int) -> Adapter | None:
-    if not isinstance(linear, AdaptedLinear):
-        return None
-    cut_parameter(linear.adapter, name, mesh, [dim])
-    return linear.adapter
-
-
-def _adapted(y: Tensor, x: Tensor, adapter: Adapter | None) -> Tensor:
-    """Returns a layer's outputs y, cut or partial, with what its adapter, if any, makes of x."""
-    if adapter is None:
-        return y
-    return y + low_rank(x, local_part(adapter.a), local_part(adapter.b), adapter.scale)
 
 
 class VocabParallelEmbedding(_Cut):

@@ -1,4 +1,4 @@
-"""What of a model trains: names by pattern, frozen parameters, and the indexers that warm up."""
+"""Chooses the parameters of a model that train: by patterns of names, adapters, warm-up."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -51,8 +51,9 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
 def trained(names: Iterable[str], config: ModelConfig, training: Training, lora: Lora) -> set[str]:
     """Returns the names, among these, of the parameters that train.
 
-    While indexers warm up, they alone do; with adapters, these alone. training.freeze takes away
-    the rest; of copies of one parameter it takes all, whichever it names.
+    While indexers warm up, they alone train; in a model with adapters, the adapters alone.
+    training.freeze removes the parameters that it names. If it names one copy of a tied parameter,
+    it removes all copies.
     """
     names = set(names)
     if config.indexer is not None and training.indexer_stage == "dense":
@@ -92,7 +93,7 @@ def sizes_by_name(
 
 
 def freeze(model: Decoder, training: Training, lora: Lora) -> None:
-    """Takes from training what does not train, of a model or a stage of one."""
+    """Turns off gradients of the parameters that do not train, in a model or a stage of one."""
     named = dict(model.named_parameters())
     trains = trained(named, model.config, training, lora)
     for name, parameter in named.items():

@@ -7,6 +7,7 @@ only x, gate and up are kept (`moe_act`, as Megatron-Core calls it; arXiv 2512.1
 same).
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,22 +28,9 @@ from titan_moe.ops.grouped_mm import (
 )
 from titan_moe.profiling.regions import region
 
-
-class ExpertWeights(NamedTuple):
-    """Holds the experts' weights: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]; and
-    those of their adapters, as `ExpertAdapter` has them."""
-
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor
-    b1: Tensor | None = None
-    b2: Tensor | None = None
-    b3: Tensor | None = None
-    w13_a: Tensor | None = None
-    w1_b: Tensor | None = None
-    w3_b: Tensor | None = None
-    w2_a: Tensor | None = None
-    w2_b: Tensor | None = None
+ExpertWeights = Mapping[str, Tensor]
+"""The experts' weights by the names of the parameters of `Experts`: w1, w3 [E, F, D], w2 [E, D, F];
+with biases b1, b3 [E, F] and b2 [E, D]; with adapters adapter.w13_a, ... (`ExpertAdapter`)."""
 
 
 class ExpertAdapter(nn.Module):
@@ -87,19 +75,19 @@ class ExpertOutputs(nn.Module):
         return f"{self.activation}, {self.multiply.__name__}"
 
     def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
-        offsets_E, multiply = rows.offsets_E, self.multiply
+        offsets_E, multiply, w = rows.offsets_E, self.multiply, weights
         weights_R1 = rows.weights_R[:, None]
         # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
         before_R1 = weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else None
         after_R1 = None if self.scale_inputs else weights_R1
-        stacks = weights.w1, weights.w3, offsets_E, multiply
+        stacks = w["w1"], w["w3"], offsets_E, multiply
         gate_RF, up_RF = projections(rows.x_RD, before_R1, *stacks)
-        gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
-        up_RF = add_bias(up_RF, weights.b3, offsets_E)
+        gate_RF = add_bias(gate_RF, w.get("b1"), offsets_E)
+        up_RF = add_bias(up_RF, w.get("b3"), offsets_E)
         y_RD = activated_projection(
-            gate_RF, up_RF, after_R1, weights.w2, offsets_E, self.activation, multiply
+            gate_RF, up_RF, after_R1, w["w2"], offsets_E, self.activation, multiply
         )
-        return add_bias(y_RD, weights.b2, offsets_E, after_R1)
+        return add_bias(y_RD, w.get("b2"), offsets_E, after_R1)
 
 
 class AdaptedOutputs(ExpertOutputs):
@@ -117,19 +105,20 @@ class AdaptedOutputs(ExpertOutputs):
 
     def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
         offsets_E, w = rows.offsets_E, weights
-        assert w.w13_a is not None and w.w1_b is not None and w.w3_b is not None
-        assert w.w2_a is not None and w.w2_b is not None
         weights_R1 = rows.weights_R[:, None]
         after_R1 = None if self.scale_inputs else weights_R1
         x_RD = rows.x_RD * weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else rows.x_RD
-        low_Rr = self.scale * grouped_mm(x_RD, w.w13_a, offsets_E)
-        gate_RF = grouped_mm(x_RD, w.w1, offsets_E) + grouped_mm(low_Rr, w.w1_b, offsets_E)
-        up_RF = grouped_mm(x_RD, w.w3, offsets_E) + grouped_mm(low_Rr, w.w3_b, offsets_E)
-        gate_RF, up_RF = add_bias(gate_RF, w.b1, offsets_E), add_bias(up_RF, w.b3, offsets_E)
+
+        def product(x_RD: Tensor, low_Rr: Tensor, name: str) -> Tensor:
+            y_RD = grouped_mm(x_RD, w[name], offsets_E)
+            return y_RD + grouped_mm(low_Rr, w[f"adapter.{name}_b"], offsets_E)
+
+        low_Rr = self.scale * grouped_mm(x_RD, w["adapter.w13_a"], offsets_E)
+        gate_RF = add_bias(product(x_RD, low_Rr, "w1"), w.get("b1"), offsets_E)
+        up_RF = add_bias(product(x_RD, low_Rr, "w3"), w.get("b3"), offsets_E)
         hidden_RF = _Activated.apply(gate_RF, up_RF, after_R1, self.activation)
-        low_Rr = self.scale * grouped_mm(hidden_RF, w.w2_a, offsets_E)
-        y_RD = grouped_mm(hidden_RF, w.w2, offsets_E) + grouped_mm(low_Rr, w.w2_b, offsets_E)
-        return add_bias(y_RD, w.b2, offsets_E, after_R1)
+        low_Rr = self.scale * grouped_mm(hidden_RF, w["adapter.w2_a"], offsets_E)
+        return add_bias(product(hidden_RF, low_Rr, "w2"), w.get("b2"), offsets_E, after_R1)
 
 
 class Chunk(NamedTuple):
@@ -167,10 +156,7 @@ class Experts(nn.Module):
 
         One call for all chunks, for which FSDP gathers the weights once.
         """
-        weights = ExpertWeights(self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
-        if (adapter := self.adapter) is not None:
-            pairs = adapter.w1_b, adapter.w3_b, adapter.w2_a, adapter.w2_b
-            weights = ExpertWeights(*weights[:6], adapter.w13_a, *pairs)
+        weights = dict(self.named_parameters())
         home, late = [], []
         for sent, plan, order in chunks:
             with region("dispatch"):

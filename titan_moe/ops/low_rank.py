@@ -1,4 +1,5 @@
-"""A Linear layer beside which a product of two small matrices learns (arXiv 2106.09685)."""
+"""Low-rank adapters of Linear layers: two small matrices whose product is added to a weight (arXiv
+2106.09685)."""
 
 import torch
 import torch.nn.functional as F

@@ -24,7 +24,7 @@ def build_optimizer(
     joined_group: JoinedGroup | None = None,
 ) -> torch.optim.Optimizer:
     """One optimizer over the trainable parameters, in the groups "decay" and "no_decay", and under
-    Muon "matrices" before them; each in parts, where optimizer.groups name some of its parameters.
+    Muon "matrices" before them. optimizer.groups split those whose parameters they name.
 
     Each group carries its "name", its "kind" and its "peak_lr", which set_lr scales. A group
     without parameters is left out. Parameters may be DTensors of different meshes, but no longer on

@@ -222,7 +222,7 @@ class Reference:
         """Returns a parameter's peak learning rate and weight decay: its first group's."""
         lr, decay = self.optimizer.lr, self.optimizer.weight_decay
         for group in self.optimizer.groups:
-            if fnmatchcase(name, group.pattern) or group.pattern in _runs(name):
+            if fnmatchcase(name, group.pattern) or f".{group.pattern}." in f".{name}.":
                 return (
                     lr if group.lr is None else group.lr,
                     decay if group.weight_decay is None else group.weight_decay,
@@ -269,12 +269,6 @@ class Reference:
         """Rounds a moment to the type of the optimizer's state."""
         narrow = self.optimizer.state_dtype == "bfloat16"
         return moment.bfloat16().to(moment.dtype) if narrow else moment
-
-
-def _runs(name: str) -> set[str]:
-    """Returns a name's parts between dots, and several in a row."""
-    parts = name.split(".")
-    return {".".join(parts[i:j]) for j in range(len(parts) + 1) for i in range(j)}
 
 
 _BIASES = ("bias", "b1", "b2", "b3")

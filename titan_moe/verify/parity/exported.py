@@ -16,14 +16,15 @@ from titan_moe.verify.parity.check import SMALLEST_MARGIN, distance, watch_margi
 from titan_moe.verify.parity.oracle import FirstOfEqual
 
 BOUND = 1e-4
-"""Largest difference of a position's logits that is right, relative to the norm of theirs."""
+"""Largest difference of a position's logits that counts as equal, relative to the norm of those
+of transformers."""
 _NUM_TOKENS = 16
 _DRAWS = 20
 
 
 def logits_difference(folder: Path) -> float:
     """Returns the largest difference of a position's logits on random tokens, relative to the norm
-    of theirs.
+    of those of transformers.
 
     Raises RunError where transformers does not know the model.
     """
