@@ -18,6 +18,7 @@ from titan_moe.data.build import (
     measure_conversations,
 )
 from titan_moe.data.loader import Loader
+from titan_moe.data.packed_conversations import Lengths
 from titan_moe.data.reader import StepReader, continue_state, merge_states
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.sequences import Identity
@@ -90,18 +91,21 @@ class TrainData:
 
     def _lengths(self, job: JobConfig) -> list[np.ndarray]:
         """The lengths of each source's conversations, of which each rank tokenizes a part;
-        collective."""
+        collective. ConfigError if no conversation has a role that is to be learned."""
         training, process = job.training, self._process
-        parts = from_every_rank(
-            lambda: measure_conversations(
-                training,
-                self.tokenizer,
-                seed=job.debug.seed,
-                part=process.rank,
-                parts=process.world_size,
-            ),
-            doing="reading the conversations failed",
-        )
+
+        def measure_part() -> tuple[list[Lengths], set[str]]:
+            how = {"seed": job.debug.seed, "part": process.rank, "parts": process.world_size}
+            lengths = measure_conversations(training, self.tokenizer, **how)
+            assert self.tokenizer.conversations is not None
+            return lengths, self.tokenizer.conversations.unseen_roles
+
+        doing = "reading the conversations failed"
+        parts, unseen = zip(*from_every_rank(measure_part, doing=doing), strict=True)
+        if missing := sorted(set.intersection(*unseen)):
+            key = f"training.messages.targets={training.messages.targets!r}"
+            line = f"{key}: no conversation has the role {missing[0]!r}: leave it out, or mend it"
+            raise ConfigError(line)
         found = []
         sources = training_sources(training)
         for source, *lengths in zip(sources, *parts, strict=True):

@@ -13,10 +13,13 @@ from tests.support import trainings
 from tests.support.documents import write_jsonl
 from tests.support.operations import watch_collectives
 from tests.support.tiny import batch_of, make_job, tiny_step
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.train_data import TrainData
 
 
 def collectives_of_training(job: JobConfig) -> dict[int, list[str]]:
@@ -118,3 +121,26 @@ def test_epochs_of_conversations_end_after_the_same_steps_in_every_layout(tmp_pa
             "1 of 42 conversations are left out, such as json/0: it is no conversation"
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def lines_about_roles(job: JobConfig) -> str:
+    """Opens the data on this rank; returns the mistake in it."""
+    try:
+        TrainData(job, job, model_of_job(job.model), trainings.process_here())
+    except ConfigError as error:
+        return " ".join(error.lines)
+    return ""
+
+
+def test_a_role_to_learn_must_be_in_a_conversation_that_any_rank_reads(tmp_path: Path):
+    roles = [["user", "assistant"], ["user", "assistant", "tool"]] * 4
+    talks = [{"messages": [{"role": role, "content": "a"} for role in each]} for each in roles]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    training = {"dataset": "json", "dataset_path": str(tmp_path / "a.jsonl")}
+    training |= {"dataset_format": "messages", "global_batch_size": 2, "local_batch_size": 1}
+    found = []
+    for role in ("tool", "tol"):
+        keys = {"training": training | {"messages": {"targets": ["assistant", role]}}}
+        found.append(run_on_ranks(lines_about_roles, 2, trainings.make_job(tmp_path, **keys)))
+    line = "training.messages.targets=['assistant', 'tol']: no conversation has the role 'tol': "
+    assert found == [["", ""], [line + "leave it out, or mend it"] * 2]

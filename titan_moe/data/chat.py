@@ -290,6 +290,8 @@ class Conversations:
         self._encode, self._around = encode, around
         self._targets, self._too_long = targets, too_long
         self._roles = ["assistant"] if isinstance(targets, str) else targets
+        self.unseen_roles = set(self._roles)
+        """Roles to be learned that no conversation has had so far."""
 
     @property
     def identity(self) -> str:
@@ -301,8 +303,7 @@ class Conversations:
         return self._encode(self.template.prompt(messages)).ids
 
     def special_inside(self, text: str) -> str | None:
-        """Returns the first special token that a conversation's JSON names, which is read as one
-        though the template has not written it."""
+        """The first special token that a conversation's JSON names, which is read as one."""
         found = self.template.special.search(text)
         return found and found[0]
 
@@ -316,6 +317,8 @@ class Conversations:
         record = json.loads(text or "{}")
         if not record:
             raise ChatError("it is no conversation")
+        messages = record.get("messages", [{"role": "assistant"}])
+        self.unseen_roles -= {message.get("role") for message in messages}
         if "completion" in record:
             ids, is_target = self._plain(record["prompt"], record["completion"])
             is_target = (is_target & ("assistant" in self._roles)) | (self._targets == "all")
@@ -363,8 +366,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _clean(messages: Sequence[Any]) -> list[Any]:
-    """Messages without weights and what is None, their thoughts under each name that templates
-    read."""
+    """Messages without weights and None, their thoughts under each name that templates read."""
     cleaned = []
     for message in messages:
         known = {name: value for name, value in message.items() if value is not None}

@@ -17,9 +17,11 @@ from tests.support.processes import start_process
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import job_of_step
+from titan_moe.data.build import measure_conversations
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import documents_without_text
 from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.train_data import TrainData
@@ -64,6 +66,24 @@ def test_mistakes_in_the_reader_process_are_one_line(tmp_path):
             while True:
                 loader.next_step()
     loader.close()
+
+
+def test_reader_process_reads_epochs_of_conversations(tmp_path):
+    lines = [json.dumps({"prompt": "ab", "completion": "c" * (1 + n % 9)}) for n in range(90)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    keys = {"dataset": "json", "dataset_path": str(tmp_path), "dataset_format": "messages"}
+    section = training(epochs=2, seq_len=32, **keys)
+    tokenizer = load_tokenizer("bytes", section)
+    (lengths,) = measure_conversations(section, tokenizer, seed=3, part=0, parts=1)
+    far = in_a_process(section, lengths=[lengths.tokens])
+    near = build_loader(section, tokenizer, **PLACE)
+    steps = far.count_steps()
+    assert steps == near.count_steps() > 3
+    assert take([far], steps) == take([near], steps)
+    with pytest.raises(RunError, match="ran out: its 90 conversations"):
+        far.next_step()
+    far.close()
+    near.close()
 
 
 def test_death_of_the_reader_process_is_one_line():
