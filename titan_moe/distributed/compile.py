@@ -63,6 +63,9 @@ def apply_compile(
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT
     )
+    # In a graph of dynamic sizes Dynamo makes a global float an input, and fails if an autograd
+    # function reads it.
+    torch._dynamo.config.specialize_float = True
 
     options = _options(section.backend, recomputes_by_operation(recompute))
     if pipelined_tp is not None:

@@ -151,12 +151,13 @@ def _own_shards(
     D that other ranks add."""
     rows, weights = args
     place, slices = etp_group.rank(), etp_group.size()
-    own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
-    if own.b2 is not None and slices > 1:
-        width = own.b2.shape[1]
+    # A compiled `_replace` of torch 2.11 returns an empty tuple.
+    own = {name: None if w is None else local_part(w) for name, w in weights._asdict().items()}
+    if (b2 := own["b2"]) is not None and slices > 1:
+        width = b2.shape[1]
         around = (place * width, (slices - 1 - place) * width)
-        own = own._replace(b2=F.pad(own.b2, around))
-    return rows, own
+        own["b2"] = F.pad(b2, around)
+    return rows, ExpertWeights(**own)
 
 
 def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:

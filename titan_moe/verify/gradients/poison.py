@@ -33,7 +33,8 @@ class Poison:
         rows, *weights = args
         tail_R1 = _tail(rows)
         weights_R = rows.weights_R.masked_fill(tail_R1[:, 0], torch.nan)
-        return rows._replace(x_RD=_spoilt(rows.x_RD, tail_R1), weights_R=weights_R), *weights
+        # A compiled `_replace` of torch 2.11 returns an empty tuple.
+        return ExpertRows(_spoilt(rows.x_RD, tail_R1), weights_R, rows.offsets_E), *weights
 
     def _spoil_outputs(self, module: object, args: tuple[ExpertRows, Any], y_RD: Tensor) -> Tensor:
         rows, tail_R1 = args[0], _tail(args[0])
