@@ -87,6 +87,7 @@ SLOW = [
     ("deepseek_v32", "AdamW", "pp=2,schedule=ZBVZeroBubble"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
     ("deepseek_v3", "compiled", "tp=2"),
+    ("gpt_oss", "compiled", "dp_shard=2,tp=2,ep=2,etp=2"),
     ("deepseek_v3", "compiled", "cp=2,cp_method=ring"),
     *product(["deepseek_v3"], [HOST], ["cp=2,cp_method=ring", "dp_replicate=2,dp_shard=2,ep=2"]),
     *product(["deepseek_v3"], [HOST], ["pp=2,schedule=ZBVZeroBubble", "cp=2,cp_method=ulysses"]),

@@ -137,6 +137,11 @@ class EagerMoE(MoE):
 
 
 def _compile_pieces(moe: MoE, options: dict[str, Any]) -> None:
+    import torch._dynamo
+
+    # Where sizes are dynamic, Dynamo makes a global float an input of the graph, and fails if an
+    # autograd function reads it.
+    torch._dynamo.config.specialize_float = True
     moe.router.compile(**options)
     moe.router.weigh.compile(**options)
     moe.experts.compute.compile(dynamic=True, **options)

@@ -65,8 +65,10 @@ def gated_forward(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Activation
 ) -> Tensor:
     """Computes `gated_rows` in plain torch."""
+    # Not in place: a compiled autograd function of torch 2.11 that returns what it wrote into has
+    # gradients of zero.
     hidden_RF = activation.hidden(gate_RF, up_RF)
-    return hidden_RF if weights_R1 is None else hidden_RF.mul_(weights_R1.to(hidden_RF.dtype))
+    return hidden_RF if weights_R1 is None else hidden_RF * weights_R1.to(hidden_RF.dtype)
 
 
 @with_kernel("gated_triton")
@@ -89,7 +91,7 @@ def gated_backward(
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate).mul_(up)
+    return F.silu(gate) * up
 
 
 def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tests.support.gated_cases import plain
 from titan_moe.distributed.collectives import AllToAll, InFlight
+from titan_moe.distributed.compile import _compile_pieces
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.grouped_mm import grouped_mm
 from titan_moe.verify.gradients.poison import Poison
 
 CONFIG = MoEConfig(6, top_k=2, hidden_dim=8, normalize_top_k=True, route_scale=2.5)
@@ -101,13 +103,24 @@ def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.d
     x_BSD = torch.randn(2, 7, DIM, dtype=dtype, requires_grad=True)
     clean = layer(x_BSD)
     clean_grads = _grads(layer, x_BSD, clean)
-    poison = Poison()
+    poison = Poison("cpu")
     poison.apply([layer])
     output = layer(x_BSD)
     assert poison.tails and poison.paddings
     assert torch.equal(output, clean)
     for name, grad in _grads(layer, x_BSD, output).items():
         assert torch.equal(grad, clean_grads[name]), name
+
+
+@pytest.mark.parametrize("kind, other_product", [("plain", True), ("biases", False)])
+def test_compiled_pieces_have_the_same_gradients(kind: str, other_product: bool):
+    layer = _layer(KINDS[kind])
+    if other_product:
+        layer.experts.compute.multiply = lambda *operands: grouped_mm(*operands)
+    x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
+    expected = _grads(layer, x_BSD, layer(x_BSD))
+    _compile_pieces(layer, {"backend": "aot_eager"})
+    torch.testing.assert_close(_grads(layer, x_BSD, layer(x_BSD)), expected)
 
 
 def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():

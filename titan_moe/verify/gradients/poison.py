@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.layer import MoE
@@ -19,9 +20,9 @@ class Poison:
     and in the output's gradient.
     """
 
-    def __init__(self) -> None:
-        self.tails = 0
-        self.paddings = 0
+    def __init__(self, device: str) -> None:
+        self.tails = torch.zeros((), dtype=torch.int64, device=device)
+        self.paddings = torch.zeros_like(self.tails)
 
     def apply(self, moe_layers: Iterable[MoE]) -> None:
         """Spoils the rows of every layer's experts."""
@@ -33,14 +34,15 @@ class Poison:
         rows, *weights = args
         tail_R1 = _tail(rows)
         weights_R = rows.weights_R.masked_fill(tail_R1[:, 0], torch.nan)
-        return rows._replace(x_RD=_spoilt(rows.x_RD, tail_R1), weights_R=weights_R), *weights
+        # A compiled `_replace` of torch 2.11 returns an empty tuple.
+        return ExpertRows(_Spoilt.apply(rows.x_RD, tail_R1), weights_R, rows.offsets_E), *weights
 
     def _spoil_outputs(self, module: object, args: tuple[ExpertRows, Any], y_RD: Tensor) -> Tensor:
         rows, tail_R1 = args[0], _tail(args[0])
         padding_R1 = (rows.weights_R.detach() == 0)[:, None]
-        self.tails += int(tail_R1.sum())
-        self.paddings += int(padding_R1.sum())
-        return _spoilt(y_RD, tail_R1).masked_fill(padding_R1, torch.nan)
+        self.tails += tail_R1.sum()  # Not read here: that would end a compiled graph.
+        self.paddings += padding_R1.sum()
+        return _Spoilt.apply(y_RD, tail_R1).masked_fill(padding_R1, torch.nan)
 
 
 def _tail(rows: ExpertRows) -> Tensor:
@@ -49,12 +51,18 @@ def _tail(rows: ExpertRows) -> Tensor:
     return (row_R >= rows.offsets_E[-1])[:, None]
 
 
-def _spoilt(x_RD: Tensor, where_R1: Tensor) -> Tensor:
-    """NaN in some rows of a tensor, and of the gradient that goes back from them."""
+class _Spoilt(torch.autograd.Function):
+    """NaN in some rows of a tensor, and of the gradient that goes back from them.
 
-    def spoil(grad_RD: Tensor) -> Tensor:
-        return grad_RD.masked_fill(where_R1, torch.nan)
+    A hook of the tensor would do the same, but mixes up the order of a graph of torch 2.11.
+    """
 
-    if x_RD.requires_grad:
-        x_RD.register_hook(spoil)  # type: ignore[no-untyped-call]
-    return x_RD.masked_fill(where_R1, torch.nan)
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_RD: Tensor, where_R1: Tensor) -> Tensor:
+        ctx.save_for_backward(where_R1)
+        return x_RD.masked_fill(where_R1, torch.nan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
+        return grad_RD.masked_fill(*ctx.saved_tensors, torch.nan), None

@@ -62,14 +62,14 @@ def verify_on_rank(task: Task) -> RankReport:
     if state.problems:
         return RankReport([], state.problems)
     state.fill()
-    poison = Poison()
+    poison = Poison(task.device)
     poison.apply(state.moe_layers.values())
     found = [
         difference
         for number, (result, snapshot) in enumerate(_train(state))
         for difference in state.compare(number, result, snapshot)
     ]
-    return RankReport(found, [], poison.tails, poison.paddings)
+    return RankReport(found, [], int(poison.tails), int(poison.paddings))
 
 
 class LocalState:
