@@ -145,6 +145,7 @@ class HFFolder:
             if twice := sorted(self._slices.keys() & slices):
                 raise RunError(f"{file} and another file have a tensor {twice[0]}: remove one")
             self._slices |= slices
+        self._files = {name: file for file, slices in files.items() for name in slices}
         block = weight_block(self.settings, path / CONFIG)
         self._quantized: dict[str, Float8 | MXFP4 | Int4] = {}
         hidden: set[str] = set()
@@ -155,10 +156,12 @@ class HFFolder:
             elif name.endswith(BLOCKS) and stored.get_dtype() == "U8":
                 plain = name.removesuffix(BLOCKS)
                 self._quantized[plain] = self._mxfp4(plain)
+                self._files[plain] = self._files[name]
                 hidden |= {name, plain + SCALES}
             elif name.endswith(PACKED) and stored.get_dtype() == "I32":
                 plain = name.removesuffix(PACKED)
                 self._quantized[plain] = self._int4(plain)
+                self._files[plain] = self._files[name]
                 hidden |= {name, plain + SCALE, plain + SHAPE}
         self.shapes = {name: self._shape(name) for name in self._slices if name not in hidden}
         self.shapes |= {name: tensor.shape for name, tensor in self._quantized.items()}
@@ -188,12 +191,14 @@ class HFFolder:
             save(tensors, path / REST, {_TEXT: json.dumps(self.text_shapes())})
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Returns the values of a box, whose slices may have steps."""
+        """Returns the values of a box, whose slices may have steps. Raises RunError for values that
+        are not finite, by themselves or by their scales."""
         around = tuple(slice(along.start, along.stop) for along in box)
         quantized = self._quantized.get(name)
         values = quantized.read(around, self._read) if quantized else self._read(name, around)
         if not values.is_floating_point():
             raise RunError(f"{self.path}: {name} holds {values.dtype}: name unquantised weights")
+        refuse_not_finite(values, name, self._files[name])
         return values[tuple(slice(None, None, along.step) for along in box)]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -253,6 +258,33 @@ class HFFolder:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slices[name].get_shape())
+
+
+def is_finite(values: Tensor) -> bool:
+    """Returns whether no value is NaN or infinite: one pass over them."""
+    # It takes a core 0.1 s per GB of float32, and 0.2 s of bfloat16; `isfinite`, 1.6 s and 2.6 s.
+    return not values.numel() or all(bound.isfinite() for bound in values.aminmax())
+
+
+def refuse_not_finite(values: Tensor, name: str, file: Path) -> None:
+    """Raises RunError for a tensor of a file with a value that is NaN or infinite: the
+    first step would have no loss, and would not tell which tensor it comes from."""
+    if not is_finite(values):
+        raise RunError(
+            f"{file}: {name} has values that are NaN or infinite: download it again, or name "
+            "other weights"
+        )
+
+
+def refuse_not_held(values: Tensor, written: Tensor, name: str) -> None:
+    """Raises RunError for a tensor of an export that is not finite in the type that it is written
+    in."""
+    if is_finite(written):
+        return
+    says = "are NaN or infinite: export an earlier step"
+    if is_finite(values):
+        says = f"{str(written.dtype).removeprefix('torch.')} cannot hold: export float32"
+    raise RunError(f"{name} has values that {says}")
 
 
 def dtype_of(stored: Any) -> torch.dtype:

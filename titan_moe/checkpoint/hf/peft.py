@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_moe.checkpoint.digests import check_sums, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
-from titan_moe.checkpoint.hf.folder import opened, save
+from titan_moe.checkpoint.hf.folder import opened, refuse_not_finite, refuse_not_held, save
 from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, empty_model, way_in_memory
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.source import Source
@@ -153,8 +153,11 @@ def export_adapters(
     num_bytes = sum(map(prod, shapes.values())) * (dtype or torch.float32).itemsize
 
     def write() -> None:
-        ours = {name: source.read(name, whole(shape)) for name, shape in shapes.items()}
-        ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
+        ours: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            values = source.read(name, whole(shape))
+            ours[name] = values.to(dtype or values.dtype)
+            refuse_not_held(values, ours[name], name)
         tensors: dict[str, Tensor] = {}
         for pair in pairs:
             a, b = (torch.empty(shape, dtype=ours[pair.a].dtype) for shape in pair.shapes)
@@ -262,7 +265,10 @@ def read_adapters(
     stored = _opened(folder, pairs, lora)
     found: dict[str, Tensor] = {}
     for pair in pairs:
-        for name, box, values in pair.places(*(stored[key][:] for key in pair.keys)):
+        both = {key: stored[key][:] for key in pair.keys}
+        for key, values in both.items():
+            refuse_not_finite(values, key, folder / WEIGHTS)
+        for name, box, values in pair.places(*both.values()):
             found.setdefault(name, values.new_empty(shapes[name]))[box] = values
     return found
 

@@ -37,7 +37,7 @@ from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_r
 from titan_moe.distributed.boxes import Box, inside, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder, move_off_meta, stored_in
+from titan_moe.models.decoder import ADAPTER, Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.log import progress
@@ -197,9 +197,13 @@ def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
 
 
 def shapes_of_manifest(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's model, or of its adapters, by our names."""
-    named = manifest.tensors.items()
-    return {n.removeprefix(MODEL): spec.shape for n, spec in named if n.startswith(MODEL)}
+    """Returns the shapes of a checkpoint's model, or of its adapters, by our names. Adapters in a
+    seed checkpoint are left out: they have not trained, and change nothing."""
+    return {
+        name.removeprefix(MODEL): spec.shape
+        for name, spec in manifest.tensors.items()
+        if name.startswith(MODEL) and (manifest.base or ADAPTER not in name)
+    }
 
 
 def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:
@@ -242,8 +246,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
     refuse_adapters(manifest, path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
     stored, ours = StoredTensors(path), model.state_dict(keep_vars=True)
-    theirs = [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]
-    for name in theirs:
+    for name in shapes_of_manifest(manifest):
         if name not in ours and not name.startswith("mtp."):
             raise RunError(f"checkpoint {path} holds {name}, which this model does not have")
     with torch.no_grad():

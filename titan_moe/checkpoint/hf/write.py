@@ -18,7 +18,15 @@ import torch.distributed as dist
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, origin_of, write_assets
-from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, Read, save
+from titan_moe.checkpoint.hf.folder import (
+    INDEX,
+    REST,
+    SINGLE,
+    HFFolder,
+    Read,
+    refuse_not_held,
+    save,
+)
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
 from titan_moe.checkpoint.hf.pieces import Stored, whole
@@ -197,9 +205,7 @@ def _write(path: Path, file: File, read: Read) -> None:
                 ours = ours.transpose(-1, -2)
             place = tensors[theirs][piece.theirs]
             place.copy_(ours.reshape(place.shape))
-            is_float16 = tensor.dtype == torch.float16
-            if is_float16 and ours.isfinite().all() and not place.isfinite().all():
-                raise RunError(f"{theirs} has values that float16 cannot hold: export bfloat16")
+            refuse_not_held(ours, place, theirs)
     save(tensors, path, {})
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters, small_adapters
 from tests.support.hf_folders import assert_same_bits, read_folder
 from tests.support.refusals import failure
-from tests.support.saved_runs import plain_checkpointer
+from tests.support.saved_runs import plain_checkpointer, saved_model
+from titan_moe.checkpoint.hf.merge import merge
 from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, pairs_there, read_adapters
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Lora
@@ -103,6 +104,17 @@ def test_frozen_adapters_are_exported_too(tmp_path):
     assert_same_bits(out, read_folder(tmp_path / "out"))
 
 
+def test_adapters_of_a_seed_are_left_out(tmp_path):
+    """They change nothing: the export is the model that they stand in, and so is a merge's base."""
+    ours, model, step = small_adapters(tmp_path, "qwen3", 1)
+    seed = saved_model(tmp_path / "seed", ours, model=model, create_seed_checkpoint=True)
+    export_checkpoint(seed, tmp_path / "out", torch.float32)
+    base = read_folder(tmp_path / "base")
+    assert_same_bits(read_folder(tmp_path / "out"), base)
+    merge(step, tmp_path / "merged", torch.float32, seed)
+    assert read_folder(tmp_path / "merged").keys() == base.keys()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -133,6 +145,7 @@ OTHERS = {
     f"1 tensor of no use to this model: {Q}s": lambda x: x.update({Q + "s": x[Q].clone()}),
     f"1 tensor of another shape: {Q} [": lambda x: x.update({Q: x[Q].mT.contiguous()}),
     f"{Q} holds no floating-point numbers": lambda x: x.update({Q: x[Q].long()}),
+    f"in/{WEIGHTS}: {Q} has values that are NaN or infinite: ": lambda x: x[Q][1].div_(0),
 }
 
 
@@ -172,3 +185,16 @@ def test_what_peft_cannot_hold_is_refused(family, words, tmp_path):
     line = failure(export_checkpoint, step, tmp_path / "out", torch.float32)
     assert words in line and "titan-moe hf merge" in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(float("nan"), "are NaN or infinite: export an earlier step"), (1e5, "float16 cannot hold: ")],
+)
+def test_adapters_that_are_not_finite_are_not_exported(value, says, tmp_path):
+    ours, model, _ = small_adapters(tmp_path, "qwen3", 1)
+    name, tensor = next(iter(adapters_of(ours).items()))
+    tensor.data[0, 0] = value
+    step = saved_adapters(tmp_path / "bad", ours, model)
+    line = failure(export_checkpoint, step, tmp_path / "out", torch.float16)
+    assert f"{name} has values that {says}" in line and not (tmp_path / "out").exists()

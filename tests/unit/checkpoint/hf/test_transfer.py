@@ -221,6 +221,19 @@ def test_a_bias_that_would_be_lost_is_refused(tmp_path):
     assert not list(tmp_path.rglob("*writing")) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(float("inf"), "are NaN or infinite: export an earlier step"), (1e5, "float16 cannot hold: ")],
+)
+def test_weights_that_are_not_finite_are_not_exported(value, says, tmp_path):
+    model = small_model("mixtral", num_layers=1)
+    plain = filled(model.config)
+    plain.norm.weight.data[1] = value
+    step = saved_model(tmp_path, plain, model=model)
+    line = failure(export_checkpoint, step, tmp_path / "out", torch.float16)
+    assert f"model.norm.weight has values that {says}" in line and not (tmp_path / "out").exists()
+
+
 def test_import_holds_a_few_chunks_in_memory(tmp_path, monkeypatch):
     make_folder(tmp_path / "in", small_model("qwen3", num_layers=2), torch.bfloat16)
     alive, most, count = weakref.WeakSet(), 0, 0
