@@ -14,7 +14,6 @@ from titan_moe.checkpoint.hf.pieces import Stored
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import model_config
 
-
 _OTHERS = {"qwen3_5_moe": ("qwen3_next", "gate"), "glm4_moe_lite": ("glm4_moe", "gate_flash")}
 
 
