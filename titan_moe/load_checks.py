@@ -58,7 +58,7 @@ def check_adapters(job: JobConfig, model: ModelConfig) -> list[str]:
     exports = job.checkpoint.enable and job.checkpoint.last_save_in_hf
     if job.lora.rank is None or not (begins or exports):
         return []
-    from titan_moe.checkpoint.hf.names import empty_model
+    from titan_moe.checkpoint.hf.names import model_shapes
     from titan_moe.checkpoint.hf.peft import check_adapters, pairs_there
 
     hf_model, key = HFModel(job.model.name, model), f"lora.initial_load_path={path}"
@@ -66,8 +66,7 @@ def check_adapters(job: JobConfig, model: ModelConfig) -> list[str]:
         if begins:
             check_adapters(hf_model, job.model_dump(mode="json"))
         key = "checkpoint.last_save_in_hf=true"
-        named = empty_model(model, job.lora).named_parameters()
-        pairs_there(hf_model, {name: tuple(tensor.shape) for name, tensor in named})
+        pairs_there(hf_model, model_shapes(model, job.lora))
     except (RunError, ConfigError) as error:
         return [f"{key}: {line}" for line in str(error).splitlines()]
     return []

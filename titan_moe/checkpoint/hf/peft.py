@@ -21,8 +21,8 @@ from torch import Tensor
 from titan_moe.checkpoint.digests import check_sums, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
-from titan_moe.checkpoint.hf.folder import opened, refuse_not_finite, refuse_not_held, save
-from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, empty_model, way_in_memory
+from titan_moe.checkpoint.hf.folder import WIDER, opened, refuse_not_finite, save
+from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, model_shapes, way_in_memory
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.source import Source
 from titan_moe.checkpoint.tensors import MODEL
@@ -97,16 +97,11 @@ class Pair(NamedTuple):
             yield name, piece.ours, b[piece.theirs]
 
 
-def adapters_among(shapes: Shapes) -> Shapes:
-    """Returns the shapes of adapters among those of a model's tensors."""
-    return {name: shape for name, shape in shapes.items() if ADAPTER in name}
-
-
 def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) -> list[Pair]:
     """The adapters of each Hugging Face tensor that has some, as transformers has it in memory.
 
     Args:
-        shapes: of our adapters, by name.
+        shapes: of our tensors, by name.
         folders: where the config.json of the published model may be, the likeliest first: it tells
             whether tensors have the names of a text model inside another one.
 
@@ -135,29 +130,26 @@ def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) ->
     return [*found.values()]
 
 
-def export_adapters(
-    source: Source, job_record: Mapping[str, Any], target: Path, dtype: torch.dtype | None
-) -> int:
+def export_adapters(source: Source, target: Path, dtype: torch.dtype | None) -> int:
     """Write a checkpoint's adapters as a PEFT folder, and compare what is read of it; returns its
     tensors' bytes. Collective.
 
     Args:
-        job_record: of the run that made them.
         dtype: None: as they are stored.
 
     Raises RunError in one line; nothing is left then.
     """
-    doing, shapes = f"cannot export to {target}", adapters_among(source.shapes)
+    doing = f"cannot export to {target}"
+    shapes = {name: shape for name, shape in source.shapes.items() if ADAPTER in name}
     pairs = on_every_rank(lambda: pairs_there(source.model, shapes, source.folders), doing=doing)
-    lora = Lora(**job_record["lora"])
+    lora = Lora(**source.job["lora"])
     num_bytes = sum(map(prod, shapes.values())) * (dtype or torch.float32).itemsize
 
     def write() -> None:
-        ours: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            values = source.read(name, whole(shape))
-            ours[name] = values.to(dtype or values.dtype)
-            refuse_not_held(values, ours[name], name)
+        ours = {name: source.read(name, whole(shape)) for name, shape in shapes.items()}
+        ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
+        for name, values in ours.items():
+            refuse_not_finite(values, name, WIDER)
         tensors: dict[str, Tensor] = {}
         for pair in pairs:
             a, b = (torch.empty(shape, dtype=ours[pair.a].dtype) for shape in pair.shapes)
@@ -165,7 +157,7 @@ def export_adapters(
             for name, box, values in pair.places(a, b):
                 values.copy_(ours[name][box])
         save(tensors, aside / WEIGHTS, {})
-        settings = _settings(source.model, lora, pairs, base_of(job_record))
+        settings = _settings(source.model, lora, pairs, base_of(source.job))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
         found = read_adapters(aside, pairs, shapes, lora)
         if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
@@ -223,7 +215,7 @@ def load_adapters(
     if lora.initial_load_path is None:
         return
     assert model is not None, "PEFT folders want a family and dimensions"
-    folder, shapes = Path(lora.initial_load_path), _shapes(model, lora)
+    folder, shapes = Path(lora.initial_load_path), model_shapes(model.config, lora)
     doing = f"cannot load {folder}"
     check_sums(folder, doing=doing)
     folders = asset_folders(folder, job_record)
@@ -242,12 +234,7 @@ def check_adapters(model: HFModel, job_record: Mapping[str, Any]) -> None:
     lora = Lora(**job_record["lora"])
     folder = Path(lora.initial_load_path or "")
     folders = asset_folders(folder, job_record)
-    _opened(folder, pairs_there(model, _shapes(model, lora), folders), lora)
-
-
-def _shapes(model: HFModel, lora: Lora) -> Shapes:
-    named = empty_model(model.config, lora).named_parameters()
-    return adapters_among({name: tuple(tensor.shape) for name, tensor in named})
+    _opened(folder, pairs_there(model, model_shapes(model.config, lora), folders), lora)
 
 
 def read_adapters(
@@ -257,7 +244,7 @@ def read_adapters(
 
     Args:
         pairs: as `pairs_there` returns them.
-        shapes: of the model's adapters, by our names.
+        shapes: of the model's tensors, by our names.
         lora: whose rank and factor the folder must have.
 
     Raises RunError in one line for a folder that is not of these adapters.
@@ -267,7 +254,7 @@ def read_adapters(
     for pair in pairs:
         both = {key: stored[key][:] for key in pair.keys}
         for key, values in both.items():
-            refuse_not_finite(values, key, folder / WEIGHTS)
+            refuse_not_finite(values, f"{folder / WEIGHTS}: {key}")
         for name, box, values in pair.places(*both.values()):
             found.setdefault(name, values.new_empty(shapes[name]))[box] = values
     return found

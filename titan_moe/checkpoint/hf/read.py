@@ -6,7 +6,7 @@ another. All but `load_alone` is collective, over one process or many.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -254,18 +254,23 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
             spec = manifest.tensors[MODEL + name]
             chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
             tensor.copy_(stored.read(chunk))
-    return Loaded(model.eval(), *tokenizers_of(path, manifest))
+    folders = asset_folders(path, manifest.job)
+    return Loaded(model.eval(), *tokenizers_of(manifest.job, folders))
 
 
-def tokenizers_of(checkpoint: Path, manifest: Manifest) -> tuple[list[str], Training]:
-    """Returns the tokenizers that may be a checkpoint's own, the likeliest first, and how documents
-    were encoded."""
-    folders = [str(folder) for folder in asset_folders(checkpoint, manifest.job)]
-    written = manifest.job.get("model", {}).get("tokenizer_path")
+def tokenizers_of(job: Mapping[str, Any], folders: Sequence[Path]) -> tuple[list[str], Training]:
+    """Returns the tokenizers that may be a model's own, the likeliest first, and how documents
+    were encoded.
+
+    Args:
+        job: the configuration of its run.
+        folders: where a tokenizer's files may be.
+    """
+    written = job.get("model", {}).get("tokenizer_path")
     names = ("append_eos", "prepend_bos", "parse_special_tokens")
-    keys = manifest.job.get("training", {})
+    keys = job.get("training", {})
     training = Training(**{name: keys[name] for name in names if name in keys})
-    return [*([written] if written else []), *folders], training
+    return [*filter(None, [written]), *map(str, folders)], training
 
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -145,7 +145,9 @@ OTHERS = {
     f"1 tensor of no use to this model: {Q}s": lambda x: x.update({Q + "s": x[Q].clone()}),
     f"1 tensor of another shape: {Q} [": lambda x: x.update({Q: x[Q].mT.contiguous()}),
     f"{Q} holds no floating-point numbers": lambda x: x.update({Q: x[Q].long()}),
-    f"in/{WEIGHTS}: {Q} has values that are NaN or infinite: ": lambda x: x[Q][1].div_(0),
+    f"in/{WEIGHTS}: {Q} has values that are NaN or infinite in float32: ": lambda x: x[Q][1].div_(
+        0
+    ),
 }
 
 
@@ -187,14 +189,12 @@ def test_what_peft_cannot_hold_is_refused(family, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [(float("nan"), "are NaN or infinite: export an earlier step"), (1e5, "float16 cannot hold: ")],
-)
-def test_adapters_that_are_not_finite_are_not_exported(value, says, tmp_path):
+@pytest.mark.parametrize("value", [float("nan"), 1e5])
+def test_adapters_that_are_not_finite_are_not_exported(value, tmp_path):
     ours, model, _ = small_adapters(tmp_path, "qwen3", 1)
     name, tensor = next(iter(adapters_of(ours).items()))
     tensor.data[0, 0] = value
     step = saved_adapters(tmp_path / "bad", ours, model)
     line = failure(export_checkpoint, step, tmp_path / "out", torch.float16)
-    assert f"{name} has values that {says}" in line and not (tmp_path / "out").exists()
+    assert f"{name} has values that are NaN or infinite in float16: export a wider" in line
+    assert not (tmp_path / "out").exists()
