@@ -159,7 +159,7 @@ def export_adapters(source: Source, target: Path, dtype: torch.dtype | None) -> 
         save(tensors, aside / WEIGHTS, {})
         settings = _settings(source.model, lora, pairs, base_of(source.job))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
-        found = read_adapters(aside, pairs, shapes, lora)
+        found = read_adapters(aside, source.model, lora, source.folders)
         if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
             raise RunError(f"{target} was not written as it should be: {listed(unlike)}")
 
@@ -215,12 +215,11 @@ def load_adapters(
     if lora.initial_load_path is None:
         return
     assert model is not None, "PEFT folders want a family and dimensions"
-    folder, shapes = Path(lora.initial_load_path), model_shapes(model.config, lora)
+    folder = Path(lora.initial_load_path)
     doing = f"cannot load {folder}"
     check_sums(folder, doing=doing)
     folders = asset_folders(folder, job_record)
-    pairs = on_every_rank(lambda: pairs_there(model, shapes, folders), doing=doing)
-    found = on_every_rank(lambda: read_adapters(folder, pairs, shapes, lora), doing=doing)
+    found = on_every_rank(lambda: read_adapters(folder, model, lora, folders), doing=doing)
     for name, values in found.items():
         if (tensor := tensors.get(MODEL + name)) is not None:
             local_part(tensor).detach().copy_(values[local_slices(tensor)])
@@ -228,27 +227,19 @@ def load_adapters(
         logger.info("loaded %s", folder)
 
 
-def check_adapters(model: HFModel, job_record: Mapping[str, Any]) -> None:
-    """Raises RunError in one line if a job's lora.initial_load_path is no PEFT folder of a model's
-    adapters."""
-    lora = Lora(**job_record["lora"])
-    folder = Path(lora.initial_load_path or "")
-    folders = asset_folders(folder, job_record)
-    _opened(folder, pairs_there(model, model_shapes(model.config, lora), folders), lora)
-
-
 def read_adapters(
-    folder: Path, pairs: Sequence[Pair], shapes: Shapes, lora: Lora
+    folder: Path, model: HFModel, lora: Lora, folders: Sequence[Path] = ()
 ) -> dict[str, Tensor]:
     """The adapters of a PEFT folder, whole, by our names, in the type that they are stored in.
 
     Args:
-        pairs: as `pairs_there` returns them.
-        shapes: of the model's tensors, by our names.
-        lora: whose rank and factor the folder must have.
+        lora: whose targets, rank and factor the folder must have.
+        folders: as `pairs_there` takes them.
 
     Raises RunError in one line for a folder that is not of these adapters.
     """
+    shapes = model_shapes(model.config, lora)
+    pairs = pairs_there(model, shapes, folders)
     stored = _opened(folder, pairs, lora)
     found: dict[str, Tensor] = {}
     for pair in pairs:

@@ -14,7 +14,7 @@ from tests.support.hf_folders import assert_same_bits, read_folder
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer, saved_model
 from titan_moe.checkpoint.hf.merge import merge
-from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, pairs_there, read_adapters
+from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, read_adapters
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Lora
 from titan_moe.models.decoder import Decoder
@@ -82,9 +82,7 @@ def test_we_read_what_peft_writes(family, dtype, tmp_path):
         )
         theirs = get_peft_model(base, settings)
     theirs.save_pretrained(tmp_path / "theirs")
-    own = adapters_of(ours)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    found = read_adapters(tmp_path / "theirs", pairs_there(model, shapes), shapes, lora)
+    own, found = adapters_of(ours), read_adapters(tmp_path / "theirs", model, lora)
     assert found.keys() == own.keys()
     for name, tensor in own.items():
         tensor.data.copy_(found[name])
@@ -120,12 +118,11 @@ def test_adapters_of_a_seed_are_left_out(tmp_path):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A PEFT folder of ours, and its pairs and the shapes of its adapters."""
+    """A PEFT folder of ours, and its model."""
     folder = tmp_path_factory.mktemp("peft")
-    ours, model, step = small_adapters(folder, "qwen3", 1)
+    _, model, step = small_adapters(folder, "qwen3", 1)
     export_checkpoint(step, folder / "out", torch.float32)
-    shapes = {name: tuple(tensor.shape) for name, tensor in adapters_of(ours).items()}
-    return folder / "out", pairs_there(model, shapes), shapes
+    return folder / "out", model
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -154,7 +151,7 @@ OTHERS = {
 @pytest.mark.parametrize("words", OTHERS)
 def test_other_adapters_are_one_line(words, written, tmp_path):
     """A folder with other settings, or with other tensors, is refused."""
-    folder, *of_model = written
+    folder, model = written
     shutil.copytree(folder, tmp_path / "in")
     if isinstance(change := OTHERS[words], dict):
         settings = json.loads((folder / SETTINGS).read_text())
@@ -162,16 +159,16 @@ def test_other_adapters_are_one_line(words, written, tmp_path):
     else:
         change(tensors := load_file(folder / WEIGHTS))
         save_file(tensors, tmp_path / "in" / WEIGHTS)
-    assert words in failure(read_adapters, tmp_path / "in", *of_model, LORA)
+    assert words in failure(read_adapters, tmp_path / "in", model, LORA)
 
 
 def test_no_peft_folder_is_one_line(written, tmp_path):
-    folder, *of_model = written
-    line = failure(read_adapters, tmp_path, *of_model, LORA)
+    folder, model = written
+    line = failure(read_adapters, tmp_path, model, LORA)
     assert f"{tmp_path} is no PEFT folder: {SETTINGS}: No such file" in line
     shutil.copy(folder / WEIGHTS, tmp_path)
     (tmp_path / SETTINGS).write_text("[]")
-    line = failure(read_adapters, tmp_path, *of_model, LORA)
+    line = failure(read_adapters, tmp_path, model, LORA)
     assert f"{tmp_path} is no PEFT folder: {SETTINGS}: 'list' object" in line
 
 
