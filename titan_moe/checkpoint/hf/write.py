@@ -185,7 +185,7 @@ def _write(path: Path, file: File, read: Read) -> None:
                 ours = ours.transpose(-1, -2)
             place = tensors[theirs][piece.theirs]
             place.copy_(ours.reshape(place.shape))
-            refuse_not_finite(place, theirs, WIDER)
+        refuse_not_finite(tensors[theirs], theirs, WIDER)
     save(tensors, path, {})
 
 
