@@ -19,10 +19,9 @@ from titan_moe.checkpoint.hf.source import Source, checkpoint_source, folder_sou
 from titan_moe.checkpoint.hf.write import EndsOf, export, no_ends
 from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
 from titan_moe.checkpoint.tensors import MODEL, Chunk
-from titan_moe.config.job_config import JobConfig, Lora
+from titan_moe.config.job_config import Lora, Training
 from titan_moe.distributed.agreement import on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
-from titan_moe.distributed.policies import compute_dtype
 from titan_moe.models.decoder import stored_in
 from titan_moe.models.hf import differences
 from titan_moe.models.lora import pairs_of
@@ -36,7 +35,9 @@ class _Merged:
     def __init__(self, base: Source, adapters: Source, dtype: torch.dtype) -> None:
         self._base, self._adapters, self._dtype = base, adapters, dtype
         self._pairs, self._scale = pairs_of(adapters.shapes), Lora(**adapters.job["lora"]).scale
-        products = compute_dtype(JobConfig(training=adapters.job["training"]))
+        training = Training(**adapters.job["training"])
+        is_float64 = training.dtype == "float64"
+        products = getattr(torch, "float64" if is_float64 else training.mixed_precision_param)
         own = empty_model(adapters.model.config).named_parameters()
         self._types = {name: stored_in(name, products) for name, _ in own}
         self._sums: dict[tuple[str, str], int] = {}
