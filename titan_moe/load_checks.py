@@ -1,7 +1,7 @@
 """Checks of what a run will load, in one plain process before any rank starts.
 
-Names, shapes and positions are read, and no tensor; nothing is written. torch is imported, and the
-data opened, only where there is something to load.
+Names, shapes and positions are read, and no tensor but adapters; nothing is written. torch is
+imported, and the data opened, only where there is something to load.
 """
 
 from pathlib import Path
@@ -53,21 +53,22 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
 def check_adapters(job: JobConfig, model: ModelConfig) -> list[str]:
     """Returns why the adapters that a run begins with cannot be loaded, or those that it ends with
     have no place in a PEFT folder. Takes what `check_loading` takes."""
-    path, folder = job.lora.initial_load_path, Path(job.job.dump_folder) / job.checkpoint.folder
-    begins = path is not None and not any(folder.glob("step-*"))
+    folder = Path(job.job.dump_folder) / job.checkpoint.folder
+    path = None if any(folder.glob("step-*")) else job.lora.initial_load_path
     exports = job.checkpoint.enable and job.checkpoint.last_save_in_hf
-    if job.lora.rank is None or not (begins or exports):
+    if job.lora.rank is None or not (path or exports):
         return []
-    from titan_moe.checkpoint.hf.names import empty_model
-    from titan_moe.checkpoint.hf.peft import check_adapters, pairs_there
+    from titan_moe.checkpoint.hf.assets import asset_folders
+    from titan_moe.checkpoint.hf.names import model_shapes
+    from titan_moe.checkpoint.hf.peft import pairs_there, read_adapters
 
     hf_model, key = HFModel(job.model.name, model), f"lora.initial_load_path={path}"
     try:
-        if begins:
-            check_adapters(hf_model, job.model_dump(mode="json"))
+        if path is not None:
+            folders = asset_folders(Path(path), job.model_dump(mode="json"))
+            read_adapters(Path(path), hf_model, job.lora, folders)
         key = "checkpoint.last_save_in_hf=true"
-        named = empty_model(model, job.lora).named_parameters()
-        pairs_there(hf_model, {name: tuple(tensor.shape) for name, tensor in named})
+        pairs_there(hf_model, model_shapes(model, job.lora))
     except (RunError, ConfigError) as error:
         return [f"{key}: {line}" for line in str(error).splitlines()]
     return []

@@ -86,7 +86,9 @@ def prepare_job(
         exported = model
         if job.moe.score is not None and model.moe is not None:
             exported = replace(model, moe=replace(model.moe, score=job.moe.score))
-        problems += export_problems(HFModel(job.model.name, exported), job.moe.bias_update_speed)
+        # Adapters alone are exported, and the routing's bias is frozen beside them.
+        speed = job.moe.bias_update_speed if job.lora.rank is None else 0.0
+        problems += export_problems(HFModel(job.model.name, exported), speed)
     if problems:
         raise ConfigError(problems)
     return resolve(job, world_size), model

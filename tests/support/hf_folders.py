@@ -14,12 +14,15 @@ from titan_moe.checkpoint.hf.pieces import Stored
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import model_config
 
+_OTHERS = {"qwen3_5_moe": ("qwen3_next", "gate"), "glm4_moe_lite": ("glm4_moe", "gate_flash")}
+
 
 def small_model(family: str, num_layers: int = 4) -> HFModel:
-    """A family's gate flavor, with fewer layers; "qwen3_5_moe" is qwen3_next with other names."""
+    """A family's gate flavor, with fewer layers; "qwen3_5_moe" is qwen3_next with other names, and
+    "glm4_moe_lite" the latent attention of glm4_moe."""
     renamed = family == "qwen3_5_moe"
-    family = "qwen3_next" if renamed else family
-    config = replace(model_config(family, "gate"), num_layers=num_layers)
+    family, flavor = _OTHERS.get(family, (family, "gate"))
+    config = replace(model_config(family, flavor), num_layers=num_layers)
     if renamed:
         config = replace(config, recurrent=replace(config.recurrent, files_join_heads=False))
     return HFModel(family, config)

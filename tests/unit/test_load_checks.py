@@ -80,6 +80,7 @@ REFUSED = [
     (PEFT, "lora.initial_load_path={}/empty without lora.rank: set that to its r"),
     (f"{LAST_IN_HF} --model.num_mtp_layers 1", "checkpoint.last_save_in_hf=true: mtp.layers.0.bl"),
     (LAST_IN_HF, None),
+    (f"{LAST_IN_HF} {MIXTRAL} --moe.bias_update_speed 0.1", None),
     (f"{NEW}/hf --checkpoint.initial_load_in_hf {MIXTRAL}", "there 272); model.flavor=hf with"),
 ]
 

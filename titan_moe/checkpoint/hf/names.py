@@ -105,9 +105,9 @@ def way_in_memory(model: HFModel, name: str) -> HFWeight:
     return next(way for way in ways if not any(part in way.name for part in _FILES_ALONE))
 
 
-def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameters and persistent buffers by name, as a checkpoint of the model has them."""
-    state = empty_model(config).state_dict()
+def model_shapes(config: ModelConfig, lora: Lora | None = None) -> dict[str, tuple[int, ...]]:
+    """Parameters, with those of adapters if there are some, and persistent buffers by name."""
+    state = empty_model(config, lora).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 

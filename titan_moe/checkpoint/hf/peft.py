@@ -21,8 +21,8 @@ from torch import Tensor
 from titan_moe.checkpoint.digests import check_sums, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
-from titan_moe.checkpoint.hf.folder import opened, save
-from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, empty_model, way_in_memory
+from titan_moe.checkpoint.hf.folder import WIDER, opened, refuse_not_finite, save
+from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, model_shapes, way_in_memory
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.source import Source
 from titan_moe.checkpoint.tensors import MODEL
@@ -97,16 +97,11 @@ class Pair(NamedTuple):
             yield name, piece.ours, b[piece.theirs]
 
 
-def adapters_among(shapes: Shapes) -> Shapes:
-    """Returns the shapes of adapters among those of a model's tensors."""
-    return {name: shape for name, shape in shapes.items() if ADAPTER in name}
-
-
 def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) -> list[Pair]:
     """The adapters of each Hugging Face tensor that has some, as transformers has it in memory.
 
     Args:
-        shapes: of our adapters, by name.
+        shapes: of our tensors, by name.
         folders: where the config.json of the published model may be, the likeliest first: it tells
             whether tensors have the names of a text model inside another one.
 
@@ -135,26 +130,26 @@ def pairs_there(model: HFModel, shapes: Shapes, folders: Sequence[Path] = ()) ->
     return [*found.values()]
 
 
-def export_adapters(
-    source: Source, job_record: Mapping[str, Any], target: Path, dtype: torch.dtype | None
-) -> int:
+def export_adapters(source: Source, target: Path, dtype: torch.dtype | None) -> int:
     """Write a checkpoint's adapters as a PEFT folder, and compare what is read of it; returns its
     tensors' bytes. Collective.
 
     Args:
-        job_record: of the run that made them.
         dtype: None: as they are stored.
 
     Raises RunError in one line; nothing is left then.
     """
-    doing, shapes = f"cannot export to {target}", adapters_among(source.shapes)
+    doing = f"cannot export to {target}"
+    shapes = {name: shape for name, shape in source.shapes.items() if ADAPTER in name}
     pairs = on_every_rank(lambda: pairs_there(source.model, shapes, source.folders), doing=doing)
-    lora = Lora(**job_record["lora"])
+    lora = Lora(**source.job["lora"])
     num_bytes = sum(map(prod, shapes.values())) * (dtype or torch.float32).itemsize
 
     def write() -> None:
         ours = {name: source.read(name, whole(shape)) for name, shape in shapes.items()}
         ours = {name: values.to(dtype or values.dtype) for name, values in ours.items()}
+        for name, values in ours.items():
+            refuse_not_finite(values, name, WIDER)
         tensors: dict[str, Tensor] = {}
         for pair in pairs:
             a, b = (torch.empty(shape, dtype=ours[pair.a].dtype) for shape in pair.shapes)
@@ -162,9 +157,9 @@ def export_adapters(
             for name, box, values in pair.places(a, b):
                 values.copy_(ours[name][box])
         save(tensors, aside / WEIGHTS, {})
-        settings = _settings(source.model, lora, pairs, base_of(job_record))
+        settings = _settings(source.model, lora, pairs, base_of(source.job))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
-        found = read_adapters(aside, pairs, shapes, lora)
+        found = read_adapters(aside, source.model, lora, source.folders)
         if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
             raise RunError(f"{target} was not written as it should be: {listed(unlike)}")
 
@@ -220,12 +215,11 @@ def load_adapters(
     if lora.initial_load_path is None:
         return
     assert model is not None, "PEFT folders want a family and dimensions"
-    folder, shapes = Path(lora.initial_load_path), _shapes(model, lora)
+    folder = Path(lora.initial_load_path)
     doing = f"cannot load {folder}"
     check_sums(folder, doing=doing)
     folders = asset_folders(folder, job_record)
-    pairs = on_every_rank(lambda: pairs_there(model, shapes, folders), doing=doing)
-    found = on_every_rank(lambda: read_adapters(folder, pairs, shapes, lora), doing=doing)
+    found = on_every_rank(lambda: read_adapters(folder, model, lora, folders), doing=doing)
     for name, values in found.items():
         if (tensor := tensors.get(MODEL + name)) is not None:
             local_part(tensor).detach().copy_(values[local_slices(tensor)])
@@ -233,36 +227,26 @@ def load_adapters(
         logger.info("loaded %s", folder)
 
 
-def check_adapters(model: HFModel, job_record: Mapping[str, Any]) -> None:
-    """Raises RunError in one line if a job's lora.initial_load_path is no PEFT folder of a model's
-    adapters."""
-    lora = Lora(**job_record["lora"])
-    folder = Path(lora.initial_load_path or "")
-    folders = asset_folders(folder, job_record)
-    _opened(folder, pairs_there(model, _shapes(model, lora), folders), lora)
-
-
-def _shapes(model: HFModel, lora: Lora) -> Shapes:
-    named = empty_model(model.config, lora).named_parameters()
-    return adapters_among({name: tuple(tensor.shape) for name, tensor in named})
-
-
 def read_adapters(
-    folder: Path, pairs: Sequence[Pair], shapes: Shapes, lora: Lora
+    folder: Path, model: HFModel, lora: Lora, folders: Sequence[Path] = ()
 ) -> dict[str, Tensor]:
     """The adapters of a PEFT folder, whole, by our names, in the type that they are stored in.
 
     Args:
-        pairs: as `pairs_there` returns them.
-        shapes: of the model's adapters, by our names.
-        lora: whose rank and factor the folder must have.
+        lora: whose targets, rank and factor the folder must have.
+        folders: as `pairs_there` takes them.
 
     Raises RunError in one line for a folder that is not of these adapters.
     """
+    shapes = model_shapes(model.config, lora)
+    pairs = pairs_there(model, shapes, folders)
     stored = _opened(folder, pairs, lora)
     found: dict[str, Tensor] = {}
     for pair in pairs:
-        for name, box, values in pair.places(*(stored[key][:] for key in pair.keys)):
+        both = {key: stored[key][:] for key in pair.keys}
+        for key, values in both.items():
+            refuse_not_finite(values, f"{folder / WEIGHTS}: {key}")
+        for name, box, values in pair.places(*both.values()):
             found.setdefault(name, values.new_empty(shapes[name]))[box] = values
     return found
 

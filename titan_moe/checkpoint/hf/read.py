@@ -6,7 +6,7 @@ another. All but `load_alone` is collective, over one process or many.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -37,7 +37,7 @@ from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_r
 from titan_moe.distributed.boxes import Box, inside, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder, move_off_meta, stored_in
+from titan_moe.models.decoder import ADAPTER, Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.log import progress
@@ -197,9 +197,13 @@ def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
 
 
 def shapes_of_manifest(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's model, or of its adapters, by our names."""
-    named = manifest.tensors.items()
-    return {n.removeprefix(MODEL): spec.shape for n, spec in named if n.startswith(MODEL)}
+    """Returns the shapes of a checkpoint's model, or of its adapters, by our names. Adapters in a
+    seed checkpoint are left out: they have not trained, and change nothing."""
+    return {
+        name.removeprefix(MODEL): spec.shape
+        for name, spec in manifest.tensors.items()
+        if name.startswith(MODEL) and (manifest.base or ADAPTER not in name)
+    }
 
 
 def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:
@@ -242,8 +246,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
     refuse_adapters(manifest, path)
     model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
     stored, ours = StoredTensors(path), model.state_dict(keep_vars=True)
-    theirs = [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]
-    for name in theirs:
+    for name in shapes_of_manifest(manifest):
         if name not in ours and not name.startswith("mtp."):
             raise RunError(f"checkpoint {path} holds {name}, which this model does not have")
     with torch.no_grad():
@@ -251,18 +254,23 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
             spec = manifest.tensors[MODEL + name]
             chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
             tensor.copy_(stored.read(chunk))
-    return Loaded(model.eval(), *tokenizers_of(path, manifest))
+    folders = asset_folders(path, manifest.job)
+    return Loaded(model.eval(), *tokenizers_of(manifest.job, folders))
 
 
-def tokenizers_of(checkpoint: Path, manifest: Manifest) -> tuple[list[str], Training]:
-    """Returns the tokenizers that may be a checkpoint's own, the likeliest first, and how documents
-    were encoded."""
-    folders = [str(folder) for folder in asset_folders(checkpoint, manifest.job)]
-    written = manifest.job.get("model", {}).get("tokenizer_path")
+def tokenizers_of(job: Mapping[str, Any], folders: Sequence[Path]) -> tuple[list[str], Training]:
+    """Returns the tokenizers that may be a model's own, the likeliest first, and how documents
+    were encoded.
+
+    Args:
+        job: the configuration of its run.
+        folders: where a tokenizer's files may be.
+    """
+    written = job.get("model", {}).get("tokenizer_path")
     names = ("append_eos", "prepend_bos", "parse_special_tokens")
-    keys = manifest.job.get("training", {})
+    keys = job.get("training", {})
     training = Training(**{name: keys[name] for name in names if name in keys})
-    return [*([written] if written else []), *folders], training
+    return [*filter(None, [written]), *map(str, folders)], training
 
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:

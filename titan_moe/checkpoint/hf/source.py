@@ -1,9 +1,10 @@
 """What an export is made of: the model of a checkpoint, or of a Hugging Face folder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,41 +32,33 @@ class Source(NamedTuple):
     """Returns a box of a tensor, on the CPU."""
     folders: Sequence[Path] = ()
     """Where config.json and the tokenizer's files may be, the likeliest first."""
+    job: Mapping[str, Any] = MappingProxyType({})
+    """The configuration of the run that made it, if one did."""
     verify: Callable[..., None] = lambda doing: None
     """Raises RunError if what has been read cannot be trusted; collective."""
 
 
-class CheckpointTensors:
-    """The model's tensors in a checkpoint, with the checksums of what has been read."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._stored = StoredTensors(folder)
-        self._folder, self._manifest = folder, manifest
-        self._sums: dict[tuple[str, str], int] = {}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Returns a box of a tensor, on the CPU."""
-        spec = self._manifest.tensors[MODEL + name]
-        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
-        values = self._stored.read(chunk)
-        # A tensor that is written twice, as a copy too, is read twice: it counts once.
-        self._sums[MODEL + name, str(box)] = int(box_sum(values, chunk))
-        return values
-
-    def verify(self, *, doing: str) -> None:
-        """Compare the checksums of what all ranks have read with the manifest's; collective."""
-        found = gather_sums(self._sums, doing=doing)
-        if damaged := compare_checksums(self._manifest, found):
-            raise RunError(
-                f"checkpoint {self._folder} is damaged: wrong checksum of {', '.join(damaged[:4])}"
-            )
-
-
 def checkpoint_source(path: Path, manifest: Manifest) -> Source:
     """The model of a checkpoint, or its adapters. Raises RunError if the model is not known."""
-    model, tensors = model_of_manifest(manifest, path), CheckpointTensors(path, manifest)
-    folders = asset_folders(path, manifest.job)
-    return Source(model, shapes_of_manifest(manifest), tensors.read, folders, tensors.verify)
+    stored = StoredTensors(path)
+    sums: dict[tuple[str, str], int] = {}
+
+    def read(name: str, box: Box) -> Tensor:
+        spec = manifest.tensors[MODEL + name]
+        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
+        values = stored.read(chunk)
+        # A tensor that is written twice, as a copy too, is read twice: it counts once.
+        sums[chunk.name, str(box)] = int(box_sum(values, chunk))
+        return values
+
+    def verify(*, doing: str) -> None:
+        if damaged := compare_checksums(manifest, gather_sums(sums, doing=doing)):
+            raise RunError(
+                f"checkpoint {path} is damaged: wrong checksum of {', '.join(damaged[:4])}"
+            )
+
+    model, shapes = model_of_manifest(manifest, path), shapes_of_manifest(manifest)
+    return Source(model, shapes, read, asset_folders(path, manifest.job), manifest.job, verify)
 
 
 def folder_source(path: Path) -> Source:
@@ -73,4 +66,4 @@ def folder_source(path: Path) -> Source:
     model = model_of(path)
     source = HFSource(HFFolder(path), model)
     shapes = {name: place.shape for name, place in source.found.items()}
-    return Source(model, shapes, source.read, [path], partial(check_sums, path))
+    return Source(model, shapes, source.read, [path], verify=partial(check_sums, path))

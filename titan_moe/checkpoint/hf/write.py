@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
-from titan_moe.checkpoint.hf.assets import HF, Carried, Ends, origin_of, write_assets
-from titan_moe.checkpoint.hf.folder import INDEX, REST, SINGLE, HFFolder, Read, save
+from titan_moe.checkpoint.hf.assets import HF, Carried, origin_of, write_assets
+from titan_moe.checkpoint.hf.folder import (
+    INDEX,
+    REST,
+    SINGLE,
+    WIDER,
+    HFFolder,
+    Read,
+    refuse_not_finite,
+    save,
+)
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
 from titan_moe.checkpoint.hf.pieces import Stored, whole
@@ -32,7 +42,7 @@ from titan_moe.checkpoint.hf.shards import (
     written_types,
 )
 from titan_moe.checkpoint.hf.source import Source, checkpoint_source
-from titan_moe.checkpoint.manifest import Manifest, read_manifest
+from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
@@ -65,41 +75,27 @@ def export_checkpoint(
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     source = on_every_rank(lambda: checkpoint_source(checkpoint, manifest), doing=doing)
     if manifest.base:
-        num_bytes = export_adapters(source, manifest.job, target, dtype)
+        num_bytes = export_adapters(source, target, dtype)
         return speed_line(f"exported {target}", num_bytes, started)
-    num_bytes = export(source, target, dtype, **tokenizer_arguments(checkpoint, manifest, ends_of))
+    num_bytes = export(source, target, dtype, ends_of)
     return speed_line(f"exported and read back {target}", num_bytes, started)
 
 
-def tokenizer_arguments(checkpoint: Path, manifest: Manifest, ends_of: EndsOf) -> dict[str, Any]:
-    """Returns what `export` takes of the tokenizer that a checkpoint's run had."""
-    names, training = tokenizers_of(checkpoint, manifest)
-    tokenizer = manifest.job.get("model", {}).get("tokenizer_path")
-    ends = lambda: next(filter(None, (ends_of(name, training) for name in names)), {})  # noqa: E731
-    return {"tokenizer": tokenizer, "ends": ends}
-
-
 def export(
-    source: Source,
-    target: Path,
-    dtype: torch.dtype | None,
-    *,
-    ends: Ends = dict,
-    tokenizer: str | None = None,
+    source: Source, target: Path, dtype: torch.dtype | None, ends_of: EndsOf = no_ends
 ) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
 
     Args:
         dtype: of the floating-point tensors, but for those that published code keeps in float32;
             None: as the config.json of the published weights says, or bfloat16.
-        ends: the tokenizer's, asked where no folder names a token that ends a text.
-        tokenizer: the run's model.tokenizer_path, whose files come along.
+        ends_of: asked where no folder names a token that ends a text.
 
     Raises RunError when the target exists, when a tensor has no place in that form, when it cannot
     be written, or what was written is not what was read: nothing is left then.
     """
     doing = f"cannot export to {target}"
-    model, shapes, read, folders, verify = source
+    model, shapes, read, folders, job, verify = source
     on_every_rank(model.settings, doing=doing)
     origin = on_every_rank(lambda: origin_of(model, folders), doing=doing)
     on_rank_zero(lambda: _check_rest(origin), doing=doing)
@@ -123,6 +119,9 @@ def export(
             if [*split.filename_to_tensors] != [SINGLE]:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (aside / INDEX).write_text(json.dumps(index, sort_keys=True))
+            names, training = tokenizers_of(job, folders)
+            ends = lambda: next(filter(None, (ends_of(name, training) for name in names)), {})  # noqa: E731
+            tokenizer = job.get("model", {}).get("tokenizer_path")
             return write_assets(model, origin, folders, ends, dtype, aside, tokenizer)
 
         on_every_rank(lambda: _write_share(aside, split, tensors, original.read), doing=doing)
@@ -166,24 +165,14 @@ def _around(origin: Path | None) -> HFFolder | None:
     return folder if folder.rest() else None
 
 
-def _runs(file: File) -> dict[str, list[Box]]:
-    """Returns the boxes of our tensors that a file holds: whole ones, or of a stack, runs of
-    experts that follow one another."""
-    runs: dict[str, list[Box]] = {}
-    pieces = [each for tensor in file.values() for each in tensor.pieces]
-    for name, piece in sorted(pieces, key=lambda each: (each[0], each[1].ours[0].start)):
-        own = runs.setdefault(name, [piece.ours])
-        last, (first, *others) = own[-1][0], piece.ours
-        if first.start <= last.stop:
-            own[-1] = (slice(last.start, max(last.stop, first.stop)), *others)
-        else:
-            own.append(piece.ours)
-    return runs
-
-
 def _write(path: Path, file: File, read: Read) -> None:
-    runs = _runs(file)
-    values = {name: [read(name, box) for box in boxes] for name, boxes in runs.items()}
+    boxes: dict[str, Box] = {}
+    for name, piece in chain.from_iterable(tensor.pieces for tensor in file.values()):
+        # Of a stack, the experts from the first one in the file to the last.
+        found, (rows, *others) = boxes.get(name, piece.ours)[0], piece.ours
+        rows = slice(min(found.start, rows.start), max(found.stop, rows.stop))
+        boxes[name] = (rows, *others)
+    values = {name: read(name, box) for name, box in boxes.items()}
     tensors = {}
     for theirs, tensor in file.items():
         if tensor.rest is not None:
@@ -191,15 +180,12 @@ def _write(path: Path, file: File, read: Read) -> None:
             continue
         tensors[theirs] = torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, piece in tensor.pieces:
-            number = sum(box[0].start <= piece.ours[0].start for box in runs[name]) - 1
-            ours = values[name][number][inside(piece.ours, runs[name][number])]
+            ours = values[name][inside(piece.ours, boxes[name])]
             if piece.transposed:
                 ours = ours.transpose(-1, -2)
             place = tensors[theirs][piece.theirs]
             place.copy_(ours.reshape(place.shape))
-            is_float16 = tensor.dtype == torch.float16
-            if is_float16 and ours.isfinite().all() and not place.isfinite().all():
-                raise RunError(f"{theirs} has values that float16 cannot hold: export bfloat16")
+        refuse_not_finite(tensors[theirs], theirs, WIDER)
     save(tensors, path, {})
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from titan_moe.config.checks.base import Run, flat, narrow_keys
@@ -40,7 +41,8 @@ _OF_EXPERTS = (
 
 
 def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
-    """Returns one line for each key that has no effect in any stage of this run."""
+    """Returns one line for each key that has no effect in any stage of this run, and one where
+    adapters have no weights to stand beside."""
     plain = flat(JobConfig())
     first, *others = [
         [
@@ -56,10 +58,24 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
     ]
     lines = [line for line in first if all(line in other for other in others)]
     steps = job.training.steps
+    lines += _random_base(job)
     return lines + [
         f"{training_stage_name(job, number)} has no effect: training.steps={steps} ends before it"
         for number, stage in enumerate(job.stages)
         if stage.from_step > steps
+    ]
+
+
+def _random_base(job: JobConfig) -> list[str]:
+    """Returns a line for adapters beside weights that are drawn, as runs that test something have
+    them: the run loads none, and has no checkpoint to go on from."""
+    config, folder = job.checkpoint, Path(job.job.dump_folder) / job.checkpoint.folder
+    named = config.initial_load_path or config.initial_load_in_hf or any(folder.glob("step-*"))
+    if job.lora.rank is None or config.create_seed_checkpoint or (config.enable and named):
+        return []
+    return [
+        f"lora.rank={job.lora.rank}: adapters train beside random weights; "
+        "checkpoint.initial_load_path names a model's"
     ]
 
 
@@ -111,8 +127,9 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     yield "training.indexer_stage", run.model.indexer is None, f"{run.flavor} has no indexer"
     yield (
         "moe.bias_update_speed",
-        run.model.indexer is not None and training.indexer_stage == "dense",
-        "nothing but the indexer learns in training.indexer_stage=dense",
+        job.lora.rank is not None
+        or (run.model.indexer is not None and training.indexer_stage == "dense"),
+        "routers are frozen beside adapters and in training.indexer_stage=dense",
     )
     yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
     parts: list[Dataset | Validation] = [*training.blend]

@@ -7,13 +7,13 @@ import torch
 
 from tests.support.documents import write_ranks
 from tests.support.hf_folders import make_folder, small_model
+from tests.support.packing import filled
 from tests.support.saved_runs import saved_model
 from titan_moe.checkpoint.hf import assets
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Training
 from titan_moe.data.tokenizer import load_tokenizer, token_ends
-from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences, model_of
 
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -97,7 +97,7 @@ def test_an_export_of_a_run_from_scratch_ends_texts_as_its_documents_end(eos, ke
     _write(tmp_path / "words", tokenizer_config=names | {"pad_token": "<|end_of_text|>"})
     model = small_model("mixtral")
     record = {"model": {"tokenizer_path": path}, "training": keys}
-    step = saved_model(tmp_path, Decoder(model.config), model=model, job_record=record)
+    step = saved_model(tmp_path, filled(model.config), model=model, job_record=record)
     export_checkpoint(step, tmp_path / "out", torch.bfloat16, token_ends)
     found = _settings(tmp_path / "out")
     ids = load_tokenizer(path, Training(append_eos=end))

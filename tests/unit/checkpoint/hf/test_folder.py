@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.refusals import failure
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.config.errors import ConfigError
@@ -94,6 +95,41 @@ def test_packed_int4(tmp_path):
 
 _NUMBERS = torch.zeros(3, 8, dtype=torch.int32)
 _FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
+_NAN, _INF = float("nan"), float("inf")
+
+
+def _but(tensor, value):
+    """Returns a tensor with another value in the middle."""
+    tensor = tensor.clone()
+    tensor.view(-1)[tensor.numel() // 2] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings"),
+    [
+        *(
+            ({"w": _but(torch.ones(9, 7, dtype=dtype), value)}, "{}")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            for value in (_NAN, _INF, -_INF)
+        ),
+        ({"w": _but(_FLOAT8, _NAN), "w_scale_inv": torch.ones(3, 3)}, _BLOCKS),
+        ({"w": _FLOAT8, "w_scale_inv": _but(torch.ones(3, 3), _INF)}, _BLOCKS),
+        ({"w": _FLOAT8, "w_scale_inv": _but(torch.ones(3, 3), 3e38) * 200}, _BLOCKS),
+        ({"w_packed": _NUMBERS, "w_scale": _but(torch.ones(3, 2), _NAN)}, _INT4 % _WEIGHTS),
+        (
+            {
+                "w_blocks": torch.full((1, 2, 3, 16), 0x35, dtype=torch.uint8),
+                "w_scales": _but(torch.full((1, 2, 3), 127, dtype=torch.uint8), 255),
+            },
+            "{}",
+        ),
+    ],
+)
+def test_a_value_that_is_not_finite_is_refused(tensors, settings, tmp_path):
+    folder = _folder(tmp_path, tensors, settings)
+    line = f"{tmp_path}/model.safetensors: w has values that are NaN or infinite in "
+    assert line in failure(folder.read, "w", whole(folder.shapes["w"]))
 
 
 @pytest.mark.parametrize(

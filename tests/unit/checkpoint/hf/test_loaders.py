@@ -52,7 +52,7 @@ def _taken(table: dict[str, Any], settings: dict[str, Any]) -> dict[str, tuple[i
     return found
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe", "glm4_moe_lite"])
 def test_names_and_shapes_are_those_that_engines_load(family, tmp_path):
     """But for biases that engines drop, which no published model of the family has."""
     table, found = _TABLES[family], _export(family, tmp_path / "out")

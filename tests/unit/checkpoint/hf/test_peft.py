@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapters import LORA, adapted, adapters_of, saved_adapters, small_adapters
 from tests.support.hf_folders import assert_same_bits, read_folder
 from tests.support.refusals import failure
-from tests.support.saved_runs import plain_checkpointer
-from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, pairs_there, read_adapters
+from tests.support.saved_runs import plain_checkpointer, saved_model
+from titan_moe.checkpoint.hf.merge import merge
+from titan_moe.checkpoint.hf.peft import SETTINGS, WEIGHTS, read_adapters
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Lora
 from titan_moe.models.decoder import Decoder
@@ -81,9 +82,7 @@ def test_we_read_what_peft_writes(family, dtype, tmp_path):
         )
         theirs = get_peft_model(base, settings)
     theirs.save_pretrained(tmp_path / "theirs")
-    own = adapters_of(ours)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    found = read_adapters(tmp_path / "theirs", pairs_there(model, shapes), shapes, lora)
+    own, found = adapters_of(ours), read_adapters(tmp_path / "theirs", model, lora)
     assert found.keys() == own.keys()
     for name, tensor in own.items():
         tensor.data.copy_(found[name])
@@ -103,17 +102,27 @@ def test_frozen_adapters_are_exported_too(tmp_path):
     assert_same_bits(out, read_folder(tmp_path / "out"))
 
 
+def test_adapters_of_a_seed_are_left_out(tmp_path):
+    """They change nothing: the export is the model that they stand in, and so is a merge's base."""
+    ours, model, step = small_adapters(tmp_path, "qwen3", 1)
+    seed = saved_model(tmp_path / "seed", ours, model=model, create_seed_checkpoint=True)
+    export_checkpoint(seed, tmp_path / "out", torch.float32)
+    base = read_folder(tmp_path / "base")
+    assert_same_bits(read_folder(tmp_path / "out"), base)
+    merge(step, tmp_path / "merged", torch.float32, seed)
+    assert read_folder(tmp_path / "merged").keys() == base.keys()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A PEFT folder of ours, and its pairs and the shapes of its adapters."""
+    """A PEFT folder of ours, and its model."""
     folder = tmp_path_factory.mktemp("peft")
-    ours, model, step = small_adapters(folder, "qwen3", 1)
+    _, model, step = small_adapters(folder, "qwen3", 1)
     export_checkpoint(step, folder / "out", torch.float32)
-    shapes = {name: tuple(tensor.shape) for name, tensor in adapters_of(ours).items()}
-    return folder / "out", pairs_there(model, shapes), shapes
+    return folder / "out", model
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -133,13 +142,16 @@ OTHERS = {
     f"1 tensor of no use to this model: {Q}s": lambda x: x.update({Q + "s": x[Q].clone()}),
     f"1 tensor of another shape: {Q} [": lambda x: x.update({Q: x[Q].mT.contiguous()}),
     f"{Q} holds no floating-point numbers": lambda x: x.update({Q: x[Q].long()}),
+    f"in/{WEIGHTS}: {Q} has values that are NaN or infinite in float32: ": lambda x: x[Q][1].div_(
+        0
+    ),
 }
 
 
 @pytest.mark.parametrize("words", OTHERS)
 def test_other_adapters_are_one_line(words, written, tmp_path):
     """A folder with other settings, or with other tensors, is refused."""
-    folder, *of_model = written
+    folder, model = written
     shutil.copytree(folder, tmp_path / "in")
     if isinstance(change := OTHERS[words], dict):
         settings = json.loads((folder / SETTINGS).read_text())
@@ -147,16 +159,16 @@ def test_other_adapters_are_one_line(words, written, tmp_path):
     else:
         change(tensors := load_file(folder / WEIGHTS))
         save_file(tensors, tmp_path / "in" / WEIGHTS)
-    assert words in failure(read_adapters, tmp_path / "in", *of_model, LORA)
+    assert words in failure(read_adapters, tmp_path / "in", model, LORA)
 
 
 def test_no_peft_folder_is_one_line(written, tmp_path):
-    folder, *of_model = written
-    line = failure(read_adapters, tmp_path, *of_model, LORA)
+    folder, model = written
+    line = failure(read_adapters, tmp_path, model, LORA)
     assert f"{tmp_path} is no PEFT folder: {SETTINGS}: No such file" in line
     shutil.copy(folder / WEIGHTS, tmp_path)
     (tmp_path / SETTINGS).write_text("[]")
-    line = failure(read_adapters, tmp_path, *of_model, LORA)
+    line = failure(read_adapters, tmp_path, model, LORA)
     assert f"{tmp_path} is no PEFT folder: {SETTINGS}: 'list' object" in line
 
 
@@ -171,4 +183,15 @@ def test_what_peft_cannot_hold_is_refused(family, words, tmp_path):
     _, _, step = small_adapters(tmp_path, family, 2)
     line = failure(export_checkpoint, step, tmp_path / "out", torch.float32)
     assert words in line and "titan-moe hf merge" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e5])
+def test_adapters_that_are_not_finite_are_not_exported(value, tmp_path):
+    ours, model, _ = small_adapters(tmp_path, "qwen3", 1)
+    name, tensor = next(iter(adapters_of(ours).items()))
+    tensor.data[0, 0] = value
+    step = saved_adapters(tmp_path / "bad", ours, model)
+    line = failure(export_checkpoint, step, tmp_path / "out", torch.float16)
+    assert f"{name} has values that are NaN or infinite in float16: export a wider" in line
     assert not (tmp_path / "out").exists()

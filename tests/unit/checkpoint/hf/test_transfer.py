@@ -20,9 +20,9 @@ from titan_moe.checkpoint.hf import read, shards
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
-from titan_moe.checkpoint.hf.source import CheckpointTensors
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.checkpoint.manifest import TensorSpec, read_manifest
+from titan_moe.checkpoint.tensors import StoredTensors
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.errors import RunError
@@ -116,14 +116,14 @@ def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
     model = small_model("mixtral")
-    folder = saved_model(tmp_path, Decoder(model.config), model=model)
-    unhindered = CheckpointTensors.read
+    folder = saved_model(tmp_path, filled(model.config), model=model)
+    unhindered = StoredTensors.read
 
     def removed(self, *box):
         shutil.rmtree(folder, ignore_errors=True)
         return unhindered(self, *box)
 
-    monkeypatch.setattr(CheckpointTensors, "read", removed)
+    monkeypatch.setattr(StoredTensors, "read", removed)
     line = failure(export_checkpoint, folder, tmp_path / "out", torch.float32)
     assert "is incomplete: __0_0.distcp is missing" in line
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
@@ -219,6 +219,17 @@ def test_a_bias_that_would_be_lost_is_refused(tmp_path):
     assert "layers.1.moe.router.expert_bias" in line and "no place" in line
     assert "no place" in failure(checkpointer.export, 1)
     assert not list(tmp_path.rglob("*writing")) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e5])
+def test_weights_that_are_not_finite_are_not_exported(value, tmp_path):
+    model = small_model("mixtral", num_layers=1)
+    plain = filled(model.config)
+    plain.norm.weight.data[1] = value
+    step = saved_model(tmp_path, plain, model=model)
+    line = failure(export_checkpoint, step, tmp_path / "out", torch.float16)
+    assert "model.norm.weight has values that are NaN or infinite in float16: export a" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_import_holds_a_few_chunks_in_memory(tmp_path, monkeypatch):
