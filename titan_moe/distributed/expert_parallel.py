@@ -157,7 +157,7 @@ def _own_shards(
         width = b2.shape[1]
         around = (place * width, (slices - 1 - place) * width)
         own["b2"] = F.pad(b2, around)
-    return rows, ExpertWeights(**own)
+    return rows, ExpertWeights(**own)  # type: ignore[arg-type]
 
 
 def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:

@@ -65,4 +65,5 @@ class _Spoilt(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return grad_RD.masked_fill(*ctx.saved_tensors, torch.nan), None
+        (where_R1,) = ctx.saved_tensors
+        return grad_RD.masked_fill(where_R1, torch.nan), None
