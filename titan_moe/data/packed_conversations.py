@@ -121,10 +121,11 @@ class ConversationSequences:
         size = self._identity.global_batch_size
         groups = [self._best_fit.next_group() for _ in range(size)]
         if not groups[0]:
+            ended = self._orders[self._blend.next_source()]
             raise RunError(
-                f"{self._orders[0].name} ran out: its {self._orders[0].size:,} conversations have "
-                "been read as often as asked for; set training.repeat_dataset=true or more "
-                "training.epochs, or train fewer steps"
+                f"{ended.name} ran out: its {ended.size:,} conversations have been read as often "
+                "as asked for; set training.repeat_dataset=true or more training.epochs, or train "
+                "fewer steps"
             )
         return [
             self._packed(groups[number])
@@ -165,11 +166,13 @@ class ConversationSequences:
         """The next conversation that is not left out; None at the end of the data."""
         source = self._blend.next_source()
         order = self._orders[source]
-        for _ in range(order.size):
+        for _ in range(2 * order.size):  # At least one whole epoch.
             try:
                 place = self._place(source, self._read[source])
             except OutOfDocumentsError:
-                return None
+                if self._blend.tokens[source]:
+                    return None
+                break
             self._read[source] += 1
             if place.tokens:
                 self._blend.tokens[source] += place.tokens

@@ -239,6 +239,10 @@ def test_all_conversations_left_out_are_one_line(tmp_path):
     section = training(write(tmp_path / "a.jsonl", records), messages={"too_long": "drop"})
     with pytest.raises(RunError, match=r"all 70 conversations are left out, such as json/\d+: its"):
         read(section, steps=1)
+    # One that is not may come first in an epoch, and last in the next.
+    write(tmp_path / "a.jsonl", [*records, {"messages": talk("q", "b")}])
+    repeated = section.model_copy(update={"repeat_dataset": True})
+    assert {*learned(read(repeated, steps=9)[0])} == {"b"}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
