@@ -94,4 +94,8 @@ class Decay(nn.Module):
         rates, scale = a_BSR.to(wide) + self.dt_bias().to(wide), self.A_log().to(wide)
         if key_dim is not None:
             rates, scale = rates.unflatten(-1, (-1, key_dim)), scale[:, None]
+        if torch.compiler.is_compiling():
+            # Flat, which copies a transposed gradient, such as torch 2.11 gives every graph. The
+            # gradient of softplus would have its strides, but is traced with those of `rates`.
+            return -scale.exp() * F.softplus(rates.flatten()).view_as(rates)
         return -scale.exp() * F.softplus(rates)

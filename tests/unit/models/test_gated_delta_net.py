@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.packing import filled, gradients, train_packed_and_alone
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
+from titan_moe.models.gated_delta_net import Decay
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
 from titan_moe.ops.attention import choose_core
@@ -55,3 +56,23 @@ def test_cost_of_the_recurrence_is_that_of_its_products(config: ModelConfig):
         recur(q, k, torch.randn(1, heads, 5, values), torch.zeros(1, 5), decay, beta)
     counted = attention_stats(recurrent, config.dim).state_products
     assert counter.get_total_flops() == 5 * 2 * counted
+
+
+@pytest.mark.parametrize("key_dim", [None, 3])
+def test_compiled_decay_takes_a_transposed_gradient(key_dim: int | None):
+    """Its strides are not those of the decay's arguments, as in all graphs of torch 2.11."""
+    linear = torch.nn.Linear(4, 2 * (key_dim or 1)).double()
+    decay = Decay(2, linear.out_features).double()
+    weights = [*linear.parameters(), *decay.parameters()]
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+
+    def transposed(x: torch.Tensor) -> torch.Tensor:
+        return decay(linear(x), x.dtype, key_dim).transpose(1, 2).contiguous()
+
+    eager, compiled = (
+        torch.autograd.grad(f(x).square().sum(), weights)
+        for f in (transposed, torch.compile(transposed, backend="aot_eager"))
+    )
+    torch.testing.assert_close(compiled, eager)
