@@ -118,15 +118,23 @@ class TrainData:
                 )
         return found
 
-    def end_with_epochs(self, job: JobConfig) -> JobConfig:
-        """Returns `job` with the steps of training.epochs, if training.steps are more."""
-        training, steps = job.training, self.loader.count_steps()
-        if self._process.is_main:
+    def end_with_epochs(self, job: JobConfig, resume_step: int) -> JobConfig:
+        """Returns `job` with the steps of training.epochs, if training.steps are more. What is left
+        is counted from the resumed position: other epochs were packed otherwise."""
+        training, left = job.training, self.loader.count_steps()
+        steps = resume_step + left
+        if self._process.is_main and left:
             line = "training.epochs=%d: the data end with step %d"
             ends = "" if steps <= training.steps else f", training.steps={training.steps} before"
             logger.info(line + ends, training.epochs, steps)
         fewer = training.model_copy(update={"steps": min(steps, training.steps)})
         return job.model_copy(update={"training": fewer})
+
+    def limit(self, job: JobConfig) -> str:
+        """Returns the key, and its value, that ends the run here."""
+        of_steps = job.training.epochs is None or self.loader.count_steps() > 0
+        key = "steps" if of_steps else "epochs"
+        return f"training.{key}={getattr(job.training, key)}"
 
     def reopen(self, job: JobConfig) -> None:
         """Open the loaders for another stage or layout, where all ranks' data is; collective."""

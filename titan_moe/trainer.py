@@ -70,15 +70,13 @@ class Trainer:
         self.process = process
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
-        self.run_job = job
+        self.run_job = self.job = job
         """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
         self.data = TrainData(self.run_job, job, model_config, process)
-        if job.training.epochs is not None:  # A run of epochs has no stages.
-            self.run_job = job = self.data.end_with_epochs(job)
         self._build_model(job)
         self._prepare_updates()
         self.progress = Progress()
@@ -90,6 +88,9 @@ class Trainer:
             self.bad_steps.load_state(state)
             self._say(f"going on after step {self.progress.step}")
         resume_step = self.progress.step
+        if job.training.epochs is not None:  # A run of epochs has no stages.
+            self.run_job = job = self.data.end_with_epochs(job, resume_step)
+            self.job, self.checkpointer.job_record = job, job.model_dump(mode="json")
         warn_of_changed_rate(self.checkpointer.loaded_job, job.model_dump(), resume_step)
         self.routing = RoutingTrace(job, self.sharded, process, resume_step=resume_step)
         self.log = RunLog(self.run_job, self.sharded, process, resume_step=resume_step)
@@ -126,9 +127,8 @@ class Trainer:
         if resume_step >= steps:
             self.checkpointer.check_export(resume_step, finished=True)
             at = f"{self.checkpointer.folder} is at step {resume_step}"
-            key = "steps" if self.job.training.epochs is None else "epochs"
-            remedy = f"raise training.{key} to go on, or choose another job.dump_folder"
-            self._say(f"{at} of training.steps={steps} already: {remedy}")
+            line = f"{at}, and {self.data.limit(self.job)} allows no more: raise it to go on"
+            self._say(f"{line}, or choose another job.dump_folder")
             self._close(draws=False)
             return False
         self.checkpointer.check_export(steps)

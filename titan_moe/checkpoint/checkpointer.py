@@ -113,7 +113,7 @@ class Checkpointer:
         """Folder of the run's own checkpoints."""
         self._modules = modules
         self._optimizer = optimizer
-        self._job_record = job_record
+        self.job_record = job_record
         self._merge_data = merge_data
         self._model = model
         self._ends_of = ends_of
@@ -188,7 +188,7 @@ class Checkpointer:
                 write_train_state(aside, states, self._merge_data)
             of = self._model
             model = (of.family, as_record(of.config)) if of else ("", {})
-            manifest = Manifest(step, model_only, specs, sums, self._job_record, *model, base=base)
+            manifest = Manifest(step, model_only, specs, sums, self.job_record, *model, base=base)
             publish(aside, target, manifest, names, self._config.keep_latest_k)
 
         doing = f"cannot save checkpoint {target}"
@@ -288,12 +288,12 @@ class Checkpointer:
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()
-            load_adapters(self._model, self._job_record, model_tensors(self._modules))
+            load_adapters(self._model, self.job_record, model_tensors(self._modules))
             return None
         source, manifest, model_only, excluded = found
         self.loaded_job = manifest.job
         is_own = source.parent == self.folder
-        refuse_other_adapters(manifest, source, self._job_record, is_own=is_own)
+        refuse_other_adapters(manifest, source, self.job_record, is_own=is_own)
         if is_own and self._base_names:
             self._load_base(manifest)
         parts = [MODEL] * ("model" not in excluded)
@@ -302,7 +302,7 @@ class Checkpointer:
         self._load_tensors(source, manifest, parts, base=not is_own)
         self._say("loaded %s%s", source, found.remark)
         if not is_own:
-            load_adapters(self._model, self._job_record, model_tensors(self._modules))
+            load_adapters(self._model, self.job_record, model_tensors(self._modules))
         else:
             if self._config.initial_load_path and not self._base_names and dist.get_rank() == 0:
                 logger.warning(
@@ -332,12 +332,12 @@ class Checkpointer:
         elif initial is not None:
             doing = f"cannot load {initial}"
             base = on_rank_zero(lambda: read_manifest(Path(initial)), doing=doing)
-            refuse_other_adapters(base, Path(initial), self._job_record, is_own=False)
+            refuse_other_adapters(base, Path(initial), self.job_record, is_own=False)
             self._load_tensors(Path(initial), base, [MODEL], base=True)
         if self._base_digest() != manifest.base:
             raise RunError(
                 f"{self.folder} has adapters of other weights than those that were loaded from "
-                f"{initial or self._job_record['model']['hf_assets_path'] or 'debug.seed'}: name "
+                f"{initial or self.job_record['model']['hf_assets_path'] or 'debug.seed'}: name "
                 "the model that they were trained on (checkpoint.initial_load_path)"
             )
 
@@ -370,7 +370,7 @@ class Checkpointer:
         if "model" in self._config.exclude_from_loading:
             return
         assert self._model is not None, "Hugging Face folders want a family and dimensions"
-        folder = self._config.initial_load_path or self._job_record["model"]["hf_assets_path"]
+        folder = self._config.initial_load_path or self.job_record["model"]["hf_assets_path"]
         named = model_tensors(self._modules).items()
         tensors = {name.removeprefix(MODEL): tensor for name, tensor in named}
         load_hf(Path(folder), self._model, tensors)

@@ -52,7 +52,7 @@ class Loader:
         return batches
 
     def count_steps(self) -> int:
-        """The steps of training.epochs, before any is read."""
+        """The steps from here to the end of training.epochs; before `next_step`."""
         return self._reader.count_steps()
 
     def state_dict(self) -> dict[str, Any]:

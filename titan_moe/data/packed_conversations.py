@@ -108,11 +108,10 @@ class ConversationSequences:
         )
 
     def count(self) -> int:
-        """The number of sequences from the beginning of the data to their end, which they must
-        have. Begins anew."""
-        self._begin()
+        """The number of sequences from here to the end of the data, which they must have."""
+        state = self.state()
         number = sum(1 for _ in iter(self._best_fit.next_group, []))
-        self._begin()
+        self.load_state(state)
         return number
 
     def next_batch(self) -> list[PackedSequence]:
@@ -144,7 +143,8 @@ class ConversationSequences:
         """Go on where `state` was taken, of any number of ranks, sequence length and batch."""
         self._begin()
         self._read, self._blend.tokens = list(state["read"]), list(state["tokens"])
-        places = [self._place(*where) for where in state["waiting"]]
+        # With fewer training.epochs the data end before some.
+        places = filter(None, (self._place(*where) for where in state["waiting"]))
         # In a training stage of shorter sequences nothing may be left of one.
         self._best_fit.waiting = [place for place in places if place.tokens]
 
@@ -154,9 +154,13 @@ class ConversationSequences:
         encoded = [encode_learned(each, self._tokenizer, seq_len) for each in documents]
         return whole_documents(encoded, seq_len)
 
-    def _place(self, source: int, position: int) -> _Place:
+    def _place(self, source: int, position: int) -> _Place | None:
+        """None beyond the end of the data."""
         order, lengths = self._orders[source], self._lengths[source]
-        index = order.index(position)
+        try:
+            index = order.index(position)
+        except OutOfDocumentsError:
+            return None
         if lengths[index] == _UNKNOWN:
             seq_len = self._identity.seq_len
             lengths[index], _ = _measured(order.corpus, index, self._tokenizer, seq_len)
@@ -167,9 +171,7 @@ class ConversationSequences:
         source = self._blend.next_source()
         order = self._orders[source]
         for _ in range(2 * order.size):  # At least one whole epoch.
-            try:
-                place = self._place(source, self._read[source])
-            except OutOfDocumentsError:
+            if (place := self._place(source, self._read[source])) is None:
                 if self._blend.tokens[source]:
                     return None
                 break

@@ -51,7 +51,7 @@ class StepReader:
         return microbatches, self.state_dict()
 
     def count_steps(self) -> int:
-        """The steps from the beginning of conversations that end to their end. Begins anew."""
+        """The steps from here to the end of conversations, which end."""
         assert isinstance(self.sequences, ConversationSequences)
         return -(-self.sequences.count() // self.identity.global_batch_size)
 

@@ -267,12 +267,31 @@ def test_epochs_read_each_conversation_so_many_times(epochs, ranks, section):
     assert len(left) < SIZE and all((row.labels_S == IGNORE_INDEX).all() for row in left)
     with pytest.raises(RunError, match=f"step {steps + 1}: .*ran out: its 900 conversations"):
         read(section, state=state, steps=1)
-    # One more epoch goes on where these ended.
-    more, _ = read(
-        section.model_copy(update={"epochs": epochs + 1}), state=state, steps=steps // epochs
-    )
-    assert len({name for row in more for name in row.samples}) > 800
-    assert {*Counter(name for row in more for name in row.samples).values()} == {1}
+
+
+@pytest.mark.parametrize(("before", "after", "taken"), [(1, 2, 1), (2, 3, 0.9), (3, 2, 0.4)])
+def test_epochs_that_a_resume_changes_are_read_to_their_end(before, after, taken, section):
+    """A batch of 32 sequences: at the end of the data some of it is not filled."""
+    sections = [section.model_copy(update={"epochs": epochs}) for epochs in (before, after)]
+    tokenizer = load_tokenizer("bytes", section)
+    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": 32}
+    first, second = (build_reader(each, tokenizer, **place) for each in sections)
+    begun, state = read(sections[0], steps=int(first.count_steps() * taken), size=32)
+    second.load_state_dict(state)
+    left = second.count_steps()
+    assert second.state_dict() == state
+    rest, _ = read(sections[1], state=state, steps=left, size=32)
+    counts = Counter(name for row in [*begun, *rest] for name in row.samples)
+    assert len(counts) == 877 and {*counts.values()} == {after}
+
+
+def test_fewer_epochs_than_were_read_end_at_once(section):
+    sections = [section.model_copy(update={"epochs": epochs}) for epochs in (3, 1)]
+    tokenizer = load_tokenizer("bytes", section)
+    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": SIZE}
+    long, short = (build_reader(each, tokenizer, **place) for each in sections)
+    short.load_state_dict(read(sections[0], steps=long.count_steps() - 2)[1])
+    assert short.count_steps() == 0
 
 
 def test_conversations_that_wait_are_read_after_a_change_of_the_batch(section):
