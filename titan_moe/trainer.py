@@ -70,15 +70,15 @@ class Trainer:
         self.process = process
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
-        self.run_job = self.job = job
+        self.run_job = job
         """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
-        self.data = TrainData(self.run_job, job, model_config, process)
         self._build_model(job)
         self._prepare_updates()
+        self.data = TrainData(self.run_job, job, model_config, process)
         self.progress = Progress()
         state = self.checkpointer.load() or {}
         if "data" in state:
