@@ -70,7 +70,7 @@ class Trainer:
         self.process = process
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
-        self.run_job = job
+        self.run_job = self.job = job
         """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)

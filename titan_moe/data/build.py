@@ -116,7 +116,8 @@ def build_reader(
     order = np.arange(global_batch_size)
     if permutation:
         order = np.random.default_rng(permutation).permutation(global_batch_size)
-    sequences = np.split(order, num_ranks)[rank].tolist()
+    of_ranks = order[: global_batch_size // num_ranks * num_ranks].reshape(num_ranks, -1)
+    sequences = of_ranks[rank].tolist()
     # There is enough of the made-up language: it has one order in all runs.
     shared = {("synthetic", os.path.realpath(""))}
     if validation is not None and validation.enable:
