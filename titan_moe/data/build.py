@@ -122,7 +122,6 @@ def build_reader(
     shared = {("synthetic", os.path.realpath(""))}
     if validation is not None and validation.enable:
         shared |= shared_places(validation, training)
-    epochs = training.epochs or (None if training.repeat_dataset else 1)
     sources, names = [], []
     for source in training_sources(training):
         split = Split.TRAIN if source.place in shared else Split.ALL
@@ -134,7 +133,7 @@ def build_reader(
             shuffle=True,
             sequences=sequences,
             global_batch_size=global_batch_size,
-            epochs=epochs,
+            epochs=training.epochs or (None if training.repeat_dataset else 1),
         )
         if tokenizer.conversations is None:
             _check_size(opened, global_batch_size, repeat=training.repeat_dataset)
