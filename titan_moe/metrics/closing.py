@@ -51,9 +51,10 @@ def closing_lines(
         words = ["hf", "merge", saved, "--out", f"{saved}-merged"]
         commands["add the adapters to their weights"] = shlex.join([*titan_moe_command(), *words])
     elif last_saved is not None:
-        prompt = ["--prompt", "def " if training.dataset == "stdlib" else "The"]
+        on_stdlib = training.dataset == "stdlib"
+        prompt = ["--prompt", "def " if on_stdlib else "The"]
         if training.dataset_format == "messages":
-            prompt = ["--chat", "--prompt", "What is copyfile of shutil?"]
+            prompt = ["--chat", "--prompt", "What is copyfile of shutil?" if on_stdlib else "Hi"]
         words = ["generate", str(saves / f"step-{last_saved}"), *prompt]
         commands["see what the model writes"] = shlex.join([*titan_moe_command(), *words])
     page = [*titan_moe_command(), "report", "run", str(folder)]

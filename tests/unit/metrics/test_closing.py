@@ -10,9 +10,9 @@ from titan_moe.metrics import closing
 from titan_moe.runtime.launch import Launch, titan_moe_command
 
 
-def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300, **options):
+def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300, keys=None, **options):
     *lines, following = closing.closing_lines(
-        Training(steps=300),
+        Training(steps=300, **(keys or {})),
         Checkpoint(),
         folder,
         step=step,
@@ -64,6 +64,8 @@ def test_closing_lines_name_files_and_commands(tmp_path, monkeypatch):
     saved = f"{tmp_path}/checkpoint/step-300"
     merge = f"titan-moe hf merge {saved} --out {saved}-merged"
     assert closing_lines(tmp_path, adapts=True)[1] == [merge, page]
+    talks = {"dataset": "json", "dataset_format": "messages"}
+    assert closing_lines(tmp_path, keys=talks)[1][0].endswith(" --chat --prompt Hi")
 
 
 def test_titan_moe_command_is_what_the_shell_finds(tmp_path, monkeypatch):
