@@ -223,6 +223,8 @@ def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq
     tokens = sum(len(document.ids) for document in read if document) * order.size // count
     steps = f", an epoch about {round(tokens / size / seq_len) or 1:,} steps" if size else ""
     line = f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
+    if tokenizer.conversations and (unseen := sorted(tokenizer.conversations.unseen_roles)):
+        line += f"; of {count} conversations none has the role {unseen[0]!r}"
     inside = [
         f"{token!r} in {document.name}"
         for document in documents

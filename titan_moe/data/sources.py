@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import (
     DATASETS_WITHOUT_COLUMNS,
@@ -38,6 +40,8 @@ def check_source(source: Source, tokenizer: Tokenizer | None) -> None:
         CORPORA[source.dataset](source, tokenizer, 0)
     elif source.dataset in FORMATS:
         find_files(source)
+    elif source.path is None and "/" in source.dataset and Path(source.dataset).is_dir():
+        raise ConfigError(f"{source.name} is a folder here: name it in {source.key}dataset_path")
     elif source.path is not None and not source.path.exists():
         raise ConfigError(f"{source.path_name} does not exist: name a copy, or leave it out")
 

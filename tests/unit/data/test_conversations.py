@@ -335,6 +335,23 @@ def test_check_says_how_many_steps_an_epoch_has_and_which_tokens_are_inside(too_
     assert line.endswith("1 of 56 conversations name special tokens, as '<|eos|>' in json/55")
 
 
+def test_check_names_a_role_to_learn_that_it_has_not_seen(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": talk("q", "a")}] * 5)
+    section = training(path, messages={"targets": ["assistant", "tol"]})
+    place = {"seed": 3, "global_batch_size": SIZE}
+    (line,) = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    assert line.endswith("; of 5 conversations none has the role 'tol'")
+
+
+def test_a_folder_as_the_name_of_a_dataset_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/name").mkdir(parents=True)
+    line = refusal(read, Training(dataset="owner/name"))
+    assert (
+        line == "training.dataset='owner/name' is a folder here: name it in training.dataset_path"
+    )
+
+
 def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
     records = [{"messages": talk(str(n), f"answer {n}")} for n in range(300)]
     section = training(write(tmp_path / "a.jsonl", records))
