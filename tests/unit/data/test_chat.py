@@ -34,6 +34,17 @@ def said(rendered):
     return [rendered.text[begin:end] for begin, end in rendered.spans]
 
 
+def rendered_by(theirs, name, talk, tools):
+    """Ids and mask of the assistant's tokens, as transformers has them."""
+    return theirs.apply_chat_template(
+        talk,
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -55,13 +66,7 @@ def test_ids_and_targets_of_500_conversations_are_those_of_transformers(name, fo
     if "tools" in TEMPLATES[name]:
         drawn[400:] = [draw_calls(rng) for _ in range(100)]
     for talk, tools in drawn:
-        want = theirs.apply_chat_template(
-            talk,
-            tools=tools,
-            chat_template=TEMPLATES[name],
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        want = rendered_by(theirs, name, talk, tools)
         text = conversation_text({"messages": talk, "tools": tools})
         ids, is_target = conversations.tokens(text)
         assert ids.tolist() == want["input_ids"]
@@ -169,13 +174,7 @@ def test_messages_of_the_roles_and_of_no_weight_0_are_learned(name, edit, folder
         ours = conversations_of(folder, edit(TEMPLATES[name]), roles)
         for _ in range(40):
             weighted, talk, tools = draw_weighted(rng, TEMPLATES[name])
-            want = theirs.apply_chat_template(
-                talk,
-                tools=tools,
-                chat_template=TEMPLATES[name],
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
+            want = rendered_by(theirs, name, talk, tools)
             answers = iter(runs(want["assistant_masks"]))
             texts = []
             for message in weighted:

@@ -62,9 +62,9 @@ class Pair(NamedTuple):
     tensor: str
     a: str
     columns: int
-    """Of A."""
+    """A has so many columns."""
     shape: tuple[int, ...]
-    """Of B: [out, r], or [E, out, r]."""
+    """B has this shape: [out, r], or [E, out, r]."""
     rows: list[tuple[str, Piece]]
     swapped: bool
     """A and B take each other's place."""

@@ -1,4 +1,4 @@
-"""What an export is made of: the model of a checkpoint, or of a Hugging Face folder."""
+"""Sources of exports: the model of a checkpoint, or of a Hugging Face folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,11 +27,11 @@ class Source(NamedTuple):
 
     model: HFModel
     shapes: Shapes
-    """Of all tensors, whole; the same on every rank."""
+    """Shapes of all whole tensors; the same on every rank."""
     read: Read
     """Returns a box of a tensor, on the CPU."""
     folders: Sequence[Path] = ()
-    """Where config.json and the tokenizer's files may be, the likeliest first."""
+    """Folders that may hold config.json and the tokenizer's files, the likeliest first."""
     job: Mapping[str, Any] = MappingProxyType({})
     """The configuration of the run that made it, if one did."""
     verify: Callable[..., None] = lambda doing: None
