@@ -50,8 +50,10 @@ def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> list[Remova
 
 
 def _watch_module(name: str, module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
-    cut_input = _is(name, "rowwise", "colwise_norm")
-    cut_output = _is(name, "colwise", "colwise_norm")
+    heads = [_is(f"{name}.{child}", "heads") for child, _ in module.named_children()]
+    by_heads = bool(heads) and all(heads)  # All that it multiplies is cut, so its tensors are.
+    cut_input = by_heads or _is(name, "rowwise", "colwise_norm")
+    cut_output = by_heads or _is(name, "colwise", "colwise_norm")
 
     def given(tensor: str, x: Tensor) -> Tensor:
         return watcher.given(name, tensor, x, watcher.by_token(cut=cut_input or x.ndim == 4))
