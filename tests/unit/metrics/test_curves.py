@@ -32,7 +32,7 @@ def plot(folder, lines):
     [[FULL] * 5, [FULL], [{"loss": 2.0}, {"loss": float("nan")}]],
     ids=["every key", "one step", "a dense model that diverged"],
 )
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
 def test_draws_a_png(tmp_path, lines):
     picture = plot(tmp_path, lines)
     assert picture.startswith(b"\x89PNG")

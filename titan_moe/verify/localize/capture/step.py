@@ -111,8 +111,11 @@ class StepCapture:
         """Records the step's sums and what it leaves; after the update, or where there is none."""
         logged = (result.metrics or {}) | vars(result)
         for name, phase in _SUMS.items():
-            if (value := logged.get(name)) is not None:  # Sums of losses follow those of layers.
-                self._numbers(Place(phase, "", name), [value], len(self._layers), NUMBERS)
+            if (value := logged.get(name)) is not None:
+                # Routers count their balance losses in the backward: after the other losses, and
+                # before their sum.
+                stage = len(self._layers) if name == "balance_loss" else -1
+                self._numbers(Place(phase, "", name), [value], stage, NUMBERS)
         if result.counts_LE is not None:
             for name, counts_E in zip(self._layers, result.counts_LE, strict=True):
                 place = Place("counts", f"{name}.moe.router", "tokens_per_expert")
