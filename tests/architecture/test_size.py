@@ -44,7 +44,7 @@ REGRESSION_JOBS = {"titan_moe": 700, "tests": 985, "scripts": 70}
 STRAIGHT_CORE = {"titan_moe": -1_410, "tests": -786, "scripts": 0}
 # Fine-tuning came later: conversations, adapters, exports that are read back, routes of inference
 # engines; 1,700 and 1,500 lines were meant.
-FINE_TUNING = {"titan_moe": 2_429, "tests": 2_150, "scripts": 0}
+FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

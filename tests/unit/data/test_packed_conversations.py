@@ -51,10 +51,15 @@ def as_json(state):
     return json.loads(json.dumps(state))
 
 
+def reader_of(section, size=SIZE):
+    """The reader of a run on one rank."""
+    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": size}
+    return build_reader(section, load_tokenizer("bytes", section), **place)
+
+
 def lengths_of(section, part=0, parts=1):
-    tokenizer, seed = load_tokenizer("bytes", section), 3
-    (found,) = measure_conversations(section, tokenizer, seed=seed, part=part, parts=parts)
-    return found
+    tokenizer = load_tokenizer("bytes", section)
+    return measure_conversations(section, tokenizer, seed=3, part=part, parts=parts)[0]
 
 
 @pytest.fixture(params=["json", "copy of a hub dataset"])
@@ -151,9 +156,7 @@ def test_lengths_of_all_parts_give_the_sequences_of_conversations_measured_in_tu
 @pytest.mark.parametrize(("epochs", "ranks"), [(1, 1), (3, 2)])
 def test_epochs_read_each_conversation_so_many_times(epochs, ranks, section):
     section = section.model_copy(update={"epochs": epochs})
-    tokenizer = load_tokenizer("bytes", section)
-    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": SIZE}
-    steps = build_reader(section, tokenizer, **place).count_steps()
+    steps = reader_of(section).count_steps()
     sequences, state = read(section, steps=steps, ranks=ranks)
     counts = Counter(name for row in sequences for name in row.samples)
     assert len(counts) == 877 and {*counts.values()} == {epochs}
@@ -168,9 +171,7 @@ def test_epochs_read_each_conversation_so_many_times(epochs, ranks, section):
 def test_epochs_that_a_resume_changes_are_read_to_their_end(before, after, taken, section):
     """A batch of 32 sequences: at the end of the data some of it is not filled."""
     sections = [section.model_copy(update={"epochs": epochs}) for epochs in (before, after)]
-    tokenizer = load_tokenizer("bytes", section)
-    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": 32}
-    first, second = (build_reader(each, tokenizer, **place) for each in sections)
+    first, second = (reader_of(each, 32) for each in sections)
     begun, state = read(sections[0], steps=int(first.count_steps() * taken), size=32)
     second.load_state_dict(state)
     left = second.count_steps()
@@ -182,9 +183,7 @@ def test_epochs_that_a_resume_changes_are_read_to_their_end(before, after, taken
 
 def test_fewer_epochs_than_were_read_end_at_once(section):
     sections = [section.model_copy(update={"epochs": epochs}) for epochs in (3, 1)]
-    tokenizer = load_tokenizer("bytes", section)
-    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": SIZE}
-    long, short = (build_reader(each, tokenizer, **place) for each in sections)
+    long, short = (reader_of(each) for each in sections)
     short.load_state_dict(read(sections[0], steps=long.count_steps() - 2)[1])
     assert short.count_steps() == 0
 
