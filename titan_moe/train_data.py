@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -94,28 +96,29 @@ class TrainData:
         collective. ConfigError if no conversation has a role that is to be learned."""
         training, process = job.training, self._process
 
-        def measure_part() -> tuple[list[Lengths], set[str]]:
+        def measure_part() -> tuple[list[Lengths], set[str], set[str]]:
             how = {"seed": job.debug.seed, "part": process.rank, "parts": process.world_size}
             lengths = measure_conversations(training, self.tokenizer, **how)
-            assert self.tokenizer.conversations is not None
-            return lengths, self.tokenizer.conversations.unseen_roles
+            seen = self.tokenizer.conversations
+            assert seen is not None
+            return lengths, seen.unseen_roles, seen.unread_flags
 
         doing = "reading the conversations failed"
-        parts, unseen = zip(*from_every_rank(measure_part, doing=doing), strict=True)
+        parts, unseen, flags = zip(*from_every_rank(measure_part, doing=doing), strict=True)
         if missing := sorted(set.intersection(*unseen)):
             key = f"training.messages.targets={training.messages.targets!r}"
             line = f"{key}: no conversation has the role {missing[0]!r}: leave it out, or mend it"
             raise ConfigError(line)
-        found = []
-        sources = training_sources(training)
-        for source, *lengths in zip(sources, *parts, strict=True):
-            found.append(sum(each.tokens for each in lengths))
-            if (count := sum(each.left_out for each in lengths)) and process.is_main:
-                example = next(each.example for each in lengths if each.example)
-                logger.warning(
-                    "%s: %d of %d conversations are left out, such as %s",
-                    *(source.name, count, len(found[-1]), example),
-                )
+        conversations = self.tokenizer.conversations
+        assert conversations is not None
+        conversations.unread_flags |= set.union(*flags)
+        lines, found = conversations.notes(), []
+        for source, *lengths in zip(training_sources(training), *parts, strict=True):
+            whole = reduce(add, lengths)
+            found.append(whole.tokens)
+            lines += whole.lines(source.name, len(found[-1]), conversations.max_refused)
+        for line in lines if process.is_main else []:
+            logger.warning(line)
         return found
 
     def end_with_epochs(self, job: JobConfig, resume_step: int) -> JobConfig:

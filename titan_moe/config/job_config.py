@@ -356,9 +356,19 @@ class Messages(Section):
     ] = "assistant"
     """Tokens to learn: what the assistant writes, its last turn alone, everything, or a list of
     roles, such as ["assistant", "tool"]: of others than the assistant the contents and ends of
-    turns, without headers. A message whose `weight` is 0 is not learned."""
+    turns, without headers. A message whose `weight`, `loss`, `train`, `trainable`, `training` or
+    `loss_mask` is 0 or false is not learned."""
     too_long: Literal["cut", "drop"] = "cut"
     """A conversation of more than seq_len tokens loses its end, or is left out."""
+    template_kwargs: dict[str, bool | int | str] = Field({})
+    """Variables of the template, such as {enable_thinking = false}; those in a record's
+    chat_template_kwargs go before."""
+    may_leave_out: list[Literal["contents", "calls", "tools", "thoughts"]] = Field([])
+    """Parts of a conversation that the template may leave out of its text. A conversation that
+    loses others is refused. Thoughts that it writes in a last turn alone are no loss."""
+    max_refused: float = Field(0.01, ge=0, le=1)
+    """Largest share of a source's conversations that may be refused, and left out, before the run
+    stops: records of another form, unknown roles, what the template refuses or leaves out."""
 
 
 class Training(Section):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.conversations import ChatError
 from titan_moe.data.corpus import Source, left_out
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
 from titan_moe.data.packed_conversations import ConversationSequences, Lengths, measure
+from titan_moe.data.packing import Encoded
 from titan_moe.data.reader import StepReader
 from titan_moe.data.sequences import (
     BlendSource,
     Identity,
     TextSequences,
-    encode_document,
     read_document,
 )
 from titan_moe.data.sources import (
@@ -36,6 +38,7 @@ from titan_moe.data.validation import ValidationLoader
 from titan_moe.runtime.errors import RunError
 
 _MOST_SAMPLED = 64  # Documents of each source that the check reads.
+_MOST_SHOWN = 1000  # Tokens of a conversation that it shows.
 
 
 def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
@@ -86,7 +89,8 @@ def sample_data(
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)
         orders += [(source.order, "validation", 0) for source in loader.sources]
-    return [_sample(*each, tokenizer, training.seq_len) for each in orders]
+    lines = [line for each in orders for line in _sample(*each, tokenizer, training.seq_len)]
+    return lines + (tokenizer.conversations.notes() if tokenizer.conversations else [])
 
 
 def on_the_hub(training: Training, validation: Validation) -> str | None:
@@ -166,7 +170,7 @@ def measure_conversations(
     for source in training_sources(training):
         corpus = open_source(source, tokenizer, seed)
         assert isinstance(corpus, Corpus)
-        how: dict[str, Any] = {"name": source.name, "part": part, "parts": parts}
+        how: dict[str, Any] = {"name": source.name, "indices": range(part, len(corpus), parts)}
         found.append(measure(corpus, tokenizer, training.seq_len, **how))
     return found
 
@@ -207,9 +211,12 @@ def build_validation(
     )
 
 
-def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq_len: int) -> str:
-    """One line about a source, with the steps of an epoch if a step has `size` sequences; 0: of
-    unknown size. ConfigError if its first documents cannot be read."""
+def _sample(
+    order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq_len: int
+) -> list[str]:
+    """A line about a source, with the steps of an epoch if a step has `size` sequences; 0: of
+    unknown size; and more about its conversations. ConfigError if its first documents cannot be
+    read."""
     count = min(_MOST_SAMPLED, order.size or 1)
     try:
         documents = [order.document(number) for number in range(count)]
@@ -219,21 +226,48 @@ def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq
     except RunError as error:
         raise ConfigError(str(error)) from None
     if isinstance(order, StreamOrder):
-        return f"{order.name}, for {use}: {order.description}"
+        return [f"{order.name}, for {use}: {order.description}"]
     tokens = sum(len(document.ids) for document in read if document) * order.size // count
     steps = f", an epoch about {round(tokens / size / seq_len) or 1:,} steps" if size else ""
     line = f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
-    if tokenizer.conversations and (unseen := sorted(tokenizer.conversations.unseen_roles)):
+    conversations = tokenizer.conversations
+    if conversations is None:
+        return [line]
+    if unseen := sorted(conversations.unseen_roles):
         line += f"; of {count} conversations none has the role {unseen[0]!r}"
     inside = [
         f"{token!r} in {document.name}"
         for document in documents
-        if tokenizer.conversations and document.content
-        if (token := tokenizer.conversations.special_inside(str(document.content)))
+        if (token := conversations.special_inside(str(document.content)))
     ]
     if inside:
         line += f"; {len(inside)} of {count} conversations name special tokens, as {inside[0]}"
-    return line
+    how: dict[str, Any] = {"name": order.name, "indices": range(count)}
+    found = measure(order.corpus, tokenizer, seq_len, **how)
+    lines = [line, *found.lines(order.name, count, conversations.max_refused)]
+    if use == "training" and (first := next(filter(None, read), None)):
+        shown, left_out = _shown(first, tokenizer), Counter[str]()
+        for document, encoded in zip(documents, read, strict=True):
+            if encoded:
+                left_out.update(e.kind for e in conversations.left_out(str(document.content)))
+        says = ", ".join(f"{left_out[kind]} {kind}" for kind in left_out) or "nothing"
+        lines.append(f"of {count} conversations the chat template leaves out {says}")
+        lines.append(f"{first.name}, what is learned between ⟪ and ⟫:\n{shown}")
+    return lines
+
+
+def _shown(encoded: Encoded, tokenizer: Tokenizer) -> str:
+    """The text of a conversation's first tokens, with signs around its targets."""
+    contents, _ = tokenizer.pieces(encoded.ids[:_MOST_SHOWN])
+    is_target = np.zeros(len(contents), bool)
+    if encoded.is_target is not None:
+        is_target = encoded.is_target[:_MOST_SHOWN]
+    text = b""
+    for learned, group in groupby(zip(contents, is_target, strict=True), itemgetter(1)):
+        said = b"".join(content for content, _ in group)
+        text += "⟪".encode() + said + "⟫".encode() if learned else said
+    more = len(encoded.ids) - len(contents)
+    return text.decode(errors="replace") + f" … and {more:,} tokens" * (more > 0)
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:
@@ -276,19 +310,13 @@ def _open_order(
 
 
 def _check_conversations(source: Source, corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Refuse a source whose first conversations the chat template refuses, or of which none has
-    anything to learn. Those of later ones are left out, and counted."""
-    has_target = False
-    for document in map(corpus.__getitem__, range(min(len(corpus), _MOST_SAMPLED))):
-        if document.content is None:
-            continue
-        try:
-            encoded = encode_document(document, tokenizer)
-        except ChatError as error:
-            line = f"{source.name}: {document.name}: {error}"
-            raise ConfigError(f"{line}: mend the conversation or take it out") from None
-        has_target |= encoded.is_target is not None and bool(encoded.is_target.any())
-    if not has_target:
+    """Refuse a source of whose first conversations too many are refused, or none has anything to
+    learn."""
+    assert tokenizer.conversations is not None
+    first = range(min(len(corpus), _MOST_SAMPLED))
+    found = measure(corpus, tokenizer, None, name=source.name, indices=first)
+    found.lines(source.name, len(first), tokenizer.conversations.max_refused)
+    if not found.tokens.any():
         raise ConfigError(
             f"{source.name}: no message of its first {_MOST_SAMPLED} conversations is to be "
             "learned: choose other training.messages.targets, or mend the roles"

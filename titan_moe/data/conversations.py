@@ -1,26 +1,66 @@
-"""Conversations as documents of a data set: the JSON of a record.
+"""Conversations as documents of a data set: the JSON of a record, in one form whatever its own.
 
-A record holds `messages` (objects with `role` and `content`, and `tools` beside them),
-`conversations` (objects with `from` and `value`), or `prompt` and `completion`: two texts, or two
-lists of messages of which only the second is learned. A message of `weight` 0 is not learned.
+A record holds one of the forms below, and beside it `tools` (or `functions`), `system`, and
+`chat_template_kwargs`. Each field may be JSON as a text.
+
+    messages, conversation      objects with `role` and `content`, as OpenAI and transformers have
+                                them; Harmony's `channel` and `recipient` are thoughts and calls
+    conversations               the same, or objects with `from` and `value` (ShareGPT)
+    conversation                objects with `input`, `output` and `system` (XTuner)
+    prompt, completion          two texts, or two lists of messages; the second one is learned
+    instruction, input, output  texts (Alpaca), with `history`, a list of pairs
+    question or query or prompt, and answer or response: texts
+    query, answers, tools       a question and the calls that answer it (xLAM)
+
+The form that is made has `messages` with the roles system, developer, user, assistant and tool, or
+others as they are; `tools`; `learned_from`, the number of the first message to learn; `options` of
+the template. A pair of texts stays `prompt` and `completion`. A record of another form is one
+with `refused`, a reason.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 COLUMN = "conversation"
 """Name of the column of the texts that `conversation_text` makes."""
-FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
+_PAIRS = (
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("prompt", "response"),
+)
+_CHATS = ("messages", "conversations", "conversation")
+_PREFERENCES = ("chosen", "rejected")
+FIELDS = (
+    *(*_CHATS, "prompt", "completion", *_PREFERENCES),
+    *("tools", "functions", "system", "chat_template_kwargs"),
+    *("instruction", "input", "output", "history"),
+    *("question", "answer", "query", "response", "answers"),
+)
 """Names of a record's fields that are read."""
-_ROLES = {"human": "user", "gpt": "assistant"}
+_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "function", "ipython"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response", "tool_result"), "tool"),
+}
+_CALLS = ("function_call", "tool_call")
+"""Roles of a message that is a call."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that hold what the assistant thought, by the names that templates have."""
 
 
 class ChatError(ValueError):
-    """A conversation that the template does not accept, or whose turns it does not show."""
+    """A conversation that cannot be read, or that the template does not write whole."""
+
+
+class LeftOutError(ChatError):
+    """A conversation in which nothing is to be learned, or that is too long."""
 
 
 class Spans(NamedTuple):
@@ -38,28 +78,44 @@ def conversation_text(record: Any) -> str | None:
     prompt: Any = record.get("prompt")
     completion: Any = record.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False)
-    fields = {name: _from_json(record.get(name)) for name in FIELDS}
-    prompt, completion = fields["prompt"], fields["completion"]
-    found: dict[str, Any] = {}
-    if _is_chat(prompt) and _is_chat(completion):
-        found = {"messages": prompt + completion, "learned_from": len(prompt)}
-    elif _is_chat(fields["messages"]):
-        found = {"messages": fields["messages"]}
-    elif _is_chat(fields["conversations"]):
-        found = {"messages": [_message(each) for each in fields["conversations"]]}
-    if not found:
-        return None
-    if fields["tools"]:
-        found["tools"] = fields["tools"]
-    return json.dumps(found, ensure_ascii=False)
+        found: dict[str, Any] | None = {"prompt": prompt, "completion": completion}
+    else:
+        try:
+            found = _read({name: _from_json(record.get(name)) for name in FIELDS})
+        except ChatError as error:
+            found = {"refused": str(error)}
+    return None if found is None else json.dumps(found, ensure_ascii=False)
 
 
 def without_nulls(value: Any) -> Any:
-    """A record of Arrow, whose structs have all fields that any record has, without empty ones."""
+    """A record of Arrow, whose structs have all fields that any record has, without empty ones.
+    A null that the record has itself cannot be told from those."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _read(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """A conversation from the fields of a record; None if they hold none. Raises ChatError."""
+    learned_from = 0
+    messages = next((said for name in _CHATS if (said := _said(fields[name]))), None)
+    if _is_chat(fields["prompt"]) and _is_chat(fields["completion"]):
+        learned_from = len(_messages(fields["prompt"]))
+        messages = fields["prompt"] + fields["completion"]
+    elif all(fields[name] for name in _PREFERENCES):
+        raise ChatError("it is a pair of preferences, chosen and rejected, not a conversation")
+    elif messages is None:
+        messages = _pair(fields)
+    if messages is None:
+        return None
+    read = _messages(messages)
+    if fields["system"] and not any(message.get("role") == "system" for message in read[:1]):
+        read.insert(0, {"role": "system", "content": fields["system"]})
+        learned_from += bool(learned_from)
+    tools = [_function(each) for each in fields["tools"] or fields["functions"] or []]
+    found = {"messages": read, "tools": tools, "learned_from": learned_from}
+    found["options"] = fields["chat_template_kwargs"]
+    return {name: value for name, value in found.items() if value}
 
 
 def _from_json(value: Any) -> Any:
@@ -78,9 +134,107 @@ def _is_chat(value: Any) -> bool:
     return all(isinstance(each, dict) and ({"role", "from"} & each.keys()) for each in value)
 
 
-def _message(said: dict[str, Any]) -> dict[str, Any]:
-    """A message from an object with `from` and `value`."""
-    if "from" not in said:
-        return said
-    message = {"role": _ROLES.get(said["from"], said["from"]), "content": said.get("value", "")}
-    return message | {"weight": said["weight"]} if "weight" in said else message
+def _said(value: Any) -> list[dict[str, Any]] | None:
+    """The messages that a field holds, None if it holds none."""
+    if isinstance(value, dict):
+        value = _from_json(value.get("messages"))
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        if _is_chat(value):
+            return value
+        if all({"input", "output"} <= each.keys() for each in value):
+            return [message for each in value for message in _turn(each)]
+    return None
+
+
+def _turn(said: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    if said.get("system"):
+        yield {"role": "system", "content": said["system"]}
+    yield {"role": "user", "content": said["input"]}
+    yield {"role": "assistant", "content": said["output"]}
+
+
+def _pair(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The messages of a question and its answer in fields of their own."""
+    pairs = ((fields[question], fields[answer]) for question, answer in _PAIRS)
+    found = next((p for p in pairs if all(isinstance(text, str) for text in p)), None)
+    earlier = [tuple(pair) for pair in fields["history"] or []]
+    if found is not None:
+        question = "\n".join(filter(None, (found[0], fields["input"])))
+        said = [*earlier, (question, found[1])]
+        turns = ({"input": question, "output": answer} for question, answer in said)
+        return [message for turn in turns for message in _turn(turn)]
+    if isinstance(fields["query"], str) and isinstance(fields["answers"], list):
+        call = {"role": "assistant", "tool_calls": fields["answers"]}
+        return [{"role": "user", "content": fields["query"]}, call]
+    return None
+
+
+def _messages(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in the form of transformers. ChatError for a call that is no JSON."""
+    read: list[dict[str, Any]] = []
+    thought: list[str] = []
+    for number, each in enumerate(said, 1):
+        message = _message(number, each)
+        if message.pop("channel", None) == "analysis" and message["role"] == "assistant":
+            thought.append(message["content"])
+            continue
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"] = "\n".join(thought)
+            thought = []
+        _join_ids(message, read)
+        read.append(message)
+    if thought:
+        raise ChatError("its last message is of the channel analysis, a thought without an answer")
+    return read
+
+
+def _message(number: int, said: dict[str, Any]) -> dict[str, Any]:
+    """A message in the form of transformers, from one of it, of ShareGPT or of Harmony."""
+    message = dict(said)
+    role = str(message.pop("from", message.get("role")))
+    if "value" in message and "content" not in message:
+        message["content"] = message.pop("value")
+    recipient = str(message.pop("recipient", None) or "")
+    calls = message.get("tool_calls") or []
+    if legacy := message.pop("function_call", None):
+        calls = [*calls, legacy]
+    if role in _CALLS:
+        role, found = "assistant", _from_json(message.pop("content", None))
+        calls = found if isinstance(found, list) else [found]
+    elif recipient.startswith("functions."):
+        name = recipient.removeprefix("functions.")
+        calls = [{"name": name, "arguments": message.pop("content", None)}]
+    message["role"] = _ROLES.get(role, role)
+    message.pop("tool_calls", None)
+    if calls := [_call(number, call) for call in _from_json(calls)]:
+        message["tool_calls"] = calls
+        message.setdefault("content", None)
+    return message
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatError(f"message {number} calls a tool, but holds no JSON with name and arguments")
+    if function is call:
+        named = {name: call[name] for name in ("name", "arguments") if name in call}
+        call = {name: value for name, value in call.items() if name not in named}
+        function = named
+    return {"type": "function", **call, "function": {"arguments": {}} | function}
+
+
+def _join_ids(message: dict[str, Any], before: list[dict[str, Any]]) -> None:
+    """Gives calls without an id one, as Kimi's templates write it, and results the id of theirs."""
+    calls = [call for each in before for call in each.get("tool_calls", [])]
+    for place, call in enumerate(message.get("tool_calls", []), len(calls)):
+        call.setdefault("id", f"functions.{call['function']['name']}:{place}")
+    if message["role"] == "tool" and calls:
+        answered = sum(each["role"] == "tool" for each in before)
+        message.setdefault("tool_call_id", calls[min(answered, len(calls) - 1)]["id"])
+
+
+def _function(tool: Any) -> Any:
+    """A tool in OpenAI's form, which data sets write without its outer object."""
+    is_bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if is_bare else tool

@@ -7,13 +7,17 @@ batch holds; it reads those of its own sequences. An epoch is each conversation 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_moe.data.conversations import ChatError
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.conversations import ChatError, LeftOutError
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
 from titan_moe.data.packing import (
     BestFit,
@@ -28,43 +32,82 @@ from titan_moe.runtime.errors import RunError
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = -1
+_MOST_KINDS = 4  # Kinds of problems that a line names.
 
 
-class Lengths(NamedTuple):
-    """The tokens of a corpus's conversations in a sequence."""
+@dataclass
+class Lengths:
+    """The tokens of a corpus's conversations in a sequence, and what is not read of them."""
 
     tokens: np.ndarray
-    """int32 [documents]; 0 for a conversation that is left out: nothing in it is to be learned, it
-    is too long, or the chat template refuses it."""
-    left_out: int
-    example: str
-    """Names a conversation that is left out, and says why; empty if none is."""
+    """int32 [documents]; 0 for a conversation that is refused or left out: nothing in it is to be
+    learned, or it is too long."""
+    problems: dict[tuple[bool, str], tuple[int, str]] = field(default_factory=dict)
+    """Numbers of conversations that are refused (True) or left out, and a line about the first one,
+    by kind: the reasons alike but for their numbers."""
+    num_cut: int = 0
+    """Conversations that lose their ends."""
+    cut_tokens: int = 0
+
+    def add_problem(self, kind: tuple[bool, str], count: int, line: str) -> None:
+        before, first = self.problems.get(kind, (0, line))
+        self.problems[kind] = before + count, first
+
+    def __add__(self, other: Lengths) -> Lengths:
+        """Those of two parts of one corpus."""
+        cut = self.num_cut + other.num_cut, self.cut_tokens + other.cut_tokens
+        both = Lengths(self.tokens + other.tokens, dict(self.problems), *cut)
+        for kind, (count, line) in other.problems.items():
+            both.add_problem(kind, count, line)
+        return both
+
+    def lines(self, name: str, num_read: int, max_refused: float) -> list[str]:
+        """Returns what is to be known of a source's conversations that are not read whole.
+        ConfigError if more of those read are refused than `max_refused` of them."""
+        found = []
+        for is_refused, verb in ((True, "refused"), (False, "left out")):
+            kinds = [each for kind, each in self.problems.items() if kind[0] == is_refused]
+            kinds.sort(key=itemgetter(0), reverse=True)
+            count = sum(number for number, _ in kinds)
+            examples = [f"{line} ({number:,} so)" for number, line in kinds[:_MOST_KINDS]]
+            more = [f"{len(kinds) - _MOST_KINDS} reasons more"] * (len(kinds) > _MOST_KINDS)
+            line = f"{name}: {count:,} of {num_read:,} conversations are {verb}: "
+            line += "; ".join(examples + more)
+            if is_refused and count > max_refused * num_read:
+                limit = f"more than training.messages.max_refused={max_refused:g} of them"
+                raise ConfigError(f"{line}: {limit}: mend them, take them out, or raise it")
+            found += [line] * bool(count)
+        if self.num_cut:
+            found.append(
+                f"{name}: {self.num_cut:,} of {num_read:,} conversations lose their ends, "
+                f"{self.cut_tokens:,} tokens behind training.seq_len: see training.messages."
+                "too_long"
+            )
+        return found
 
 
 def measure(
-    corpus: Corpus, tokenizer: Tokenizer, seq_len: int, *, name: str, part: int, parts: int
+    corpus: Corpus, tokenizer: Tokenizer, seq_len: int | None, *, name: str, indices: range
 ) -> Lengths:
-    """Tokenize the conversations part, part + parts, ... of a corpus. The lengths of the others are
-    0, so that those of all parts add up. Logs how far it is every ten seconds."""
-    tokens = np.zeros(len(corpus), np.int32)
-    left_out, example, said = 0, "", time.monotonic()
-    for index in range(part, len(corpus), parts):
-        tokens[index], problem = _measured(corpus, index, tokenizer, seq_len)
-        left_out += bool(problem)
-        example = example or problem
+    """Tokenize the conversations `indices` of a corpus. The lengths of the others are 0, so that
+    those of all parts add up. Logs how far it is every ten seconds."""
+    found = Lengths(np.zeros(len(corpus), np.int32))
+    said = time.monotonic()
+    for index in indices:
+        document = corpus[index]
+        try:
+            encoded = encode_learned(document, tokenizer, seq_len)
+        except ChatError as error:
+            kind = not isinstance(error, LeftOutError), re.sub(r"\d[\d,]*", "N", str(error))
+            found.add_problem(kind, 1, f"{document.name}: {error}")
+        else:
+            found.tokens[index] = len(encoded.ids)
+            found.num_cut += bool(encoded.cut)
+            found.cut_tokens += encoded.cut
         if time.monotonic() - said > 10:
             said = time.monotonic()
             logger.info("%s: %d of %d conversations are tokenized", name, index, len(corpus))
-    return Lengths(tokens, left_out, example)
-
-
-def _measured(corpus: Corpus, index: int, tokenizer: Tokenizer, seq_len: int) -> tuple[int, str]:
-    """The tokens of a conversation, or 0 and why it is left out."""
-    document = corpus[index]
-    try:
-        return len(encode_learned(document, tokenizer, seq_len).ids), ""
-    except ChatError as error:
-        return 0, f"{document.name}: {error}"
+    return found
 
 
 class _Place(NamedTuple):
@@ -162,8 +205,7 @@ class ConversationSequences:
         except OutOfDocumentsError:
             return None
         if lengths[index] == _UNKNOWN:
-            seq_len = self._identity.seq_len
-            lengths[index], _ = _measured(order.corpus, index, self._tokenizer, seq_len)
+            lengths[index] = self._measure(order, index).tokens[index]
         return _Place(source, position, int(lengths[index]))
 
     def _next_place(self) -> _Place | None:
@@ -179,11 +221,15 @@ class ConversationSequences:
             if place.tokens:
                 self._blend.tokens[source] += place.tokens
                 return place
-        first = _measured(order.corpus, order.index(0), self._tokenizer, self._identity.seq_len)[1]
+        ((_, first),) = self._measure(order, order.index(0)).problems.values()
         raise RunError(
             f"{order.name}: all {order.size:,} conversations are left out, such as {first}: mend "
             "the data"
         )
+
+    def _measure(self, order: CorpusOrder, index: int) -> Lengths:
+        one, seq_len = range(index, index + 1), self._identity.seq_len
+        return measure(order.corpus, self._tokenizer, seq_len, name=order.name, indices=one)
 
 
 def _corpus_order(source: BlendSource) -> CorpusOrder:

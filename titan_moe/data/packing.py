@@ -22,6 +22,8 @@ class Encoded:
     ids: np.ndarray
     is_target: np.ndarray | None = None
     """True for each token that is to be learned; None: all but the first are."""
+    cut: int = 0
+    """Tokens that the document has behind these."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class PackedSequence:
     labels_S: np.ndarray
     documents_S: np.ndarray
     samples: list[str]
+    cut: Sequence[int] = ()
+    """Tokens that each of the documents has lost at its end; none for texts."""
 
 
 class Packer:
@@ -144,10 +148,12 @@ def whole_documents(documents: Sequence[Encoded], seq_len: int) -> PackedSequenc
         labels[at : end - 1] = targets
         at = end
     tokens = np.concatenate([ids, np.resize(ids, seq_len - at)])
-    return PackedSequence(tokens, labels, numbers, [each.name for each in documents])
+    names, cut = [each.name for each in documents], [each.cut for each in documents]
+    return PackedSequence(tokens, labels, numbers, names, cut)
 
 
 def ignored_sequence(like: PackedSequence) -> PackedSequence:
     """A sequence without any target, to fill up a batch: another's tokens, since padding alone
     would send all tokens to the same experts, which do not fit into bounded buffers."""
-    return replace(like, labels_S=np.full_like(like.labels_S, IGNORE_INDEX), samples=[])
+    labels_S = np.full_like(like.labels_S, IGNORE_INDEX)
+    return replace(like, labels_S=labels_S, samples=[], cut=())

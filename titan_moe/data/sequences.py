@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_moe.data.conversations import ChatError
+from titan_moe.data.conversations import ChatError, LeftOutError
 from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, mix
 from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.stream import DocumentOrder
@@ -58,7 +58,7 @@ def encode_document(
     if tokenizer.conversations is not None:
         assert isinstance(content, str)
         tokens = tokenizer.conversations.tokens(content, seq_len)
-        return Encoded(document.name, tokens.ids, tokens.is_target)
+        return Encoded(document.name, tokens.ids, tokens.is_target, tokens.cut)
     ids = tokenizer.encode(content) if isinstance(content, str) else content
     if not isinstance(content, str) and ids.size:
         if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
@@ -90,7 +90,7 @@ def encode_learned(document: Document, tokenizer: Tokenizer, seq_len: int | None
     if encoded.is_target is None or encoded.is_target.any():
         return encoded
     within = "" if seq_len is None else f" in its first {seq_len:,} tokens"
-    raise ChatError(f"no message is to be learned{within}")
+    raise LeftOutError(f"no message is to be learned{within}")
 
 
 class Blend:

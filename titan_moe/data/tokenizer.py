@@ -80,13 +80,15 @@ class Tokenizer:
         self.conversations: Conversations | None = None
         """Reads documents of training.dataset_format = "messages"; None for those of texts."""
         if training.dataset_format == "messages":
+            self.conversations = self._read_conversations(names, training)
             ends = [encoding.id_of(name) for name in _TURN_ENDS]
             self.stop_ids |= {end for end in ends if end is not None}
-            self.conversations = self._read_conversations(names, training)
+            self.stop_ids |= {*self.conversations.turn_ends()}
 
     def _read_conversations(self, names: _Names, training: Training) -> Conversations:
         # Here: a run without conversations needs no template engine.
-        from titan_moe.data.chat import CHATML_TOKENS, ChatTemplate, Conversations, chatml
+        from titan_moe.data.chat import Conversations
+        from titan_moe.data.chat_template import CHATML_TOKENS, ChatTemplate, chatml
 
         how, encoding = training.messages, self._encoding
         if isinstance(encoding, SentencePieceEncoding):
@@ -94,8 +96,10 @@ class Tokenizer:
             raise _error(self.path, problem)
         named = how.template or ("chatml" if isinstance(encoding, ByteEncoding) else None)
         place = f"training.messages.template={named!r}"
+        sources = {} if named else names.templates
+        source = sources.get("default")
         if named is None:
-            source, place = names.template, f"model.tokenizer_path={self.path!r}"
+            place = f"model.tokenizer_path={self.path!r}"
         elif named == "chatml":
             turn = encoding.ends if isinstance(encoding, ByteEncoding) else CHATML_TOKENS
             if not {*turn} <= encoding.special.keys():
@@ -108,16 +112,27 @@ class Tokenizer:
             problem = "has no chat_template: name one with training.messages.template"
             raise _error(self.path, f"{problem}, a file in Jinja or 'chatml'")
         day = None if how.date is None else datetime.date.fromisoformat(how.date)
+        about: dict[str, Any] = {
+            "special": set(encoding.special),
+            "date": day,
+            "options": how.template_kwargs,
+        }
         try:
-            template = ChatTemplate(source, names.special, special=set(encoding.special), date=day)
+            templates = [
+                ChatTemplate(each, names.special, **about)
+                for each in (source, sources.get("tool_use", source))
+            ]
         except ChatError as error:
             raise ConfigError(f"{place}: {error}") from None
         return Conversations(
-            template,
+            templates[0],
             self.encode_spans,
             around=(self._before, self._after),
             targets=how.targets,
             too_long=how.too_long,
+            with_tools=templates[1],
+            may_leave_out=how.may_leave_out,
+            max_refused=how.max_refused,
         )
 
     def _text_end(self, eos: str) -> str:
@@ -198,22 +213,23 @@ class _Names:
         )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.special = {name: _content(table[name]) for name in _SPECIAL if table.get(name)}
-        self.template = _template(folder, self.config.get("chat_template"))
+        self.templates = _templates(folder, self.config.get("chat_template"))
         self.adds_bos: bool | None = self.config.get("add_bos_token")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
         stops: Any = next((end for end in ends if end is not None), [])
         self.stops: list[int] = stops if isinstance(stops, list) else [stops]
 
 
-def _template(folder: Path | None, inside: Any) -> str | None:
-    """The chat template of a folder: its own file, which goes before that in tokenizer_config.json:
-    a text, or several with names."""
+def _templates(folder: Path | None, inside: Any) -> dict[str, str]:
+    """The chat templates of a folder by their names, as transformers finds them: those in files of
+    their own, else that in tokenizer_config.json, a text, or several with names."""
     if folder is not None and (file := folder / "chat_template.jinja").is_file():
-        return _read(file).decode(errors="replace")
-    several = inside if isinstance(inside, list) else []
-    named = {each.get("name"): each.get("template") for each in several if isinstance(each, dict)}
-    found = named.get("default", inside)
-    return found if isinstance(found, str) else None
+        files = {"default": file}
+        files |= {each.stem: each for each in folder.glob("additional_chat_templates/*.jinja")}
+        return {name: _read(each).decode(errors="replace") for name, each in files.items()}
+    several = inside if isinstance(inside, list) else [{"name": "default", "template": inside}]
+    found = ((each.get("name"), each.get("template")) for each in several if isinstance(each, dict))
+    return {str(name): text for name, text in found if isinstance(text, str)}
 
 
 def _content(token: str | dict[str, str]) -> str:

@@ -70,24 +70,26 @@ def batch_page(
 
 
 def counts(sequence: PackedSequence) -> dict[str, int]:
-    """Returns the numbers of a sequence's tokens, targets and documents, and of the tokens that
-    fill it up."""
+    """Returns the numbers of a sequence's tokens, targets and documents, of the tokens that fill it
+    up, and of those that its documents have lost."""
     return {
         "tokens": len(sequence.tokens_S),
         "targets": int((sequence.labels_S != IGNORE_INDEX).sum()),
         "documents": len(sequence.samples),
         "filler": int((sequence.documents_S >= len(sequence.samples)).sum()),
+        "cut": sum(sequence.cut),
     }
 
 
 def _documents(sequence: PackedSequence, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Yields the documents of a sequence; what fills the rest has no name."""
-    names = dict(enumerate(sequence.samples))
+    names, cut = dict(enumerate(sequence.samples)), dict(enumerate(sequence.cut))
     for number, members in groupby(_pieces(sequence, tokenizer), attrgetter("document")):
         pieces = list(members)
         tokens = int((sequence.documents_S == number).sum())
         targets = sum(len(piece.ids) for piece in pieces if piece.is_target)
-        yield {"name": names.get(number), "pieces": pieces, "tokens": tokens, "targets": targets}
+        found = {"name": names.get(number), "cut": cut.get(number, 0), "pieces": pieces}
+        yield found | {"tokens": tokens, "targets": targets}
 
 
 def _pieces(sequence: PackedSequence, tokenizer: Tokenizer) -> Iterator[Piece]:

@@ -1,0 +1,206 @@
+"""The form of a conversation that its chat template writes whole, and what it leaves out.
+
+Data sets and templates differ in four things that mean the same: the arguments of a call are an
+object or JSON as a text, a content is a text or a list of parts, no content is null or "", and a
+system message is a developer's. The first form is taken, from the one given on, of which the
+template leaves nothing out, so that what transformers writes rightly is written as there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import product
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from titan_moe.data.chat_template import ChatTemplate, Written
+from titan_moe.data.conversations import THOUGHTS, ChatError
+
+KINDS = ("contents", "calls", "tools", "thoughts")
+"""What a template may leave out of a conversation, if a key allows it."""
+
+
+class LeftOut(NamedTuple):
+    """One thing that a template does not write, or not as it is."""
+
+    kind: str
+    what: str
+
+
+def write_whole(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    options: Any,
+    allowed: Collection[str] = (),
+) -> tuple[list[dict[str, Any]], Written, list[LeftOut]]:
+    """Returns the messages in the form that the template writes whole, what it writes, and what it
+    leaves out, all of it of kinds that are `allowed`. ChatError if there is no such form."""
+    refused: list[tuple[float, ChatError]] = []
+    for form in _forms(messages):
+        try:
+            written = template.write(form, tools, options)
+        except ChatError as error:
+            refused.append((math.inf, error))
+            continue
+        left_out = list(_left_out(template, form, tools, options, written))
+        lost = [each for each in left_out if each.kind not in allowed]
+        if not lost:
+            return form, written, left_out
+        allow = f", or allow it with training.messages.may_leave_out = [{lost[0].kind!r}]"
+        line = f"the chat template leaves out {lost[0].what}: choose a template that has it"
+        refused.append((len(lost), ChatError(line + allow * (lost[0].kind in KINDS))))
+    # What the best form leaves out says more than another's error.
+    raise min(refused, key=itemgetter(0))[1]
+
+
+def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yields a conversation in all forms that mean the same, the given one first."""
+    contents = [message.get("content") for message in messages]
+    calls = any(message.get("tool_calls") for message in messages)
+    choices: list[list[Callable[[dict[str, Any]], dict[str, Any]]]] = [
+        [dict, _with_objects, _with_texts] if calls else [dict],
+        [dict, _with_joined_parts] if any(isinstance(each, list) for each in contents) else [dict],
+        [dict, _with_empty_content] if None in contents else [dict],
+        [dict, _with_system] if any(m["role"] == "developer" for m in messages) else [dict],
+    ]
+    for changes in product(*choices):
+        form = list(messages)
+        for change in changes:
+            form = [change(message) for message in form]
+        yield form
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    calls = [
+        call | {"function": call["function"] | {"arguments": change(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    return _with_arguments(message, _object)
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    return _with_arguments(
+        message, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False)
+    )
+
+
+def _object(arguments: Any) -> Any:
+    """The arguments of a call that JSON holds; a text that is no JSON stays."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": "".join(texts_of(message))} if message.get("content") else message
+
+
+def _with_empty_content(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": message.get("content") or ""}
+
+
+def _with_system(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"role": "system"} if message["role"] == "developer" else message
+
+
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """The texts of a message's content."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return [part["text"] for part in content]
+    return [content] if content else []
+
+
+def thought_of(message: dict[str, Any]) -> str:
+    """What a message of the assistant says before its answer."""
+    return next((str(message[name]) for name in THOUGHTS if message.get(name)), "")
+
+
+def _left_out(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    options: Any,
+    written: Written,
+) -> Iterator[LeftOut]:
+    """Yields what the template does not write of a conversation."""
+    outside = written.of(None)
+    said = [written.of(n) for n, each in enumerate(messages) if each["role"] == "assistant"]
+    for number, message in enumerate(messages):
+        # A first message may stand before the loop, a system's even in the next message.
+        is_early = message["role"] in ("system", "developer")
+        text = written.of(number) or (written.text if is_early else outside)
+        name = f"message {number + 1} ({message['role']!r})"
+        thought, answers = thought_of(message), texts_of(message)
+        if not isinstance(message.get("content"), list):
+            if len(answers) == 1 and "</think>" in answers[0] and answers[0].strip() not in text:
+                inside, _, answers[0] = answers[0].rpartition("</think>")
+                thought = thought or inside.rpartition("<think>")[2]
+        elif str(message["content"]) in text:
+            yield LeftOut("parts", f"the parts of {name}, which it writes as Python's list")
+        others = str([value for value in message.values() if value is not None])
+        if message.get("content", "") is None and "None" in text and "None" not in others:
+            yield LeftOut("null", f"the missing content of {name}, which it writes as None")
+        if not all(_is_in(answer, text) for answer in answers):
+            # Allowed, it would be learned there.
+            is_said = not written.of(number) and any(_is_in(answers[0], each) for each in said)
+            place = ", which it writes in a message of the assistant" * is_said
+            yield LeftOut("place" if is_said else "contents", f"the content of {name}{place}")
+        for call in message.get("tool_calls", []):
+            yield from _left_out_of_call(call["function"], name, text)
+        if thought and not _is_in(thought, text):
+            # Many templates write the thoughts of the last turns alone: that is no loss.
+            try:
+                alone = template.write(messages[: number + 1], tools, options).of(number)
+            except ChatError:
+                alone = ""
+            if not _is_in(thought, alone):
+                yield LeftOut("thoughts", f"the thought of {name}")
+    names = [tool.get("function", tool).get("name", "") for tool in tools or []]
+    if lost := [name for name in names if name not in written.text]:
+        yield LeftOut("tools", f"the tool {lost[0]!r}")
+
+
+def _left_out_of_call(function: dict[str, Any], name: str, text: str) -> Iterator[LeftOut]:
+    arguments = function["arguments"]
+    value = _object(arguments)
+    is_plain = isinstance(value, dict) and str(value) == json.dumps(value, ensure_ascii=False)
+    twice = isinstance(arguments, str) and any(
+        json.dumps(arguments, ensure_ascii=ascii_only) in text for ascii_only in (False, True)
+    )
+    if twice or (isinstance(arguments, dict) and arguments and not is_plain and str(value) in text):
+        yield LeftOut(
+            "arguments", f"the arguments of a call in {name}, which it does not write once as JSON"
+        )
+    leaves = [function["name"], *_leaves(value)]
+    if not all(_is_in(leaf, text) for leaf in leaves):
+        yield LeftOut("calls", f"a call of {function['name']!r} in {name}")
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yields the keys and values inside an object as texts."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield str(key)
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def _is_in(said: str, text: str) -> bool:
+    """True if a text is written, without blanks around it or as JSON writes it."""
+    said = said.strip()
+    return said in text or any(
+        json.dumps(said, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)
+    )
