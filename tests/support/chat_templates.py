@@ -1,116 +1,28 @@
-"""Chat templates that mark what the assistant writes, in the manner of published models, a
-tokenizer that has their special tokens, and conversations drawn at random."""
+"""Chat templates that mark what the assistant writes, in the manner of families (templates/), a
+tokenizer with their special tokens, conversations drawn at random, and a table of records."""
 
 import json
 import random
 import re
+from pathlib import Path
 
 import tokenizers
 
-from titan_moe.data.chat import CHATML_TOKENS, chatml
+from titan_moe.data.chat_template import CHATML_TOKENS, chatml
 
-_LAST_USER = """\
-{%- set ns = namespace(first=0, last=-1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-"""
-
-TEMPLATES = {
-    "chatml": chatml(*CHATML_TOKENS),
-    # Earlier turns lose their thoughts, as Qwen3's do; tools, and calls of them.
-    "thoughts": _LAST_USER
-    + """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}
-        {%- if loop.index0 > ns.last and message.reasoning_content %}
-            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- message.content }}
-        {%- for call in message.tool_calls %}
-            {{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
-    # Channels, a date, and another token at the end of the last turn, as in gpt-oss.
-    "channels": _LAST_USER
-    + """\
-{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|start|>assistant' }}
-        {%- generation %}
-        {%- if loop.index0 > ns.last and message.thinking %}
-            {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
-            {{- '<|start|>assistant' }}
-        {%- endif %}
-        {%- if message.tool_calls %}
-            {{- '<|channel|>commentary<|message|>' + (message.tool_calls | tojson) + '<|call|>' }}
-        {%- else %}
-            {{- '<|channel|>final<|message|>' + message.content }}
-            {{- '<|return|>' if loop.last else '<|end|>' }}
-        {%- endif %}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
-    # A prompt that begins a thought which the turns lack, as DeepSeek-R1's.
-    "thought in the prompt": """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|Assistant|>' }}
-        {%- generation %}{{ message.content + eos_token }}{% endgeneration %}
-    {%- else %}
-        {{- '<|User|>' + message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}""",
-    # Headers, and contents without blanks around them, as Llama 3's.
-    "headers": """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|header|>' + message.role + '<|header_end|>\\n\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}
-    {%- else %}
-        {{- message.content | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|header|>assistant<|header_end|>\\n\\n' }}{% endif %}""",
-    # No token ends a turn, as in GLM-4.5.
-    "no end": _LAST_USER
-    + """\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|Assistant|>' }}
-        {%- generation %}
-        {{- '\\n<think>' + (message.thinking or '' if loop.index0 > ns.last else '') + '</think>' }}
-        {{- '\\n' + message.content }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '<|User|>\\n' + message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}""",
-}
+_FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+TEMPLATES = {"chatml": chatml(*CHATML_TOKENS)} | {file.stem: file.read_text() for file in _FILES}
 SPECIAL = sorted({token for text in TEMPLATES.values() for token in re.findall(r"<\|\w+\|>", text)})
-SPECIAL += ["<s>", "</s>", "<think>", "</think>"]
+SPECIAL += ["<|im_user|>", "<|im_system|>", "<|user|>", "<|system|>", "<s>", "</s>", "<think>"]
+SPECIAL += ["</think>", "<tool_call>", "</tool_call>", "[gMASK]", "<sop>", "]~!b[", "]~b]", "[e~["]
+WITHOUT_TOOLS = ("chatml", "deepseek_r1", "llama3", "mixtral")
+_TABLE = json.loads((Path(__file__).parent / "conversation_formats.json").read_text())
+FORMATS: dict[str, dict] = _TABLE["records"]
+"""A record of each form that data sets have, by its name."""
+LEARNED: dict[str, dict] = _TABLE["learned"]
+"""Of each template and form the texts to be learned, or why it is refused. By hand."""
+ALL = ["contents", "calls", "tools", "thoughts"]
+"""Everything that training.messages.may_leave_out allows."""
 _WORDS = ["yes", "no", "<b>bold</b>", "naïve", "水 🙂", "x=1;", "</div>", "a\nb"]
 _WORDS += ["<|im_x|>", "12345", "{{", "}}", "{%", "the"]
 

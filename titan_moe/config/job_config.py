@@ -341,6 +341,13 @@ class DataLoader(Section):
     """Steps' worth of batches that the background reader keeps ready."""
 
 
+def _variables(table: Any) -> Any:
+    """A template's variables, of which a command line gives texts."""
+    flags = {"true": True, "false": False}
+    read = table.items() if isinstance(table, dict) else ()
+    return {name: flags.get(value, value) for name, value in read} or table
+
+
 class Messages(Section):
     """Conversations as training data, of training.dataset_format = "messages"."""
 
@@ -360,7 +367,7 @@ class Messages(Section):
     `loss_mask` is 0 or false is not learned."""
     too_long: Literal["cut", "drop"] = "cut"
     """A conversation of more than seq_len tokens loses its end, or is left out."""
-    template_kwargs: dict[str, bool | int | str] = Field({})
+    template_kwargs: Annotated[dict[str, bool | int | str], BeforeValidator(_variables)] = Field({})
     """Variables of the template, such as {enable_thinking = false}; those in a record's
     chat_template_kwargs go before."""
     may_leave_out: list[Literal["contents", "calls", "tools", "thoughts"]] = Field([])

@@ -41,6 +41,7 @@ _CONFIG_FILE = "job.config_file"
 _FILE_FLAGS = ("config", _CONFIG_FILE)
 _COMMAND_LINE = "command line"
 _AXES = "comm.axes."  # Begins keys whose middle names a mesh axis.
+_VARIABLES = "training.messages.template_kwargs."  # Begins keys that end as a template has them.
 _LONGEST_SHOWN = 120  # Characters of a value in a message.
 
 
@@ -245,7 +246,7 @@ def _checked(
     kept, notes, refused = translate(keys)
     known = known_keys()
     lines = [_line(key, keys[key], source, remedy) for key, remedy in refused.items()]
-    unknown = [key for key in kept if key not in known and not key.startswith(_AXES)]
+    unknown = [key for key in kept if key not in known and not key.startswith((_AXES, _VARIABLES))]
     wrong = {key: kept.pop(key) for key in unknown}
     for table in ("stages", "training.blend"):
         if inside := {key: wrong.pop(key) for key in list(wrong) if key.startswith(f"{table}.")}:

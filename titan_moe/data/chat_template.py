@@ -75,11 +75,9 @@ class Written(NamedTuple):
         return "".join(self.text[p.begin : p.end] for p in self.parts if p.message == message)
 
     def part(self, message: int) -> Part | None:
-        """The characters of a message; None if it has none, or not all in a row."""
-        own = [p for p in self.parts if p.message == message and p.begin < p.end]
-        if not own or sum(p.end - p.begin for p in own) != own[-1].end - own[0].begin:
-            return None
-        return Part(message, own[0].begin, own[-1].end)
+        """The characters of a message; None if it has none, or several loops write of it."""
+        own = [p for p in self.parts if p.message == message and self.text[p.begin : p.end].strip()]
+        return own[0] if len(own) == 1 else None
 
 
 class ChatTemplate:
@@ -194,14 +192,14 @@ def _parsed(marked: str) -> Written:
 
 def _mark_loops(body: list[Any]) -> None:
     """Adds marks to the loops whose text nothing else reads."""
-    for node in list(body):
+    for place, node in reversed(list(enumerate(body))):
         if isinstance(node, jinja2.nodes.If):
             for branch in (node.body, node.elif_, node.else_):
                 _mark_loops(branch)
         elif isinstance(node, jinja2.nodes.For) and isinstance(node.target, jinja2.nodes.Name):
             message = jinja2.nodes.Name(node.target.name, "load")
             node.body.insert(0, _mark_output(node, [message]))
-            body.insert(body.index(node) + 1, _mark_output(node, []))
+            body.insert(place + 1, _mark_output(node, []))
 
 
 def _mark_output(near: jinja2.nodes.Node, arguments: list[Any]) -> jinja2.nodes.Node:

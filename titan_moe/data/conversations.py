@@ -181,7 +181,6 @@ def _messages(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if thought and message["role"] == "assistant":
             message["reasoning_content"] = "\n".join(thought)
             thought = []
-        _join_ids(message, read)
         read.append(message)
     if thought:
         raise ChatError("its last message is of the channel analysis, a thought without an answer")
@@ -222,16 +221,6 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         call = {name: value for name, value in call.items() if name not in named}
         function = named
     return {"type": "function", **call, "function": {"arguments": {}} | function}
-
-
-def _join_ids(message: dict[str, Any], before: list[dict[str, Any]]) -> None:
-    """Gives calls without an id one, as Kimi's templates write it, and results the id of theirs."""
-    calls = [call for each in before for call in each.get("tool_calls", [])]
-    for place, call in enumerate(message.get("tool_calls", []), len(calls)):
-        call.setdefault("id", f"functions.{call['function']['name']}:{place}")
-    if message["role"] == "tool" and calls:
-        answered = sum(each["role"] == "tool" for each in before)
-        message.setdefault("tool_call_id", calls[min(answered, len(calls) - 1)]["id"])
 
 
 def _function(tool: Any) -> Any:

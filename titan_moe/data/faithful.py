@@ -1,9 +1,9 @@
 """The form of a conversation that its chat template writes whole, and what it leaves out.
 
-Data sets and templates differ in four things that mean the same: the arguments of a call are an
-object or JSON as a text, a content is a text or a list of parts, no content is null or "", and a
-system message is a developer's. The first form is taken, from the one given on, of which the
-template leaves nothing out, so that what transformers writes rightly is written as there.
+Data sets and templates differ in things that mean the same: the arguments of a call are an object
+or JSON as a text, its id holds its name or not, a content is a text or a list of parts, no content
+is null or "", and a system message is a developer's. The first form of which the template leaves
+nothing out is taken, from the given one on: what transformers writes rightly is written as there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def write_whole(
 ) -> tuple[list[dict[str, Any]], Written, list[LeftOut]]:
     """Returns the messages in the form that the template writes whole, what it writes, and what it
     leaves out, all of it of kinds that are `allowed`. ChatError if there is no such form."""
+    found: list[tuple[list[dict[str, Any]], Written, list[LeftOut]]] = []
     refused: list[tuple[float, ChatError]] = []
     for form in _forms(messages):
         try:
@@ -47,13 +48,18 @@ def write_whole(
             continue
         left_out = list(_left_out(template, form, tools, options, written))
         lost = [each for each in left_out if each.kind not in allowed]
-        if not lost:
+        if not left_out:
             return form, written, left_out
+        if not lost:
+            found.append((form, written, left_out))
+            continue
         allow = f", or allow it with training.messages.may_leave_out = [{lost[0].kind!r}]"
         line = f"the chat template leaves out {lost[0].what}: choose a template that has it"
         refused.append((len(lost), ChatError(line + allow * (lost[0].kind in KINDS))))
-    # What the best form leaves out says more than another's error.
-    raise min(refused, key=itemgetter(0))[1]
+    if found:
+        return min(found, key=lambda each: len(each[-1]))
+    # What the best form leaves out says more than another's error, and the last one's than others'.
+    raise min(reversed(refused), key=itemgetter(0))[1]
 
 
 def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -71,6 +77,8 @@ def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
         for change in changes:
             form = [change(message) for message in form]
         yield form
+        if calls:
+            yield _with_named_ids(form)
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -92,11 +100,31 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(arguments: Any) -> Any:
-    """The arguments of a call that JSON holds; a text that is no JSON stays."""
+    """The arguments of a call that JSON holds; a text that is none stays."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments
+
+
+def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose calls have ids with their names, which Kimi's templates write in their place,
+    as do the results in the order of the calls."""
+    form: list[dict[str, Any]] = []
+    ids: list[str] = []
+    answered = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", []):
+            ids.append(f"functions.{call['function']['name']}:{len(ids)}")
+            calls.append(call | {"id": ids[-1]})
+        if calls:
+            message = message | {"tool_calls": calls}
+        if message["role"] == "tool" and answered < len(ids):
+            message = message | {"tool_call_id": ids[answered]}
+            answered += 1
+        form.append(message)
+    return form
 
 
 def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -154,8 +182,7 @@ def _left_out(
             is_said = not written.of(number) and any(_is_in(answers[0], each) for each in said)
             place = ", which it writes in a message of the assistant" * is_said
             yield LeftOut("place" if is_said else "contents", f"the content of {name}{place}")
-        for call in message.get("tool_calls", []):
-            yield from _left_out_of_call(call["function"], name, text)
+        yield from _left_out_of_calls(message, name, text)
         if thought and not _is_in(thought, text):
             # Many templates write the thoughts of the last turns alone: that is no loss.
             try:
@@ -169,20 +196,21 @@ def _left_out(
         yield LeftOut("tools", f"the tool {lost[0]!r}")
 
 
-def _left_out_of_call(function: dict[str, Any], name: str, text: str) -> Iterator[LeftOut]:
-    arguments = function["arguments"]
-    value = _object(arguments)
-    is_plain = isinstance(value, dict) and str(value) == json.dumps(value, ensure_ascii=False)
-    twice = isinstance(arguments, str) and any(
-        json.dumps(arguments, ensure_ascii=ascii_only) in text for ascii_only in (False, True)
-    )
-    if twice or (isinstance(arguments, dict) and arguments and not is_plain and str(value) in text):
-        yield LeftOut(
-            "arguments", f"the arguments of a call in {name}, which it does not write once as JSON"
-        )
-    leaves = [function["name"], *_leaves(value)]
-    if not all(_is_in(leaf, text) for leaf in leaves):
-        yield LeftOut("calls", f"a call of {function['name']!r} in {name}")
+def _left_out_of_calls(message: dict[str, Any], name: str, text: str) -> Iterator[LeftOut]:
+    """Yields what the text of a message lacks of its calls."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    given = [function["arguments"] for function in functions]
+    as_texts = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in given]
+    # A text that is written as JSON has a sign before each quote of its own.
+    keys = {str(key) for each in given for key in (_object(each) or [])}
+    twice = any(text.count(f'\\"{key}') > "".join(as_texts).count(f'\\"{key}') for key in keys)
+    if twice or any(isinstance(each, dict) and each and str(each) in text for each in given):
+        what = f"the arguments of a call in {name}, which it does not write once as JSON"
+        yield LeftOut("arguments", what)
+    for function in functions:
+        leaves = [function["name"], *_leaves(_object(function["arguments"]))]
+        if not all(_is_in(leaf, text) for leaf in leaves):
+            yield LeftOut("calls", f"a call of {function['name']!r} in {name}")
 
 
 def _leaves(value: Any) -> Iterator[str]:

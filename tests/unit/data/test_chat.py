@@ -7,42 +7,27 @@ import numpy as np
 import pytest
 
 from tests.support.chat_templates import (
-    SPECIAL,
+    ALL,
+    FORMATS,
+    LEARNED,
     TEMPLATES,
+    WITHOUT_TOOLS,
     draw_calls,
     draw_text,
     draws,
     tokenizer_file,
     without_marks,
 )
+from tests.support.conversations import talk
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.config.parse import load_job, save_job
-from titan_moe.data.chat import ChatError, ChatTemplate
-from titan_moe.data.conversations import conversation_text
+from titan_moe.data.conversations import ChatError, conversation_text
 from titan_moe.data.tokenizer import load_tokenizer
 
-TODAY = datetime.date.today()
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-
-
-def template_of(text, date=TODAY):
-    return ChatTemplate(text, TOKENS, special=SPECIAL, date=date)
-
-
-def said(rendered):
-    return [rendered.text[begin:end] for begin, end in rendered.spans]
-
-
-def rendered_by(theirs, name, talk, tools):
-    """Ids and mask of the assistant's tokens, as transformers has them."""
-    return theirs.apply_chat_template(
-        talk,
-        tools=tools,
-        chat_template=TEMPLATES[name],
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+TODAY = datetime.date.today().isoformat()
+EDITS = pytest.mark.parametrize("edit", [str, without_marks])
+QUESTION = {"role": "user", "content": "q"}
 
 
 @pytest.fixture(scope="module")
@@ -52,162 +37,211 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_and_targets_of_500_conversations_are_those_of_transformers(name, folder):
+@pytest.fixture(scope="module")
+def theirs(folder):
     from transformers import PreTrainedTokenizerFast
 
-    (folder / "template.jinja").write_text(TEMPLATES[name])
-    messages = {"template": str(folder / "template.jinja"), "date": TODAY.isoformat()}
-    training = Training(dataset_format="messages", messages=messages)
-    conversations = load_tokenizer(str(folder), training).conversations
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **TOKENS)
-    rng = random.Random(7)
-    drawn = [(each, None) for each in draws(1, 500)]
-    if "tools" in TEMPLATES[name]:
-        drawn[400:] = [draw_calls(rng) for _ in range(100)]
-    for talk, tools in drawn:
-        want = rendered_by(theirs, name, talk, tools)
-        text = conversation_text({"messages": talk, "tools": tools})
-        ids, is_target = conversations.tokens(text)
-        assert ids.tolist() == want["input_ids"]
-        assert is_target.tolist() == [mask == 1 for mask in want["assistant_masks"]]
-        assert is_target.any()
-        prompt = theirs.apply_chat_template(
-            talk[:-1], chat_template=TEMPLATES[name], add_generation_prompt=True
-        )
-        assert conversations.prompt(talk[:-1]).tolist() == prompt["input_ids"]
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+
+
+def conversations_of(folder, template, targets="assistant", **keys):
+    (folder / "template.jinja").write_text(template)
+    messages = {"template": str(folder / "template.jinja"), "date": TODAY, "targets": targets}
+    training = Training(dataset_format="messages", messages=messages | keys)
+    return load_tokenizer(str(folder), training).conversations
+
+
+def said(folder, conversations, record):
+    """Returns the runs of targets of a record, as texts."""
+    ids, is_target, _ = conversations.tokens(conversation_text(record))
+    tokenizer = load_tokenizer(str(folder), Training())
+    return [tokenizer.decode(ids[first:last]) for first, last in runs(is_target)]
+
+
+def runs(is_target):
+    """Returns the first and last + 1 place of each run of targets."""
+    edges = np.flatnonzero(np.diff([False, *is_target, False]))
+    return edges.reshape(-1, 2).tolist()
+
+
+def rendered_by(theirs, name, record, **how):
+    """Returns ids and targets as transformers has them, with the token that ends each turn."""
+    messages = json.loads(conversation_text(record))["messages"]
+    for message in messages:
+        if thought := message.get("reasoning_content"):
+            message["thinking"] = thought
+        for call in message.get("tool_calls", []) if name == "deepseek_v3" else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        message.update({"tool_call_id": "functions.f:0"} if message["role"] == "tool" else {})
+        for call in message.get("tool_calls", []):
+            call["id"] = "functions.f:0"
+    how = {"chat_template": TEMPLATES[name], "tools": record.get("tools")} | how
+    found = theirs.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, **how
+    )
+    ids, mask = found["input_ids"], found["assistant_masks"]
+    if name == "glm4_5":  # The next header's token ends a turn.
+        for _, end in runs(mask):
+            ids[end:] = ids[end:] or [theirs.convert_tokens_to_ids("<|user|>")]
+            mask[end : end + 1] = [1]
+    return ids, [each == 1 for each in mask]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_of_a_template_without_marks_are_those_of_the_template_with_marks(name):
-    marked, plain = template_of(TEMPLATES[name]), template_of(without_marks(TEMPLATES[name]))
-    assert marked.marks_targets and not plain.marks_targets
-    for talk in draws(2, 200):
-        assert said(plain.render(talk)) == said(marked.render(talk))
-        assert plain.render(talk).text == marked.render(talk).text
+def test_ids_and_targets_of_drawn_conversations_are_those_of_transformers(name, folder, theirs):
+    conversations = conversations_of(folder, TEMPLATES[name], may_leave_out=ALL)
+    rng = random.Random(7)
+    drawn = [(each, None) for each in draws(1, 120)]
+    if name not in WITHOUT_TOOLS:
+        drawn[80:] = [draw_calls(rng) for _ in range(40)]
+    for messages, tools in drawn:
+        record = {"messages": messages, "tools": tools}
+        ids, is_target, _ = conversations.tokens(conversation_text(record))
+        want_ids, want = rendered_by(theirs, name, record)
+        assert ids.tolist() == want_ids and is_target.tolist() == want and is_target.any()
+        if not tools:
+            asked = {"messages": messages[:-1]}
+            prompt, _ = rendered_by(theirs, name, asked, add_generation_prompt=True)
+            assert conversations.prompt(messages[:-1]).tolist() == prompt
 
 
-def test_calls_of_tools_are_turns_of_the_assistant():
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_of_a_template_without_marks_are_those_of_the_template_with_marks(name, folder):
+    marked, plain = (
+        conversations_of(folder, edit(TEMPLATES[name]), may_leave_out=ALL)
+        for edit in (str, without_marks)
+    )
+    assert marked.template.marks_targets and not plain.template.marks_targets
     rng = random.Random(3)
-    marked, plain = (template_of(edit(TEMPLATES["thoughts"])) for edit in (str, without_marks))
-    for _ in range(50):
-        talk, tools = draw_calls(rng)
-        assert said(plain.render(talk, tools)) == said(marked.render(talk, tools))
+    drawn = [(each, None) for each in draws(2, 60)]
+    drawn += [draw_calls(rng) for _ in range(30 * (name not in WITHOUT_TOOLS))]
+    for messages, tools in drawn:
+        text = conversation_text({"messages": messages, "tools": tools})
+        for one, other in zip(marked.tokens(text), plain.tokens(text), strict=True):
+            assert np.array_equal(one, other)
 
 
-def test_a_template_that_writes_earlier_turns_otherwise_is_refused():
-    backwards = "{% for m in messages[::-1] %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    talk = [
-        {"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)
-    ]
-    with pytest.raises(ChatError, match="writes message 2, or what comes before it, otherwise"):
-        template_of(backwards).render(talk)
+@pytest.mark.parametrize("record", FORMATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_records_as_people_have_them_are_learned_or_refused(name, record, folder):
+    want = LEARNED[name][record]
+    for edit in (str, without_marks):
+        conversations = conversations_of(folder, edit(TEMPLATES[name]))
+        if isinstance(want, list):
+            assert said(folder, conversations, FORMATS[record]) == want
+        else:
+            with pytest.raises(ChatError, match=re.escape(want.removeprefix("refused: "))):
+                said(folder, conversations, FORMATS[record])
 
 
-def test_a_template_that_asks_for_a_date_is_refused_without_one():
+def test_a_template_that_no_loop_over_messages_writes_is_refused(folder):
+    by_number = (
+        "{% for i in range(2) %}[{{ messages[i].role }}]{{ messages[i].content }}{% endfor %}"
+    )
+    with pytest.raises(ChatError, match="does not write message 2 in one piece by a loop"):
+        said(folder, conversations_of(folder, by_number), {"messages": talk("q", "a")})
+
+
+def test_a_template_that_writes_messages_backwards_shows_its_turns(folder):
+    backwards = "{% for m in messages[::-1] %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    backwards += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    record = {"messages": talk("q", "a") + talk("r", "b")}
+    assert said(folder, conversations_of(folder, backwards), record) == ["b</s>", "a</s>"]
+
+
+def test_a_template_that_asks_for_a_date_is_refused_without_one(folder):
+    conversations = conversations_of(folder, TEMPLATES["gpt_oss"], date=None)
     with pytest.raises(ChatError, match="today's date"):
-        template_of(TEMPLATES["channels"], date=None).render(draws(1, 1)[0])
+        said(folder, conversations, {"messages": talk("q", "a")})
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{% for %}", "is not valid"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content.__class__.mro() }}", "unsafe"),
     ],
 )
-def test_a_template_that_fails_says_why(text, problem):
+def test_a_template_that_fails_says_why(text, problem, folder):
     with pytest.raises(ChatError, match=problem):
-        template_of(text).render(draws(1, 1)[0])
+        said(folder, conversations_of(folder, text), {"messages": talk("q", "a")})
+    with pytest.raises(ConfigError, match=r"template.jinja': the chat template is not valid"):
+        conversations_of(folder, "{% for %}")
 
 
-def test_messages_before_a_completion_are_not_learned():
-    talk = draws(5, 40)
-    for template in (TEMPLATES["chatml"], without_marks(TEMPLATES["chatml"])):
-        for messages in talk:
-            whole = template_of(template).render(messages)
-            last = template_of(template).render(messages, first=len(messages) - 1)
-            assert last.spans == whole.spans[-1:]
+@EDITS
+def test_messages_before_a_completion_are_not_learned(edit, folder):
+    conversations = conversations_of(folder, edit(TEMPLATES["chatml"]), may_leave_out=ALL)
+    for messages in draws(5, 40):
+        whole = said(folder, conversations, {"messages": messages})
+        completed = {"prompt": messages[:-1], "completion": messages[-1:]}
+        assert said(folder, conversations, completed) == whole[-1:]
 
 
-# What ends the turns of users, systems and tools.
-ENDS = {"chatml": "<|im_end|>", "thoughts": "<|im_end|>", "channels": "<|end|>"}
-ENDS |= {"thought in the prompt": "", "headers": "<|eot_id|>", "no end": ""}
+# What ends the turns of systems, users and tools, before an assistant's turn and a user's.
+ENDS = {
+    name: dict.fromkeys(("system", "user", "tool"), "<|im_end|>") for name in ("chatml", "qwen3")
+}
+ENDS["qwen3"]["tool"] = "\n</tool_response><|im_end|>"
+ENDS["llama3"] = dict.fromkeys(("system", "user", "tool"), "<|eot_id|>")
+ENDS["deepseek_v3"] = {"system": "<|User|>", "user": "<|Assistant|>", "tool": "<|output_end|>"}
+ENDS["glm4_5"] = {"system": "<|user|>", "user": "<|assistant|>"}
+ENDS["glm4_5"]["tool"] = "\n</tool_response><|assistant|>"
 
 
-def conversations_of(folder, template, targets):
-    (folder / "template.jinja").write_text(template)
-    messages = {"template": str(folder / "template.jinja"), "date": TODAY.isoformat()}
-    messages["targets"] = targets
-    training = Training(dataset_format="messages", messages=messages)
-    return load_tokenizer(str(folder), training).conversations
-
-
-def runs(is_target):
-    """The first and last + 1 place of each run of targets."""
-    edges = np.flatnonzero(np.diff([False, *is_target, False]))
-    return edges.reshape(-1, 2).tolist()
-
-
-def draw_weighted(rng, template):
-    """A conversation with weights and blanks around contents; the same without weights; tools."""
-    talk, tools = draw_calls(rng)
-    for message in talk:
-        if "tool_calls" in message and "tool_calls" not in template:
+def draw_weighted(rng, name):
+    """A conversation with weights and blanks around contents; the same without weights."""
+    messages, _ = draw_calls(rng)
+    for message in messages:
+        if "tool_calls" in message and name in WITHOUT_TOOLS:
             message["content"] = draw_text(rng)
+            message.pop("tool_calls")
         elif message["role"] != "assistant":
             message["content"] = rng.choice(["", " "]) + message["content"] + rng.choice(["", " "])
-    weights = [rng.choice([0, 0, 1, None]) for _ in talk]
-    weighted = [m | {"weight": w} for m, w in zip(talk, weights, strict=True)]
-    return weighted, talk, tools
+    weights = [rng.choice([0, 0, 1, None]) for _ in messages]
+    return [m | {"weight": w} for m, w in zip(messages, weights, strict=True)], messages
 
 
-@pytest.mark.parametrize("edit", [str, without_marks])
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_messages_of_the_roles_and_of_no_weight_0_are_learned(name, edit, folder):
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **TOKENS)
+@EDITS
+@pytest.mark.parametrize("name", ENDS)
+def test_messages_of_the_roles_and_of_no_weight_0_are_learned(name, edit, folder, theirs):
     rng = random.Random(11)
     for roles in (["assistant"], ["assistant", "tool"], ["tool", "user"], ["system", "user"]):
-        ours = conversations_of(folder, edit(TEMPLATES[name]), roles)
-        for _ in range(40):
-            weighted, talk, tools = draw_weighted(rng, TEMPLATES[name])
-            want = rendered_by(theirs, name, talk, tools)
-            answers = iter(runs(want["assistant_masks"]))
-            texts = []
+        ours = conversations_of(folder, edit(TEMPLATES[name]), roles, may_leave_out=ALL)
+        for _ in range(15):
+            weighted, messages = draw_weighted(rng, name)
+            ids, is_answer = rendered_by(theirs, name, {"messages": messages})
+            answers, texts = iter(runs(is_answer)), []
             for message in weighted:
+                text = message["content"]
                 if message["role"] == "assistant":
                     first, last = next(answers)
-                    text = theirs.decode(want["input_ids"][first:last])
+                    text = theirs.decode(ids[first:last])
                 else:
-                    text = message["content"]
-                    text = (text.strip() if name == "headers" else text) + ENDS[name]
-                if message["role"] in roles and message["weight"] != 0:
-                    texts.append(text)
-            ids, is_target = ours.tokens(conversation_text({"messages": weighted, "tools": tools}))
-            assert ids.tolist() == want["input_ids"]
-            assert [theirs.decode(ids[first:last]) for first, last in runs(is_target)] == texts
+                    text = text.strip() if name == "llama3" else text
+                    text += ENDS[name][message["role"]]
+                texts.append(text * (message["role"] in roles and message["weight"] != 0))
+            found, is_target, _ = ours.tokens(conversation_text({"messages": weighted}))
+            assert found.tolist() == ids[: len(found)] and len(ids) - len(found) <= 1
+            assert theirs.decode(found[is_target]) == "".join(texts)
 
 
-@pytest.mark.parametrize("edit", [str, without_marks])
+@EDITS
 def test_other_targets_leave_out_messages_of_weight_0(edit, folder):
-    said = [("user", "q", 1), ("assistant", "a", 1), ("user", "r", 1), ("assistant", "b", 0)]
-    talk = [{"role": role, "content": text, "weight": weight} for role, text, weight in said]
+    parts = [("user", "q", 1), ("assistant", "a", 1), ("user", "r", 1), ("assistant", "b", 0)]
+    messages = [{"role": role, "content": text, "weight": weight} for role, text, weight in parts]
     wants = {
         "assistant": ["a<|im_end|>"],
         "last": ["a<|im_end|>"],
         "all": ["user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nr"],
     }
     wants["all"] = [wants["all"][0] + "<|im_end|>\n<|im_start|>assistant\n", "\n"]
-    tokenizer = load_tokenizer(str(folder), Training())
     for targets, want in wants.items():
         ours = conversations_of(folder, edit(TEMPLATES["chatml"]), targets)
-        ids, is_target = ours.tokens(conversation_text({"messages": talk}))
-        assert [tokenizer.decode(ids[first:last]) for first, last in runs(is_target)] == want
+        assert said(folder, ours, {"messages": messages}) == want
         # What the prompt holds is not learned, whatever its weight.
-        completed = conversation_text({"prompt": talk[:2], "completion": talk[2:]})
+        completed = conversation_text({"prompt": messages[:2], "completion": messages[2:]})
         assert ours.tokens(completed).is_target.any() == (targets == "all")
 
 
@@ -218,80 +252,214 @@ def test_a_text_that_completes_another_is_the_assistants(folder):
         assert is_target.sum() == count
 
 
+@EDITS
+@pytest.mark.parametrize("targets", ["assistant", "all", "last"])
+def test_a_next_header_that_ends_turns_ends_the_last_one(targets, edit, folder):
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    ours = conversations_of(folder, edit(TEMPLATES["glm4_5"]), targets)
+    for answer, end in ((talk("q", "a")[1], "<|user|>"), (call, "<|observation|>")):
+        *_, last = said(folder, ours, {"messages": [QUESTION, answer]})
+        assert last.endswith(end)
+        context = [QUESTION, answer | {"weight": 0}]
+        *_, last = said(folder, ours, {"messages": [*context, *talk("r", "a")]})
+        assert last.endswith("a<|user|>") and (targets == "all") == last.startswith("\nr")
+
+
+def test_the_ends_of_turns_are_known_and_their_lack_is_said(folder):
+    tokenizer = load_tokenizer(str(folder), Training())
+    ends = {name: ["</s>"] for name in ("deepseek_r1", "deepseek_v3", "mixtral")}
+    ends |= {name: ["<|im_end|>"] for name in ("chatml", "qwen3", "qwen3_5", "kimi_k2")}
+    ends |= {"gpt_oss": ["<|return|>", "<|call|>"], "glm4_5": ["<|user|>", "<|observation|>"]}
+    ends |= {"llama3": ["<|eot_id|>"], "llama4": ["<|eot|>"], "minimax_m2": ["[e~["]}
+    for name, want in ends.items():
+        ours = conversations_of(folder, TEMPLATES[name])
+        assert [tokenizer.decode([end]) for end in ours.turn_ends()] == want, name
+        assert not ours.notes()
+    endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (line,) = conversations_of(folder, endless).notes()
+    assert "no special token ends the assistant's turns" in line
+
+
 def test_an_object_with_from_and_value_keeps_its_weight():
-    said = {"from": "gpt", "value": "a", "weight": 0}
-    talk = json.loads(conversation_text({"conversations": [said]}))["messages"]
-    assert talk == [{"role": "assistant", "content": "a", "weight": 0}]
+    parts = {"from": "gpt", "value": "a", "weight": 0}
+    messages = json.loads(conversation_text({"conversations": [parts]}))["messages"]
+    assert messages == [{"role": "assistant", "content": "a", "weight": 0}]
 
 
-def test_each_span_belongs_to_a_message_if_one_has_no_weight():
+def test_all_that_a_template_marks_of_a_message_is_learned_with_it(folder):
     turn = "{% generation %}<think>{% endgeneration %}{% generation %}{{ m.content }}"
-    twice = f"{{% for m in messages %}}{turn}{{% endgeneration %}}{{% endfor %}}"
-    talk = [{"role": "assistant", "content": text} for text in "ab"]
-    assert said(template_of(twice).render(talk)) == ["<think>", "a", "<think>", "b"]
-    talk[0]["weight"] = 0
-    with pytest.raises(ChatError, match=r"marks 4 spans .* for 2 messages .*let it"):
-        template_of(twice).render(talk)
-    # As many spans as messages, though not one each.
-    first = twice.replace("{% for m in messages %}", "{% for m in messages[:1] %}")
-    with pytest.raises(ChatError, match="marks 2 spans"):
-        template_of(first).render(talk)
+    twice = f"{{% for m in messages %}}{turn}{{% endgeneration %}}.{{% endfor %}}"
+    messages = [{"role": "assistant", "content": text} for text in "ab"]
+    assert said(folder, conversations_of(folder, twice), {"messages": messages})[1:] == ["<think>b"]
+    messages[1]["weight"] = 0
+    assert said(folder, conversations_of(folder, twice), {"messages": messages}) == ["a"]
+    inside = "{{ messages[1].content }}{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    with pytest.raises(ChatError, match="outside its messages' loop"):
+        said(folder, conversations_of(folder, inside), {"messages": messages})
 
 
-@pytest.mark.parametrize("weight", [2, -1, 0.5, "0", [0]])
-def test_a_weight_is_0_or_1(weight):
-    talk = draws(1, 1)[0]
-    talk[-1]["weight"] = weight
-    line = re.escape(f"message {len(talk)} has weight={weight!r}: write 1")
-    with pytest.raises(ChatError, match=line):
-        template_of(TEMPLATES["chatml"]).render(talk)
+FLAGS = ("weight", "loss", "train", "trainable", "training", "loss_mask")
 
 
-# Results of tools as Qwen's templates write them, those in a row in one block.
-RESULTS = """\
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\\n<result>\\n' + m.content + '\\n</result>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-    {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
-{%- endfor %}"""
-ONE = [{"role": "user", "content": "e"}, {"role": "tool", "content": "e"}]
-HIDDEN = {
-    "joined": (RESULTS, [*ONE, {"role": "tool", "content": "f"}], 2),
-    "repeated": ("{% for m in messages %}[{{ m.content * 2 }}]{% endfor %}", ONE, 2),
-    "escaped": (
-        "{{ messages[1].content | tojson }}",
-        [ONE[0], {"role": "tool", "content": '"'}],
-        2,
-    ),
-    "other": ("{{ messages[1].content | upper }}", ONE, 2),
-    "left out": ("{{ messages[0].content }}", ONE, 2),
-    "no text": ("{{ messages[1].content }}", [ONE[0], {"role": "tool", "content": [ONE[0]]}], 2),
+@pytest.mark.parametrize("form", ["role", "from"])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_a_message_says_whether_it_is_learned(flag, form, folder):
+    ours = conversations_of(folder, TEMPLATES["chatml"])
+    for value, want in ((0, []), (False, []), (1, ["a<|im_end|>"]), (True, ["a<|im_end|>"])):
+        messages = [QUESTION, {"role": "assistant", "content": "a", flag: value}]
+        record = {"messages": messages}
+        if form == "from":
+            names = {"role": "from", "content": "value"}
+            record = {
+                "conversations": [{names.get(k, k): v for k, v in m.items()} for m in messages]
+            }
+        assert said(folder, ours, record) == want
+    for value in (2, -1, 0.5, "0", [0]):
+        messages[1][flag] = value
+        with pytest.raises(ChatError, match=re.escape(f"message 2 has {flag}={value!r}: write 1")):
+            said(folder, ours, {"messages": messages})
+    other = FLAGS[FLAGS.index(flag) - 1]
+    messages[1] |= {flag: 0, other: 1}
+    with pytest.raises(ChatError, match=r"message 2 has .*, which do not agree"):
+        said(folder, ours, {"messages": messages})
+
+
+def test_a_key_like_a_flag_that_is_not_read_is_named(folder):
+    ours = conversations_of(folder, TEMPLATES["chatml"])
+    messages = [QUESTION, {"role": "assistant", "content": "a", "train_detail": [], "name": "x"}]
+    assert said(folder, ours, {"messages": messages}) == ["a<|im_end|>"]
+    (line,) = ours.notes()
+    assert "messages have 'train_detail', which is not read" in line
+
+
+ROLES = dict.fromkeys(("human", "user", "prompter"), "user")
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "bing", "bard"), "assistant")
+ROLES |= dict.fromkeys(("observation", "function", "ipython", "tool_response"), "tool")
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_names_of_roles_are_mapped(name):
+    for record in (
+        {"conversations": [{"from": name, "value": "x"}]},
+        {"messages": [{"role": name}]},
+    ):
+        (message,) = json.loads(conversation_text(record))["messages"]
+        assert message["role"] == ROLES[name]
+
+
+REFUSED = {
+    "message 2 has the role 'assistent': write one of system": {
+        "role": "assistent",
+        "content": "a",
+    },
+    "message 2 ('assistant') has no content": {"role": "assistant", "content": None},
+    "message 2 ('assistant') is empty": {"role": "assistant", "content": " "},
+    "message 2 has a part of type 'image': only text": {
+        "role": "user",
+        "content": [{"type": "image"}],
+    },
+    "message 2 calls a tool, but holds no JSON": {"from": "function_call", "value": "f(x)"},
+    "a thought without an answer": {"role": "assistant", "channel": "analysis", "content": "h"},
 }
 
 
-def test_a_result_of_a_tool_ends_where_its_turn_does():
-    rendered = template_of(RESULTS).render([*ONE, ONE[0]], roles=["tool"])
-    assert said(rendered) == ["e\n</result><|im_end|>"]
-    assert rendered.text[: rendered.spans[0][0]].endswith("<|im_start|>user\n<result>\n")
+@pytest.mark.parametrize("problem", REFUSED)
+def test_a_message_that_cannot_be_read_is_refused(problem, folder):
+    ours = conversations_of(folder, TEMPLATES["chatml"])
+    with pytest.raises(ChatError, match=re.escape(problem)):
+        said(folder, ours, {"messages": [QUESTION, REFUSED[problem]]})
+
+
+BARE = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+LOST = {
+    "the content of message 1 ('user')": (BARE.replace("{{ m.content }}", ""), {}),
+    "the thought of message 2 ('assistant')": (BARE, {"reasoning_content": "hm"}),
+    "a call of 'f' in message 2 ('assistant')": (BARE, {"tool_calls": [{"name": "f"}]}),
+    "the tool 'g'": (BARE, {}),
+    "which it does not write once as JSON": (
+        BARE.replace("</s>", "{% for c in m.tool_calls %}{{ c | tojson | tojson }}{% endfor %}"),
+        {"tool_calls": [{"name": "f", "arguments": {"x": None}}]},
+    ),
+    "which it writes in a message of the assistant": (
+        "{% for m in messages if m.role == 'assistant' %}{{ messages[0].content + m.content }}"
+        "{% endfor %}",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_a_template_leaves_out_is_refused_or_allowed(what, folder):
+    template, more = LOST[what]
+    answer = {"role": "assistant", "content": "a", **more}
+    record = {"messages": [{"role": "user", "content": "quest"}, answer]}
+    if "tool 'g'" in what:
+        record["tools"] = [{"name": "g"}]
+    with pytest.raises(ChatError, match=re.escape(what)) as error:
+        said(folder, conversations_of(folder, template), record)
+    ours = conversations_of(folder, template, may_leave_out=ALL)
+    if "may_leave_out" in str(error.value):
+        assert said(folder, ours, record)
+        (left_out,) = ours.left_out(conversation_text(record))
+        assert left_out.what == what
+    else:
+        with pytest.raises(ChatError, match=re.escape(what)):
+            said(folder, ours, record)
+
+
+def test_an_earlier_thought_that_the_template_knows_is_no_loss(folder):
+    thinking = [
+        each | {"reasoning_content": f"hm {each['content']}"} for each in talk("q", "a")[1:]
+    ]
+    messages = [QUESTION, *thinking, QUESTION, *thinking]
+    ours = conversations_of(folder, without_marks(TEMPLATES["qwen3"]))
+    first, last = said(folder, ours, {"messages": messages})
+    assert first == "a<|im_end|>" and last == "<think>\nhm a\n</think>\n\na<|im_end|>"
+    assert not ours.left_out(conversation_text({"messages": messages}))
+
+
+def test_a_form_that_loses_nothing_goes_before_a_loss_that_is_allowed(folder):
+    ours = conversations_of(folder, TEMPLATES["kimi_k2"], may_leave_out=ALL)
+    call = {"id": "call_1", "function": {"name": "f", "arguments": "{}"}}
+    (turn,) = said(
+        folder, ours, {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]}
+    )
+    assert "<|call_begin|>functions.f:0<|argument_begin|>{}" in turn
+
+
+@EDITS
+def test_answers_in_a_row_and_thoughts_that_a_prompt_begins_are_found(edit, folder):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    messages = [QUESTION, call, {"role": "tool", "content": "t"}, *talk("", "a")[1:]]
+    messages += [QUESTION, *talk("", "<think>\nhm\n</think>\n\nb")[1:], *talk("", "c")[1:]]
+    for name in ("qwen3", "qwen3_5"):
+        ours = conversations_of(folder, edit(TEMPLATES[name]))
+        _, a, *rest = said(folder, ours, {"messages": messages})
+        assert a == "a<|im_end|>" and rest[-1].endswith("</think>\n\nc<|im_end|>")
+        assert rest[0].endswith("hm\n</think>\n\nb<|im_end|>") and len(rest) == 2
+
+
+# Results of tools as Qwen's templates write them, those in a row in one block.
+ONE = [{"role": "user", "content": "e"}, {"role": "tool", "content": "e"}]
+TWO = [*ONE, {"role": "tool", "content": "f"}]
+HIDDEN = {
+    "repeated": ("{% for m in messages %}[{{ m.content * 2 }}]{% endfor %}", ONE),
+    "other": ("{% for m in messages %}{{ m.content }}{{ m.content | upper }}{% endfor %}", ONE),
+}
+
+
+def test_a_result_of_a_tool_ends_where_its_turn_does(folder):
+    ours = conversations_of(folder, TEMPLATES["qwen3"], ["tool"])
+    end = "\n</tool_response>"
+    assert said(folder, ours, {"messages": [*ONE, ONE[0]]}) == [f"e{end}<|im_end|>"]
+    assert said(folder, ours, {"messages": TWO}) == [f"e{end}", f"f{end}<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_content_that_a_template_does_not_show_is_refused(name):
-    template, talk, number = HIDDEN[name]
-    with pytest.raises(ChatError, match=f"message {number} .*leave 'tool' out of training.mess"):
-        template_of(template).render(talk, roles=["tool"])
-
-
-def test_a_turn_after_another_of_the_assistant_has_no_header():
-    talk = [{"role": "assistant", "content": text} for text in "ab"]
-    for name in TEMPLATES:
-        marked, plain = template_of(TEMPLATES[name]), template_of(without_marks(TEMPLATES[name]))
-        try:
-            assert said(plain.render(talk)) == said(marked.render(talk))
-        except ChatError:
-            assert name == "channels"  # The first one's turn ends otherwise.
+def test_a_content_that_a_template_does_not_show_is_refused(name, folder):
+    template, messages = HIDDEN[name]
+    with pytest.raises(ChatError, match=r"message 2 .*leave 'tool' out of training.mess"):
+        said(folder, conversations_of(folder, template, ["tool"]), {"messages": messages})
 
 
 @pytest.mark.parametrize("text", ["assistant,tool", '["assistant", "tool"]'])
@@ -310,3 +478,37 @@ def test_targets_are_names_or_a_list_of_roles(value, tmp_path):
     assert len(error.value.lines) == 1
     assert f"training.messages.targets = {value} (" in error.value.lines[0]
     assert "must be 'assistant', 'last', 'all' or a list of roles" in error.value.lines[0]
+
+
+def test_variables_of_a_template_are_the_runs_or_the_records(folder, tmp_path):
+    name = "training.messages.template_kwargs.enable_thinking"
+    job = load_job([f"--{name}", "false"])
+    assert job.training.messages.template_kwargs == {"enable_thinking": False}
+    save_job(job, tmp_path / "job.toml")
+    assert load_job(["--job.config_file", str(tmp_path / "job.toml")]) == job
+    record = {"messages": talk("q", "a")}
+    for edit, thought in ((without_marks, ""), (str, "<think>\n\n</think>\n\n")):
+        ours = conversations_of(
+            folder, edit(TEMPLATES["qwen3"]), template_kwargs={"enable_thinking": False}
+        )
+        assert said(folder, ours, record) == [f"{thought}a<|im_end|>"]
+        with_thoughts = record | {"chat_template_kwargs": {"enable_thinking": True}}
+        assert said(folder, ours, with_thoughts) == ["<think>\n\n</think>\n\na<|im_end|>"]
+
+
+@pytest.mark.parametrize("place", ["files", "a list"])
+def test_a_template_named_tool_use_writes_conversations_with_tools(place, tmp_path):
+    tokenizer_file(tmp_path)
+    plain, tools = TEMPLATES["chatml"], TEMPLATES["qwen3"]
+    if place == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(plain)
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
+    else:
+        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
+        tokenizer_file(tmp_path, chat_template=named)
+    ours = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
+    record = {"messages": talk("q", "a")}
+    assert said(tmp_path, ours, record) == ["a<|im_end|>"]
+    with_tools = said(tmp_path, ours, record | {"tools": [{"name": "f"}]})
+    assert with_tools == ["<think>\n\n</think>\n\na<|im_end|>"]
