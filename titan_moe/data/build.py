@@ -245,7 +245,8 @@ def _sample(
     how: dict[str, Any] = {"name": order.name, "indices": range(count)}
     found = measure(order.corpus, tokenizer, seq_len, **how)
     lines = [line, *found.lines(order.name, count, conversations.max_refused)]
-    if use == "training" and (first := next(filter(None, read), None)):
+    in_file = (read_document(order.corpus[n], tokenizer, seq_len) for n in range(count))
+    if use == "training" and (first := next(filter(None, in_file), None)):
         shown, left_out = _shown(first, tokenizer), Counter[str]()
         for document, encoded in zip(documents, read, strict=True):
             if encoded:

@@ -9,7 +9,12 @@ from tests.support.conversations import SIZE, as_parquet, learned, read, talk, t
 from tests.support.documents import write_ranks
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.build import build_reader, build_validation, sample_data
+from titan_moe.data.build import (
+    build_reader,
+    build_validation,
+    measure_conversations,
+    sample_data,
+)
 from titan_moe.data.builtin import StdlibConversations
 from titan_moe.data.conversations import conversation_text
 from titan_moe.data.packing import IGNORE_INDEX
@@ -68,7 +73,7 @@ def test_check_says_how_many_steps_an_epoch_has_and_which_tokens_are_inside(too_
     records[-1]["messages"][0]["content"] = "<|eos|>"
     section = training(write(tmp_path / "a.jsonl", records), messages={"too_long": too_long})
     place = {"seed": 3, "global_batch_size": SIZE}
-    (line,) = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    line, *_ = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
     tokens = 28 * ((42 + 128) if too_long == "cut" else 42)
     steps = {"cut": 9, "drop": 2}[too_long]
     assert f"56 documents, about {tokens:,} tokens, an epoch about {steps} steps; 1 of 56" in line
@@ -79,8 +84,62 @@ def test_check_names_a_role_to_learn_that_it_has_not_seen(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"messages": talk("q", "a")}] * 5)
     section = training(path, messages={"targets": ["assistant", "tol"]})
     place = {"seed": 3, "global_batch_size": SIZE}
-    (line,) = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    line, *_ = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
     assert line.endswith("; of 5 conversations none has the role 'tol'")
+
+
+def checked(section):
+    """Returns the lines of a check."""
+    place = {"seed": 3, "global_batch_size": SIZE}
+    return sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+
+
+def test_check_shows_the_first_conversation_and_what_is_learned_of_it(tmp_path):
+    records = [{"messages": talk("Why?", "So " + "a" * 60)}] * 5
+    path = write(tmp_path / "a.jsonl", records)
+    assert checked(training(path))[1:] == [
+        "of 5 conversations the chat template leaves out nothing",
+        "json/0, what is learned between ⟪ and ⟫:\n<|bos|>user\nWhy?<|eos|>\n<|bos|>assistant\n"
+        "⟪So " + "a" * 60 + "<|eos|>⟫\n",
+    ]
+    _, cut, *_ = checked(training(path, seq_len=64))
+    assert "5 of 5 conversations lose their ends, 170 tokens behind training.seq_len" in cut
+    thinking = [each | {"reasoning_content": "h"} for each in talk("Why?", "So")]
+    write(tmp_path / "a.jsonl", [{"messages": thinking}] * 5)
+    allowed = training(path, messages={"may_leave_out": ["thoughts"]})
+    assert "of 5 conversations the chat template leaves out 10 thoughts" in checked(allowed)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.01, 1), (0.02, 2), (1, 100)])
+def test_more_refused_conversations_than_a_key_allows_stop_a_run(share, most, tmp_path):
+    section = training(tmp_path / "a.jsonl")
+    for count in (most, most + 1):
+        records = [{"messages": talk("q", "a")} for _ in range(100)]
+        for record in records[:count]:
+            record["messages"][0]["role"] = "usr"
+        (found,) = measure_conversations(
+            training(write(tmp_path / "a.jsonl", records), messages={"max_refused": 1}),
+            load_tokenizer("bytes", section),
+            **{"seed": 3, "part": 0, "parts": 1},
+        )
+        said = "x: {} of 100 conversations are refused: json/0: message 1 has the role 'usr'"
+        if count <= most:
+            assert said.format(count) in found.lines("x", 100, share)[0]
+        elif count <= 100:
+            line = refusal(found.lines, "x", 100, share)
+            assert said.format(count) in line
+            assert f"more than training.messages.max_refused={share:g} of them" in line
+
+
+def test_a_refused_conversation_among_the_first_stops_check_and_run(tmp_path):
+    records = [{"messages": talk("q", "a")} for _ in range(300)]
+    records[5]["messages"][1]["role"] = "assistent"
+    section = training(write(tmp_path / "a.jsonl", records))
+    for doing in (checked, read):
+        line = refusal(doing, section)
+        assert (
+            "1 of 64 conversations are refused: json/5: message 2 has the role 'assistent'" in line
+        )
 
 
 def test_a_folder_as_the_name_of_a_dataset_is_refused(tmp_path, monkeypatch):
@@ -110,7 +169,7 @@ MISTAKES = {
     "roles that the template refuses": (
         [{"messages": talk("a", "b")[::-1]}],
         {"messages": {"template": "refusing.jinja"}},
-        "json/0: the chat template refuses it: roles must alternate: mend the conversation",
+        "4 of 4 conversations are refused: json/0: the chat template refuses it: roles must",
     ),
     "no answer": (
         [{"messages": talk("a", "b")[:1]}],
@@ -152,11 +211,11 @@ def test_a_tokenizer_without_a_template_says_how_to_name_one(tmp_path):
 def test_a_template_is_found_where_models_have_it(place, tmp_path):
     config = {"bos_token": "<s>"}
     if place == "chat_template.jinja":
-        (tmp_path / place).write_text(TEMPLATES["headers"])
+        (tmp_path / place).write_text(TEMPLATES["llama3"])
     else:
         named = [{"name": "tool_use", "template": "x"}]
-        named.append({"name": "default", "template": TEMPLATES["headers"]})
-        config["chat_template"] = named if place == "a list" else TEMPLATES["headers"]
+        named.append({"name": "default", "template": TEMPLATES["llama3"]})
+        config["chat_template"] = named if place == "a list" else TEMPLATES["llama3"]
     tokenizer_file(tmp_path, **config)
     conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
     ids, is_target = conversations.tokens(conversation_text({"messages": draws(1, 1)[0]}))

@@ -1,6 +1,8 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 import pytest
@@ -114,12 +116,16 @@ def test_conversations_go_on_where_the_state_was_taken_on_any_number_of_ranks(se
 def test_conversations_without_anything_to_learn_are_left_out_and_counted(tmp_path):
     nothing = {"messages": talk("why", "")[:1]}
     records = [{"messages": talk("a", "b")}, nothing, {"text": "x"}, {"messages": []}] * 20
-    section = training(write(tmp_path / "a.jsonl", records))
+    section = training(write(tmp_path / "a.jsonl", records), messages={"max_refused": 0.5})
     sequences, _ = read(section, steps=1)
     assert {*learned(sequences)} == {"b"}
     found = lengths_of(section)
-    assert found.left_out == 60 and (found.tokens > 0).tolist() == [True, False, False, False] * 20
-    assert found.example == "json/1: no message is to be learned in its first 128 tokens"
+    assert (found.tokens > 0).tolist() == [True, False, False, False] * 20
+    assert [line.partition(": ")[2] for line in found.lines("x", 80, 0.5)] == [
+        "40 of 80 conversations are refused: json/2: it is no conversation (40 so)",
+        "20 of 80 conversations are left out: json/1: no message is to be learned in its first 128 "
+        "tokens (20 so)",
+    ]
 
 
 def test_a_long_conversation_is_cut_or_dropped(tmp_path):
@@ -128,10 +134,14 @@ def test_a_long_conversation_is_cut_or_dropped(tmp_path):
     cut, _ = read(training(path), steps=1)
     assert any("aaa" in text for text in learned(cut))
     assert lengths_of(training(path)).tokens[0] == 128
+    (line,) = lengths_of(training(path)).lines("x", 64, 0)
+    assert "32 of 64 conversations lose their ends, 6,240 tokens behind training.seq_len" in line
     drops = training(path, messages={"too_long": "drop"})
     dropped, _ = read(drops, steps=1)
     assert {*learned(dropped)} == {"b"}
-    assert "tokens are more than training.seq_len=128" in lengths_of(drops).example
+    (line,) = lengths_of(drops).lines("x", 64, 0)
+    assert "32 of 64 conversations are left out: " in line
+    assert "tokens are more than training.seq_len=128" in line
 
 
 def test_all_conversations_left_out_are_one_line(tmp_path):
@@ -148,7 +158,8 @@ def test_all_conversations_left_out_are_one_line(tmp_path):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_lengths_of_all_parts_give_the_sequences_of_conversations_measured_in_turn(parts, section):
     found = [lengths_of(section, part, parts) for part in range(parts)]
-    assert sum(each.left_out for each in found) == 23
+    (left_out,) = reduce(add, found).problems.values()
+    assert left_out[0] == 23
     lengths = [sum(each.tokens for each in found)]
     same(read(section, lengths=lengths)[0], read(section)[0])
 
