@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.chat_templates import TEMPLATES, draws, tokenizer_file
+from tests.support.chat_templates import TEMPLATES, tokenizer_file
 from tests.support.conversations import SIZE, as_parquet, learned, read, talk, training, write
 from tests.support.documents import write_ranks
 from tests.support.refusals import refusal
@@ -103,11 +103,12 @@ def test_check_shows_the_first_conversation_and_what_is_learned_of_it(tmp_path):
         "⟪So " + "a" * 60 + "<|eos|>⟫\n",
     ]
     _, cut, *_ = checked(training(path, seq_len=64))
-    assert "5 of 5 conversations lose their ends, 170 tokens behind training.seq_len" in cut
-    thinking = [each | {"reasoning_content": "h"} for each in talk("Why?", "So")]
+    assert "5 of 5 conversations lose their ends, 120 tokens behind training.seq_len" in cut
+    question, answer = talk("Why?", "So")
+    thinking = [question, answer | {"reasoning_content": "h"}]
     write(tmp_path / "a.jsonl", [{"messages": thinking}] * 5)
     allowed = training(path, messages={"may_leave_out": ["thoughts"]})
-    assert "of 5 conversations the chat template leaves out 10 thoughts" in checked(allowed)
+    assert "of 5 conversations the chat template leaves out 5 thoughts" in checked(allowed)
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.01, 1), (0.02, 2), (1, 100)])
@@ -137,9 +138,8 @@ def test_a_refused_conversation_among_the_first_stops_check_and_run(tmp_path):
     section = training(write(tmp_path / "a.jsonl", records))
     for doing in (checked, read):
         line = refusal(doing, section)
-        assert (
-            "1 of 64 conversations are refused: json/5: message 2 has the role 'assistent'" in line
-        )
+        said = "json/5: message 2 has the role 'assistent': write one of system, developer"
+        assert f"1 of 64 conversations are refused: {said}" in line
 
 
 def test_a_folder_as_the_name_of_a_dataset_is_refused(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_template_is_found_where_models_have_it(place, tmp_path):
         config["chat_template"] = named if place == "a list" else TEMPLATES["llama3"]
     tokenizer_file(tmp_path, **config)
     conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
-    ids, is_target = conversations.tokens(conversation_text({"messages": draws(1, 1)[0]}))
+    ids, is_target = conversations.tokens(conversation_text({"messages": talk("q", "a")}))
     assert is_target.any() and len(ids) == len(is_target)
 
 

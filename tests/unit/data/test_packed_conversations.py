@@ -135,7 +135,7 @@ def test_a_long_conversation_is_cut_or_dropped(tmp_path):
     assert any("aaa" in text for text in learned(cut))
     assert lengths_of(training(path)).tokens[0] == 128
     (line,) = lengths_of(training(path)).lines("x", 64, 0)
-    assert "32 of 64 conversations lose their ends, 6,240 tokens behind training.seq_len" in line
+    assert "32 of 64 conversations lose their ends, 6,208 tokens behind training.seq_len" in line
     drops = training(path, messages={"too_long": "drop"})
     dropped, _ = read(drops, steps=1)
     assert {*learned(dropped)} == {"b"}
