@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_moe.data.chat_template import RESERVED, ChatTemplate
+from titan_moe.data.chat_template import RESERVED, ChatTemplate, Message, Talk, Written
 from titan_moe.data.conversations import (
     ChatError,
     LeftOutError,
@@ -89,22 +89,17 @@ class Conversations:
             except ChatError:
                 continue
             turn = text[: spans[-1][1]].rstrip() if spans else ""
-            token = next(
-                (t[0] for t in self.template.special.finditer(turn) if t.end() == len(turn)), None
-            )
-            if token is not None:
-                ends += self._encode(token).ids.tolist()
+            if self.template.ends_with_token(turn):
+                ends.append(int(self._encode(turn).ids[-1]))
         return list(dict.fromkeys(ends))
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> np.ndarray:
         """Ids after which the model writes its answer to `messages`; raises ChatError."""
         record = json.loads(conversation_text({"messages": messages, "tools": tools}) or "{}")
         if not record.get("messages"):
-            raise ChatError("it holds no messages with role and content")
-        template = self._template_of(record)
-        how = record.get("tools"), record.get("options")
-        form, _, _ = write_whole(template, _clean(record["messages"]), *how, self._allowed)
-        return self._encode(template.write(form, *how, prompt=True).text).ids
+            raise ChatError(record.get("refused", "it holds no messages with role and content"))
+        template, (talk, _, _) = self._written(record)
+        return self._encode(template.write(talk, prompt=True).text).ids
 
     def notes(self) -> list[str]:
         """Lines about what the template and the conversations so far will surprise with."""
@@ -132,7 +127,7 @@ class Conversations:
         record = json.loads(text)
         if "messages" not in record:
             return []
-        return self._written(record)[2]
+        return self._written(record)[1][2]
 
     def tokens(self, text: str, seq_len: int | None = None) -> Tokens:
         """Ids and targets of a conversation's JSON, at most `seq_len` (None: all).
@@ -189,7 +184,7 @@ class Conversations:
             is_inside |= (begins < end) & (ends > begin)
         return ids, is_inside != is_all
 
-    def _is_learned(self, number: int, message: Mapping[str, Any]) -> bool:
+    def _is_learned(self, number: int, message: Message) -> bool:
         """False for a message that is context alone. ChatError for one that nobody reads."""
         role, content = message.get("role"), message.get("content")
         if role not in (*_KNOWN_ROLES, *self._roles):
@@ -200,7 +195,7 @@ class Conversations:
         kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
         if others := [kind for kind in kinds if kind != "text"]:
             raise ChatError(f"message {number} has a part of type {others[0]!r}: only text is read")
-        if content is None and not message.get("tool_calls") and not thought_of(dict(message)):
+        if content is None and not message.get("tool_calls") and not thought_of(message):
             raise ChatError(f"message {number} ({role!r}) has no content")
         flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
         for name, value in flags.items():
@@ -213,25 +208,22 @@ class Conversations:
         self.unread_flags.update(name for name in like if name not in _FLAGS)
         return all(flags.values())
 
-    def _template_of(self, record: dict[str, Any]) -> ChatTemplate:
-        return self._with_tools if record.get("tools") else self.template
-
-    def _written(self, record: dict[str, Any]) -> Any:
-        how = record.get("tools"), record.get("options")
-        return write_whole(
-            self._template_of(record), _clean(record["messages"]), *how, self._allowed
-        )
+    def _written(
+        self, record: dict[str, Any]
+    ) -> tuple[ChatTemplate, tuple[Talk, Written, list[LeftOut]]]:
+        """The template of a record, and what `write_whole` returns of it."""
+        template = self._with_tools if record.get("tools") else self.template
+        talk = Talk(_clean(record["messages"]), record.get("tools"), record.get("options"))
+        return template, write_whole(template, talk, self._allowed)
 
     def _rendered(
         self, record: dict[str, Any], chosen: Collection[int], *, stop: bool = True
     ) -> Rendered:
-        form, written, _ = self._written(record)
-        how = record.get("tools"), record.get("options")
-        turns = Turns(self._template_of(record), form, written, *how)
-        return turns.rendered(chosen, stop=stop)
+        template, (talk, written, _) = self._written(record)
+        return Turns(template, talk, written).rendered(chosen, stop=stop)
 
 
-def _clean(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _clean(messages: Sequence[Message]) -> list[Message]:
     """Messages without flags and None but for a content's, their thoughts under each name that
     templates read."""
     cleaned = []
@@ -247,9 +239,9 @@ def _clean(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return cleaned
 
 
-def _refuse_empty(number: int, message: Mapping[str, Any]) -> None:
+def _refuse_empty(number: int, message: Message) -> None:
     """ChatError for a turn of the assistant in which nothing is said."""
-    said = [*texts_of(dict(message)), thought_of(dict(message))]
+    said = [*texts_of(message), thought_of(message)]
     is_empty = not "".join(said).strip() and not message.get("tool_calls")
     if message["role"] == "assistant" and is_empty:
         raise ChatError(f"message {number} ('assistant') is empty: mend it, or give it weight 0")

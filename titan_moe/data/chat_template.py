@@ -54,6 +54,18 @@ def chatml(begin: str, end: str) -> str:
     return _CHATML.replace("BEGIN", begin).replace("END", end)
 
 
+Message = dict[str, Any]
+"""`role`, `content`, and what else transformers' templates read."""
+
+
+class Talk(NamedTuple):
+    """A conversation: messages, tools, and variables of the template that go before its own."""
+
+    messages: Sequence[Message]
+    tools: Any = None
+    options: Mapping[str, Any] | None = None
+
+
 class Part(NamedTuple):
     """Characters `begin` to `end` of a text, which message number `message` has; None: no one."""
 
@@ -129,26 +141,21 @@ class ChatTemplate:
         globals_ = environment.make_globals(None)
         self._template = jinja2.Template.from_code(environment, code, globals_)
 
-    def write(
-        self,
-        messages: Sequence[Any],
-        tools: Any = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        prompt: bool = False,
-    ) -> Written:
+    def write(self, talk: Talk, *, prompt: bool = False) -> Written:
         """The conversation; with `prompt`, up to where the assistant writes its next message.
 
         ChatError if the template refuses it.
         """
+        messages = talk.messages
         numbers = {id(message): str(number) for number, message in enumerate(messages)}
 
         def mark(*message: Any) -> str:
             number = numbers.get(id(message[0])) if message else ""
             return "" if number is None else f"{_OPEN}{number}{_CLOSE}"
 
-        variables = self._variables | dict(options or {})
-        variables |= {"messages": list(messages), "tools": tools, "documents": None, _MARK: mark}
+        variables = self._variables | dict(talk.options or {})
+        variables |= {"messages": list(messages), "tools": talk.tools, "documents": None}
+        variables[_MARK] = mark
         try:
             text = self._template.render(variables | {"add_generation_prompt": prompt})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -164,7 +171,7 @@ class ChatTemplate:
         """True if a token ends each answer in its own part; else the next message's header does, as
         GLM-4.5's, or nothing."""
         roles = ("user", "assistant", "user")
-        written = self.write([{"role": role, "content": "a"} for role in roles])
+        written = self.write(Talk([{"role": role, "content": "a"} for role in roles]))
         return self.ends_with_token(written.of(1).rstrip())
 
 

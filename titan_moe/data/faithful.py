@@ -15,7 +15,7 @@ from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from titan_moe.data.chat_template import ChatTemplate, Written
+from titan_moe.data.chat_template import ChatTemplate, Message, Talk, Written
 from titan_moe.data.conversations import THOUGHTS, ChatError
 
 KINDS = ("contents", "calls", "tools", "thoughts")
@@ -30,23 +30,20 @@ class LeftOut(NamedTuple):
 
 
 def write_whole(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Any,
-    options: Any,
-    allowed: Collection[str] = (),
-) -> tuple[list[dict[str, Any]], Written, list[LeftOut]]:
-    """Returns the messages in the form that the template writes whole, what it writes, and what it
-    leaves out, all of it of kinds that are `allowed`. ChatError if there is no such form."""
-    found: list[tuple[list[dict[str, Any]], Written, list[LeftOut]]] = []
+    template: ChatTemplate, talk: Talk, allowed: Collection[str] = ()
+) -> tuple[Talk, Written, list[LeftOut]]:
+    """Returns a conversation in the form that the template writes whole, what it writes, and what
+    it leaves out, all of it of kinds that are `allowed`. ChatError if there is no such form."""
+    found: list[tuple[Talk, Written, list[LeftOut]]] = []
     refused: list[tuple[float, ChatError]] = []
-    for form in _forms(messages):
+    for messages in _forms(talk.messages):
+        form = talk._replace(messages=messages)
         try:
-            written = template.write(form, tools, options)
+            written = template.write(form)
         except ChatError as error:
             refused.append((math.inf, error))
             continue
-        left_out = list(_left_out(template, form, tools, options, written))
+        left_out = list(_left_out(template, form, written))
         lost = [each for each in left_out if each.kind not in allowed]
         if not left_out:
             return form, written, left_out
@@ -62,44 +59,45 @@ def write_whole(
     raise min(reversed(refused), key=itemgetter(0))[1]
 
 
-def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yields a conversation in all forms that mean the same, the given one first."""
-    contents = [message.get("content") for message in messages]
-    calls = any(message.get("tool_calls") for message in messages)
-    choices: list[list[Callable[[dict[str, Any]], dict[str, Any]]]] = [
-        [dict, _with_objects, _with_texts] if calls else [dict],
-        [dict, _with_joined_parts] if any(isinstance(each, list) for each in contents) else [dict],
-        [dict, _with_empty_content] if None in contents else [dict],
-        [dict, _with_system] if any(m["role"] == "developer" for m in messages) else [dict],
-    ]
-    for changes in product(*choices):
-        form = list(messages)
-        for change in changes:
-            form = [change(message) for message in form]
+    has_calls = any(message.get("tool_calls") for message in messages)
+    varies = any(
+        not isinstance(message.get("content"), str) or message["role"] == "developer"
+        for message in messages
+    )
+    arguments = (_as_given, object_of, _as_text) if has_calls else (_as_given,)
+    for is_plain, change in product((False, True)[: 1 + varies], arguments):
+        form = [_changed(message, change, is_plain=is_plain) for message in messages]
         yield form
-        if calls:
+        if has_calls:
             yield _with_named_ids(form)
 
 
-def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    calls = [
-        call | {"function": call["function"] | {"arguments": change(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", [])
-    ]
-    return message | {"tool_calls": calls} if calls else message
+def _changed(message: Message, change: Callable[[Any], Any], *, is_plain: bool) -> Message:
+    """A message with changed arguments of its calls. is_plain: a content is one text, and a
+    developer is the system."""
+    changed = dict(message)
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        new = [each | {"arguments": change(each["arguments"])} for each in functions]
+        changed["tool_calls"] = [c | {"function": f} for c, f in zip(calls, new, strict=True)]
+    if is_plain:
+        changed["content"] = "".join(texts_of(message))
+        changed["role"] = "system" if message["role"] == "developer" else message["role"]
+    return changed
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    return _with_arguments(message, _object)
+def _as_given(arguments: Any) -> Any:
+    return arguments
 
 
-def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    return _with_arguments(
-        message, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False)
-    )
+def _as_text(arguments: Any) -> str:
+    is_text = isinstance(arguments, str)
+    return arguments if is_text else json.dumps(arguments, ensure_ascii=False)
 
 
-def _object(arguments: Any) -> Any:
+def object_of(arguments: Any) -> Any:
     """The arguments of a call that JSON holds; a text that is none stays."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -107,39 +105,24 @@ def _object(arguments: Any) -> Any:
         return arguments
 
 
-def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_named_ids(messages: Sequence[Message]) -> list[Message]:
     """Messages whose calls have ids with their names, which Kimi's templates write in their place,
     as do the results in the order of the calls."""
-    form: list[dict[str, Any]] = []
+    form: list[Message] = []
     ids: list[str] = []
-    answered = 0
     for message in messages:
-        calls = []
+        named = []
         for call in message.get("tool_calls", []):
             ids.append(f"functions.{call['function']['name']}:{len(ids)}")
-            calls.append(call | {"id": ids[-1]})
-        if calls:
-            message = message | {"tool_calls": calls}
-        if message["role"] == "tool" and answered < len(ids):
-            message = message | {"tool_call_id": ids[answered]}
-            answered += 1
-        form.append(message)
+            named.append(call | {"id": ids[-1]})
+        form.append(message | ({"tool_calls": named} if named else {}))
+        answered = sum(each["role"] == "tool" for each in form)
+        if message["role"] == "tool" and answered <= len(ids):
+            form[-1]["tool_call_id"] = ids[answered - 1]
     return form
 
 
-def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"content": "".join(texts_of(message))} if message.get("content") else message
-
-
-def _with_empty_content(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"content": message.get("content") or ""}
-
-
-def _with_system(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"role": "system"} if message["role"] == "developer" else message
-
-
-def texts_of(message: dict[str, Any]) -> list[str]:
+def texts_of(message: Message) -> list[str]:
     """The texts of a message's content."""
     content = message.get("content")
     if isinstance(content, list):
@@ -147,22 +130,16 @@ def texts_of(message: dict[str, Any]) -> list[str]:
     return [content] if content else []
 
 
-def thought_of(message: dict[str, Any]) -> str:
+def thought_of(message: Message) -> str:
     """What a message of the assistant says before its answer."""
     return next((str(message[name]) for name in THOUGHTS if message.get(name)), "")
 
 
-def _left_out(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Any,
-    options: Any,
-    written: Written,
-) -> Iterator[LeftOut]:
+def _left_out(template: ChatTemplate, talk: Talk, written: Written) -> Iterator[LeftOut]:
     """Yields what the template does not write of a conversation."""
     outside = written.of(None)
-    said = [written.of(n) for n, each in enumerate(messages) if each["role"] == "assistant"]
-    for number, message in enumerate(messages):
+    said = [written.of(n) for n, each in enumerate(talk.messages) if each["role"] == "assistant"]
+    for number, message in enumerate(talk.messages):
         # A first message may stand before the loop, a system's even in the next message.
         is_early = message["role"] in ("system", "developer")
         text = written.of(number) or (written.text if is_early else outside)
@@ -185,30 +162,31 @@ def _left_out(
         yield from _left_out_of_calls(message, name, text)
         if thought and not _is_in(thought, text):
             # Many templates write the thoughts of the last turns alone: that is no loss.
+            begun = talk._replace(messages=talk.messages[: number + 1])
             try:
-                alone = template.write(messages[: number + 1], tools, options).of(number)
+                alone = template.write(begun).of(number)
             except ChatError:
                 alone = ""
             if not _is_in(thought, alone):
                 yield LeftOut("thoughts", f"the thought of {name}")
-    names = [tool.get("function", tool).get("name", "") for tool in tools or []]
+    names = [tool.get("function", tool).get("name", "") for tool in talk.tools or []]
     if lost := [name for name in names if name not in written.text]:
         yield LeftOut("tools", f"the tool {lost[0]!r}")
 
 
-def _left_out_of_calls(message: dict[str, Any], name: str, text: str) -> Iterator[LeftOut]:
+def _left_out_of_calls(message: Message, name: str, text: str) -> Iterator[LeftOut]:
     """Yields what the text of a message lacks of its calls."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     given = [function["arguments"] for function in functions]
-    as_texts = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in given]
+    objects, once = map(object_of, given), "".join(map(_as_text, given))
     # A text that is written as JSON has a sign before each quote of its own.
-    keys = {str(key) for each in given for key in (_object(each) or [])}
-    twice = any(text.count(f'\\"{key}') > "".join(as_texts).count(f'\\"{key}') for key in keys)
+    keys = {key for each in objects if isinstance(each, dict) for key in each}
+    twice = any(text.count(f'\\"{key}') > once.count(f'\\"{key}') for key in keys)
     if twice or any(isinstance(each, dict) and each and str(each) in text for each in given):
         what = f"the arguments of a call in {name}, which it does not write once as JSON"
         yield LeftOut("arguments", what)
     for function in functions:
-        leaves = [function["name"], *_leaves(_object(function["arguments"]))]
+        leaves = [function["name"], *_leaves(object_of(function["arguments"]))]
         if not all(_is_in(leaf, text) for leaf in leaves):
             yield LeftOut("calls", f"a call of {function['name']!r} in {name}")
 

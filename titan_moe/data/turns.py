@@ -8,10 +8,10 @@ template in the turn itself, as most do, or the header of the next message.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from titan_moe.data.chat_template import EDGE, ChatTemplate, Part, Written
+from titan_moe.data.chat_template import EDGE, ChatTemplate, Message, Part, Talk, Written
 from titan_moe.data.conversations import ChatError
 
 
@@ -25,17 +25,9 @@ class Rendered(NamedTuple):
 class Turns:
     """Finds the turns in a conversation that a template has written."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[dict[str, Any]],
-        written: Written,
-        tools: Any = None,
-        options: Any = None,
-    ) -> None:
-        """written: what the template writes of messages, tools and options."""
-        self._template, self._messages, self._written = template, messages, written
-        self._how = (tools, options)
+    def __init__(self, template: ChatTemplate, talk: Talk, written: Written) -> None:
+        """written: what the template writes of the conversation."""
+        self._template, self._talk, self._written = template, talk, written
 
     def rendered(self, chosen: Collection[int], *, stop: bool) -> Rendered:
         """The text, and the spans of the messages `chosen`. With `stop` the last turn ends with the
@@ -45,7 +37,7 @@ class Turns:
         """
         spans, text = [], self._written.text
         for number in sorted(chosen):
-            if self._messages[number]["role"] == "assistant":
+            if self._talk.messages[number]["role"] == "assistant":
                 spans += self._answer(number)
             else:
                 spans.append(self._content(number))
@@ -78,17 +70,17 @@ class Turns:
     def _header(self, number: int, part: Part) -> int:
         """The length of what the prompt for a message and its part begin with alike, in whole lines
         or special tokens: a prompt may begin a thought that the turn lacks."""
-        before = self._messages[:number]
+        before = self._talk._replace(messages=self._talk.messages[:number])
         try:
-            prompt = self._template.write(before, *self._how, prompt=True)
+            prompt = self._template.write(before, prompt=True)
         except ChatError:  # Some ask for a question first.
-            prompt = self._template.write(self._messages, *self._how, prompt=True)
-            before = self._messages
+            before = self._talk
+            prompt = self._template.write(before, prompt=True)
         # What a template writes when its loop has ended; a few write the prompt inside.
         last = prompt.parts[-1]
         header = prompt.text[last.begin : last.end] if last.message is None else ""
         if not header:
-            plain = self._template.write(before, *self._how).text
+            plain = self._template.write(before).text
             header = prompt.text[_common(plain, prompt.text) :]
         turn = self._written.text[part.begin : part.end]
         blank = len(turn) - len(turn.lstrip())
@@ -102,11 +94,10 @@ class Turns:
 
     def _content(self, number: int) -> tuple[int, int]:
         """The span of a message that is not the assistant's."""
-        message, text = self._messages[number], self._written.text
+        message, text = self._talk.messages[number], self._written.text
         # Templates may leave out blanks around a content.
         for edged in (_edged(message, str), _edged(message, str.strip)):
-            messages = [*self._messages[:number], edged, *self._messages[number + 1 :]]
-            pieces = self._template.write(messages, *self._how).text.split(EDGE)
+            pieces = self._template.write(self._with({number: edged})).text.split(EDGE)
             if len(pieces) == 3 and "".join(pieces) == text:
                 begin, content = len(pieces[0]), len(pieces[0]) + len(pieces[1])
                 own = next(p for p in self._written.parts if begin <= p.end and content <= p.end)
@@ -129,14 +120,20 @@ class Turns:
     def _next_token(self) -> str:
         """The special token that the template writes first of a further message; empty if it writes
         none."""
-        last, number = self._messages[-1], len(self._messages)
+        number = len(self._talk.messages)
+        last = self._talk.messages[-1]
         role = "assistant" if last["role"] != "assistant" else "user"
         role = "tool" if last.get("tool_calls") else role
-        further = [*self._messages, {"role": role, "content": "a"}]
-        written = self._template.write(further, *self._how)
+        written = self._template.write(self._with({number: {"role": role, "content": "a"}}))
         part = written.part(number)
         token = part and self._template.special.match(written.text, part.begin)
         return token[0] if token else ""
+
+    def _with(self, messages: dict[int, Message]) -> Talk:
+        """The conversation with other messages at some numbers."""
+        return self._talk._replace(
+            messages=[*(dict(enumerate(self._talk.messages)) | messages).values()]
+        )
 
 
 def _common(one: str, other: str) -> int:
@@ -145,7 +142,7 @@ def _common(one: str, other: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _edged(message: dict[str, Any], strip: Any) -> dict[str, Any]:
+def _edged(message: Message, strip: Any) -> Message:
     """A message with edges around its content, or around the texts of its parts together."""
     content = message["content"]
     if isinstance(content, str):

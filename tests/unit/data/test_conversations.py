@@ -218,7 +218,7 @@ def test_a_template_is_found_where_models_have_it(place, tmp_path):
         config["chat_template"] = named if place == "a list" else TEMPLATES["llama3"]
     tokenizer_file(tmp_path, **config)
     conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
-    ids, is_target = conversations.tokens(conversation_text({"messages": talk("q", "a")}))
+    ids, is_target, _ = conversations.tokens(conversation_text({"messages": talk("q", "a")}))
     assert is_target.any() and len(ids) == len(is_target)
 
 
