@@ -181,6 +181,11 @@ def _messages(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if thought and message["role"] == "assistant":
             message["reasoning_content"] = "\n".join(thought)
             thought = []
+        if message["role"] == "tool":
+            calls = [call for each in read for call in each.get("tool_calls", [])]
+            answered = sum(each["role"] == "tool" for each in read)
+            if ids := [call["id"] for call in calls[answered : answered + 1] if "id" in call]:
+                message = {"tool_call_id": ids[0]} | message
         read.append(message)
     if thought:
         raise ChatError("its last message is of the channel analysis, a thought without an answer")

@@ -62,34 +62,40 @@ def write_whole(
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yields a conversation in all forms that mean the same, the given one first."""
     has_calls = any(message.get("tool_calls") for message in messages)
-    varies = any(
-        not isinstance(message.get("content"), str) or message["role"] == "developer"
-        for message in messages
-    )
+    contents: list[Callable[[Message], Message]] = [_as_given]
+    if any(m.get("tool_calls") and m["content"] == "" for m in messages):
+        contents.append(_without_content)
+    if any(not isinstance(m.get("content"), str) or m["role"] == "developer" for m in messages):
+        contents.append(_as_plain)
     arguments = (_as_given, object_of, _as_text) if has_calls else (_as_given,)
-    for is_plain, change in product((False, True)[: 1 + varies], arguments):
-        form = [_changed(message, change, is_plain=is_plain) for message in messages]
+    for rewrite, change in product(contents, arguments):
+        form = [rewrite(_with_arguments(message, change)) for message in messages]
         yield form
         if has_calls:
             yield _with_named_ids(form)
 
 
-def _changed(message: Message, change: Callable[[Any], Any], *, is_plain: bool) -> Message:
-    """A message with changed arguments of its calls. is_plain: a content is one text, and a
-    developer is the system."""
-    changed = dict(message)
-    if calls := message.get("tool_calls"):
-        functions = [call["function"] for call in calls]
-        new = [each | {"arguments": change(each["arguments"])} for each in functions]
-        changed["tool_calls"] = [c | {"function": f} for c, f in zip(calls, new, strict=True)]
-    if is_plain:
-        changed["content"] = "".join(texts_of(message))
-        changed["role"] = "system" if message["role"] == "developer" else message["role"]
-    return changed
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    calls = message.get("tool_calls", [])
+    functions = [call["function"] for call in calls]
+    new = [each | {"arguments": change(each["arguments"])} for each in functions]
+    changed = [call | {"function": each} for call, each in zip(calls, new, strict=True)]
+    return message | ({"tool_calls": changed} if changed else {})
 
 
-def _as_given(arguments: Any) -> Any:
-    return arguments
+def _as_plain(message: Message) -> Message:
+    """A message whose content is one text, and the system in place of a developer."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    return message | {"content": "".join(texts_of(message)), "role": role}
+
+
+def _without_content(message: Message) -> Message:
+    is_call = message.get("tool_calls") and not message["content"]
+    return message | ({"content": None} if is_call else {})
+
+
+def _as_given(given: Any) -> Any:
+    return given
 
 
 def _as_text(arguments: Any) -> str:
