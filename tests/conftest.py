@@ -13,6 +13,8 @@ import pytest
 
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
+# Threads that wait for a core another process has spin: a tiny model takes 20 times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _TIERS = ("default", "slow", "full")
 _SPENT_S = pytest.StashKey[float]()
 
