@@ -4,7 +4,7 @@
 #   ./scripts/test.sh                the default tier: at most 10 minutes on 2 cores
 #   ./scripts/test.sh --slow         the default tier and what CI adds to it
 #   ./scripts/test.sh --full         everything: at most 2 hours
-#   ./scripts/test.sh --slice SEED   besides, one test in 40 of the full tier, chosen by the seed
+#   ./scripts/test.sh --slice 7      besides, slice 7 of the full tier; 40 consecutive slices are all
 #   ./scripts/test.sh -k router      further arguments go to pytest
 #
 # Tests share 2 processes, a file in one of them; TEST_PROCESSES is another number.
