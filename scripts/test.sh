@@ -4,10 +4,11 @@
 #   ./scripts/test.sh                the default tier: at most 10 minutes on 2 cores
 #   ./scripts/test.sh --slow         the default tier and what CI adds to it
 #   ./scripts/test.sh --full         everything: at most 2 hours
-#   ./scripts/test.sh --slice SEED   besides, one test in 40 of the full tier, chosen by the seed
+#   ./scripts/test.sh --slice 7      besides, slice 7 of the full tier; 40 consecutive slices are all
 #   ./scripts/test.sh -k router      further arguments go to pytest
 #
-# Tests share 2 processes, a file in one of them; TEST_PROCESSES is another number.
+# Tests share 2 processes, a file in one of them; TEST_PROCESSES is another number. Files run in the
+# order of their names: by their number of tests, the longest ones, which have few, would run last.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -28,4 +29,5 @@ done
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest --tier "$tier" -n "${TEST_PROCESSES:-2}" --dist loadfile "${options[@]}"
+"$PYTHON" -m pytest --tier "$tier" -n "${TEST_PROCESSES:-2}" --dist loadfile \
+    --no-loadscope-reorder "${options[@]}"

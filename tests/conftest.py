@@ -4,15 +4,17 @@ A test without a mark is of the default tier; `slow` and `full` come on top of i
 has the commands; pytest alone runs everything that it is given.
 """
 
-import hashlib
 import os
 import warnings
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.tiers import in_slice
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
+# Threads that wait for a core another process has spin: a tiny model takes 20 times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _TIERS = ("default", "slow", "full")
 _SPENT_S = pytest.StashKey[float]()
 
@@ -20,7 +22,7 @@ _SPENT_S = pytest.StashKey[float]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tier", choices=_TIERS, default="full", help="the highest tier to run")
-    group.addoption("--slice", metavar="SEED", help="with it, the tests of tier full it chooses")
+    group.addoption("--slice", type=int, metavar="NUMBER", help="adds a slice of tier full")
     parser.addini("slices", "a slice of tier full is one test in so many", default="1")
     parser.addini("warn_after_s", "seconds after which a default test draws a warning", default="0")
     parser.addini("fail_after_s", "seconds after which a default test fails", default="0")
@@ -37,36 +39,21 @@ def tier_of(item: pytest.Item) -> str:
     return next((tier for tier in ("full", "slow") if item.get_closest_marker(tier)), "default")
 
 
-def in_slice(seed: str, name: str, slices: int) -> bool:
-    """Returns whether a seed chooses a test: a function of both names alone."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % slices == 0
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tier, seed = config.option.tier, config.option.slice
+    tier, number = config.option.tier, config.option.slice
     slices = int(config.getini("slices"))
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
         theirs = tier_of(item)
         chosen = _TIERS.index(theirs) <= _TIERS.index(tier) or (
-            theirs == "full" and seed is not None and in_slice(seed, item.nodeid, slices)
+            theirs == "full" and number is not None and in_slice(number, item.nodeid, slices)
         )
         (kept if chosen else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if (seed := config.option.slice) is not None:
-        terminalreporter.write_line(
-            f"slice {seed} of tier full; again: ./scripts/test.sh --slice {seed} -m full"
-        )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,7 +15,7 @@ def test_gate_catches_planted_bug(gates: Gates, name: str, monkeypatch):
 HARMLESS = [name for name, bug in BUGS.items() if bug.harmless_on]
 
 
-@pytest.mark.parametrize("name", split(HARMLESS, HARMLESS[:1], HARMLESS[1::6]))
+@pytest.mark.parametrize("name", split(HARMLESS, HARMLESS[:1], []))
 def test_gate_passes_layout_without_the_bug_s_axis(gates: Gates, name: str, monkeypatch):
     bug = BUGS[name]
     result, _ = judge(gates(bug.family, bug.kind), bug, bug.harmless_on, monkeypatch)

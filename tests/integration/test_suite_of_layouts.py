@@ -10,7 +10,7 @@ from tests.support.jobs import run_to_end
 from tests.support.paths import REPO
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_three_layouts_of_eight_ranks_start_from_one_seed_checkpoint(tmp_path: Path) -> None:
     text = (REPO / "configs" / "suites" / "seed_8.toml").read_text()

@@ -1,5 +1,6 @@
-"""Sorts a test's cases into the default tier and the tiers above."""
+"""Sorts a test's cases into the default tier and the tiers above, and tests into slices."""
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,3 +28,9 @@ def split(cases: Iterable[Any], default: Iterable[Any], slow: Iterable[Any] | No
     slow = rest if slow is None else list(slow)
     assert all(case in cases for case in [*default, *slow]), "a case named is none of the cases"
     return tiered(default, slow=slow, full=[case for case in rest if case not in slow])
+
+
+def in_slice(number: int, name: str, slices: int) -> bool:
+    """Tells whether a slice has a test. As many consecutive numbers as there are slices have each
+    test once, whatever other tests there are."""
+    return (zlib.crc32(name.encode()) - number) % slices == 0

@@ -1,10 +1,11 @@
-"""How long a test of the default tier may take."""
+"""How long a test of the default tier may take, and which slice of the full tier has a test."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.support.paths import REPO
+from tests.support.tiers import in_slice
 
 
 def test_slow_test_of_the_default_tier_fails_unless_it_is_of_the_folder_gpu(tmp_path: Path) -> None:
@@ -17,3 +18,9 @@ def test_slow_test_of_the_default_tier_fails_unless_it_is_of_the_folder_gpu(tmp_
     run = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert "1 failed, 1 passed" in run.stdout, run.stdout
     assert "unit/test_a.py" in run.stdout and "limit 0.001 s" in run.stdout
+
+
+def test_consecutive_slices_have_each_test_once() -> None:
+    names = [f"test_a[{case}]" for case in range(100, 999)]
+    chosen = [name for number in range(7, 47) for name in names if in_slice(number, name, 40)]
+    assert sorted(chosen) == names != chosen
