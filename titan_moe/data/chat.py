@@ -298,9 +298,9 @@ class Conversations:
         """All that ids and targets depend on, beside the tokenizer and the sequence length."""
         return f"{self.template.identity}, targets={self._targets}, too_long={self._too_long}"
 
-    def prompt(self, messages: Sequence[Any]) -> np.ndarray:
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> np.ndarray:
         """Ids after which the model writes its answer to `messages`; raises ChatError."""
-        return self._encode(self.template.prompt(messages)).ids
+        return self._encode(self.template.prompt(messages, tools)).ids
 
     def special_inside(self, text: str) -> str | None:
         """The first special token that a conversation's JSON names, which is read as one."""
