@@ -1,7 +1,7 @@
 """Continue a text with a model: plain decoding on one process, to read what it has learned."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from os.path import expanduser
 from pathlib import Path
@@ -33,19 +33,22 @@ def first_tokenizer(names: list[str], training: Training | None = None) -> Token
 
 
 def prompt_ids(
-    prompt: str, tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int, chat: bool = False
+    prompt: str | Mapping[str, Any], tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int
 ) -> list[int]:
-    """The token ids of a prompt, after the tokenizer's BOS if `bos`; None: if documents begin so.
+    """The token ids of a text, after the tokenizer's BOS if `bos` (None: if documents begin so), or
+    of a chat, an object with `messages` and maybe `tools`, up to where the assistant answers.
 
-    With `chat`, of a user's message up to where the assistant answers. Raises ConfigError for no
-    token at all, and for ids that a model of `vocab_size` has not.
+    Raises ConfigError for no token at all, for messages that the chat template refuses, and for ids
+    that a model of `vocab_size` has not.
     """
-    if chat:
+    if not isinstance(prompt, str):
         assert tokenizer.conversations is not None
         try:
-            ids = tokenizer.conversations.prompt([{"role": "user", "content": prompt}]).tolist()
+            messages, tools = prompt["messages"], prompt.get("tools")
+            ids = tokenizer.conversations.prompt(messages, tools).tolist()
         except ChatError as error:
-            raise ConfigError(f"--chat --prompt {prompt!r}: {error}") from None
+            remedy = "give other messages, by --system or --messages"
+            raise ConfigError(f"--chat {messages!r:.120}: {error}: {remedy}") from None
     else:
         ids = [int(token) for token in tokenizer.encode(prompt)]
         if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:
@@ -91,20 +94,19 @@ def load_model(
 def continue_text(
     model: Decoder,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Mapping[str, Any],
     *,
     bos: bool | None = None,
-    chat: bool = False,
     **sampling: Any,
 ) -> str:
-    """Returns what a model writes after a prompt, up to the end of the text.
+    """Returns what a model writes after a prompt, up to the end of the text or of its turn.
 
     Args:
-        chat: the prompt is a user's message, which the model answers.
-        bos: put the tokenizer's BOS in front; None: as training.prepend_bos says.
+        prompt: a text, or a chat, an object with `messages` and maybe `tools`, which it answers.
+        bos: put the tokenizer's BOS in front of a text; None: as training.prepend_bos says.
         sampling: the keyword arguments of `decode`.
     """
-    ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size, chat=chat)
+    ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size)
     return tokenizer.decode(list(decode(model, ids, tokenizer, **sampling)))
 
 

@@ -17,6 +17,7 @@ from titan_moe.data.build import (
     build_reader,
     build_validation,
     data_notes,
+    few_held_out,
     measure_conversations,
 )
 from titan_moe.data.loader import Loader
@@ -55,6 +56,9 @@ class TrainData:
         for line in data_notes(job.training, job.validation) if process.is_main else []:
             logger.info(line)
         self._open(job)
+        if self.validation and process.is_main:
+            for line in few_held_out(self.validation, job.validation):
+                logger.warning(line)
 
     def _open(self, job: JobConfig) -> None:
         """Open the loaders at the beginning of the data; collective.

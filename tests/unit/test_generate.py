@@ -1,17 +1,21 @@
 """Decoding takes the likeliest token of the whole text, whatever is kept of it."""
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.support.chat_templates import tokenizer_file
+from tests.support.chat_templates import TEMPLATES, tokenizer_file
+from tests.support.commands import run_command
 from tests.support.documents import write_ranks
 from tests.support.packing import filled
+from titan_moe import generate
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Messages, Training
 from titan_moe.data.tokenizer import load_tokenizer
@@ -115,7 +119,8 @@ def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_i
     tokenizer_file(tmp_path)
     training = Training(dataset_format="messages", messages=Messages(template="chatml"))
     tokenizer = load_tokenizer(str(tmp_path), training)
-    ids = prompt_ids("Why?", tokenizer, bos=None, vocab_size=600, chat=True)
+    chat = {"messages": [{"role": "user", "content": "Why?"}]}
+    ids = prompt_ids(chat, tokenizer, bos=None, vocab_size=600)
     asked = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == asked
     end = tokenizer.encode("<|im_end|>")
@@ -123,7 +128,27 @@ def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_i
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('a system message first') }}")
     strict = Messages(template=str(tmp_path / "strict.jinja"))
     refusing = load_tokenizer(str(tmp_path), Training(dataset_format="messages", messages=strict))
-    with pytest.raises(ConfigError, match=r"'Why[?]': .* a system message first"):
-        prompt_ids("Why?", refusing, bos=None, vocab_size=600, chat=True)
+    with pytest.raises(ConfigError, match=r"'Why[?]'.* a system message first"):
+        prompt_ids(chat, refusing, bos=None, vocab_size=600)
     model: Any = _Script([*tokenizer.encode("So.").tolist(), *end.tolist(), 97])
     assert tokenizer.decode(decode(model, ids, tokenizer)) == "So."
+
+
+def test_a_chat_begins_with_system_text_messages_and_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer_file(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["thoughts"])
+    tokenizer = load_tokenizer(str(tmp_path), Training(dataset_format="messages"))
+    model, asked = SimpleNamespace(config=SimpleNamespace(vocab_size=600)), []
+    monkeypatch.setattr(generate, "load_model", lambda *_, chat, **how: chat and (model, tokenizer))
+    monkeypatch.setattr(generate, "decode", lambda _, ids, *__, **how: asked.append(ids) or [])
+    run_command("generate", "x", "--chat", "--system", "Add.", "--prompt", "1?")
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1?"}]
+    for talk in (messages, {"messages": messages, "tools": [{"name": "add"}]}):
+        (tmp_path / "talk.json").write_text(json.dumps(talk))
+        run_command("generate", "x", "--messages", tmp_path / "talk.json")
+    given = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
+    given += "<|im_start|>assistant\n"
+    tools = '<|im_start|>system\n{"name": "add"}\n<|im_end|>\n'
+    assert [tokenizer.decode(ids) for ids in asked] == [given, given, tools + given]

@@ -814,8 +814,10 @@ class Validation(Section):
     enable: bool = False
     """Measure the validation loss."""
     dataset: str | None = None
-    """Name of the data, as in training.dataset; left out: one document in 64 of the training data,
-    which is then not trained on."""
+    """Name of the data, as in training.dataset; left out: one document in held_out_every of the
+    training data, which is then not trained on."""
+    held_out_every: int = Field(64, ge=2)
+    """One document in so many of the training data is held out for validation."""
     dataset_path: _ReadPath | None = None
     """Path of the data, as in training.dataset_path."""
     text_column: str | None = None

@@ -39,6 +39,7 @@ from titan_moe.runtime.errors import RunError
 
 _MOST_SAMPLED = 64  # Documents of each source that the check reads.
 _MOST_SHOWN = 1000  # Tokens of a conversation that it shows.
+_FEW = 8  # Fewer held-out documents make the validation loss noisy.
 
 
 def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
@@ -85,12 +86,14 @@ def sample_data(
     # The sources of a blend have epochs of their own lengths.
     sources = reader.sequences.sources
     size = how["global_batch_size"] if len(sources) == 1 else 0
-    orders = [(source.order, "training", size) for source in sources]
+    orders, few = [(source.order, "training", size) for source in sources], []
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)
         orders += [(source.order, "validation", 0) for source in loader.sources]
+        few = few_held_out(loader, validation)
     lines = [line for each in orders for line in _sample(*each, tokenizer, training.seq_len)]
-    return lines + (tokenizer.conversations.notes() if tokenizer.conversations else [])
+    notes = tokenizer.conversations.notes() if tokenizer.conversations else []
+    return lines + few + notes
 
 
 def on_the_hub(training: Training, validation: Validation) -> str | None:
@@ -123,12 +126,13 @@ def build_reader(
     of_ranks = order[: global_batch_size // num_ranks * num_ranks].reshape(num_ranks, -1)
     sequences = of_ranks[rank].tolist()
     # There is enough of the made-up language: it has one order in all runs.
-    shared = {("synthetic", os.path.realpath(""))}
+    shared, every = {("synthetic", os.path.realpath(""))}, Validation().held_out_every
     if validation is not None and validation.enable:
         shared |= shared_places(validation, training)
+        every = validation.held_out_every
     sources, names = [], []
     for source in training_sources(training):
-        split = Split.TRAIN if source.place in shared else Split.ALL
+        split = Split(every) if source.place in shared else Split()
         opened = _open_order(
             source,
             tokenizer,
@@ -142,8 +146,7 @@ def build_reader(
         if tokenizer.conversations is None:
             _check_size(opened, global_batch_size, repeat=training.repeat_dataset)
         sources.append(BlendSource(opened, source.weight))
-        whole = ":whole" if split is Split.ALL else ""
-        names.append(f"{source.weight:g} x {opened.fingerprint}{whole}")
+        names.append(f"{source.weight:g} x {opened.fingerprint}{_split_mark(split)}")
     identity = Identity(
         fingerprint=" + ".join(names),
         **tokenizer.identity(),
@@ -193,7 +196,8 @@ def build_validation(
     shared = shared_places(validation, training)
     sources = []
     for source in validation_sources(validation, training):
-        split = Split.HELD_OUT if source.place in shared else Split.ALL
+        is_shared = source.place in shared
+        split = Split(validation.held_out_every, held_out=True) if is_shared else Split()
         order = _open_order(source, tokenizer, split, seed=seed)
         if order.size == 0:
             raise ConfigError(
@@ -209,6 +213,17 @@ def build_validation(
         rank=rank,
         num_ranks=num_ranks,
     )
+
+
+def few_held_out(loader: ValidationLoader, validation: Validation) -> list[str]:
+    """One line about each corpus of whose documents fewer than 8 are held out."""
+    every = f"validation.held_out_every={validation.held_out_every}"
+    remedy = "a noisy loss: choose a smaller one, or name a validation.dataset"
+    return [
+        f"{every} holds out {order.size} of {len(order.corpus)} documents of {order.name}, {remedy}"
+        for order in (source.order for source in loader.sources)
+        if isinstance(order, CorpusOrder) and order.size < min(_FEW, len(order.corpus))
+    ]
 
 
 def _sample(
@@ -280,6 +295,12 @@ def _endless_validation(validation: Validation, training: Training) -> list[str]
         for source in validation_sources(validation, training)
         if source.is_stream and training.dataset_format == "text"
     ]
+
+
+def _split_mark(split: Split) -> str:
+    """The suffix of a fingerprint for other documents than the default's."""
+    marks = {0: ":whole", Validation().held_out_every: ""}
+    return marks.get(split.every, f":validation.held_out_every={split.every}")
 
 
 def _open_order(

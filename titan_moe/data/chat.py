@@ -68,7 +68,8 @@ class Conversations:
     def identity(self) -> str:
         """All that ids and targets depend on, beside the tokenizer and the sequence length."""
         templates = dict.fromkeys([self.template.identity, self._with_tools.identity])
-        return f"{'; '.join(templates)}, targets={self._targets}, too_long={self._too_long}"
+        how = f"targets={self._targets}, too_long={self._too_long}, left_out={self._allowed}"
+        return f"{'; '.join(templates)}, {how}"
 
     @property
     def template_source(self) -> str:

@@ -11,13 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-
-# One document in this many is held out for validation.
-HELD_OUT_EVERY = 64
 
 _MASK = (1 << 64) - 1
 
@@ -96,12 +92,13 @@ class Permutation:
                 return value
 
 
-class Split(Enum):
-    """The documents of a source to read: all but the held-out ones, only those, or every one."""
+class Split(NamedTuple):
+    """The documents of a source to read: those that are held out, or all others."""
 
-    TRAIN = "train"
-    HELD_OUT = "held_out"
-    ALL = "all"
+    every: int = 0
+    """One document in so many is held out; 0: none is."""
+    held_out: bool = False
+    """Read the documents that are held out."""
 
 
 class Assignment(NamedTuple):
@@ -156,11 +153,11 @@ class CorpusOrder:
         self._epochs = epochs
         # The split is one fixed permutation of the corpus, cut in two; it knows no seed, so that no
         # run ever trains on another run's held-out documents.
-        self._split = Permutation(len(corpus)) if split is not Split.ALL and len(corpus) else None
-        # One document in 64, but at least one of two.
-        held_out = max(1, len(corpus) // HELD_OUT_EVERY) if len(corpus) > 1 else 0
-        self._first = held_out if split is Split.TRAIN else 0
-        self.size = held_out if split is Split.HELD_OUT else len(corpus) - self._first
+        self._split = Permutation(len(corpus)) if split.every and len(corpus) else None
+        # One document in `every`, but at least one of two.
+        held_out = max(1, len(corpus) // split.every) if split.every and len(corpus) > 1 else 0
+        self._first = 0 if split.held_out else held_out
+        self.size = held_out if split.held_out else len(corpus) - self._first
 
     def checksum(self) -> str:
         return self.corpus.checksum()

@@ -28,7 +28,6 @@ from titan_moe.data.corpus import (
     sampled_checksum,
 )
 from titan_moe.data.order import (
-    HELD_OUT_EVERY,
     Assignment,
     CorpusOrder,
     Document,
@@ -301,13 +300,13 @@ class StreamOrder:
         }
 
     def _accepts(self, document: Document) -> bool:
-        """False for documents of the other half of the split. One document in 64 is held out by its
-        text, the same in every partition and run."""
-        if self._split is Split.ALL:
+        """False for documents of the other half of the split. One document in `every` is held out
+        by its text, the same in every partition and run."""
+        if not self._split.every:
             return True
         text = document.content if isinstance(document.content, str) else ""
-        held_out = mix(zlib.crc32(text.encode(errors="replace"))) % HELD_OUT_EVERY == 0
-        return held_out == (self._split is Split.HELD_OUT)
+        held_out = mix(zlib.crc32(text.encode(errors="replace"))) % self._split.every == 0
+        return held_out == self._split.held_out
 
 
 class _Partition:

@@ -9,8 +9,9 @@ A file has a JSON object on each line, for one response:
     routed_experts_start_len    first tokens that the array leaves out; left out: 0
 
 Engines return a row for each decoder layer, zeros for a dense one, or (vLLM 0.21) for each MoE
-layer; none for multi-token prediction. The last token of a response was no input and has no route.
--1 marks other routes that an engine does not know.
+layer; none for multi-token prediction. The last token of a response was no input and has no route:
+its row may be left out, and is ignored whatever it holds. -1 marks other routes that an engine does
+not know.
 
 Experts depend on the tokens before. A response is therefore found where a document has its tokens
 from the first on. The document may have more, or be cut off by the end of its sequence; what the
@@ -175,6 +176,8 @@ def _read_response(
             f"routes of tokens {first} to {first + num_tokens - 1}, which must end with the last "
             f"of {len(ids)} token_ids or the one before it: see routed_experts_start_len"
         )
+    num_tokens = min(num_tokens, len(ids) - 1 - first)  # The last one was no input.
+    experts = experts[:num_tokens]
     chosen_TLK = experts[:, numbers] if rows == num_layers else experts
     if (largest := chosen_TLK.max(initial=0)) >= dims.num_experts:
         raise ValueError(f"expert {largest}, the model has num_experts={dims.num_experts}")

@@ -66,6 +66,7 @@ _PARTS = (
         ("--validation.text_column a", MODEL, "validation.text_column=a has no effect: validation"),
         (f"{_DEDUPLICATED} {EP}_capacity_factor 2", MODEL, "parallelism.expert_parallel_capaci"),
         ("--validation.dataset_path a", MODEL, "validation.dataset_path=a has no effect: validat"),
+        ("--validation.held_out_every 5", MODEL, "validation.held_out_every=5 has no effect: val"),
         ("--validation.dataset a", MODEL, "validation.dataset=a has no effect: validation.enable"),
         ("--checkpoint.last_save_in_hf", MODEL, "checkpoint.last_save_in_hf=true has no effect: c"),
         (_NEVER, MODEL, "stages[0] (from_step=9) has no effect: training.steps=8 ends before it"),

@@ -47,24 +47,31 @@ def test_assignment_gives_every_document_once_and_reads_partitions_equally_fast(
         assert sorted(assignment.partitions(sequence)) == sorted({number for number, _ in own})
 
 
+@pytest.mark.parametrize("every", [64, 8, 2])
 @pytest.mark.parametrize("size", [2, 5, 64, 200])
-def test_training_never_sees_held_out_documents(size):
+def test_training_never_sees_held_out_documents(size, every):
     corpus = SyntheticCorpus(0, num_documents=size)
 
     def read(split, seed):
         order = CorpusOrder("synthetic", corpus, split=split, seed=seed, epochs=1)
         return [order.document(position).content for position in range(order.size)]
 
-    held_out = read(Split.HELD_OUT, None)
-    assert len(held_out) == max(1, size // 64)
+    held_out = read(Split(every, held_out=True), None)
+    assert len(held_out) == max(1, size // every)
     for seed in (0, 1):
-        read_once = sorted(read(Split.TRAIN, seed) + held_out)
+        read_once = sorted(read(Split(every), seed) + held_out)
         assert read_once == sorted(corpus[index].content for index in range(size))
+
+
+def test_the_same_documents_are_held_out_as_ever():
+    corpus, split = SyntheticCorpus(0, num_documents=300), Split(64, held_out=True)
+    order = CorpusOrder("synthetic", corpus, split=split, seed=None, epochs=1)
+    assert [order.index(position) for position in range(order.size)] == [40, 133, 83, 46]
 
 
 def test_each_epoch_has_another_order():
     corpus = SyntheticCorpus(0, num_documents=100)
-    order = CorpusOrder("synthetic", corpus, split=Split.TRAIN, seed=0, epochs=None)
+    order = CorpusOrder("synthetic", corpus, split=Split(64), seed=0, epochs=None)
     epochs = [
         [order.document(epoch * order.size + index).content for index in range(order.size)]
         for epoch in range(3)

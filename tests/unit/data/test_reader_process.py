@@ -171,6 +171,13 @@ def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     expected.close()
 
 
+def test_run_warns_of_few_held_out_documents(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(511))
+    job = job_of(training(dataset="json", dataset_path=path, global_batch_size=8))
+    data_of(job.with_values(validation={"enable": True})).loader.close()
+    assert "validation.held_out_every=64 holds out 7 of 511 documents" in caplog.text
+
+
 def test_documents_without_a_text_are_counted_across_a_resume_in_another_stage(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [None, "a", "b", "c"])
     keys = {"dataset": "json", "dataset_path": path, "repeat_dataset": True, "seq_len": 4}

@@ -79,7 +79,7 @@ def test_another_batch_begins_behind_all_documents_before(sources, batches):
     plan = [Stage(before, 32, 7, ranks=2), Stage(after, 48, 1)]
     *first, last = staged_run(plan, [sources["json"]])
     corpus = FileCorpus(Source("training.", "json", sources["json"].dataset_path))
-    order = CorpusOrder("json", corpus, split=Split.TRAIN, seed=SEED, epochs=1)
+    order = CorpusOrder("json", corpus, split=Split(64), seed=SEED, epochs=1)
     places = {order.document(place).name: place for place in range(order.size)}
     seen = max(places[name] for step in first for *_, names in step for name in names)
     begin = places[last[0][3][0]]

@@ -55,11 +55,14 @@ class ListStream:
         return self.place
 
 
+ALL = Split()
+
+
 def texts_of_files(lengths):
     return [[f"{file}.{number}" for number in range(n)] for file, n in enumerate(lengths)]
 
 
-def order(files, *, sequences, batch, split=Split.ALL, repeat=False):
+def order(files, *, sequences, batch, split=ALL, repeat=False):
     return StreamOrder(
         "list",
         ListStream(files) if isinstance(files, list) else files,
@@ -97,10 +100,17 @@ def test_every_rank_reads_the_documents_of_a_slow_reader(lengths, batch, ranks):
     expected = slow_sequences(files, batch, 60)
     for rank in range(ranks):
         own = range(rank * batch // ranks, (rank + 1) * batch // ranks)
-        source = order(files, sequences=own, batch=batch, repeat=True, split=Split.TRAIN)
+        source = order(files, sequences=own, batch=batch, repeat=True, split=Split(64))
         # The last sequence far ahead of the first one.
         for sequence in reversed(own):
             assert read(source, sequence, range(60), batch=batch) == expected[sequence]
+
+
+def test_one_document_in_so_many_of_a_stream_is_held_out():
+    files = texts_of_files([400])
+    expected = [text for text in files[0] if is_held_out(text, every=5)]
+    source = order(files, sequences=[0], batch=1, split=Split(5, held_out=True))
+    assert read(source, 0, range(len(expected)), batch=1) == expected
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -193,7 +203,7 @@ def test_hub_stream_is_the_slow_reader_and_goes_on_from_its_mark(tmp_path):
     fresh = hub(tmp_path)
     assert texts_of(fresh, mark) == texts[1700:]
     assert texts_of(fresh) == texts
-    source = order(fresh, sequences=range(10), batch=10, split=Split.TRAIN, repeat=True)
+    source = order(fresh, sequences=range(10), batch=10, split=Split(64), repeat=True)
     assert source.fingerprint == "hub:c4:files=5" and source.num_partitions == 5
     assert source.document(300 * 2, 1).name == "c4/1/600"
 

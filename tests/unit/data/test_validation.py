@@ -6,7 +6,7 @@ import torch
 from tests.support.documents import TOKENIZER, build_loader, random_texts, slow_rows, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data.build import build_validation
+from titan_moe.data.build import build_validation, sample_data
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.runtime.errors import RunError
 
@@ -67,12 +67,16 @@ def test_steps_limit_the_rows_of_all_ranks_together(training):
     assert batches == [-(-len(everything) // 4)] * 2
 
 
-def test_held_out_documents_are_whole_and_never_trained_on(training):
-    validated = {name for batch in build(training)[0] for row in batch.samples for name in row}
-    assert len(validated) == 640 // 64
-    section = training.model_copy(update={"repeat_dataset": True})
-    assert not trained_documents(section, Validation(enable=True), 630) & validated
-    targets = sum(int((batch.labels_BS != IGNORE_INDEX).sum()) for batch in build(training)[0])
+@pytest.mark.parametrize("every", [64, 5])
+def test_held_out_documents_are_whole_and_never_trained_on(training, every):
+    (loader,) = build(training, held_out_every=every)
+    validated = {name for batch in loader for row in batch.samples for name in row}
+    assert len(validated) == 640 // every
+    section, count = training.model_copy(update={"repeat_dataset": True}), 640 - len(validated)
+    validation = Validation(enable=True, held_out_every=every)
+    trained = trained_documents(section, validation, count)
+    assert len(trained) == count and not trained & validated
+    targets = sum(int((batch.labels_BS != IGNORE_INDEX).sum()) for batch in loader)
     corpus = random_texts(640)
     lengths = [len(corpus[int(name.removeprefix("json/"))].encode()) for name in validated]
     assert targets == sum(lengths)  # Each document predicts its tokens but the first, and EOS.
@@ -103,8 +107,24 @@ def test_position_of_a_run_that_held_documents_out_is_refused_without_validation
     with_validation = Validation(enable=True)
     state = build_loader(training, validation=with_validation).state_dict()
     build_loader(training, validation=with_validation).load_state_dict(state)
+    assert "held_out" not in str(state["identity"])  # Positions of before the key was there.
     with pytest.raises(RunError, match="taken with fingerprint="):
         build_loader(training).load_state_dict(state)
+    with pytest.raises(RunError, match=r"this run has fingerprint=.*:validation.held_out_every=5"):
+        others = Validation(enable=True, held_out_every=5)
+        build_loader(training, validation=others).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("every", "count"), [(64, 7), (63, 8)])
+def test_few_held_out_documents_are_noted(tmp_path, every, count):
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(511))
+    training = Training(dataset="json", dataset_path=path)
+    validation = Validation(enable=True, held_out_every=every)
+    lines = sample_data(training, validation, TOKENIZER, seed=0, global_batch_size=8)
+    assert f"for validation: {count} documents" in lines[1]
+    line = "validation.held_out_every=64 holds out 7 of 511 documents of training.dataset='json', "
+    remedy = "a noisy loss: choose a smaller one, or name a validation.dataset"
+    assert lines[2:] == [line + remedy] * (count < 8)
 
 
 def test_training_data_named_again_means_its_held_out_part(training, tmp_path):

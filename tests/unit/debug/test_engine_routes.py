@@ -30,10 +30,12 @@ def run_import(folder: Path, *lines: str | dict[str, Any], family: str = "deepse
     return run_command("routes", "import", *files, *out, "--ranks", 1, *words)
 
 
-def test_import_says_what_it_found(tmp_path: Path) -> None:
-    done = run_import(tmp_path, LINE, {**LINE, "token_ids": [*IDS[:-1], 0]}, "")
+@pytest.mark.parametrize("last", [[], [[[0, 0]] * 8], [[[2, 3]] * 8], [[[9, -1]] * 8]])
+def test_import_says_what_it_found(tmp_path: Path, last: list[Any]) -> None:
+    line = {**LINE, "routed_experts": ROUTES[:-1] + last}
+    done = run_import(tmp_path, line, {**line, "token_ids": [*IDS[:-1], 0]}, "")
     first, second = done.stdout.splitlines()
-    assert "record: routes of " in first and "1 of 2 responses are whole in one" in first
+    assert "record: routes of 70 tokens" in first and "1 of 2 responses are whole in one" in first
     assert second.endswith("responses.jsonl:2 and 0 more are whole in none")
     assert json.loads((tmp_path / "record/record.json").read_text())["dtype"] == "bfloat16"
 

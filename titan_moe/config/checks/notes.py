@@ -150,7 +150,8 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
     )
     saves = "checkpoint.load_only checkpoint.last_save_in_hf"
     yield saves, not job.checkpoint.enable, "checkpoint.enable is false"
-    yield "validation.dataset*", not job.validation.enable, "validation.enable is false"
+    own = "validation.dataset* validation.held_out_every"
+    yield own, not job.validation.enable, "validation.enable is false"
     yield (
         "debug.capture_step",
         job.debug.capture_step > training.steps,
