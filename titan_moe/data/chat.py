@@ -31,6 +31,7 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 _EDGE = "\ufdd2"  # On both sides of a content that is searched for.
 _RESERVED = re.compile(f"[{_BEGIN}{_END}{_EDGE}]")
+_TALK = ("user", "assistant")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -88,6 +89,7 @@ class ChatTemplate:
             "raise_exception": _refuse,
             "strftime_now": lambda form: _write_date(date, form),
         }
+        self.source = source
         self.identity = f"template={digest(source)}, date={date}"
         """All that a text depends on, beside the special tokens."""
         self._tokens = dict(tokens)
@@ -290,6 +292,8 @@ class Conversations:
         self._encode, self._around = encode, around
         self._targets, self._too_long = targets, too_long
         self._roles = ["assistant"] if isinstance(targets, str) else targets
+        self.template_source = template.source
+        """The template in Jinja."""
         self.unseen_roles = set(self._roles)
         """Roles to be learned that no conversation has had so far."""
 
@@ -301,6 +305,18 @@ class Conversations:
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """Ids after which the model writes its answer to `messages`; raises ChatError."""
         return self._encode(self.template.prompt(messages)).ids
+
+    def turn_ends(self) -> list[int]:
+        """Ids of the tokens that end the assistant's turns, that of a plain answer first; empty if
+        the template has none."""
+        try:
+            said = self.template.render([{"role": who, "content": "x"} for who in _TALK])
+        except ChatError:
+            return []
+        answer = said.text[: said.spans[-1][1]]
+        last = [token[0] for token in self.template.special.finditer(answer)][-1:]
+        ids: Any = self._encode(last[0]).ids if last and answer.endswith(last[0]) else []
+        return [int(number) for number in ids]
 
     def special_inside(self, text: str) -> str | None:
         """The first special token that a conversation's JSON names, which is read as one."""
