@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from filecmp import cmpfiles
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from titan_moe.checkpoint.digests import MANIFEST
 from titan_moe.checkpoint.hf.folder import INDEX, PUBLISHED_INDEX
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
-from titan_moe.models.hf_settings import kept_keys, text_of
+from titan_moe.models.hf_settings import TextFormat, kept_keys, text_of
 
 HF = "hf"
 """Folder of a checkpoint that holds the files that came along with imported weights."""
@@ -32,9 +32,8 @@ OUTDATED = {
     "rope_parameters",
     "_name_or_path",
 }
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-Ends = Callable[[], Mapping[str, int]]
-"""Returns the tokens that begin, end and pad a text, by the keys of config.json."""
+EOS = "eos_token_id"
+ENDS = ("bos_token_id", EOS, "pad_token_id")
 _KINDS = ("model_type", "architectures")
 CODE = "auto_map"
 
@@ -96,7 +95,7 @@ def write_assets(
     model: HFModel,
     origin: Path | None,
     folders: Sequence[Path],
-    ends: Ends,
+    texts: TextFormat,
     dtype: torch.dtype,
     target: Path,
     tokenizer: str | None = None,
@@ -104,12 +103,11 @@ def write_assets(
     """Give an export its config.json and the files of the first of `folders` that has any.
 
     All keys of the origin's config.json are kept that do not follow from the dimensions. The tokens
-    that begin and end a text are the origin's, else the tokenizer's. A model that was trained with
-    another tokenizer than the one there gets that one's files and tokens.
+    that begin and end a text are the origin's, else those that were trained. A model that was
+    trained with another tokenizer than the one there gets that one's files and tokens.
 
     Args:
         origin: as `origin_of` finds it.
-        ends: the tokenizer's, where it is known.
         tokenizer: the run's model.tokenizer_path, where it is known.
     """
     files = next(filter(None, map(_files, folders)), [])
@@ -122,8 +120,8 @@ def write_assets(
     original = {} if origin is None else read_settings(origin)
     text = text_of(original)
     generation = {} if origin is None else _read(origin / "generation_config.json")
-    settings = kept_keys(model.settings(), text, OUTDATED) | _typed(text, dtype)
-    settings |= _ends_of_texts((text, original, generation) if others is None else (), ends)
+    ends = _ends_of_texts((text, original, generation) if others is None else (), texts)
+    settings = kept_keys(model.settings(), text, OUTDATED) | _typed(text, dtype) | ends
     if model.wrapper is not None:
         own = {key: text[key] for key in _KINDS if key in text}
         inside = {key: value for key, value in settings.items() if key not in _KINDS} | own
@@ -144,15 +142,15 @@ def _typed(original: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
     return {key: str(dtype).removeprefix("torch.")}
 
 
-def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str, Any]:
+def _ends_of_texts(tables: Sequence[Mapping[str, Any]], texts: TextFormat) -> dict[str, Any]:
     """The tokens that begin, end and pad a text: by the first table that has each, or where none
-    has an end, by the tokenizer."""
-    if all(table.get("eos_token_id") is None for table in tables):
-        tables = [*tables, ends()]
+    has an end, those that were trained."""
+    if all(table.get(EOS) is None for table in tables):
+        tables = [*tables, texts.ends]
     found: dict[str, Any] = dict.fromkeys(ENDS)
     for table in reversed(tables):
         found |= {key: table[key] for key in ENDS if table.get(key) is not None}
-    if found["eos_token_id"] is None:
+    if found[EOS] is None:
         logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
     return found
 
