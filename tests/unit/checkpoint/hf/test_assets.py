@@ -1,6 +1,7 @@
 """An export's config.json and the files beside it, by the folder or the tokenizer of its model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Training
 from titan_moe.data.tokenizer import load_tokenizer, text_format_of
 from titan_moe.models.hf import differences, model_of
-from titan_moe.models.hf_settings import TextFormat
+from titan_moe.models.hf_settings import WRAPPERS, TextFormat
 
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -129,6 +130,19 @@ def test_an_export_carries_the_tokenizer_that_the_model_was_trained_with(kind, t
 def test_the_bytes_name_their_ends_of_texts_and_no_tokenizer_has_none(tmp_path):
     assert text_format_of("bytes").ends == {"bos_token_id": 256, "eos_token_id": 257}
     assert text_format_of(str(tmp_path)) == TextFormat()
+
+
+def test_what_ends_a_turn_ends_a_text_of_a_model_that_also_sees(tmp_path):
+    """Inside of text_config and beside it; a run on bytes has no files to change."""
+    model = replace(small_model("qwen3"), wrapper=WRAPPERS["qwen3_vl"])
+    text = model.settings() | {"eos_token_id": [5, 6]}
+    whole = {"model_type": "qwen3_vl", "eos_token_id": 5, "text_config": text}
+    _write(tmp_path / "in", config=whole)
+    texts = TextFormat({"eos_token_id": 7}, "{{ messages }}", {"<end>": 9, "<call>": 6})
+    _written(model, [tmp_path / "in"], tmp_path / "out", texts)
+    found = _settings(tmp_path / "out")
+    assert (found["eos_token_id"], found["text_config"]["eos_token_id"]) == ([9, 6, 5], [9, 6, 5])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
 def test_an_export_without_a_known_end_of_text_says_so(tmp_path, caplog):
