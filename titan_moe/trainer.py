@@ -24,7 +24,7 @@ from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.training_stages import changes, job_of_step, training_stages
 from titan_moe.data.batch import Batch
 from titan_moe.data.reader import documents_without_text, first_without_text, merge_states
-from titan_moe.data.tokenizer import loss_unit, token_ends
+from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.bad_step_causes import bad_step_causes
 from titan_moe.debug.routing_trace import RoutingTrace
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
@@ -81,6 +81,7 @@ class Trainer:
         self.data = TrainData(self.run_job, job, model_config, process)
         self.progress = Progress()
         state = self.checkpointer.load() or {}
+        self.checkpointer.texts = self.data.tokenizer.text_format(self.checkpointer.texts)
         if "data" in state:
             self.data.load_state(state["data"])
         if "step" in state:
@@ -320,14 +321,14 @@ class Trainer:
 
     def _move_to(self, job: JobConfig) -> int:
         """Move parameters and optimizer state to another layout; returns the bytes sent."""
-        last_step = self.checkpointer.finish()
+        last_step, texts = self.checkpointer.finish(), self.checkpointer.texts
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
         self._build_model(job, self.meshes.groups)
         moved = move(weights, model_tensors(self.sharded.parts))
         self._prepare_updates()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
-        self.checkpointer.last_step = last_step
+        self.checkpointer.last_step, self.checkpointer.texts = last_step, texts
         return moved + moved_too
 
     def _say_goodbye(self) -> None:
@@ -396,5 +397,4 @@ def _checkpointer(
         job_record=run_job.model_dump(mode="json"),
         merge_data=merge_states,
         model=HFModel(job.model.name, sharded.config),
-        ends_of=token_ends,
     )

@@ -35,7 +35,7 @@ from titan_moe.checkpoint.checksums import checksums, joint_digest, unlike_copie
 from titan_moe.checkpoint.folder import find_checkpoint
 from titan_moe.checkpoint.hf.peft import load_adapters
 from titan_moe.checkpoint.hf.read import load_hf
-from titan_moe.checkpoint.hf.write import EndsOf, export_checkpoint, no_ends
+from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.checkpoint.manifest import (
     Manifest,
     audit,
@@ -70,6 +70,7 @@ from titan_moe.distributed.agreement import control_group, lowest, on_rank_zero
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.hf import HFModel, as_record
+from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.process import set_timeout
@@ -93,7 +94,6 @@ class Checkpointer:
         job_record: the resolved configuration as JSON, kept in the manifest.
         merge_data: makes one data position of the ranks' own, which may overlap.
         model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
-        ends_of: reads the tokens that end texts, which these folders name.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class Checkpointer:
         job_record: dict[str, Any],
         merge_data: MergeData,
         model: HFModel | None = None,
-        ends_of: EndsOf = no_ends,
     ) -> None:
         self._config = config
         self.folder = dump_folder / config.folder
@@ -116,7 +115,6 @@ class Checkpointer:
         self.job_record = job_record
         self._merge_data = merge_data
         self._model = model
-        self._ends_of = ends_of
         self._group = control_group()
         set_timeout(config.save_timeout_seconds, self._group)
         if config.async_mode != "disabled":
@@ -133,6 +131,7 @@ class Checkpointer:
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
         self.loaded_job: dict[str, Any] = {}
         """The configuration that saved the checkpoint last loaded."""
+        self.texts = TextFormat()  # Kept in the manifest; `load` takes the checkpoint's.
 
     def maybe_save(self, step: int, state: dict[str, Any], *, last: bool = False) -> bool:
         """Save if the configuration wants a checkpoint after this step; returns whether it did.
@@ -188,7 +187,8 @@ class Checkpointer:
                 write_train_state(aside, states, self._merge_data)
             of = self._model
             model = (of.family, as_record(of.config)) if of else ("", {})
-            manifest = Manifest(step, model_only, specs, sums, self.job_record, *model, base=base)
+            more: dict[str, Any] = {"base": base, "texts": self.texts}
+            manifest = Manifest(step, model_only, specs, sums, self.job_record, *model, **more)
             publish(aside, target, manifest, names, self._config.keep_latest_k)
 
         doing = f"cannot save checkpoint {target}"
@@ -259,7 +259,7 @@ class Checkpointer:
         source = step_folder(self.folder, step)
         target = folders.hf_folder(self.folder, step)
         dtype = getattr(torch, self._config.export_dtype)
-        self._say("%s", export_checkpoint(source, target, dtype, self._ends_of))
+        self._say("%s", export_checkpoint(source, target, dtype))
 
     def check_export(self, last_step: int, *, finished: bool = False) -> None:
         """Raises RunError when the export after the last step would find its folder taken; of a
@@ -291,7 +291,7 @@ class Checkpointer:
             load_adapters(self._model, self.job_record, model_tensors(self._modules))
             return None
         source, manifest, model_only, excluded = found
-        self.loaded_job = manifest.job
+        self.loaded_job, self.texts = manifest.job, manifest.texts
         is_own = source.parent == self.folder
         refuse_other_adapters(manifest, source, self.job_record, is_own=is_own)
         if is_own and self._base_names:

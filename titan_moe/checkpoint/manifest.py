@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_moe.checkpoint.digests import MANIFEST, damage, digest, files
 from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.models.decoder import ADAPTER
+from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError, listed
 from titan_moe.runtime.revision import running_code
 
@@ -61,6 +62,7 @@ class Manifest:
     base: str = ""
     """Digest of the base weights, which a checkpoint of adapters does not hold; empty for a whole
     model."""
+    texts: TextFormat = field(default_factory=TextFormat)
     files: dict[str, str] = field(default_factory=dict)
     """Digests of all other files by name: `write_manifest` takes them."""
 
@@ -100,7 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
     del content["sha256"]
     specs = content.pop("tensors").items()
     tensors = {name: TensorSpec(tuple(spec["shape"]), spec["dtype"]) for name, spec in specs}
-    manifest = Manifest(tensors=tensors, **content)
+    texts = TextFormat(**content.pop("texts"))
+    manifest = Manifest(tensors=tensors, texts=texts, **content)
     # Files that came along with imported weights are large: they are compared where they are used.
     own = [name for name in manifest.files if "/" not in name]
     if lines := damage(folder, manifest.files, MANIFEST, own):

@@ -37,8 +37,10 @@ def import_(options: argparse.Namespace) -> Answer:
     Exit codes: 0; 1 the folder cannot be read or written; 2 a folder that is not supported.
     """
     from titan_moe.checkpoint.hf.read import import_folder
+    from titan_moe.data.tokenizer import text_format_of
 
-    return converted(import_folder, options)
+    texts = text_format_of(str(options.source))
+    return converted(partial(import_folder, texts=texts), options)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +68,8 @@ def export(options: argparse.Namespace) -> Answer:
     wrong argument, or --logits without transformers.
     """
     from titan_moe.checkpoint.hf.write import export_checkpoint
-    from titan_moe.data.tokenizer import token_ends
 
-    return _compared(partial(export_checkpoint, ends_of=token_ends), options)
+    return _compared(export_checkpoint, options)
 
 
 def _compared(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
@@ -106,9 +107,8 @@ def merge(options: argparse.Namespace) -> Answer:
     Exit codes: 0; 1 something cannot be read, or the folder not be written; 2 a wrong argument.
     """
     from titan_moe.checkpoint.hf.merge import merge
-    from titan_moe.data.tokenizer import token_ends
 
-    return _compared(partial(merge, base=options.base, ends_of=token_ends), options)
+    return _compared(partial(merge, base=options.base), options)
 
 
 def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from titan_moe.data import tiktoken_files
 from titan_moe.data.conversations import ChatError, Spans
 from titan_moe.data.encodings import ByteEncoding, HuggingFaceEncoding, SentencePieceEncoding
 from titan_moe.data.order import digest
-from titan_moe.models.hf_settings import text_of
+from titan_moe.models.hf_settings import TextFormat, text_of
 
 if TYPE_CHECKING:
     from titan_moe.data.chat import Conversations
@@ -139,6 +140,23 @@ class Tokenizer:
         if eos not in _TURN_ENDS:
             return eos
         return next((n for n in _TEXT_ENDS if self._encoding.id_of(n) is not None), eos)
+
+    def text_format(self, before: TextFormat = TextFormat()) -> TextFormat:  # noqa: B008
+        """The format of texts of a model that trains on this tokenizer's documents.
+
+        Args:
+            before: of the checkpoint that the run begins with. A run on texts leaves its chat
+                template to the model, if the tokenizer has its tokens.
+        """
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
+        ends = {f"{name}_token_id": number for name, number in ids.items() if number is not None}
+        special = self._encoding.special
+        if self.conversations is None:
+            is_same = before.turn_ends.items() <= special.items()
+            return replace(before if is_same else TextFormat(), ends=ends)
+        names = {number: name for name, number in special.items()}
+        turn_ends = {names[number]: number for number in self.conversations.turn_ends()}
+        return TextFormat(ends, self.conversations.template_source, turn_ends)
 
     def identity(self) -> dict[str, Any]:
         """Everything that ids of documents depend on, by the fields of `sequences.Identity`."""
@@ -263,15 +281,13 @@ def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
     return ("byte", 256) if tokenizer.path == "bytes" else ("token", tokenizer.vocab_size)
 
 
-def token_ends(path: str, training: Training) -> dict[str, int]:
-    """The tokens that begin, end and pad a text, by the keys that config.json has for them; empty
-    where `load_tokenizer` finds no tokenizer."""
+def text_format_of(path: str) -> TextFormat:
+    """The format of texts of a folder's tokenizer, without a chat template; empty if
+    `load_tokenizer` finds no tokenizer."""
     try:
-        tokenizer = load_tokenizer(path, training.model_copy(update={"dataset_format": "text"}))
+        return load_tokenizer(path).text_format()
     except ConfigError:
-        return {}
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    return {f"{name}_token_id": number for name, number in ids.items() if number is not None}
+        return TextFormat()
 
 
 def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:

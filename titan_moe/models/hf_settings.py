@@ -1,7 +1,8 @@
-"""Published models around a text model, and keys that a config.json keeps of an earlier one."""
+"""Published models around a text model, how a model's texts are written, and keys that a
+config.json keeps of an earlier one."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from titan_moe.models.config import Llama3Scaling, YarnScaling
@@ -17,6 +18,18 @@ ROPE = {
     "attention_factor",
     *(field.name for scaling in (YarnScaling, Llama3Scaling) for field in fields(scaling)),
 }
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """The tokens around the texts that a model was trained on, and its chat template."""
+
+    ends: dict[str, int] = field(default_factory=dict)
+    """Ids that begin, end and pad a text, by the keys of config.json."""
+    template: str | None = None
+    """The chat template in Jinja; None if no conversations were trained."""
+    turn_ends: dict[str, int] = field(default_factory=dict)
+    """Ids of the tokens that end the assistant's turns, by name, that of a plain answer first."""
 
 
 @dataclass(frozen=True)

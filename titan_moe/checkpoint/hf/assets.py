@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from filecmp import cmpfiles
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from titan_moe.checkpoint.digests import MANIFEST
 from titan_moe.checkpoint.hf.folder import INDEX, PUBLISHED_INDEX
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
-from titan_moe.models.hf_settings import kept_keys, text_of
+from titan_moe.models.hf_settings import TextFormat, kept_keys, text_of
 
 HF = "hf"
 """Folder of a checkpoint that holds the files that came along with imported weights."""
@@ -32,9 +32,11 @@ OUTDATED = {
     "rope_parameters",
     "_name_or_path",
 }
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-Ends = Callable[[], Mapping[str, int]]
-"""Returns the tokens that begin, end and pad a text, by the keys of config.json."""
+EOS = "eos_token_id"
+ENDS = ("bos_token_id", EOS, "pad_token_id")
+_GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
+# Files that may have a chat template inside, or name the token that ends a text.
+_NAMING = (_TOKENIZER, "special_tokens_map.json", "chat_template.json", "processor_config.json")
 _KINDS = ("model_type", "architectures")
 CODE = "auto_map"
 
@@ -43,9 +45,13 @@ class Carried(NamedTuple):
     """Holds what an export takes along from the folders that its model came from."""
 
     files: list[Path]
-    """Files that were copied."""
+    """Files that were copied, and are as they were."""
     ends: bool
     """The tokens that begin and end a text are those of the weights' folder, if that names any."""
+    turn_ends: list[int]
+    """Tokens that end a text too."""
+    written: Mapping[str, str]
+    """Files that were changed or added for the chat template, by name, and their text."""
 
 
 def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]:
@@ -96,7 +102,7 @@ def write_assets(
     model: HFModel,
     origin: Path | None,
     folders: Sequence[Path],
-    ends: Ends,
+    texts: TextFormat,
     dtype: torch.dtype,
     target: Path,
     tokenizer: str | None = None,
@@ -104,12 +110,12 @@ def write_assets(
     """Give an export its config.json and the files of the first of `folders` that has any.
 
     All keys of the origin's config.json are kept that do not follow from the dimensions. The tokens
-    that begin and end a text are the origin's, else the tokenizer's. A model that was trained with
-    another tokenizer than the one there gets that one's files and tokens.
+    that begin and end a text are the origin's, else those that were trained. A model that was
+    trained with another tokenizer than the one there gets that one's files and tokens. The chat
+    template is the one that was trained, and what ends its turns ends a text too.
 
     Args:
         origin: as `origin_of` finds it.
-        ends: the tokenizer's, where it is known.
         tokenizer: the run's model.tokenizer_path, where it is known.
     """
     files = next(filter(None, map(_files, folders)), [])
@@ -121,13 +127,15 @@ def write_assets(
         shutil.copyfile(path, target / path.name)
     original = {} if origin is None else read_settings(origin)
     text = text_of(original)
-    generation = {} if origin is None else _read(origin / "generation_config.json")
-    settings = kept_keys(model.settings(), text, OUTDATED) | _typed(text, dtype)
-    settings |= _ends_of_texts((text, original, generation) if others is None else (), ends)
+    generation = {} if origin is None else _read(origin / _GENERATION)
+    ends = _ends_of_texts((text, original, generation) if others is None else (), texts)
+    settings = kept_keys(model.settings(), text, OUTDATED) | _typed(text, dtype) | ends
     if model.wrapper is not None:
         own = {key: text[key] for key in _KINDS if key in text}
         inside = {key: value for key, value in settings.items() if key not in _KINDS} | own
         kept = {key: value for key, value in original.items() if key not in OUTDATED}
+        if kept.get(EOS) is not None:
+            kept[EOS] = with_ids(kept[EOS], texts.turn_ends.values())
         settings = kept | _typed(original, dtype) | {"text_config": inside}
     if missing := (_code(settings) | _named_code(files)) - {path.name for path in files}:
         lost = ", ".join(sorted(missing))
@@ -135,7 +143,40 @@ def write_assets(
     if missing & _code(settings):
         settings.pop(CODE)
     (target / CONFIG).write_text(json.dumps(settings, indent=2))
-    return Carried(files, ends=others is None)
+    written = _chat_files(target, texts, ends) if files else {}
+    for name, content in written.items():
+        (target / name).write_bytes(content.encode())
+    files = [path for path in files if path.name not in written]
+    return Carried(files, others is None, [*texts.turn_ends.values()], written)
+
+
+def _chat_files(target: Path, texts: TextFormat, ends: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the files of a folder that a trained chat template changes, by name, and their text.
+
+    Tokenizers of transformers prefer chat_template.jinja to what JSON files have inside, processors
+    do not: all of them get the template. A template that writes eos_token itself keeps that token.
+    """
+    if texts.template is None:
+        return {}
+    made = {"chat_template.jinja": texts.template}
+    for name in (*_NAMING, _GENERATION):
+        before = _read(target / name)
+        table = before | {key: texts.template for key in ("chat_template",) if key in before}
+        names_eos = "eos_token" in table or name == _TOKENIZER
+        if texts.turn_ends and names_eos and "eos_token" not in texts.template:
+            table["eos_token"] = next(iter(texts.turn_ends))
+        if texts.turn_ends and name == _GENERATION:
+            table = table or {key: value for key, value in ends.items() if value is not None}
+            table[EOS] = with_ids(table.get(EOS, ends[EOS]), texts.turn_ends.values())
+        if table != before:
+            made[name] = json.dumps(table, indent=2, ensure_ascii=False)
+    return made
+
+
+def with_ids(known: Any, ids: Collection[int]) -> Any:
+    """Returns the value of an eos_token_id that has these ids too."""
+    before = known if isinstance(known, list) else [known] if known is not None else []
+    return known if set(ids) <= set(before) else list(dict.fromkeys([*ids, *before]))
 
 
 def _typed(original: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
@@ -144,15 +185,16 @@ def _typed(original: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
     return {key: str(dtype).removeprefix("torch.")}
 
 
-def _ends_of_texts(tables: Sequence[Mapping[str, Any]], ends: Ends) -> dict[str, Any]:
+def _ends_of_texts(tables: Sequence[Mapping[str, Any]], texts: TextFormat) -> dict[str, Any]:
     """The tokens that begin, end and pad a text: by the first table that has each, or where none
-    has an end, by the tokenizer."""
-    if all(table.get("eos_token_id") is None for table in tables):
-        tables = [*tables, ends()]
+    has an end, those that were trained; and those that end a turn."""
+    if all(table.get(EOS) is None for table in tables):
+        tables = [*tables, texts.ends]
     found: dict[str, Any] = dict.fromkeys(ENDS)
     for table in reversed(tables):
         found |= {key: table[key] for key in ENDS if table.get(key) is not None}
-    if found["eos_token_id"] is None:
+    found[EOS] = with_ids(found[EOS], texts.turn_ends.values())
+    if found[EOS] is None:
         logger.warning("no eos_token_id is known: add it to %s, or no text ends", CONFIG)
     return found
 

@@ -16,7 +16,7 @@ from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import LARGEST_CHUNK, speed_line
 from titan_moe.checkpoint.hf.shards import published_type
 from titan_moe.checkpoint.hf.source import Source, checkpoint_source, folder_source
-from titan_moe.checkpoint.hf.write import EndsOf, export, no_ends
+from titan_moe.checkpoint.hf.write import export
 from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
 from titan_moe.checkpoint.tensors import MODEL, Chunk
 from titan_moe.config.job_config import Lora, Training
@@ -76,11 +76,7 @@ class _Merged:
 
 
 def merge(
-    checkpoint: Path,
-    target: Path,
-    dtype: torch.dtype | None,
-    base: Path | None = None,
-    ends_of: EndsOf = no_ends,
+    checkpoint: Path, target: Path, dtype: torch.dtype | None, base: Path | None = None
 ) -> str:
     """Write the model of a checkpoint of adapters as a Hugging Face folder: W + scale B A, added in
     float64 and rounded once. Returns a line that says how fast. Collective.
@@ -94,7 +90,7 @@ def merge(
     started, doing = time.perf_counter(), f"cannot merge {checkpoint}"
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     source = on_every_rank(lambda: _sum(checkpoint, manifest, base, dtype), doing=doing)
-    num_bytes = export(source, target, dtype, ends_of)
+    num_bytes = export(source, target, dtype)
     return speed_line(f"merged {target}", num_bytes, started)
 
 
@@ -131,4 +127,4 @@ def _sum(
         if merged.base_digest(doing=doing) != manifest.base:
             raise RunError(f"{checkpoint} has adapters of other weights: name theirs with --base")
 
-    return Source(theirs, base.shapes, merged.read, folders, manifest.job, verify)
+    return Source(theirs, base.shapes, merged.read, folders, manifest.job, verify, manifest.texts)

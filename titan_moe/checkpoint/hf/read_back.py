@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum
-from titan_moe.checkpoint.hf.assets import CODE, ENDS, OUTDATED, Carried
+from titan_moe.checkpoint.hf.assets import CODE, ENDS, EOS, OUTDATED, Carried, with_ids
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, HFFolder, Read, dtype_of, opened
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import HFSource
@@ -120,7 +120,7 @@ def _check_files(folder: Path, model: HFModel) -> None:
 
 def _check_beside(folder: Path, original: Original, carried: Carried) -> None:
     """Raises RunError unless config.json is of this model, keeps all keys of the published one
-    that do not follow from the model, and copied files are equal."""
+    that do not follow from the model, and files are those that were copied or made."""
     model, theirs, written = original.model, model_of(folder), read_settings(folder)
     lines = [f"{CONFIG}: {line}" for line in differences(model.config, theirs.config)]
     settings = {} if original.origin is None else read_settings(original.origin)
@@ -129,6 +129,7 @@ def _check_beside(folder: Path, original: Original, carried: Carried) -> None:
     free = (own if carried.ends else own | {*ENDS}) - _ROPE_TABLES
     for key, value in flat_keys(settings).items():
         first, *inside = key.removeprefix("text_config.").split(".")
+        value = with_ids(value, carried.turn_ends) if first == EOS and value is not None else value
         is_rope = first in _ROPE_TABLES and not (inside and ROPE.isdisjoint(inside))
         may_differ = is_rope or first in free or (first in ENDS and value is None)
         if not may_differ and after.get(key) != value:
@@ -136,6 +137,9 @@ def _check_beside(folder: Path, original: Original, carried: Carried) -> None:
     for path in carried.files:
         if not (folder / path.name).is_file() or not cmp(path, folder / path.name, shallow=False):
             lines.append(f"{path.name} is not as in {path.parent}")
+    for name, content in carried.written.items():
+        if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
+            lines.append(f"{name} is not as the chat template wants it")
     _refuse(lines)
 
 

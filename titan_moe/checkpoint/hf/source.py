@@ -19,6 +19,7 @@ from titan_moe.checkpoint.manifest import Manifest, compare_checksums
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import HFModel, model_of
+from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
 
 
@@ -36,6 +37,7 @@ class Source(NamedTuple):
     """The configuration of the run that made it, if one did."""
     verify: Callable[..., None] = lambda doing: None
     """Raises RunError if what has been read cannot be trusted; collective."""
+    texts: TextFormat = TextFormat()
 
 
 def checkpoint_source(path: Path, manifest: Manifest) -> Source:
@@ -58,7 +60,8 @@ def checkpoint_source(path: Path, manifest: Manifest) -> Source:
             )
 
     model, shapes = model_of_manifest(manifest, path), shapes_of_manifest(manifest)
-    return Source(model, shapes, read, asset_folders(path, manifest.job), manifest.job, verify)
+    folders = asset_folders(path, manifest.job)
+    return Source(model, shapes, read, folders, manifest.job, verify, manifest.texts)
 
 
 def folder_source(path: Path) -> Source:

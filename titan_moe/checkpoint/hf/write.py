@@ -7,7 +7,7 @@ folder gets its name when everything in it is on disk, has been read back and is
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from titan_moe.checkpoint.hf.folder import (
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
 from titan_moe.checkpoint.hf.pieces import Stored, whole
-from titan_moe.checkpoint.hf.read import progress_bar, speed_line, tokenizers_of
+from titan_moe.checkpoint.hf.read import progress_bar, speed_line
 from titan_moe.checkpoint.hf.read_back import Original, compare
 from titan_moe.checkpoint.hf.shards import (
     File,
@@ -44,7 +44,6 @@ from titan_moe.checkpoint.hf.shards import (
 from titan_moe.checkpoint.hf.source import Source, checkpoint_source
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Training
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
@@ -52,19 +51,8 @@ from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
 
-EndsOf = Callable[[str, Training], Mapping[str, int]]
-"""Returns the `Ends` of a model.tokenizer_path, for documents as these keys say; empty where there
-is no tokenizer."""
 
-
-def no_ends(path: str, training: Training) -> Mapping[str, int]:
-    """Reads no tokenizer."""
-    return {}
-
-
-def export_checkpoint(
-    checkpoint: Path, target: Path, dtype: torch.dtype | None, ends_of: EndsOf = no_ends
-) -> str:
+def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype | None) -> str:
     """Write a checkpoint's model as a Hugging Face folder, or its adapters as a PEFT folder;
     returns a line that says how fast. Collective.
 
@@ -77,25 +65,22 @@ def export_checkpoint(
     if manifest.base:
         num_bytes = export_adapters(source, target, dtype)
         return speed_line(f"exported {target}", num_bytes, started)
-    num_bytes = export(source, target, dtype, ends_of)
+    num_bytes = export(source, target, dtype)
     return speed_line(f"exported and read back {target}", num_bytes, started)
 
 
-def export(
-    source: Source, target: Path, dtype: torch.dtype | None, ends_of: EndsOf = no_ends
-) -> int:
+def export(source: Source, target: Path, dtype: torch.dtype | None) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
 
     Args:
         dtype: of the floating-point tensors, but for those that published code keeps in float32;
             None: as the config.json of the published weights says, or bfloat16.
-        ends_of: asked where no folder names a token that ends a text.
 
     Raises RunError when the target exists, when a tensor has no place in that form, when it cannot
     be written, or what was written is not what was read: nothing is left then.
     """
     doing = f"cannot export to {target}"
-    model, shapes, read, folders, job, verify = source
+    model, shapes, read, folders, job, verify, texts = source
     on_every_rank(model.settings, doing=doing)
     origin = on_every_rank(lambda: origin_of(model, folders), doing=doing)
     on_rank_zero(lambda: _check_rest(origin), doing=doing)
@@ -119,10 +104,8 @@ def export(
             if [*split.filename_to_tensors] != [SINGLE]:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (aside / INDEX).write_text(json.dumps(index, sort_keys=True))
-            names, training = tokenizers_of(job, folders)
-            ends = lambda: next(filter(None, (ends_of(name, training) for name in names)), {})  # noqa: E731
             tokenizer = job.get("model", {}).get("tokenizer_path")
-            return write_assets(model, origin, folders, ends, dtype, aside, tokenizer)
+            return write_assets(model, origin, folders, texts, dtype, aside, tokenizer)
 
         on_every_rank(lambda: _write_share(aside, split, tensors, original.read), doing=doing)
         verify(doing=doing)

@@ -1,6 +1,7 @@
 """An export's config.json and the files beside it, by the folder or the tokenizer of its model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from titan_moe.checkpoint.hf import assets
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Training
-from titan_moe.data.tokenizer import load_tokenizer, token_ends
+from titan_moe.data.tokenizer import load_tokenizer, text_format_of
 from titan_moe.models.hf import differences, model_of
+from titan_moe.models.hf_settings import WRAPPERS, TextFormat
 
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -25,11 +27,11 @@ def _write(folder, **files):
         (folder / f"{name}.json").write_text(json.dumps(table))
 
 
-def _written(model, folders, target):
+def _written(model, folders, target, texts=TextFormat()):  # noqa: B008
     """Write what lies beside the weights of an export."""
     target.mkdir(exist_ok=True)
     origin = assets.origin_of(model, folders)
-    assets.write_assets(model, origin, folders, dict, torch.float32, target)
+    assets.write_assets(model, origin, folders, texts, torch.float32, target)
 
 
 def _settings(folder):
@@ -96,9 +98,9 @@ def test_an_export_of_a_run_from_scratch_ends_texts_as_its_documents_end(eos, ke
     names = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": eos}}
     _write(tmp_path / "words", tokenizer_config=names | {"pad_token": "<|end_of_text|>"})
     model = small_model("mixtral")
-    record = {"model": {"tokenizer_path": path}, "training": keys}
-    step = saved_model(tmp_path, filled(model.config), model=model, job_record=record)
-    export_checkpoint(step, tmp_path / "out", torch.bfloat16, token_ends)
+    texts = load_tokenizer(path, Training(**keys)).text_format()
+    step = saved_model(tmp_path, filled(model.config), texts, model=model)
+    export_checkpoint(step, tmp_path / "out", torch.bfloat16)
     found = _settings(tmp_path / "out")
     ids = load_tokenizer(path, Training(append_eos=end))
     text_end = load_tokenizer(path, Training(append_eos="<|end_of_text|>")).eos_id
@@ -117,8 +119,8 @@ def test_an_export_carries_the_tokenizer_that_the_model_was_trained_with(kind, t
     tokenizer = path.get(kind, str(tmp_path / "words"))
     folders, target = [tmp_path / "in", tmp_path / "words"], tmp_path / "out"
     target.mkdir()
-    ends, origin = (lambda: {"eos_token_id": 7}), tmp_path / "in"
-    assets.write_assets(model, origin, folders, ends, torch.float32, target, tokenizer)
+    texts, origin = TextFormat({"eos_token_id": 7}), tmp_path / "in"
+    assets.write_assets(model, origin, folders, texts, torch.float32, target, tokenizer)
     found = {path.stem: json.loads(path.read_text()) for path in target.iterdir()}
     assert found.pop("config")["eos_token_id"] == ([1, 4] if kind == "same" else 7)
     assert found == {"same": found, "bytes": {}}.get(kind, trained)
@@ -126,8 +128,21 @@ def test_an_export_carries_the_tokenizer_that_the_model_was_trained_with(kind, t
 
 
 def test_the_bytes_name_their_ends_of_texts_and_no_tokenizer_has_none(tmp_path):
-    assert token_ends("bytes", Training()) == {"bos_token_id": 256, "eos_token_id": 257}
-    assert token_ends(str(tmp_path), Training()) == {}
+    assert text_format_of("bytes").ends == {"bos_token_id": 256, "eos_token_id": 257}
+    assert text_format_of(str(tmp_path)) == TextFormat()
+
+
+def test_what_ends_a_turn_ends_a_text_of_a_model_that_also_sees(tmp_path):
+    """Inside of text_config and beside it; a run on bytes has no files to change."""
+    model = replace(small_model("qwen3"), wrapper=WRAPPERS["qwen3_vl"])
+    text = model.settings() | {"eos_token_id": [5, 6]}
+    whole = {"model_type": "qwen3_vl", "eos_token_id": 5, "text_config": text}
+    _write(tmp_path / "in", config=whole)
+    texts = TextFormat({"eos_token_id": 7}, "{{ messages }}", {"<end>": 9, "<call>": 6})
+    _written(model, [tmp_path / "in"], tmp_path / "out", texts)
+    found = _settings(tmp_path / "out")
+    assert (found["eos_token_id"], found["text_config"]["eos_token_id"]) == ([9, 6, 5], [9, 6, 5])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
 def test_an_export_without_a_known_end_of_text_says_so(tmp_path, caplog):
