@@ -90,7 +90,7 @@ def _kind(kind: Any, metadata: list[Any]) -> str:
     if origin is list:
         each = _kind(inner[0], [])
         return "list of " + (each.removeprefix("one of ") if "`" in each else _plural(each))
-    if _is_section(kind):
+    if origin is dict or _is_section(kind):
         return "table"
     name = {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]
     bounds = [

@@ -138,7 +138,7 @@ def test_a_chat_begins_with_system_text_messages_and_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer_file(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["thoughts"])
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
     tokenizer = load_tokenizer(str(tmp_path), Training(dataset_format="messages"))
     model, asked = SimpleNamespace(config=SimpleNamespace(vocab_size=600)), []
     monkeypatch.setattr(generate, "load_model", lambda *_, chat, **how: chat and (model, tokenizer))

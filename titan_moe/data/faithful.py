@@ -65,7 +65,8 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     contents: list[Callable[[Message], Message]] = [_as_given]
     if any(m.get("tool_calls") and m["content"] == "" for m in messages):
         contents.append(_without_content)
-    if any(not isinstance(m.get("content"), str) or m["role"] == "developer" for m in messages):
+    is_plain = all(isinstance(m.get("content"), str) and m["role"] != "developer" for m in messages)
+    if not is_plain or len(contents) > 1:
         contents.append(_as_plain)
     arguments = (_as_given, object_of, _as_text) if has_calls else (_as_given,)
     for rewrite, change in product(contents, arguments):
