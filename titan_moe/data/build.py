@@ -222,7 +222,7 @@ def few_held_out(loader: ValidationLoader, validation: Validation) -> list[str]:
 
 
 def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq_len: int) -> str:
-    """One line about a source, with the steps of an epoch if a step has `size` sequences; 0: of
+    """One line about a source, with the steps of its epochs if a step has `size` sequences; 0: of
     unknown size. ConfigError if its first documents cannot be read."""
     count = min(_MOST_SAMPLED, order.size or 1)
     try:
@@ -235,7 +235,9 @@ def _sample(order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq
     if isinstance(order, StreamOrder):
         return f"{order.name}, for {use}: {order.description}"
     tokens = sum(len(document.ids) for document in read if document) * order.size // count
-    steps = f", an epoch about {round(tokens / size / seq_len) or 1:,} steps" if size else ""
+    epochs = order.epochs or 1
+    name = "an epoch" if epochs == 1 else f"{epochs} epochs"
+    steps = f", {name} about {round(epochs * tokens / size / seq_len) or 1:,} steps" if size else ""
     line = f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
     if tokenizer.conversations and (unseen := sorted(tokenizer.conversations.unseen_roles)):
         line += f"; of {count} conversations none has the role {unseen[0]!r}"
