@@ -229,7 +229,7 @@ def few_held_out(loader: ValidationLoader, validation: Validation) -> list[str]:
 def _sample(
     order: DocumentOrder, use: str, size: int, tokenizer: Tokenizer, seq_len: int
 ) -> list[str]:
-    """A line about a source, with the steps of an epoch if a step has `size` sequences; 0: of
+    """A line about a source, with the steps of its epochs if a step has `size` sequences; 0: of
     unknown size; and more about its conversations. ConfigError if its first documents cannot be
     read."""
     count = min(_MOST_SAMPLED, order.size or 1)
@@ -243,7 +243,9 @@ def _sample(
     if isinstance(order, StreamOrder):
         return [f"{order.name}, for {use}: {order.description}"]
     tokens = sum(len(document.ids) for document in read if document) * order.size // count
-    steps = f", an epoch about {round(tokens / size / seq_len) or 1:,} steps" if size else ""
+    epochs = order.epochs or 1
+    name = "an epoch" if epochs == 1 else f"{epochs} epochs"
+    steps = f", {name} about {round(epochs * tokens / size / seq_len) or 1:,} steps" if size else ""
     line = f"{order.name}, for {use}: {order.size:,} documents, about {tokens:,} tokens{steps}"
     conversations = tokenizer.conversations
     if conversations is None:

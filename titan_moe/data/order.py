@@ -150,7 +150,7 @@ class CorpusOrder:
         self.fingerprint = corpus.fingerprint
         self.corpus = corpus
         self._seed = seed
-        self._epochs = epochs
+        self.epochs = epochs
         # The split is one fixed permutation of the corpus, cut in two; it knows no seed, so that no
         # run ever trains on another run's held-out documents.
         self._split = Permutation(len(corpus)) if split.every and len(corpus) else None
@@ -166,7 +166,7 @@ class CorpusOrder:
         """The number in the corpus of the document at `position`. OutOfDocumentsError beyond the
         last epoch."""
         epoch, index = divmod(position, self.size)
-        if self._epochs is not None and epoch >= self._epochs:
+        if self.epochs is not None and epoch >= self.epochs:
             raise OutOfDocumentsError
         if self._seed is not None:
             index = Permutation(self.size, self._seed, epoch)[index]

@@ -67,16 +67,21 @@ def test_a_null_of_arrow_is_no_argument_of_a_call():
     assert without_nulls(call)["tool_calls"] == [{"name": "f", "y": [None, {}]}]
 
 
-@pytest.mark.parametrize("too_long", ["cut", "drop"])
-def test_check_says_how_many_steps_an_epoch_has_and_which_tokens_are_inside(too_long, tmp_path):
+CASES = [("cut", None, 9), ("drop", 1, 2), ("cut", 3, 28)]
+
+
+@pytest.mark.parametrize(("too_long", "epochs", "steps"), CASES)
+def test_check_says_how_many_steps_epochs_have(too_long, epochs, steps, tmp_path):
+    """And which special tokens are inside."""
     records = [{"messages": talk("q", "a" * size)} for size in (20, 500) * 28]
     records[-1]["messages"][0]["content"] = "<|eos|>"
-    section = training(write(tmp_path / "a.jsonl", records), messages={"too_long": too_long})
+    keys = {"messages": {"too_long": too_long}, "epochs": epochs}
+    section = training(write(tmp_path / "a.jsonl", records), **keys)
     place = {"seed": 3, "global_batch_size": SIZE}
     line, *_ = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
     tokens = 28 * ((42 + 128) if too_long == "cut" else 42)
-    steps = {"cut": 9, "drop": 2}[too_long]
-    assert f"56 documents, about {tokens:,} tokens, an epoch about {steps} steps; 1 of 56" in line
+    steps = f"{'3 epochs' if epochs == 3 else 'an epoch'} about {steps} steps"
+    assert f"56 documents, about {tokens:,} tokens, {steps}; 1 of 56" in line
     assert line.endswith("1 of 56 conversations name special tokens, as '<|eos|>' in json/55")
 
 
