@@ -150,5 +150,5 @@ def test_a_chat_begins_with_system_text_messages_and_tools(
         run_command("generate", "x", "--messages", tmp_path / "talk.json")
     given = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
     given += "<|im_start|>assistant\n"
-    tools = '<|im_start|>system\n{"name": "add"}\n<|im_end|>\n'
-    assert [tokenizer.decode(ids) for ids in asked] == [given, given, tools + given]
+    tools = given.replace("Add.", 'Add.\n{"type": "function", "function": {"name": "add"}}')
+    assert [tokenizer.decode(ids) for ids in asked] == [given, given, tools]
