@@ -43,6 +43,11 @@ class Wrapper:
     without: str = ""
     transposed: bool = False
     """Stacks of experts are published with their last two dims swapped, which their shape tells."""
+    tied_by: tuple[str, ...] = ("whole",)
+    """Tables in which transformers (5.24) looks for tie_word_embeddings: the whole config.json, the
+    text_config in it."""
+    tied: bool = False
+    """Tied where these tables do not say."""
 
     def name(self, plain: str) -> str:
         """The name of one of the text model's tensors."""
@@ -59,9 +64,11 @@ class Wrapper:
 _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _QWEN = Wrapper("model.language_model.", ("model.visual.*",), without="model.")
 WRAPPERS = {
-    "glm4v_moe": _QWEN,
-    "kimi_k25": Wrapper("language_model.", ("*vision_tower.*", "*mm_projector.*")),
-    "llama4": Wrapper("language_model.", ("vision_model.*", "multi_modal_projector.*")),
+    "glm4v_moe": replace(_QWEN, tied_by=("whole", "text")),
+    "kimi_k25": Wrapper("language_model.", ("*vision_tower.*", "*mm_projector.*"), tied=True),
+    "llama4": Wrapper(
+        "language_model.", ("vision_model.*", "multi_modal_projector.*"), tied_by=("text",)
+    ),
     "qwen3_5_moe": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": replace(_QWEN, transposed=True),
@@ -71,10 +78,13 @@ WRAPPERS = {
 
 def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the text model: `text_config`, or all of it."""
-    text, tied = settings.get("text_config"), settings.get("tie_word_embeddings")
+    text, key = settings.get("text_config"), "tie_word_embeddings"
     if not isinstance(text, dict) or not text:
         return settings
-    return text if tied is None else {**text, "tie_word_embeddings": tied}
+    tables = {"whole": settings, "text": text}
+    wrapper = WRAPPERS.get(settings.get("model_type", ""), _QWEN)
+    said = [tables[name][key] for name in wrapper.tied_by if tables[name].get(key) is not None]
+    return {**text, key: next(filter(None, said or [wrapper.tied]), False)}
 
 
 def kept_keys(

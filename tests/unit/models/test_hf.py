@@ -250,7 +250,8 @@ def test_kimi_linear_is_read_as_transformers_writes_it(renamed, tmp_path):
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "text_config"])
 def test_a_quantisation_that_is_not_known_is_refused_before_ranks_start(inside, tmp_path):
     settings = settings_of("qwen3", "gate") | {"quantization_config": {"quant_method": "gptq"}}
-    write(tmp_path, {"model_type": "qwen3_vl", "text_config": settings} if inside else settings)
+    around = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": settings}
+    write(tmp_path, around if inside else settings)
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     said = refusal(HFFolder, tmp_path)
     job = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--model.name", "qwen3"]

@@ -136,8 +136,8 @@ def test_what_ends_a_turn_ends_a_text_of_a_model_that_also_sees(tmp_path):
     """Inside of text_config and beside it; a run on bytes has no files to change."""
     model = replace(small_model("qwen3"), wrapper=WRAPPERS["qwen3_vl"])
     text = model.settings() | {"eos_token_id": [5, 6]}
-    whole = {"model_type": "qwen3_vl", "eos_token_id": 5, "text_config": text}
-    _write(tmp_path / "in", config=whole)
+    whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "eos_token_id": 5}
+    _write(tmp_path / "in", config=whole | {"text_config": text})
     texts = TextFormat({"eos_token_id": 7}, "{{ messages }}", {"<end>": 9, "<call>": 6})
     _written(model, [tmp_path / "in"], tmp_path / "out", texts)
     found = _settings(tmp_path / "out")

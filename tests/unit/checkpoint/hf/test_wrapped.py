@@ -1,6 +1,7 @@
 """The text models of published models that also see: trained alone, and laid back as they were."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,3 +180,23 @@ def test_peft_adapts_the_text_model_inside(kind, tmp_path):
 
 def test_every_published_model_around_a_text_model_is_tried():
     assert PUBLISHED.keys() == WRAPPERS.keys()
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_embeddings_are_tied_where_transformers_ties_them(kind, tmp_path):
+    """By either place of a config.json that may say so: each model has rules of its own."""
+    _draw(kind).config.save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    found, wanted = {}, {}
+    for said in product((None, True, False), repeat=2):
+        for table, tied in zip((whole, whole["text_config"]), said, strict=True):
+            table["tie_word_embeddings"] = tied
+            if tied is None:
+                del table["tie_word_embeddings"]
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForImageTextToText.from_config(config)
+        wanted[said] = any("lm_head" in name for name in theirs.all_tied_weights_keys)
+        found[said] = model_of(tmp_path).config.tied_embeddings
+    assert found == wanted
