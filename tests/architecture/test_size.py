@@ -45,8 +45,8 @@ STRAIGHT_CORE = {"titan_moe": -1_410, "tests": -786, "scripts": 0}
 # Fine-tuning came later: conversations, adapters, exports that are read back, routes of inference
 # engines; 1,700 and 1,500 lines were meant.
 FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
-# Conversations as people have them came later: twelve forms, templates whose turns are told apart by
-# marks, what is left out, exports with the template; 300 and 450 lines were meant.
+# Conversations as people have them came later: twelve forms, turns by marks, what is left out,
+# exports with the template; 300 and 450 lines were meant.
 CONVERSATIONS = {"titan_moe": 645, "tests": 380, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000

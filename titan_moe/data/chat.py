@@ -192,11 +192,14 @@ class Conversations:
             raise ChatError(
                 f"message {number} has the role {role!r}: write one of {', '.join(_KNOWN_ROLES)}"
             )
-        parts = content if isinstance(content, list) else []
-        kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
-        if others := [kind for kind in kinds if kind != "text"]:
-            raise ChatError(f"message {number} has a part of type {others[0]!r}: only text is read")
-        if content is None and not message.get("tool_calls") and not thought_of(message):
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ChatError(f"message {number} has a part of type {kind!r}: only text is read")
+        if not isinstance(content, str | list | None):
+            kind = type(content).__name__
+            raise ChatError(f"message {number} has a content of type {kind!r}: write a text")
+        if content in (None, []) and not message.get("tool_calls") and not thought_of(message):
             raise ChatError(f"message {number} ({role!r}) has no content")
         flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
         for name, value in flags.items():

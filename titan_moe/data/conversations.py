@@ -84,6 +84,8 @@ def conversation_text(record: Any) -> str | None:
             found = _read({name: _from_json(record.get(name)) for name in FIELDS})
         except ChatError as error:
             found = {"refused": str(error)}
+        except (TypeError, ValueError, LookupError, AttributeError):
+            found = {"refused": "its fields hold other kinds of values than a conversation has"}
     return None if found is None else json.dumps(found, ensure_ascii=False)
 
 
@@ -102,7 +104,7 @@ def _read(fields: dict[str, Any]) -> dict[str, Any] | None:
     if _is_chat(fields["prompt"]) and _is_chat(fields["completion"]):
         learned_from = len(_messages(fields["prompt"]))
         messages = fields["prompt"] + fields["completion"]
-    elif all(fields[name] for name in _PREFERENCES):
+    elif messages is None and all(fields[name] for name in _PREFERENCES):
         raise ChatError("it is a pair of preferences, chosen and rejected, not a conversation")
     elif messages is None:
         messages = _pair(fields)
@@ -115,6 +117,8 @@ def _read(fields: dict[str, Any]) -> dict[str, Any] | None:
     tools = [_function(each) for each in fields["tools"] or fields["functions"] or []]
     found = {"messages": read, "tools": tools, "learned_from": learned_from}
     found["options"] = fields["chat_template_kwargs"]
+    if not all(isinstance(each, dict) for each in (*tools, fields["chat_template_kwargs"] or {})):
+        raise ChatError("its tools or its chat_template_kwargs are no objects")
     return {name: value for name, value in found.items() if value}
 
 

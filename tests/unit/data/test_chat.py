@@ -358,9 +358,21 @@ REFUSED = {
         "role": "user",
         "content": [{"type": "image"}],
     },
+    "message 2 has a part of type 'text'": {"role": "user", "content": [{"type": "text"}]},
+    "message 2 has a content of type 'dict'": {"role": "user", "content": {"a": 1}},
+    "other kinds of values": {"role": "user", "content": "a", "tool_calls": 5},
     "message 2 calls a tool, but holds no JSON": {"from": "function_call", "value": "f(x)"},
     "a thought without an answer": {"role": "assistant", "channel": "analysis", "content": "h"},
 }
+
+
+@pytest.mark.parametrize("key", ["tools", "chat_template_kwargs"])
+def test_tools_and_variables_of_another_kind_are_refused(key, folder):
+    ours = conversations_of(folder, TEMPLATES["qwen3"])
+    for value in (["x"], "some words", {"a": 1}):
+        if key == "tools" or not isinstance(value, dict):
+            with pytest.raises(ChatError, match=r"are no objects|other kinds of values"):
+                said(folder, ours, {"messages": talk("q", "a"), key: value})
 
 
 @pytest.mark.parametrize("problem", REFUSED)
