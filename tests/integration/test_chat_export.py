@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,33 +16,31 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.ranks import run_on_ranks
 
 OTHER = "{{ messages[0].content }}"
+NAMED = [{"name": name, "template": OTHER} for name in ("default", "tool_use")]
+# Templates and ends of texts where models have them.
 PLACES = {
     "chat_template.jinja": OTHER,
     "chat_template.json": json.dumps({"chat_template": OTHER}),
     "special_tokens_map.json": '{"eos_token": "</s>"}',
     "generation_config.json": '{"eos_token_id": 1}',
 }
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
-def make_base(folder: Path, *, trained: bool) -> None:
-    """Makes a model whose texts end with token 1: its template, in tokenizer_config.json, is the
-    one that is trained, or other ones are wherever models have them."""
+def make_base(folder, *, trained):
+    """Makes a model whose texts end with token 1. Its template is the one that is trained, or there
+    are others everywhere."""
     small = small_model("qwen3", 1)
     make_folder(folder, replace(small, config=replace(small.config, vocab_size=512)), torch.float32)
-    others = [{"name": name, "template": OTHER} for name in ("default", "tool_use")]
-    tokenizer_file(folder, chat_template=TEMPLATES["chatml"] if trained else others)
+    tokenizer_file(folder, chat_template=TEMPLATES["chatml"] if trained else NAMED)
+    (folder / "generation_config.json").unlink()
     for name, text in {} if trained else PLACES.items():
         (folder / name).write_text(text)
-    if trained:
-        (folder / "generation_config.json").unlink()
 
 
-def check(folder: Path, talked: list[dict], ids: list[int], end: int) -> None:
+def check(folder, talked, ids, end):
     """transformers reads the ids that were trained, and stops after the turn."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for tools in (None, TOOLS):
-        assert tokenizer.apply_chat_template(talked, tools=tools)["input_ids"] == ids
+    assert tokenizer.apply_chat_template(talked, tools=[{}])["input_ids"] == ids
     assert tokenizer.eos_token_id == end
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [end, 1]
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [end, 1]
@@ -51,38 +48,36 @@ def check(folder: Path, talked: list[dict], ids: list[int], end: int) -> None:
     def write_turn(written, scores):
         return scores.index_fill(1, torch.tensor(end if written.shape[1] == 7 else 65), 1e9)
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = torch.full((1, 5), 65)
-    text = model.generate(prompt, logits_processor=[write_turn], max_new_tokens=9)
+    model, how = AutoModelForCausalLM.from_pretrained(folder), {"logits_processor": [write_turn]}
+    text = model.generate(torch.full((1, 5), 65), max_new_tokens=9, **how)
     assert text[0].tolist() == [65] * 7 + [end]
 
 
 @pytest.mark.parametrize("command", ["export", "merge"])
 def test_an_export_has_the_template_that_was_trained_and_stops_after_a_turn(command, tmp_path):
     """The template is a file that is gone later, or of adapters' runs the tokenizer's own."""
-    base, merges = tmp_path / "base", command == "merge"
+    base, file, talked = tmp_path / "base", tmp_path / "own", talk("a", "b")
+    merges = command == "merge"
     make_base(base, trained=merges)
-    (tmp_path / "own.jinja").write_text(TEMPLATES["chatml"] + "{# é #}\n")
-    messages = {} if merges else {"template": str(tmp_path / "own.jinja")}
-    talked = talk("a", "b")
+    file.write_text(TEMPLATES["chatml"] + "{# é #}\n")
     data = write(tmp_path / "talks.jsonl", [{"messages": talked}] * 8)
     training = {"dataset": "json", "dataset_path": str(data), "dataset_format": "messages"}
+    training |= {"repeat_dataset": True, "messages": {} if merges else {"template": str(file)}}
     saves = {"initial_load_in_hf": True, "last_save_in_hf": True, "export_dtype": "float32"}
-    job = make_job(
-        tmp_path / "run",
-        steps=1,
-        model={"name": "qwen3", "flavor": "hf", "hf_assets_path": str(base)},
-        training=training | {"repeat_dataset": True, "messages": messages},
-        checkpoint=saves,
-        lora={"rank": 2} if merges else {},
-    )
-    chat = load_tokenizer(str(base), job.training).conversations
-    ids, (end,) = chat.tokens(json.dumps({"messages": talked})).ids.tolist(), chat.turn_ends()
+    tables = {"training": training, "checkpoint": saves, "lora": {"rank": 2} if merges else {}}
+    model = {"name": "qwen3", "flavor": "hf", "hf_assets_path": str(base)}
+    job = make_job(tmp_path / "run", steps=1, model=model, **tables)
+    tokenizer = load_tokenizer(str(base), job.training)
+    ids = tokenizer.conversations.tokens(json.dumps({"messages": talked})).ids.tolist()
+    texts = tokenizer.text_format()
+    # A later run on texts passes it on, unless its tokenizer lacks the token that ends a turn.
+    assert load_tokenizer(str(base)).text_format(texts) == texts
+    assert load_tokenizer("bytes").text_format(texts).template is None
     run_on_ranks(train_here, 1, job)
-    (tmp_path / "own.jinja").unlink()
+    file.unlink()
     step, out = tmp_path / "run/checkpoint/step-1", tmp_path / "out"
     assert COMMANDS[command].main(f"hf {command}", [str(step), "--out", str(out)]) == 0
     for folder in [out] if merges else [out, step.with_name("step-1-hf")]:
-        assert (folder / "chat_template.jinja").read_bytes() == chat.template_source.encode()
+        assert (folder / "chat_template.jinja").read_bytes() == texts.template.encode()
         assert OTHER not in "".join(path.read_text() for path in folder.glob("*.j*"))
-        check(folder, talked, ids, end)
+        check(folder, talked, ids, *texts.turn_ends.values())

@@ -16,7 +16,6 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.manifest import read_manifest, write_manifest
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.hf import HFModel
-from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
 
 
@@ -49,13 +48,9 @@ def plain_checkpointer(
     )
 
 
-def saved_model(
-    folder: Path, module: nn.Module, texts: TextFormat | None = None, **how: Any
-) -> Path:
+def saved_model(folder: Path, module: nn.Module, **how: Any) -> Path:
     """Saves a model as `plain_checkpointer` does; returns the checkpoint."""
-    checkpointer = plain_checkpointer(folder, module, **how)
-    checkpointer.texts = texts or TextFormat()
-    checkpointer.save(1, {})
+    plain_checkpointer(folder, module, **how).save(1, {})
     return step_folder(folder, 1)
 
 

@@ -37,10 +37,8 @@ def import_(options: argparse.Namespace) -> Answer:
     Exit codes: 0; 1 the folder cannot be read or written; 2 a folder that is not supported.
     """
     from titan_moe.checkpoint.hf.read import import_folder
-    from titan_moe.data.tokenizer import text_format_of
 
-    texts = text_format_of(str(options.source))
-    return converted(partial(import_folder, texts=texts), options)
+    return converted(import_folder, options)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -281,15 +281,6 @@ def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
     return ("byte", 256) if tokenizer.path == "bytes" else ("token", tokenizer.vocab_size)
 
 
-def text_format_of(path: str) -> TextFormat:
-    """The format of texts of a folder's tokenizer, without a chat template; empty if
-    `load_tokenizer` finds no tokenizer."""
-    try:
-        return load_tokenizer(path).text_format()
-    except ConfigError:
-        return TextFormat()
-
-
 def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
     """Load `model.tokenizer_path` for documents as `training` says (None: as by default).
 

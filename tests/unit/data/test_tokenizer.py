@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.chat_templates import TEMPLATES, tokenizer_file
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.config.parse import load_job
@@ -236,13 +235,3 @@ def test_missing_tokenizer_is_refused_with_the_files_to_download(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer.json is not readable"):
         load_tokenizer(str(tmp_path))
-
-
-def test_a_run_on_texts_leaves_the_chat_template_to_the_model(tmp_path):
-    """Unless the tokenizer has not the token that ends a turn."""
-    tokenizer_file(tmp_path)
-    chat = Training(dataset_format="messages", messages={"template": "chatml"})
-    before = load_tokenizer(str(tmp_path), chat).text_format()
-    assert before.template == TEMPLATES["chatml"] and [*before.turn_ends] == ["<|im_end|>"]
-    assert load_tokenizer(str(tmp_path)).text_format(before) == before
-    assert load_tokenizer("bytes").text_format(before).template is None

@@ -39,7 +39,6 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import ADAPTER, Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
-from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.log import progress
 
@@ -114,14 +113,9 @@ def check_folder(folder: Path, model: HFModel) -> None:
     find(model, HFFolder(folder))
 
 
-def import_folder(
-    folder: Path, out: Path, dtype: torch.dtype, texts: TextFormat | None = None
-) -> str:
+def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     """Write a Hugging Face folder's weights as a checkpoint that holds the model only; returns a
     line that says how fast. Its folder `hf` keeps the files beside the weights.
-
-    Args:
-        texts: by the folder's tokenizer.
 
     Raises ConfigError or RunError in one line each; nothing is left then.
     """
@@ -151,7 +145,6 @@ def import_folder(
                 job={"model": {"name": model.family, "flavor": "hf"}},
                 family=model.family,
                 model=as_record(model.config),
-                texts=texts or TextFormat(),
             )
             write_manifest(aside, manifest)
 

@@ -9,12 +9,12 @@ import torch
 from tests.support.documents import write_ranks
 from tests.support.hf_folders import make_folder, small_model
 from tests.support.packing import filled
-from tests.support.saved_runs import saved_model
+from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.hf import assets
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Training
-from titan_moe.data.tokenizer import load_tokenizer, text_format_of
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import differences, model_of
 from titan_moe.models.hf_settings import WRAPPERS, TextFormat
 
@@ -98,9 +98,10 @@ def test_an_export_of_a_run_from_scratch_ends_texts_as_its_documents_end(eos, ke
     names = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": eos}}
     _write(tmp_path / "words", tokenizer_config=names | {"pad_token": "<|end_of_text|>"})
     model = small_model("mixtral")
-    texts = load_tokenizer(path, Training(**keys)).text_format()
-    step = saved_model(tmp_path, filled(model.config), texts, model=model)
-    export_checkpoint(step, tmp_path / "out", torch.bfloat16)
+    checkpointer = plain_checkpointer(tmp_path, filled(model.config), model=model)
+    checkpointer.texts = load_tokenizer(path, Training(**keys)).text_format()
+    checkpointer.save(1, {})
+    export_checkpoint(tmp_path / "checkpoint/step-1", tmp_path / "out", torch.bfloat16)
     found = _settings(tmp_path / "out")
     ids = load_tokenizer(path, Training(append_eos=end))
     text_end = load_tokenizer(path, Training(append_eos="<|end_of_text|>")).eos_id
@@ -127,17 +128,11 @@ def test_an_export_carries_the_tokenizer_that_the_model_was_trained_with(kind, t
     assert kind != "same" or (found["tokenizer"] == {"a": 1} and "generation_config" in found)
 
 
-def test_the_bytes_name_their_ends_of_texts_and_no_tokenizer_has_none(tmp_path):
-    assert text_format_of("bytes").ends == {"bos_token_id": 256, "eos_token_id": 257}
-    assert text_format_of(str(tmp_path)) == TextFormat()
-
-
 def test_what_ends_a_turn_ends_a_text_of_a_model_that_also_sees(tmp_path):
     """Inside of text_config and beside it; a run on bytes has no files to change."""
-    model = replace(small_model("qwen3"), wrapper=WRAPPERS["qwen3_vl"])
+    model = replace(small_model("qwen3"), wrapper=WRAPPERS["llama4"])
     text = model.settings() | {"eos_token_id": [5, 6]}
-    whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "eos_token_id": 5}
-    _write(tmp_path / "in", config=whole | {"text_config": text})
+    _write(tmp_path / "in", config={"model_type": "llama4", "eos_token_id": 5, "text_config": text})
     texts = TextFormat({"eos_token_id": 7}, "{{ messages }}", {"<end>": 9, "<call>": 6})
     _written(model, [tmp_path / "in"], tmp_path / "out", texts)
     found = _settings(tmp_path / "out")

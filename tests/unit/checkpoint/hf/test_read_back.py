@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,15 +16,15 @@ from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, save
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.read_back import compare
 from titan_moe.checkpoint.hf.write import export_checkpoint
+from titan_moe.checkpoint.manifest import read_manifest, write_manifest
 from titan_moe.models.hf_settings import TextFormat
 
 CONFIG, MAP, TEMPLATE = "config.json", "weight_map", "chat_template.jinja"
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 ROUTER, KEYS = "model.layers.1.mlp.gate.weight", "model.layers.0.self_attn.k_proj.weight"
-EOS = "eos_token_id"
 EXTRA = {
-    EOS: [1, 4],
+    "eos_token_id": [1, 4],
     "nested": {"a": {"b": [1]}},
     "auto_map": {"AutoConfig": "not_there.Config"},
     "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]},
@@ -34,14 +35,15 @@ EXTRA = {
 def imported(tmp_path_factory):
     """Checkpoints of a published folder in one file, and of one in two."""
     folder = tmp_path_factory.mktemp("imported")
-    for name in ("one", "two", "chat"):
+    for name in ("one", "two"):
         source = folder / f"{name}-in"
         make_folder(source, small_model("qwen3", 2), torch.bfloat16, one_file=name == "one")
         settings = json.loads((source / CONFIG).read_text()) | EXTRA
         (source / CONFIG).write_text(json.dumps(settings))
         (source / TEMPLATE).write_text("{{ messages }}")
-        texts = TextFormat({}, "{{ 1 }}", {"<end>": 9}) if name == "chat" else None
-        import_folder(source, folder / name, torch.float32, texts)
+        import_folder(source, folder / name, torch.float32)
+    chat = TextFormat({}, "{{ eos_token }}", {"<end>": 9})
+    write_manifest(folder / "two", replace(read_manifest(folder / "two"), texts=chat))
     return folder
 
 
@@ -67,15 +69,15 @@ def experts(*pairs):
     return tensors(lambda x: x.update({one: x[two].clone() for one, two in each}))
 
 
-def table(file, change, name="two"):
-    """Changes a JSON file of an export."""
+def table(file, change):
+    """Changes a JSON file of an export in two files."""
 
     def apply(folder):
         found = json.loads((folder / file).read_text())
         change(found)
         (folder / file).write_text(json.dumps(found))
 
-    return name, apply
+    return "two", apply
 
 
 def cut_short(folder):
@@ -97,13 +99,11 @@ MISTAKES = {
     f"{INDEX} says 7 bytes, but ": table(INDEX, lambda x: x["metadata"].update(total_size=7)),
     f"{SECOND} is damaged, or no safetensors file": ("two", cut_short),
     "has nested.a.b=None, not [1] as": table(CONFIG, lambda x: x["nested"]["a"].clear()),
-    "eos_token_id=1, not [1, 4]": table(CONFIG, lambda x: x.update(eos_token_id=1)),
+    "eos_token_id=1, not [9, 1, 4]": table(CONFIG, lambda x: x.update(eos_token_id=1)),
     "rope_scaling.mrope_section=None": table(CONFIG, lambda x: x.pop("rope_scaling")),
     "norm_eps 1e-06 (there 0.5)": table(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
-    f"{TEMPLATE} is not as in": ("two", lambda folder: (folder / TEMPLATE).unlink()),
-    f"{TEMPLATE} is not as the chat": ("chat", lambda folder: (folder / TEMPLATE).unlink()),
-    "generation_config.json is not as the": table("generation_config.json", dict.clear, "chat"),
-    "has eos_token_id=[1, 4], not [9, 1,": table(CONFIG, lambda x: x[EOS].pop(0), "chat"),
+    "tokenizer_config.json is not as in": ("two", lambda x: (x / "tokenizer_config.json").unlink()),
+    f"{TEMPLATE} is not as the chat": ("two", lambda folder: (folder / TEMPLATE).unlink()),
 }
 
 
