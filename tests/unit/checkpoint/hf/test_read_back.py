@@ -103,7 +103,7 @@ MISTAKES = {
     "rope_scaling.mrope_section=None": table(CONFIG, lambda x: x.pop("rope_scaling")),
     "norm_eps 1e-06 (there 0.5)": table(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
     "tokenizer_config.json is not as in": ("two", lambda x: (x / "tokenizer_config.json").unlink()),
-    f"{TEMPLATE} is not as the chat": ("two", lambda folder: (folder / TEMPLATE).unlink()),
+    f"{TEMPLATE} is not as the chat": ("two", lambda x: (x / TEMPLATE).write_text("{{ 1 }}")),
 }
 
 
