@@ -20,7 +20,7 @@ _TABLE = json.loads((Path(__file__).parent / "conversation_formats.json").read_t
 FORMATS: dict[str, dict] = _TABLE["records"]
 """A record of each form that data sets have, by its name."""
 LEARNED: dict[str, dict] = _TABLE["learned"]
-"""Of each template and form the texts to be learned, or why it is refused. By hand."""
+"""Texts to be learned, or the reason of a refusal, by template and form. Written by hand."""
 ALL = ["contents", "calls", "tools", "thoughts"]
 """Everything that training.messages.may_leave_out allows."""
 _WORDS = ["yes", "no", "<b>bold</b>", "naïve", "水 🙂", "x=1;", "</div>", "a\nb"]

@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.data.chat_template import RESERVED, ChatTemplate, Message, Talk, Written
-from titan_moe.data.conversations import (
-    ChatError,
-    LeftOutError,
-    Spans,
-    conversation_text,
-)
+from titan_moe.data.conversations import ChatError, LeftOutError, Spans, conversation_text
 from titan_moe.data.faithful import LeftOut, texts_of, thought_of, write_whole
 from titan_moe.data.turns import Rendered, Turns
 
@@ -103,7 +98,7 @@ class Conversations:
         return self._encode(template.write(talk, prompt=True).text).ids
 
     def notes(self) -> list[str]:
-        """Lines about what the template and the conversations so far will surprise with."""
+        """Lines about a template without an end of turns, and about keys that are not read."""
         lines = []
         if not self.turn_ends():
             lines.append(
@@ -124,7 +119,7 @@ class Conversations:
         return found and found[0]
 
     def left_out(self, text: str) -> list[LeftOut]:
-        """What the template leaves out of a conversation's JSON, all of it allowed."""
+        """Lists what the template leaves out of a conversation's JSON, all of it allowed."""
         record = json.loads(text)
         if "messages" not in record:
             return []
@@ -186,7 +181,8 @@ class Conversations:
         return ids, is_inside != is_all
 
     def _is_learned(self, number: int, message: Message) -> bool:
-        """False for a message that is context alone. ChatError for one that nobody reads."""
+        """False for a message that is context alone. ChatError if its role, content or flags cannot
+        be read."""
         role, content = message.get("role"), message.get("content")
         if role not in (*_KNOWN_ROLES, *self._roles):
             raise ChatError(

@@ -19,7 +19,7 @@ from titan_moe.data.chat_template import ChatTemplate, Message, Talk, Written
 from titan_moe.data.conversations import THOUGHTS, ChatError
 
 KINDS = ("contents", "calls", "tools", "thoughts")
-"""What a template may leave out of a conversation, if a key allows it."""
+"""Kinds of parts of a conversation that a template may leave out, if a key allows it."""
 
 
 class LeftOut(NamedTuple):
@@ -138,7 +138,7 @@ def texts_of(message: Message) -> list[str]:
 
 
 def thought_of(message: Message) -> str:
-    """What a message of the assistant says before its answer."""
+    """The thought of a message, which comes before its answer; empty if it has none."""
     return next((str(message[name]) for name in THOUGHTS if message.get(name)), "")
 
 
