@@ -54,7 +54,7 @@ class Lengths:
         self.problems[kind] = before + count, first
 
     def __add__(self, other: Lengths) -> Lengths:
-        """Those of two parts of one corpus."""
+        """Joins the lengths and problems of two parts of one corpus."""
         cut = self.num_cut + other.num_cut, self.cut_tokens + other.cut_tokens
         both = Lengths(self.tokens + other.tokens, dict(self.problems), *cut)
         for kind, (count, line) in other.problems.items():
