@@ -47,7 +47,7 @@ STRAIGHT_CORE = {"titan_moe": -1_410, "tests": -786, "scripts": 0}
 FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
 # Conversations as people have them came later: twelve forms, turns by marks, what is left out,
 # exports with the template; 300 and 450 lines were meant.
-CONVERSATIONS = {"titan_moe": 644, "tests": 331, "scripts": 0}
+CONVERSATIONS = {"titan_moe": 646, "tests": 336, "scripts": 0}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

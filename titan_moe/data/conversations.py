@@ -111,9 +111,11 @@ def _read(fields: dict[str, Any]) -> dict[str, Any] | None:
     if messages is None:
         return None
     read = _messages(messages)
-    if fields["system"] and not any(message.get("role") == "system" for message in read[:1]):
+    if fields["system"] and read[0]["role"] != "system":
         read.insert(0, {"role": "system", "content": fields["system"]})
         learned_from += bool(learned_from)
+    elif fields["system"] and read[0].get("content") != fields["system"]:
+        raise ChatError("its `system` is not its first message, which is a system's too")
     tools = [_function(each) for each in fields["tools"] or fields["functions"] or []]
     found = {"messages": read, "tools": tools, "learned_from": learned_from}
     found["options"] = fields["chat_template_kwargs"]

@@ -280,6 +280,13 @@ def test_the_ends_of_turns_are_known_and_their_lack_is_said(folder):
     assert "no special token ends the assistant's turns" in line
 
 
+def test_a_system_text_beside_another_system_message_is_refused():
+    messages = [{"role": "system", "content": "a"}, *talk("q", "b")]
+    same, other = (conversation_text({"messages": messages, "system": text}) for text in "ac")
+    assert json.loads(same)["messages"] == messages
+    assert "is not its first message" in json.loads(other)["refused"]
+
+
 def test_an_object_with_from_and_value_keeps_its_weight():
     parts = {"from": "gpt", "value": "a", "weight": 0}
     messages = json.loads(conversation_text({"conversations": [parts]}))["messages"]
