@@ -112,7 +112,7 @@ def test_comparison_on_two_machines_ends_with_its_verdict_on_both(tmp_path: Path
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    golden = REPO / "tests" / "goldens" / "mixtral"
+    golden = file_of(REPO / "tests" / "goldens" / "mixtral")
     sides = ["--baseline", golden, "--candidate", "ranks=2 --optimizer.lr 3.06e-3"]
     words = [REPO / "scripts" / "regression.sh", "losses", *sides, "--out", tmp_path / "out"]
     env = {"PET_NNODES": 2, "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
