@@ -2,9 +2,10 @@
 # Lint, types, tests. The first use sets up an environment.
 #
 #   ./scripts/test.sh                the default tier: at most 10 minutes on 2 cores
-#   ./scripts/test.sh --slow         the default tier and what CI adds to it
+#   ./scripts/test.sh --slow         the default and the slow tier
 #   ./scripts/test.sh --full         everything: at most 2 hours
-#   ./scripts/test.sh --slice 7      besides, slice 7 of the full tier; 40 consecutive slices are all
+#   ./scripts/test.sh --slice 7      the default tier and, as CI does, slice 7 of the others: 2 slices
+#                                    that follow one another have all slow tests, 40 all tests
 #   ./scripts/test.sh -k router      further arguments go to pytest
 #
 # Tests share 2 processes, a file in one of them; TEST_PROCESSES is another number. Files run in the

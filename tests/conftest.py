@@ -22,8 +22,9 @@ _SPENT_S = pytest.StashKey[float]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tier", choices=_TIERS, default="full", help="the highest tier to run")
-    group.addoption("--slice", type=int, metavar="NUMBER", help="adds a slice of tier full")
-    parser.addini("slices", "a slice of tier full is one test in so many", default="1")
+    group.addoption("--slice", type=int, metavar="NUMBER", help="adds a slice of tiers above")
+    parser.addini("slow_slices", "a slice of tier slow is one test in so many", default="1")
+    parser.addini("full_slices", "a slice of tier full is one test in so many", default="1")
     parser.addini("warn_after_s", "seconds after which a default test draws a warning", default="0")
     parser.addini("fail_after_s", "seconds after which a default test fails", default="0")
 
@@ -42,13 +43,13 @@ def tier_of(item: pytest.Item) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier, number = config.option.tier, config.option.slice
-    slices = int(config.getini("slices"))
+    slices = {each: int(config.getini(f"{each}_slices")) for each in _TIERS[1:]}
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
         theirs = tier_of(item)
         chosen = _TIERS.index(theirs) <= _TIERS.index(tier) or (
-            theirs == "full" and number is not None and in_slice(number, item.nodeid, slices)
+            number is not None and in_slice(number, item.nodeid, slices[theirs])
         )
         (kept if chosen else left).append(item)
     if left:

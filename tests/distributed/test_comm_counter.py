@@ -42,6 +42,7 @@ def make_job(layout: str) -> JobConfig:
     job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
     # Every rank's tokens divide by the number of experts: all experts get as many.
     training = {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
+    training |= {"loss_chunk_size": 64}  # A fake step takes a time of its number of operations.
     return resolve(apply_layout(job, parsed, {"training": training}), parsed.world_size)
 
 
@@ -65,29 +66,24 @@ def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
     return counter.volumes()
 
 
-def train_fake_rank(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
-    """Returns the bytes that four microbatches send, counted and extrapolated from fewer."""
+def train_fake_rank(job: JobConfig, world_size: int, rank: int) -> Sent:
+    """Returns the bytes that four microbatches send, extrapolated from fewer."""
     torch.set_num_threads(1)
-    few = microbatches_to_run(job.parallelism)
-    sent = []
-    for run in (MICROBATCHES, few):
-        with fake_world(rank, world_size):
-            fake = FakeRank(job, model_of_job(job.model))
-            sent.append(fake.step(run).of(MICROBATCHES))
-    return sent[0], sent[1]
+    with fake_world(rank, world_size):
+        fake = FakeRank(job, model_of_job(job.model))
+        return fake.step(microbatches_to_run(job.parallelism)).of(MICROBATCHES)
 
 
 @pytest.mark.parametrize("layout", tiered([], slow=LAYOUTS[:2], full=LAYOUTS[2:]))
 def test_a_fake_rank_sends_what_a_real_one_sends(layout: str) -> None:
     job, world_size = make_job(layout), parse(layout).world_size
     on_gloo = run_on_ranks(train_on_gloo, world_size, job)
-    for rank in (0, world_size - 1):
+    # Both ends of a pipeline; elsewhere all ranks send alike.
+    for rank in {0, (parse(layout).pp - 1) * world_size // parse(layout).pp}:
         tasks = [(job, world_size, rank)]
         ((_, sent),) = in_fresh_processes(train_fake_rank, tasks, num_workers=1)
-        all_of_them, after_few = sent
-        assert all_of_them == on_gloo[rank]
-        assert after_few == all_of_them
-        assert sum(volume.bytes for volume in all_of_them.values()) > 0
+        assert sent == on_gloo[rank]
+        assert sum(volume.bytes for volume in sent.values()) > 0
 
 
 @pytest.mark.slow
