@@ -64,7 +64,12 @@ def prepare(
     has no effect. Raises ConfigError."""
     given, lines = read_for_device(argv, environment)
     job, model = prepare_job(given, world_size, environment)
-    return job, model, lines + notes(given, model, world_size) + narrow_lines(job)
+    lines += notes(given, model, world_size) + narrow_lines(job)
+    if job.training.freeze or job.optimizer.groups:
+        from titan_moe.models.trained import pattern_lines  # With torch, which takes a while.
+
+        lines += pattern_lines(model, job.training, job.lora, job.optimizer.groups)
+    return job, model, lines
 
 
 def prepare_job(

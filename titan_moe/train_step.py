@@ -294,7 +294,7 @@ def build_step(
     if not draw_weights:
         sharded = replace(sharded, stops_on_overflow=False)
     parameters = sharded.named_parameters()
-    optimizer = build_optimizer(job.optimizer, parameters, sharded.meshes.group)
+    optimizer = build_optimizer(job.optimizer, parameters, config, sharded.meshes.group)
     return sharded, optimizer, TrainStep(sharded, optimizer, job.training, device=device)
 
 

@@ -109,7 +109,7 @@ class Trainer:
         """Build optimizer, train step and checkpointer for the model."""
         job, sharded = self.job, self.sharded
         self.optimizer = build_optimizer(
-            job.optimizer, sharded.named_parameters(), self.meshes.group
+            job.optimizer, sharded.named_parameters(), self._config, self.meshes.group
         )
         self.peak_rates = peak_rates(self.optimizer, job.optimizer)
         self.train_step = TrainStep(

@@ -16,9 +16,12 @@ from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import Optimizer
+from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.ranks import run_on_ranks
+
+MODEL = model_config("deepseek_v3", "gate")
 
 
 def _run(folder, *, seed=0, replicas=1, **keys):
@@ -28,7 +31,7 @@ def _run(folder, *, seed=0, replicas=1, **keys):
     model.register_buffer("load", torch.zeros(4))  # Every rank holds it.
     sizes = (replicas, dist.get_world_size() // replicas)
     fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s")))
-    optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters())
+    optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters(), MODEL)
     return model, plain_checkpointer(folder, model, optimizer, merge_data=_merge_rows, **keys)
 
 

@@ -46,6 +46,7 @@ DEFAULT = [
     ("deepseek_v32", "conversations", "dp_shard=2,tp=2,ep=2"),
     ("deepseek_v3", "adapters", "dp_shard=2,tp=2,ep=2,etp=2,recompute=full"),
     ("qwen3", "frozen", "dp_shard=2,ep=2"),
+    ("qwen3", "group of a tied weight", "pp=2"),
     *product(["deepseek_v3"], [HOST], ["dp_shard=2,ep=2,dispatch=deduplicated", "pp=2,tp=2"]),
 ]
 SLOW = [

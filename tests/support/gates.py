@@ -39,6 +39,9 @@ KINDS: Mapping[str, Tables] = {
         "training": {"freeze": ["router", "layers.0", "*.wk*"]},
         "optimizer": {"groups": [OptimizerGroup(pattern="experts", lr=0.1, weight_decay=0.5)]},
     },
+    "group of a tied weight": {
+        "optimizer": {"groups": [OptimizerGroup(pattern="output", lr=0.1, weight_decay=0.5)]}
+    },
     "shared keys": {"model": {"flavor": "gate_shared"}},
     "warm-up of shared keys": {
         "model": {"flavor": "gate_shared"},

@@ -3,6 +3,7 @@
 Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention.wq.weight`, ...
 """
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -315,8 +316,11 @@ def moe_layer_names(config: ModelConfig) -> list[str]:
 
 def matches(name: str, pattern: str) -> bool:
     """Returns whether a pattern names a parameter or module: it fits the whole name, as in a shell,
-    or is a part of it from dot to dot. "router" names layers.3.moe.router.gate.weight."""
-    return fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
+    or is a part of it from dot to dot. "router" names layers.3.moe.router.gate.weight. "layers.0"
+    is no part of mtp.layers.0.eh_proj.weight: only "mtp.layers.0" begins there."""
+    own = re.sub(r"^mtp\.layers\.\d+\.", "", name)
+    begins = f"{name}.".startswith(f"{pattern}.")
+    return begins or fnmatchcase(name, pattern) or f".{pattern}." in f".{own}."
 
 
 def is_bias(name: str) -> bool:

@@ -1,5 +1,7 @@
 """Chooses the parameters of a model that train: by patterns of names, adapters, warm-up."""
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -18,10 +20,8 @@ def unknown_patterns(
     """Returns a line for each pattern of training.freeze, optimizer.groups and lora.targets that
     matches nothing in the model; and one where nothing is left to train."""
     with torch.device("meta"):
-        model = Decoder(config)
-        layers = list(adaptable(model))
-        adapt(model, lora)
-    names = [name for name, _ in model.named_parameters()]
+        layers = list(adaptable(Decoder(config)))
+    names = _names(config, lora)
     # A family may lack some of the layers that are adapted unless others are named.
     named = lora.rank is not None and lora.targets != Lora().targets
     asked = (
@@ -33,7 +33,7 @@ def unknown_patterns(
         f"{key}={pattern} matches nothing in this model: {_nearest(pattern, known)}"
         for key, patterns, known in asked
         for pattern in patterns
-        if not any(matches(name, pattern) for name in known)
+        if not any(means(pattern, name, config) for name in known)
     ]
     if not lines and not trained(names, config, training, lora):
         adapted = f"lora.targets={','.join(lora.targets)} and " * (lora.rank is not None)
@@ -52,22 +52,56 @@ def trained(names: Iterable[str], config: ModelConfig, training: Training, lora:
     """Returns the names, among these, of the parameters that train.
 
     While indexers warm up, they alone train; in a model with adapters, the adapters alone.
-    training.freeze removes the parameters that it names. If it names one copy of a tied parameter,
-    it removes all copies.
+    training.freeze removes the parameters that it names.
     """
     names = set(names)
     if config.indexer is not None and training.indexer_stage == "dense":
         names = {name for name in names if ".indexer." in name}
     if lora.rank is not None:
         names = {name for name in names if ADAPTER in name}
-    tied = {name: group for group in tied_weights(config) for name in group}
-    return {
-        name
-        for name in names
-        if not any(
-            matches(each, pattern) for each in tied.get(name, [name]) for pattern in training.freeze
-        )
-    }
+    frozen = training.freeze
+    return {name for name in names if not any(means(each, name, config) for each in frozen)}
+
+
+def means(pattern: str, name: str, config: ModelConfig) -> bool:
+    """Returns whether a pattern names a parameter, by any of its names if it is tied. A pattern for
+    the block that a copy stands in, such as "mtp", does not mean the copy."""
+    (tied,) = [group for group in tied_weights(config) if name in group] or [[name]]
+    blocks = {each: each.rpartition(".tok_embeddings.")[0] for each in tied[1:]}
+    return any(
+        matches(each, pattern) and not (blocks.get(each) and matches(blocks[each], pattern))
+        for each in tied
+    )
+
+
+def pattern_lines(
+    config: ModelConfig, training: Training, lora: Lora, groups: Sequence[OptimizerGroup]
+) -> list[str]:
+    """Returns a line for each pattern of training.freeze and optimizer.groups: the parameters that
+    it takes. A group takes none of those that are frozen or that a group before it has."""
+    names, lines = _names(config, lora), []
+    trains = trained(names, config, training, lora)
+    for pattern in training.freeze:
+        taken = [name for name in names if means(pattern, name, config)]
+        lines.append(f"training.freeze={pattern} freezes {_listed(taken)}")
+    for group in groups:
+        taken = [name for name in names if name in trains and means(group.pattern, name, config)]
+        trains -= {*taken}
+        lines.append(f"optimizer.groups.pattern={group.pattern} takes {_listed(taken)}")
+    return lines
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Shows names with a star for each number, and how many have it."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "nothing"
+
+
+def _names(config: ModelConfig, lora: Lora) -> list[str]:
+    with torch.device("meta"):
+        model = Decoder(config)
+        adapt(model, lora)
+    return [name for name, _ in model.named_parameters()]
 
 
 def sizes_by_name(

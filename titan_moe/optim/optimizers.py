@@ -8,7 +8,9 @@ from torch import nn
 
 from titan_moe.config.job_config import Optimizer, OptimizerGroup
 from titan_moe.distributed.agreement import from_every_rank
-from titan_moe.models.decoder import is_bias, matches
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import is_bias
+from titan_moe.models.trained import means
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon, matrix_cut
 
@@ -21,6 +23,7 @@ _NOT_HIDDEN = {"tok_embeddings", "output", "router", "gate", "gates", "weights_p
 def build_optimizer(
     config: Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
+    model: ModelConfig,
     joined_group: JoinedGroup | None = None,
 ) -> torch.optim.Optimizer:
     """One optimizer over the trainable parameters, in the groups "decay" and "no_decay", and under
@@ -43,7 +46,7 @@ def build_optimizer(
         kind = 1 if decays(name, param) else 2
         if config.name == "Muon" and is_hidden_matrix(name, param):
             kind = 0
-        place = next(at for at, group in enumerate(asked) if matches(name, group.pattern))
+        place = next(at for at, group in enumerate(asked) if means(group.pattern, name, model))
         members[kind, place].append(param)
     groups = []
     for (kind, place), params in sorted(members.items(), key=lambda item: item[0]):

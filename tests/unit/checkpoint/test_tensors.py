@@ -4,7 +4,10 @@ from torch import nn
 
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.config.job_config import Optimizer
+from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer
+
+MODEL = model_config("deepseek_v3", "gate")
 
 
 class _Toy(nn.Module):
@@ -31,7 +34,7 @@ def test_model_tensors_are_parameters_and_persistent_buffers():
 def test_state_before_the_first_step_is_torchs_own_in_zeros(name, implementation):
     model, theirs = _Toy(), _Toy()
     config = Optimizer(name=name, implementation=implementation)
-    ours = optimizer_tensors([model], build_optimizer(config, model.named_parameters()))
+    ours = optimizer_tensors([model], build_optimizer(config, model.named_parameters(), MODEL))
     assert not any(tensor.any() for tensor in ours.values())
     options = {key: implementation == key for key in ("fused", "foreach")}
     trainable = [each for each in theirs.parameters() if each.requires_grad]

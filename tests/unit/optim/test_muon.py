@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 from titan_moe.config.job_config import Optimizer
+from titan_moe.models.registry import model_config
 from titan_moe.optim.muon import orthogonalized
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.verify.gradients.reference import orthogonal
+
+MODEL = model_config("deepseek_v3", "gate")
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 4, 9), (3, 9, 4), (2, 1, 6), (2, 3, 1)])
@@ -29,7 +32,7 @@ def test_a_step_in_bfloat16_is_nearly_that_of_float32(dtype, same):
         before = {name: each.detach().clone() for name, each in named.items()}
         for each in named.values():
             each.grad = torch.ones_like(each).cumsum(-1).sin()
-        build_optimizer(config, named.items()).step()
+        build_optimizer(config, named.items(), MODEL).step()
         steps.append({n: each.detach() - before[n] for n, each in named.items()})
     moved = "layers.0.moe.experts.w1"
     assert torch.equal(steps[0][moved], steps[1][moved]) == same
@@ -59,7 +62,7 @@ def groups_of(optimizer, named):
 
 def test_matrices_inside_layers_are_muons():
     named = parameters()
-    groups = groups_of(build_optimizer(Optimizer(name="Muon"), named.items()), named)
+    groups = groups_of(build_optimizer(Optimizer(name="Muon"), named.items(), MODEL), named)
     assert groups == {
         "matrices": [
             "layers.0.attention.wq.weight",
@@ -74,7 +77,7 @@ def test_matrices_inside_layers_are_muons():
         ],
         "no_decay": ["layers.0.attention.norm.weight", "layers.0.moe.experts.b1"],
     }
-    assert "matrices" not in groups_of(build_optimizer(Optimizer(), named.items()), named)
+    assert "matrices" not in groups_of(build_optimizer(Optimizer(), named.items(), MODEL), named)
 
 
 def test_two_steps_by_hand():
@@ -82,7 +85,7 @@ def test_two_steps_by_hand():
     named = parameters()
     expected = {name: p.detach().clone() for name, p in named.items()}
     buffers = {name: torch.zeros_like(p) for name, p in expected.items()}
-    optimizer = build_optimizer(config, named.items())
+    optimizer = build_optimizer(config, named.items(), MODEL)
     for _ in range(2):
         for name, parameter in named.items():
             gradient = torch.randn_like(parameter)
@@ -106,6 +109,6 @@ def test_parameters_without_a_gradient_are_left_alone():
     named = parameters()
     before = {name: p.detach().clone() for name, p in named.items()}
     named["layers.0.moe.experts.w1"].grad = torch.ones(3, 5, 4, dtype=torch.float64)
-    build_optimizer(Optimizer(name="Muon"), named.items()).step()
+    build_optimizer(Optimizer(name="Muon"), named.items(), MODEL).step()
     moved = [name for name, p in named.items() if not torch.equal(p, before[name])]
     assert moved == ["layers.0.moe.experts.w1"]

@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
+from titan_moe.config.checks.notes import notes
+from titan_moe.config.job_config import OPTIMIZER_KEYS, JobConfig, Optimizer, OptimizerGroup
+from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import BUILDERS, build_optimizer, peak_rates
 from titan_moe.runtime.ranks import run_on_ranks
+
+MODEL = model_config("deepseek_v3", "gate")
 
 
 def parameters():
@@ -31,14 +35,43 @@ NAMES = get_args(Optimizer.model_fields["name"].annotation)
 
 def test_every_optimizer_of_the_configuration_is_built_and_every_key_read():
     assert set(NAMES) == set(OPTIMIZER_KEYS) == set(BUILDERS)
-    read = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
-    assert read | {"name", "lr", "weight_decay", "groups"} == set(Optimizer.model_fields)
+    every = {"name", "lr", "weight_decay", "groups"}
+    keys = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
+    assert keys | every == set(Optimizer.model_fields)
+
+
+class Listener:
+    """A table of the configuration that remembers the keys that are read."""
+
+    def __init__(self, config: Optimizer) -> None:
+        self.config, self.read = config, set[str]()
+
+    def __getattr__(self, key: str):
+        self.read.add(key)
+        return getattr(self.config, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_is_said_to_have_no_effect_if_its_optimizer_does_not_read_it(name: str):
+    groups = [OptimizerGroup(pattern="experts", lr=1.0)]
+    listener, named = Listener(Optimizer(name=name, groups=groups)), parameters()
+    optimizer = build_optimizer(listener, named.items(), MODEL)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    other = {"groups": groups, "implementation": "foreach", "state_dtype": "bfloat16"}
+    other |= {"muon_momentum": 0.5, "muon_steps": 3, "muon_dtype": "stored", "muon_rms": 0.5}
+    other |= {"lr": 0.5, "weight_decay": 0.25, "beta1": 0.5, "beta2": 0.5, "eps": 0.1}
+    assert {*other, "name"} == set(Optimizer.model_fields)
+    job = JobConfig(optimizer={"name": name, **other})
+    said = {line.partition("=")[0] for line in notes(job, MODEL, 1) if "does not read it" in line}
+    assert said == {f"optimizer.{key}" for key in {*other} - listener.read}
 
 
 def test_norms_and_biases_do_not_decay_and_frozen_parameters_stay_out():
     named = parameters()
     names = {id(param): name for name, param in named.items()}
-    optimizer = build_optimizer(Optimizer(lr=0.5, weight_decay=0.25), named.items())
+    optimizer = build_optimizer(Optimizer(lr=0.5, weight_decay=0.25), named.items(), MODEL)
     groups = {
         group["name"]: (
             [names[id(param)] for param in group["params"]],
@@ -58,7 +91,7 @@ def test_the_first_group_that_matches_a_parameter_holds_for_it():
     names = {id(param): name for name, param in named.items()}
     groups = [{"pattern": "w1", "lr": 2.0}, {"pattern": "experts", "weight_decay": 0.75}]
     config = Optimizer.model_validate({"lr": 0.5, "weight_decay": 0.25, "groups": groups})
-    optimizer = build_optimizer(config, named.items())
+    optimizer = build_optimizer(config, named.items(), MODEL)
     assert {
         names[id(param)]: (group["name"], group["peak_lr"], group["weight_decay"])
         for group in optimizer.param_groups
@@ -77,7 +110,7 @@ def rates_of_a_stage() -> dict[str, float]:
     config = Optimizer.model_validate({"lr": 0.5, "groups": [{"pattern": "layers.1", "lr": 2.0}]})
     name = f"layers.{dist.get_rank()}.weight"
     return peak_rates(
-        build_optimizer(config, {name: nn.Parameter(torch.ones(2, 2))}.items()), config
+        build_optimizer(config, {name: nn.Parameter(torch.ones(2, 2))}.items(), MODEL), config
     )
 
 
@@ -92,7 +125,7 @@ def test_one_step_by_hand(name, weight, implementation):
     # while Adam's decay only enlarges the gradient.
     named = {key: param for key, param in parameters().items() if param.requires_grad}
     keys = {"name": name, "lr": 0.1, "weight_decay": 0.5, "implementation": implementation}
-    optimizer = build_optimizer(Optimizer(**keys), named.items())
+    optimizer = build_optimizer(Optimizer(**keys), named.items(), MODEL)
     for param in named.values():
         param.grad = torch.full_like(param, 3.0)
     optimizer.step()
@@ -107,7 +140,7 @@ def test_an_update_of_bfloat16_moments_is_that_of_the_widened_ones_rounded(imple
     torch.manual_seed(0)
     named = {"w": nn.Parameter(torch.randn(7, 5)), "b.bias": nn.Parameter(torch.randn(5))}
     keys = {"lr": 0.1, "implementation": implementation}
-    optimizer = build_optimizer(Optimizer(**keys, state_dtype="bfloat16"), named.items())
+    optimizer = build_optimizer(Optimizer(**keys, state_dtype="bfloat16"), named.items(), MODEL)
     for _ in range(3):
         theirs = copy.deepcopy(named)
         plain = torch.optim.AdamW(theirs.values(), lr=0.1, betas=(0.9, 0.95))

@@ -17,7 +17,6 @@ from titan_moe.config.job_config import (
     OPTIMIZER_KEYS,
     Dataset,
     JobConfig,
-    Optimizer,
     Section,
     Validation,
 )
@@ -157,8 +156,8 @@ def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
         job.debug.capture_step > training.steps,
         f"it is beyond training.steps={training.steps}",
     )
-    read = {"name", "lr", "weight_decay", *OPTIMIZER_KEYS[job.optimizer.name]}
-    unread = [f"optimizer.{key}" for key in Optimizer.model_fields if key not in read]
+    of_some = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
+    unread = [f"optimizer.{key}" for key in of_some - {*OPTIMIZER_KEYS[job.optimizer.name]}]
     yield " ".join(unread), True, f"optimizer.name={job.optimizer.name} does not read it"
 
 

@@ -221,8 +221,11 @@ class Reference:
     def _rates(self, name: str) -> tuple[float, float]:
         """Returns a parameter's peak learning rate and weight decay: its first group's."""
         lr, decay = self.optimizer.lr, self.optimizer.weight_decay
+        copies = [copy for copy, first in self.copies.items() if first == name]
+        names = [name, *(copy for copy in copies if not copy.startswith("mtp."))]
         for group in self.optimizer.groups:
-            if fnmatchcase(name, group.pattern) or f".{group.pattern}." in f".{name}.":
+            asked = group.pattern
+            if any(fnmatchcase(each, asked) or f".{asked}." in f".{each}." for each in names):
                 return (
                     lr if group.lr is None else group.lr,
                     decay if group.weight_decay is None else group.weight_decay,
