@@ -156,9 +156,7 @@ def partial_rotary_factor(settings: Settings, head_dim: int, default: float) -> 
 
     Raises ConfigError for an odd number of channels.
     """
-    factor = (settings.get("rope_parameters") or {}).get("partial_rotary_factor")
-    if factor is None:
-        factor = given(settings, "partial_rotary_factor", default)
+    factor = of_rope(settings, "partial_rotary_factor", default)
     if (rotated := int(head_dim * factor)) % 2:
         raise ConfigError(
             f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
@@ -202,32 +200,55 @@ def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
 
 
 def rope_from_hf(
-    settings: Settings, pairing: Literal["halves", "neighbours"] = "halves", *, latent: bool = False
+    settings: Settings,
+    pairing: Literal["halves", "neighbours"] = "halves",
+    *,
+    latent: bool = False,
+    partial: bool = False,
 ) -> RopeConfig:
     """Rotary positions. Raises ConfigError for a scaling that is not known.
 
     Args:
         latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
             YaRN as transformers has it: cosines and sines alone are scaled.
+        partial: the family reads `partial_rotary_factor`. In others transformers reads it too, but
+            only where positions are scaled.
     """
-    # transformers too takes rope_scaling where both are there.
-    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    theta = float(given(parameters, "rope_theta", given(settings, "rope_theta", 10_000.0)))
+    parameters = _rope_table(settings)
+    if layers := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
+        raise ConfigError(
+            f"config.json: rotary positions by kind of layer ({', '.join(layers)}) are not "
+            "supported: only one table for all layers"
+        )
+    theta = float(of_rope(settings, "rope_theta", 10_000.0))
     kind = given(parameters, "rope_type", given(parameters, "type", "default"))
     if kind == "default":
         return RopeConfig(theta, pairing)
     only({"rope_type": kind}, rope_type=tuple(_SCALINGS))
+    if not partial:
+        factor = of_rope(settings, "partial_rotary_factor", 1.0)
+        only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
     scaling, names = _SCALINGS[kind]
     needed(parameters, "factor")
     numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
     more = _yarn(parameters, latent=latent) if kind == "yarn" else {}
-    original = given(parameters, _ORIGINAL, settings.get("max_position_embeddings"))
+    original = given(settings, _ORIGINAL, given(parameters, _ORIGINAL, settings.get(_LONGEST)))
     return RopeConfig(
         theta, pairing, scaling(original_max_seq_len=int(original), **numbers, **more)
     )
 
 
-_ORIGINAL = "original_max_position_embeddings"
+def _rope_table(settings: Settings) -> Settings:
+    """As in transformers, rope_scaling replaces the whole of rope_parameters."""
+    return settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+
+
+def of_rope(settings: Settings, key: str, default: float) -> float:
+    """A number of the table of rotary positions, or of config.json's first level."""
+    return given(_rope_table(settings), key, given(settings, key, default))
+
+
+_ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 _SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
     "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),

@@ -42,7 +42,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 1)}
     latent = settings.get("model_type") == _LATENT
     if latent:
-        hf.only(settings, partial_rotary_factor=(1.0,))
+        factor = hf.of_rope(settings, "partial_rotary_factor", 1.0)
+        hf.only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
         fields = read_mla(settings, _LATENT_KEYS, _DEFAULTS | mtp | _LATENT_DEFAULTS)
     else:
         fields = _fields(settings, _DEFAULTS | mtp)
@@ -58,7 +59,7 @@ def _fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
         "attention.qk_norm": "learned" if hf.given(settings, "use_qk_norm", False) else "none",
         "attention.output_bias": False,
         "attention.partial_rotary_factor": hf.partial_rotary_factor(settings, head_dim, 0.5),
-        "rope": hf.rope_from_hf(settings),
+        "rope": hf.rope_from_hf(settings, partial=True),
     }
 
 

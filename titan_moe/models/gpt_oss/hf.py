@@ -26,7 +26,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields = hf.read_fields(settings, hf.LOCAL_EXPERT_KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
         "attention.sinks": True,
-        "rope": hf.rope_from_hf(settings),
+        "rope": hf.rope_from_hf({"rope_theta": 150_000.0, **settings}),
         "local": _local(settings),
         "moe.normalize_top_k": True,
         "moe.router_bias": True,

@@ -39,7 +39,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields |= {
         "attention.qk_norm": "across_heads",
         "attention.partial_rotary_factor": hf.partial_rotary_factor(settings, head_dim, rotated),
-        "rope": hf.rope_from_hf({"rope_theta": 5e6, **settings}),
+        "rope": hf.rope_from_hf({"rope_theta": 5e6, **settings}, partial=True),
         "moe.score": "sigmoid",
         "moe.normalize_top_k": True,
     }

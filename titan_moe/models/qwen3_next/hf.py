@@ -52,7 +52,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         "attention.qk_norm": "learned",
         "attention.output_gate": True,
         "attention.partial_rotary_factor": rotated,
-        "rope": hf.rope_from_hf(settings),
+        "rope": hf.rope_from_hf(settings, partial=True),
         "recurrent": GatedDeltaConfig(
             **{path.removeprefix("recurrent."): value for path, value in recurrent.items()},
             attention_every=_attention_every(settings),
