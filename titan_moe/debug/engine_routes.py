@@ -21,7 +21,7 @@ next sequence has of it goes where the training's router sends it, as all tokens
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -160,12 +160,15 @@ def _read_response(
     """Returns a response's token ids, as bytes, and its experts. Raises ValueError, KeyError or
     TypeError for a response that does not fit the model."""
     ids, first = np.array(fields["token_ids"]), fields.get("routed_experts_start_len", 0)
-    experts = _decoded(fields, num_layers, dims.top_k)
+    experts = _decoded(fields)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError("token_ids is no list of numbers: give those of prompt and response")
+    numbers = [int(name[len("layers.") :]) for name in dims.layers if name.startswith("layers.")]
+    dense = sorted({*range(num_layers)} - {*numbers})
+    if isinstance(fields["routed_experts"], str) and experts.ndim == 1:
+        experts = _shaped(experts, len(ids) - first, dims.top_k, len(numbers), dense)
     if experts.ndim != 3 or experts.dtype.kind not in "iu":
         raise ValueError("routed_experts is no array [tokens, layers, top_k] of whole numbers")
-    numbers = [int(name[len("layers.") :]) for name in dims.layers if name.startswith("layers.")]
     num_tokens, rows, top_k = experts.shape
     if top_k != dims.top_k:
         raise ValueError(f"{top_k} experts of each token, the model has top_k={dims.top_k}")
@@ -188,6 +191,15 @@ def _read_response(
             f"token {first + token} has an expert twice in {dims.layers[layer]}: zeros of a dense "
             "layer, or of a route that was not captured, which -1 marks"
         )
+    if rows == num_layers and (experts[:, dense] > 0).any():
+        raise ValueError(f"experts in dense layers: of the model's, {dense} are dense")
+    # One expert is never twice; in enough layers the first one never is by chance.
+    rare = len(ids) < 1e-3 * float(dims.num_experts) ** len(numbers)
+    if dims.top_k == 1 and rare and (zeros_T := (chosen_TLK == 0).all((1, 2))).any():
+        raise ValueError(
+            f"token {first + zeros_T.argmax()} has expert 0 in each layer: zeros of a route that "
+            "was not captured, which -1 marks"
+        )
     shape = len(ids), len(dims.layers), dims.top_k
     experts_TLK = np.full(shape, dims.num_experts, np.uint16)
     routed_TLK = experts_TLK[first : first + num_tokens, : len(numbers)]
@@ -195,13 +207,36 @@ def _read_response(
     return ids.astype(np.int64).tobytes(), experts_TLK
 
 
-def _decoded(fields: Mapping[str, Any], num_layers: int, top_k: int) -> NDArray[Any]:
-    """Returns `routed_experts`, of whatever form, as an array. Raises ValueError."""
+def _decoded(fields: Mapping[str, Any]) -> NDArray[Any]:
+    """Returns `routed_experts`, of whatever form, as an array; SGLang's integers without a shape.
+    Raises ValueError."""
     experts = fields["routed_experts"]
     if not isinstance(experts, str):
         return np.array(experts)
     content = base64.b64decode(experts, validate=True)
     if content.startswith(np.lib.format.MAGIC_PREFIX):
         return np.asarray(np.load(BytesIO(content)))
-    dtype = fields.get("routed_experts_dtype", "int32")
-    return np.frombuffer(content, dtype).reshape(-1, num_layers, top_k)
+    return np.frombuffer(content, fields.get("routed_experts_dtype", "int32"))
+
+
+def _shaped(
+    experts: NDArray[Any], num_tokens: int, top_k: int, num_sparse: int, dense: Sequence[int]
+) -> NDArray[Any]:
+    """Gives integers the one shape [tokens, layers, top_k] that fits: with or without the last
+    token, and of all layers, with zeros in the dense ones, or of those with experts. Raises
+    ValueError."""
+    tried = {
+        (tokens, layers, top_k)
+        for tokens in (num_tokens - 1, num_tokens)
+        for layers in (num_sparse, num_sparse + len(dense))
+        if tokens > 0 and tokens * layers * top_k == experts.size
+    }
+    arrays = [experts.reshape(shape) for shape in sorted(tried)]
+    fit = [x for x in arrays if x.shape[1] == num_sparse or not (x[:, dense] > 0).any()]
+    if len(fit) != 1:
+        shapes = " and of ".join(str(list(x.shape)) for x in fit) or "no"
+        raise ValueError(
+            f"{experts.size} integers are routes of {shapes} tokens, layers and top_k for "
+            f"{num_tokens} token_ids: give routed_experts as a .npy file, which has its shape"
+        )
+    return fit[0]

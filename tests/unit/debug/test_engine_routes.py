@@ -1,10 +1,12 @@
 """routes import: a file that is not of the model or the data is one line, and leaves nothing."""
 
+import base64
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.commands import run_command
@@ -52,7 +54,11 @@ def test_import_says_what_it_found(tmp_path: Path, last: list[Any]) -> None:
         ({"routed_experts": ROUTES[:-2]}, "routes of tokens 0 to 18, .* last of 21 token_ids or"),
         ({"routed_experts_start_len": 2}, "routes of tokens 2 to 21, which must end with the last"),
         ({"routed_experts": "AAAA"}, "buffer size must be a multiple"),
-        ({"routed_experts": "AAAAAAAA" * 2}, "cannot reshape array of size 3"),
+        ({"routed_experts": "AAAAAAAA" * 2}, "3 integers are routes of no tokens, layers"),
+        (
+            {"routed_experts": [[[2, 3], *t[1:]] for t in ROUTES]},
+            r"experts in dense layers: .*\[0\]",
+        ),
         ({"routed_experts": "k05VTVBZAQ=="}, "responses.jsonl:2: "),
         ({"routed_experts": [1.5]}, r"no array \[tokens, layers, top_k\] of whole numbers"),
         ({"token_ids": TEXT}, "token_ids is no list of numbers"),
@@ -64,6 +70,34 @@ def test_import_says_what_it_found(tmp_path: Path, last: list[Any]) -> None:
 def test_bad_line_is_one_line(tmp_path: Path, change: Any, words: str) -> None:
     line = change if isinstance(change, str) else {**LINE, **change}
     assert_refused(words, tmp_path, "", line)
+
+
+@pytest.mark.parametrize("routed", [[0, 0], [3, 4]])
+def test_integers_without_a_shape_have_the_one_that_fits(tmp_path: Path, routed: list[int]) -> None:
+    """8 tokens of 7 layers with experts are as many integers as 7 tokens of all 8 layers."""
+    sparse = [token[1:] for token in ROUTES[:8]]
+    sparse[-1][0] = routed
+    integers = np.array(sparse, np.int32).tobytes()
+    for name, routes in (("lists", sparse), ("integers", base64.b64encode(integers).decode())):
+        (tmp_path / name).mkdir()
+        done = run_import(tmp_path / name, {"token_ids": IDS[:8], "routed_experts": routes})
+        assert done.returncode == 0, done.stderr
+    lists, ints = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "record").iterdir()}
+        for name in ("lists", "integers")
+    )
+    assert lists == ints
+
+
+def test_integers_of_two_shapes_are_refused(tmp_path: Path) -> None:
+    zeros = base64.b64encode(bytes(4 * 2 * 56)).decode()
+    line = {"token_ids": IDS[:8], "routed_experts": zeros}
+    assert_refused(r"of \[7, 8, 2\] and of \[8, 7, 2\] tokens", tmp_path, line)
+
+
+def test_expert_0_in_each_of_many_layers_with_one_expert_is_no_route(tmp_path: Path) -> None:
+    line = {"token_ids": IDS, "routed_experts": [[[t % 8]] * 8 for t in range(len(IDS))]}
+    assert_refused("token 0 has expert 0 in each layer", tmp_path, line, family="llama4")
 
 
 def assert_refused(words: str, folder: Path, *lines: str | dict[str, Any], **how: Any) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.refusals import refusal
 from titan_moe.checkpoint.hf.folder import HFFolder
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
 from titan_moe.models import registry
 from titan_moe.models.config import YarnScaling
@@ -29,6 +31,7 @@ from titan_moe.models.hf import (
 from titan_moe.models.kimi_linear import hf as kimi_linear
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.train import check_all
+from titan_moe.verify.parity.check import cases
 
 EVERY = [(family, flavor) for family in FAMILIES for flavor in flavors(family)]
 
@@ -55,6 +58,24 @@ def test_flavor_survives_config_json_also_of_transformers_and_a_record(family, f
     theirs.save_pretrained(tmp_path)
     assert differences(config, model_of(tmp_path).config) == []
     assert from_record(json.loads(json.dumps(as_record(config)))) == config
+
+
+_PLAIN = {case.family: case.settings for case in cases() if case.option == "plain"}
+
+
+@pytest.mark.parametrize("tied", [True, False, None])
+@pytest.mark.parametrize("family", _PLAIN)
+def test_embeddings_that_transformers_ties_are_tied_and_others_refused(family, tied, tmp_path):
+    given = {key: value for key, value in _PLAIN[family].items() if key != "tie_word_embeddings"}
+    given |= {} if tied is None else {"tie_word_embeddings": tied}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(given))))
+    ties = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+    folder = write(tmp_path, theirs.config.to_dict())
+    if tied and not ties:
+        with pytest.raises(ConfigError, match="tie_word_embeddings=True is not supported"):
+            model_of(folder)
+        return
+    assert model_of(folder).config.tied_embeddings == ties
 
 
 _UNSEEN = {"rope_parameters", "sliding_window", "n_group", "topk_group", "norm_topk_prob"}

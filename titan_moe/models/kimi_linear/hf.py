@@ -64,7 +64,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     published = {key: settings.get(name) for name, key in _ALIASES.items()}
     settings = published | {key: value for key, value in settings.items() if value is not None}
     hf.only(settings, **{key: (value,) for key, value in _FIXED.items()})
-    hf.only(settings, num_nextn_predict_layers=(0,))
+    # transformers' own Kimi Linear never ties its embedding.
+    hf.only(settings, num_nextn_predict_layers=(0,), tie_word_embeddings=(False,))
     fields = read_mla(settings, _KEYS, _DEFAULTS)
     fields |= {
         "attention.rotary": False,
