@@ -48,6 +48,8 @@ FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
 # Conversations as people have them came later: twelve forms, turns by marks, what is left out,
 # exports with the template; 300 and 450 lines were meant.
 CONVERSATIONS = {"titan_moe": 646, "tests": 336, "scripts": 0}
+# What runs, readers and the packages of others found came later.
+FOUND_BY_READERS = {"titan_moe": 350, "tests": 450, "scripts": 100}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
@@ -101,7 +103,7 @@ def test_lines_of_code_stay_within_the_budget(folder: str, spare: float) -> None
     total = sum(sizes.values())
     later = FIRST_HOUR, GLM_AND_MINIMAX, QWEN3_NEXT, SPARSE_ATTENTION, NCCL_OPTIONS
     later = *later, SELECTION_TRACES, KIMI_LINEAR, QWEN3_5, ON_A_GPU, REAL_FILES, REGRESSION_JOBS
-    later = *later, STRAIGHT_CORE, FINE_TUNING, CONVERSATIONS
+    later = *later, STRAIGHT_CORE, FINE_TUNING, CONVERSATIONS, FOUND_BY_READERS
     budget = int((BUDGETS[folder] + sum(feature[folder] for feature in later)) * (1 + spare))
     assert total <= budget, f"{total:,} lines of {budget:,}: delete some; over: {over}"
 

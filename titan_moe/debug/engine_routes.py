@@ -232,7 +232,7 @@ def _shaped(
         if tokens > 0 and tokens * layers * top_k == experts.size
     }
     arrays = [experts.reshape(shape) for shape in sorted(tried)]
-    fit = [x for x in arrays if x.shape[1] == num_sparse or not (x[:, dense] > 0).any()]
+    fit = [x for x in arrays if len(x[0]) == num_sparse or not (x[:, dense] > 0).any()]
     if len(fit) != 1:
         shapes = " and of ".join(str(list(x.shape)) for x in fit) or "no"
         raise ValueError(

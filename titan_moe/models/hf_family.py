@@ -151,20 +151,6 @@ def gqa_defaults(settings: Settings) -> dict[str, Any]:
     return {"num_key_value_heads": heads, "head_dim": dim // heads}
 
 
-def partial_rotary_factor(settings: Settings, head_dim: int, default: float) -> float:
-    """The share of a head's channels that rotate, by either form of config.json.
-
-    Raises ConfigError for an odd number of channels.
-    """
-    factor = of_rope(settings, "partial_rotary_factor", default)
-    if (rotated := int(head_dim * factor)) % 2:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
-            "channels: only an even number is supported"
-        )
-    return factor
-
-
 def make_config(fields: Fields, attention: type[Any]) -> ModelConfig:
     """The dimensions with these fields, dense where none of them is under `moe`."""
     tables: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "moe": {}}
@@ -199,74 +185,12 @@ def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
     return config.recurrent
 
 
-def rope_from_hf(
-    settings: Settings,
-    pairing: Literal["halves", "neighbours"] = "halves",
-    *,
-    latent: bool = False,
-    partial: bool = False,
-) -> RopeConfig:
-    """Rotary positions. Raises ConfigError for a scaling that is not known.
-
-    Args:
-        latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
-            YaRN as transformers has it: cosines and sines alone are scaled.
-        partial: the family reads `partial_rotary_factor`. In others transformers reads it too, but
-            only where positions are scaled.
-    """
-    parameters = _rope_table(settings)
-    if layers := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
-        raise ConfigError(
-            f"config.json: rotary positions by kind of layer ({', '.join(layers)}) are not "
-            "supported: only one table for all layers"
-        )
-    theta = float(of_rope(settings, "rope_theta", 10_000.0))
-    kind = given(parameters, "rope_type", given(parameters, "type", "default"))
-    if kind == "default":
-        return RopeConfig(theta, pairing)
-    only({"rope_type": kind}, rope_type=tuple(_SCALINGS))
-    if not partial:
-        factor = of_rope(settings, "partial_rotary_factor", 1.0)
-        only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
-    scaling, names = _SCALINGS[kind]
-    needed(parameters, "factor")
-    numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
-    more = _yarn(parameters, latent=latent) if kind == "yarn" else {}
-    original = given(settings, _ORIGINAL, given(parameters, _ORIGINAL, settings.get(_LONGEST)))
-    return RopeConfig(
-        theta, pairing, scaling(original_max_seq_len=int(original), **numbers, **more)
-    )
-
-
-def _rope_table(settings: Settings) -> Settings:
-    """As in transformers, rope_scaling replaces the whole of rope_parameters."""
-    return settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-
-
-def of_rope(settings: Settings, key: str, default: float) -> float:
-    """A number of the table of rotary positions, or of config.json's first level."""
-    return given(_rope_table(settings), key, given(settings, key, default))
-
-
-_ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
-_SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+ORIGINAL = "original_max_position_embeddings"
+SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
     "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
 }
 """By rope_type, and the numbers that have the same names in config.json."""
-
-
-def _yarn(parameters: Settings, *, latent: bool) -> dict[str, Any]:
-    only(parameters, attention_factor=())
-    both = given(parameters, "mscale", 0) and given(parameters, "mscale_all_dim", 0)
-    if not (both and latent):
-        only(parameters, mscale_all_dim=(0, 0.0))
-    return {
-        # transformers scales cosines and sines by the plain rule unless both are given.
-        "mscale": float(parameters["mscale"]) if both else 1.0,
-        "mscale_all_dim": float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
-        "truncate": bool(given(parameters, "truncate", True)),
-    }
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
@@ -277,8 +201,8 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     is_yarn = isinstance(scaling, YarnScaling)
     kind = "yarn" if is_yarn else "llama3"
     table: dict[str, Any] = {"type": kind} if is_yarn else {}
-    table |= {"rope_type": kind, "factor": scaling.factor, _ORIGINAL: scaling.original_max_seq_len}
-    table |= {name: getattr(scaling, name) for name in _SCALINGS[kind][1]}
+    table |= {"rope_type": kind, "factor": scaling.factor, ORIGINAL: scaling.original_max_seq_len}
+    table |= {name: getattr(scaling, name) for name in SCALINGS[kind][1]}
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     if isinstance(scaling, YarnScaling) and not scaling.truncate:

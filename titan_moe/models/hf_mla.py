@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
+from titan_moe.models.hf_rope import rope_from_hf
 
 MLA_KEYS = {
     **hf.DECODER_KEYS,
@@ -56,5 +57,5 @@ def read_mla(settings: hf.Settings, keys: Mapping[str, str], defaults: hf.Settin
         if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
             raise ConfigError(f"config.json: mlp_layer_types: only dense layers first, not {kinds}")
         fields["num_dense_layers"] = dense
-    fields["rope"] = hf.rope_from_hf(settings, "neighbours", latent=True)
+    fields["rope"] = rope_from_hf(settings, "neighbours", latent=True)
     return fields

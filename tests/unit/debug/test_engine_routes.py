@@ -57,7 +57,7 @@ def test_import_says_what_it_found(tmp_path: Path, last: list[Any]) -> None:
         ({"routed_experts": "AAAAAAAA" * 2}, "3 integers are routes of no tokens, layers"),
         (
             {"routed_experts": [[[2, 3], *t[1:]] for t in ROUTES]},
-            r"experts in dense layers: .*\[0\]",
+            r"in dense layers: .*\[0\]",
         ),
         ({"routed_experts": "k05VTVBZAQ=="}, "responses.jsonl:2: "),
         ({"routed_experts": [1.5]}, r"no array \[tokens, layers, top_k\] of whole numbers"),
@@ -96,7 +96,7 @@ def test_integers_of_two_shapes_are_refused(tmp_path: Path) -> None:
 
 
 def test_expert_0_in_each_of_many_layers_with_one_expert_is_no_route(tmp_path: Path) -> None:
-    line = {"token_ids": IDS, "routed_experts": [[[t % 8]] * 8 for t in range(len(IDS))]}
+    line = {"token_ids": IDS[:3], "routed_experts": [[[0]] * 4, [[1]] * 4]}
     assert_refused("token 0 has expert 0 in each layer", tmp_path, line, family="llama4")
 
 

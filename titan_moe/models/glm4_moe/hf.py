@@ -12,6 +12,7 @@ from typing import Any
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
 from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
+from titan_moe.models.hf_rope import of_rope, partial_rotary_factor, rope_from_hf
 
 _FAMILY = "glm4_moe"
 _LATENT = "glm4_moe_lite"
@@ -42,7 +43,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     mtp = {"num_nextn_predict_layers": hf.given(settings, "num_mtp_layers", 1)}
     latent = settings.get("model_type") == _LATENT
     if latent:
-        factor = hf.of_rope(settings, "partial_rotary_factor", 1.0)
+        factor = of_rope(settings, "partial_rotary_factor", 1.0)
         hf.only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
         fields = read_mla(settings, _LATENT_KEYS, _DEFAULTS | mtp | _LATENT_DEFAULTS)
     else:
@@ -58,8 +59,8 @@ def _fields(settings: hf.Settings, defaults: hf.Settings) -> hf.Fields:
     return fields | {
         "attention.qk_norm": "learned" if hf.given(settings, "use_qk_norm", False) else "none",
         "attention.output_bias": False,
-        "attention.partial_rotary_factor": hf.partial_rotary_factor(settings, head_dim, 0.5),
-        "rope": hf.rope_from_hf(settings, partial=True),
+        "attention.partial_rotary_factor": partial_rotary_factor(settings, head_dim, 0.5),
+        "rope": rope_from_hf(settings, partial=True),
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.hf_rope import rope_from_hf
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("gpt_oss",)
@@ -26,7 +27,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields = hf.read_fields(settings, hf.LOCAL_EXPERT_KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
         "attention.sinks": True,
-        "rope": hf.rope_from_hf({"rope_theta": 150_000.0, **settings}),
+        "rope": rope_from_hf({"rope_theta": 150_000.0, **settings}),
         "local": _local(settings),
         "moe.normalize_top_k": True,
         "moe.router_bias": True,

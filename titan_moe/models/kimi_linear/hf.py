@@ -11,6 +11,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GatedDeltaConfig, MLAConfig, ModelConfig
 from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
+from titan_moe.models.hf_rope import rope_from_hf
 
 _FAMILY = "kimi_linear"
 MODEL_TYPES = (_FAMILY,)
@@ -69,7 +70,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields = read_mla(settings, _KEYS, _DEFAULTS)
     fields |= {
         "attention.rotary": False,
-        "rope": hf.rope_from_hf(settings),
+        "rope": rope_from_hf(settings),
         "recurrent": _recurrent_layers(settings, fields["num_layers"]),
         "moe.score": "sigmoid",
         "moe.group_score_top": 2 if fields["moe.num_groups"] > 1 else 1,

@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
+from titan_moe.models.hf_rope import rope_from_hf
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("llama4_text",)
@@ -25,7 +26,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     fields |= {
         "attention.qk_norm": "unweighted" if hf.given(settings, "use_qk_norm", True) else "none",
         "attention.temperature": _temperature(settings),
-        "rope": hf.rope_from_hf({"rope_theta": 5e5, **settings}, "neighbours"),
+        "rope": rope_from_hf({"rope_theta": 5e5, **settings}, "neighbours"),
         "local": _local(settings),
         "moe_every": _moe_every(settings),
         "moe.num_shared_experts": 1,

@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.hf_rope import partial_rotary_factor, rope_from_hf
 
 MODEL_TYPES = ("minimax_m2",)
 
@@ -38,8 +39,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     rotated = hf.given(settings, "rotary_dim", head_dim) / head_dim
     fields |= {
         "attention.qk_norm": "across_heads",
-        "attention.partial_rotary_factor": hf.partial_rotary_factor(settings, head_dim, rotated),
-        "rope": hf.rope_from_hf({"rope_theta": 5e6, **settings}, partial=True),
+        "attention.partial_rotary_factor": partial_rotary_factor(settings, head_dim, rotated),
+        "rope": rope_from_hf({"rope_theta": 5e6, **settings}, partial=True),
         "moe.score": "sigmoid",
         "moe.normalize_top_k": True,
     }

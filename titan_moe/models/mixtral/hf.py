@@ -5,6 +5,7 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.hf_rope import rope_from_hf
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("mixtral",)
@@ -18,7 +19,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     window = settings.get("sliding_window")
     fields = hf.read_fields(settings, hf.BLOCK_SPARSE_KEYS, _DEFAULTS | hf.gqa_defaults(settings))
     fields |= {
-        "rope": hf.rope_from_hf({"rope_theta": 1e6, **settings}),
+        "rope": rope_from_hf({"rope_theta": 1e6, **settings}),
         "local": None if window is None else LocalAttention("window", window, global_every=0),
         "moe.normalize_top_k": True,
     }

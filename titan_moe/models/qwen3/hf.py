@@ -6,6 +6,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.hf_rope import rope_from_hf
 
 _WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
@@ -25,7 +26,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     if not with_experts:
         defaults["head_dim"] = 128
     fields = hf.read_fields(settings, hf.GQA_KEYS, defaults)
-    fields |= {"attention.qk_norm": "learned", "rope": hf.rope_from_hf(settings)}
+    fields |= {"attention.qk_norm": "learned", "rope": rope_from_hf(settings)}
     if with_experts:
         # transformers 5 may write another name.
         if settings.get("num_local_experts") is not None:

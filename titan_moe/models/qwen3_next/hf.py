@@ -13,6 +13,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
+from titan_moe.models.hf_rope import partial_rotary_factor, rope_from_hf
 
 _FAMILY = "qwen3_next"
 _QWEN3_5 = "qwen3_5_moe_text"
@@ -47,12 +48,12 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     unread = {"intermediate_size": hf.needed(settings, "moe_intermediate_size")}
     fields = hf.read_fields(settings, _KEYS, hf.gqa_defaults(settings) | _DEFAULTS | unread)
     recurrent = hf.read_fields(settings, _RECURRENT_KEYS, {})
-    rotated = hf.partial_rotary_factor(settings, fields["attention.head_dim"], 0.25)
+    rotated = partial_rotary_factor(settings, fields["attention.head_dim"], 0.25)
     fields |= {
         "attention.qk_norm": "learned",
         "attention.output_gate": True,
         "attention.partial_rotary_factor": rotated,
-        "rope": hf.rope_from_hf(settings, partial=True),
+        "rope": rope_from_hf(settings, partial=True),
         "recurrent": GatedDeltaConfig(
             **{path.removeprefix("recurrent."): value for path, value in recurrent.items()},
             attention_every=_attention_every(settings),
