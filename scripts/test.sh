@@ -3,8 +3,8 @@
 #
 #   ./scripts/test.sh                the default tier: at most 10 minutes on 2 cores
 #   ./scripts/test.sh --slow         the default and the slow tier
-#   ./scripts/test.sh --full         everything: at most 2 hours
-#   ./scripts/test.sh --slice 7      the default tier and, as CI does, slice 7 of the others: 2 slices
+#   ./scripts/test.sh --full         everything: about 6 hours
+#   ./scripts/test.sh --slice 7      the default tier and, as CI does, slice 7 of the others: 3 slices
 #                                    that follow one another have all slow tests, 40 all tests
 #   ./scripts/test.sh -k router      further arguments go to pytest
 #
