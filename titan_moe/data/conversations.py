@@ -21,7 +21,7 @@ with `refused`, a reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,12 +89,26 @@ def conversation_text(record: Any) -> str | None:
     return None if found is None else json.dumps(found, ensure_ascii=False)
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: Any, kind: Any, read_json: Callable[[Any], Any]) -> Any:
     """A record of Arrow, whose structs have all fields that any record has, without empty ones.
-    A null that the record has itself cannot be told from those."""
+    A null that the record has itself cannot be told from those, but in JSON, which `datasets` 5
+    writes where the keys of a field vary.
+
+    Args:
+        kind: the schema of the record, or the type of the value in it; None if it is not known.
+        read_json: is called with a value of Arrow's JSON.
+    """
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return value if value is None else read_json(value)
     if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        kinds = {name: kind and kind.field(name) for name in value}
+        return {
+            name: without_nulls(each, getattr(kinds[name], "type", None), read_json)
+            for name, each in value.items()
+            if each is not None
+        }
+    inner = getattr(kind, "value_type", None)
+    return [without_nulls(x, inner, read_json) for x in value] if isinstance(value, list) else value
 
 
 def _read(fields: dict[str, Any]) -> dict[str, Any] | None:

@@ -102,7 +102,12 @@ class HubStream:
 
     def text(self, row: dict[str, Any]) -> str | None:
         """The text of a row, or its conversation as JSON."""
-        text = row[COLUMN] if COLUMN in row else pick(without_nulls(row), self.column)
+        if COLUMN in row:
+            text = row[COLUMN]
+        else:
+            kind = self._rows.features and self._rows.features.arrow_schema
+            # Its JSON is read already.
+            text = pick(without_nulls(row, kind, lambda value: value), self.column)
         return text if isinstance(text, str) else None
 
     def shard(self, index: int, count: int) -> HubStream:

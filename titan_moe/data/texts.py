@@ -260,7 +260,8 @@ def _parquet_texts(file: str, column: str | None) -> Iterator[str | None]:
     first, *inner = _columns(reader, file, column)
     if column is None:
         for batch in reader.iter_batches(_BATCH, columns=[first, *inner]):
-            yield from map(conversation_text, without_nulls(batch.to_pylist()))
+            for row in batch.to_pylist():
+                yield conversation_text(without_nulls(row, batch.schema, json.loads))
         return
     for batch in reader.iter_batches(_BATCH, columns=[column]) if reader.metadata.num_rows else ():
         texts = pc.struct_field(batch.column(first), inner) if inner else batch.column(first)

@@ -1,8 +1,11 @@
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.support.chat_templates import TEMPLATES, tokenizer_file
 from tests.support.conversations import SIZE, as_parquet, learned, read, talk, training, write
@@ -16,9 +19,17 @@ from titan_moe.data.build import (
     sample_data,
 )
 from titan_moe.data.builtin import StdlibConversations
-from titan_moe.data.conversations import conversation_text
+from titan_moe.data.conversations import conversation_text, without_nulls
+from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.packing import IGNORE_INDEX
+from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import load_tokenizer
+
+
+def source(path, dataset):
+    """Returns a source of conversations."""
+    return Source("training.", dataset, str(path), None)
+
 
 RECORDS = {
     "messages": {"messages": talk("Why?", "So.")},
@@ -61,10 +72,47 @@ def test_targets_are_all_answers_or_the_last(targets, wanted, tmp_path):
 
 
 def test_a_null_of_arrow_is_no_argument_of_a_call():
-    from titan_moe.data.conversations import without_nulls
-
     call = {"role": "assistant", "tool_calls": [{"name": "f", "x": None, "y": [None, {"z": None}]}]}
-    assert without_nulls(call)["tool_calls"] == [{"name": "f", "y": [None, {}]}]
+    found = without_nulls(call, None, json.loads)
+    assert found["tool_calls"] == [{"name": "f", "y": [None, {}]}]
+
+
+def asked(**arguments):
+    """Returns the messages of a call with these arguments, whose own content is null."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [*talk("a", "b"), {"role": "user", "content": "c"}, said]
+
+
+@pytest.mark.parametrize("form", ["JSON", "Parquet of pyarrow", "Parquet of datasets", "saved"])
+def test_a_set_whose_calls_differ_in_their_keys_is_one_in_every_form(form, tmp_path):
+    """`datasets` 5 writes messages whose keys vary as JSON, and a set that pyarrow wrote holds no
+    nulls of its own."""
+    records = [{"messages": asked(x=1, y=None), "tools": []}, {"messages": asked(x="a", z=[2])}] * 2
+    path, dataset = write(tmp_path / "a.jsonl", records), "json"
+    wanted = [json.loads(each.content) for each in FileCorpus(source(path, dataset))]
+    whole = datasets.load_dataset("json", data_files=str(path), split="train")
+    if form == "JSON":
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(records, indent=1))
+    elif form == "saved":
+        path, dataset = tmp_path / "saved", "owner/name"
+        whole.save_to_disk(path)
+    else:
+        path, dataset = tmp_path / "a.parquet", "parquet"
+        if form == "Parquet of datasets":
+            whole.to_parquet(path)
+            assert "arrow.json" in str(parquet.read_schema(path))
+        else:
+            table = [{"messages": asked(x=1, y=None)}, {"messages": asked(x=1, z=[2])}] * 2
+            without = [without_nulls(each, None, json.loads) for each in table]
+            wanted = [json.loads(conversation_text(each)) for each in without]
+            parquet.write_table(pyarrow.Table.from_pylist(table), path)
+    if form == "saved":
+        found = [*HubStream(source(path, dataset)).read()]
+    else:
+        found = [*FileCorpus(source(path, dataset))]
+    assert [json.loads(each.content) for each in found] == wanted
 
 
 CASES = [("cut", None, 9), ("drop", 1, 2), ("cut", 3, 28)]
