@@ -109,9 +109,9 @@ def run_tests(session: Session, files: Sequence[str]) -> Seen:
     return Seen(f"{ends['passed']} tests passed, {ends['skipped']} skipped", ends)
 
 
-def verify_gate(session: Session, ranks: int | None = None) -> Seen:
+def verify_gate(session: Session, ranks: int | None = None, layouts: int = 12) -> Seen:
     ranks = ranks or session.machine.ranks
-    number = 12 if session.machine.on_gpus else 3
+    number = layouts if session.machine.on_gpus else 3
     options = ("--sample", number, "--ranks", ranks, "--float32", "--out", session.folder)
     words = (*options, "--device", session.machine.device)
     output = session.titan_moe(

@@ -17,6 +17,7 @@ STEPS = 6
 
 
 def skip_without(capability: tuple[int, int]) -> None:
+    pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < capability:
         pytest.skip(f"needs compute capability {capability}")
 

@@ -112,7 +112,8 @@ class HangWatch:
         return any(
             now - entry["time_created_ns"] > entry["timeout_ms"] * 1e6 - BACKEND_GRACE_S * 1e9
             for entry in _recorded()
-            if not _has_ended(entry)
+            # torch leaves sends and receives that it joined "scheduled" for good.
+            if not entry["is_p2p"] and not _has_ended(entry)
         )
 
     def _gather(self) -> tuple[list[str], bool]:

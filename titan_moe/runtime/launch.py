@@ -5,9 +5,11 @@ Nothing here imports torch: it is needed before anything heavy is imported.
 
 import ctypes
 import os
+import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +76,10 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     """Returns the number of NVIDIA GPUs that a run would use, whether or not torch can: see
     `device.refuse_unusable`."""
     found = len(list(devices.glob("nvidia[0-9]*")))
+    if not found and (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
+        # Some have none of these files, such as WSL 2.
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+        found = len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return found
     names = environment["CUDA_VISIBLE_DEVICES"].split(",")

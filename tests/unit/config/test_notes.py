@@ -29,7 +29,7 @@ _FLOAT8 = "--model.converters quantize.linear.float8"
 _PAIRS = "--p.pipeline_parallel_expert_parallel_overlap"
 _DEDUPLICATED = f"{EP}_comm_backend deduplicated"
 _OF_NODE = f"ep 2 {EP}_ranks_per_node 2 {EP}_comm_backend"
-_BASED = "--lora.rank 4 --checkpoint.enable --checkpoint.initial_load_path /"
+_BASED = "--lora.rank 8 --checkpoint.enable --checkpoint.initial_load_path /"
 _PARTS = (
     "--p.module_fqns_per_model_part="
     '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","norm","output"]]'
@@ -59,7 +59,8 @@ _PARTS = (
         ("--training.mtp_loss_weight 0.1", MODEL, "training.mtp_loss_weight=0.1 has no effect: de"),
         ("--training.indexer_stage dense", MODEL, "training.indexer_stage=dense has no effect: de"),
         ("--training.indexer_stage dense --moe.bias_update_speed 1", SPARSE, "moe.bias_update_spe"),
-        ("--lora.rank 4", MODEL, "lora.rank=4: adapters train beside random weights; checkpoint.i"),
+        ("--lora.rank 8", MODEL, "lora.rank=8: adapters train beside random weights; checkpoint.i"),
+        (f"{_BASED} --lora.rank 6", MODEL, "lora.rank=6: on a GPU each product of the experts"),
         (f"{_BASED} --moe.bias_update_speed 1", MODEL, "moe.bias_update_speed=1.0 has no effect: "),
         ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
         ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
@@ -108,7 +109,7 @@ def test_key_of_experts_stops_no_dense_model(words: str) -> None:
         "",
         "--moe.row_alignment 16",
         _BASED,
-        "--lora.rank 4 --checkpoint.enable --checkpoint.create_seed_checkpoint",
+        "--lora.rank 8 --checkpoint.enable --checkpoint.create_seed_checkpoint",
         f"ep 2 {EP}_capacity_factor 1.5 {EP}_overflow drop",
         f"ep 2 {EP}_ranks_per_node 2",  # The automatic choice reads it.
         _DEDUPLICATED,  # Where nothing travels all backends are alike.
@@ -126,7 +127,7 @@ def test_key_with_effect_is_no_note(arguments: str) -> None:
 
 
 def test_adapters_that_go_on_have_weights_beside_them(tmp_path: Path) -> None:
-    run = f"--lora.rank 4 --checkpoint.enable --job.dump_folder {tmp_path}"
+    run = f"--lora.rank 8 --checkpoint.enable --job.dump_folder {tmp_path}"
     assert len(noted(run)) == 1
     (tmp_path / "checkpoint/step-2").mkdir(parents=True)
     assert noted(run) == []

@@ -21,6 +21,7 @@ _LONGEST_S = _SAVE_S + BACKEND_GRACE_S
 @pytest.mark.parametrize(
     ("quiet_s", "phase", "collectives", "hangs"),
     [
+        (_LIMIT_S + 1, "checkpoint", [(_LIMIT_S, _LIMIT_S, "gloo:send 0->1")], False),
         (_LIMIT_S / 2, "step", [(_LIMIT_S, _LIMIT_S)], False),
         (_LIMIT_S + 1, "step", [(_LIMIT_S, _LIMIT_S)], True),
         (_LIMIT_S + 1, "step", [(_LIMIT_S, 2 * _LIMIT_S)], False),
@@ -40,14 +41,16 @@ def test_hang_watch_waits_too_long(
 
     Args:
         quiet_s: seconds since the rank was last known to be somewhere else.
-        collectives: those under way, with the seconds that each has waited and may wait.
+        collectives: those under way, with the seconds that each has waited and may wait; with a
+            name, a send that torch has joined with others.
     """
     last = SimpleNamespace(time_ns=time.time_ns() - int(quiet_s * 1e9), phase=phase)
     monkeypatch.setattr(hang, "POSITION", SimpleNamespace(last=lambda: last))
     under_way = [
         entry("gloo", 1, ended=False)
         | {"time_created_ns": time.time_ns() - int(waited * 1e9), "timeout_ms": limit * 1000}
-        for waited, limit in collectives
+        | ({"is_p2p": True, "state": "scheduled", "profiling_name": p2p[0]} if p2p else {})
+        for waited, limit, *p2p in collectives
     ]
     monkeypatch.setattr(hang, "_recorded", lambda: [*under_way, entry("gloo", 2, ended=True)])
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)

@@ -35,6 +35,14 @@ def test_count_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
     assert count_gpus(environment, tmp_path) == expected
 
 
+def test_gpus_without_device_files_are_those_that_the_driver_lists(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: the same'\n")
+    tool.chmod(0o755)
+    found = [count_gpus({"PATH": path}, tmp_path / "dev") for path in (str(tmp_path), "/nowhere")]
+    assert found == [2, 0]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -1,5 +1,6 @@
 """A call on one GPU that is cut short at any moment has written what it saw."""
 
+import ast
 import json
 import os
 import subprocess
@@ -13,7 +14,33 @@ import pytest
 from scripts.first_hour.parts import Part, Seen
 from scripts.first_hour.session import REPO, Session
 from scripts.one_gpu import __main__ as one_gpu
-from scripts.one_gpu.stages import all_stages
+from scripts.one_gpu.stages import GPU_FILES, all_stages
+
+
+def chosen_tests() -> list[tuple[str, ...]]:
+    """Paths of tests in the scripts, each with the -k of its list."""
+    found = []
+    for file in sorted((REPO / "scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Tuple | ast.List):
+                continue
+            words = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+            tests = [word for word in words if str(word).startswith("tests/")]
+            keys = ("-k", words[words.index("-k") + 1]) if "-k" in words else ()
+            found += [(test, *keys) for test in tests]
+    files = [f"tests/gpu/test_{name}.py" for names in GPU_FILES.values() for name in names]
+    return sorted({*found, *((file,) for file in files)})
+
+
+@pytest.mark.parametrize("words", chosen_tests(), ids=" ".join)
+def test_what_a_script_selects_are_tests(words: tuple[str, ...]) -> None:
+    if len(words) == 1 and "::" not in words[0]:
+        assert (REPO / words[0]).exists()
+        return
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *words]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
 
 CALL = ("--device", "cpu", "--commit", "abc")
 LACKS = "import sys; sys.modules.update(dict.fromkeys({names}))  # Imports of these raise."

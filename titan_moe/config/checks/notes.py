@@ -58,6 +58,7 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
     lines = [line for line in first if all(line in other for other in others)]
     steps = job.training.steps
     lines += _random_base(job)
+    lines += _uneven_rank(job, model)
     return lines + [
         f"{training_stage_name(job, number)} has no effect: training.steps={steps} ends before it"
         for number, stage in enumerate(job.stages)
@@ -75,6 +76,19 @@ def _random_base(job: JobConfig) -> list[str]:
     return [
         f"lora.rank={job.lora.rank}: adapters train beside random weights; "
         "checkpoint.initial_load_path names a model's"
+    ]
+
+
+def _uneven_rank(job: JobConfig, model: ModelConfig) -> list[str]:
+    """Returns a line for adapters of experts whose rows torch's grouped GEMM does not take."""
+    training, rank = job.training, job.lora.rank or 0
+    narrow = "bfloat16" in (training.dtype, training.mixed_precision_param)
+    size = 8 if narrow and training.dtype != "float64" else 4
+    if model.moe is None or rank % size == 0:
+        return []
+    return [
+        f"lora.rank={rank}: on a GPU each product of the experts' adapters loops over the experts, "
+        f"and waits for each; a multiple of {size} needs one launch"
     ]
 
 
