@@ -6,7 +6,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
@@ -119,6 +119,9 @@ class Runner:
             more: lines of the caller's.
         """
         lines, pair = list(more), (self.trial.baseline, self.trial.candidate)
+        ours, theirs = (spec.path and spec.path.resolve() for spec in pair)
+        if ours is not None and ours == theirs:
+            lines.append(f"baseline and candidate are the same run, {ours}: name another for one")
         tokens: dict[str, None] = {}
         steps: set[int] = set()
         checked: list[JobConfig] = []
@@ -319,7 +322,13 @@ class Runner:
         """Returns where a run of this name trains. Where time is judged it is trained in any case,
         and so is one that follows the routes of a timed one."""
         fresh = cost.TIME in self.trial.limits and not name.startswith("control/")
-        return self.launcher.place(spec, name, *self._words(spec), *words, fresh=fresh)
+        place = partial(self.launcher.place, spec, name, *self._words(spec), *words)
+        baseline, found = self.trial.baseline, place(fresh=fresh)
+        if fresh or spec is not self.trial.candidate or baseline.path is not None:
+            return found
+        other = self.launcher.place(baseline, "baseline", *self._words(baseline), *words)
+        # Of the same code and keys: one training would be compared with itself.
+        return place(apart=True) if other.folder == found.folder else found
 
     def _run(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> RunRecord:
         if spec.path is not None:

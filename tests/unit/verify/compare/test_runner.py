@@ -239,6 +239,10 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     told: list[str] = []
     found = compare(finished, launcher, told.append)
     assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
+    link = launcher.folder.parent / "again"
+    link.symlink_to(launcher.folder / "baseline")
+    with pytest.raises(ConfigError, match="baseline and candidate are the same run"):
+        compare(trial(str(link), finished.baseline.text), launcher, silent)
     with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
         compare(trial("layout=tp=2", finished.baseline.text, **PIN), launcher, silent)
     assert len(calls(launcher)) == before

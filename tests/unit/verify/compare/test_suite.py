@@ -19,6 +19,7 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare import forecast as forecast_module
 from titan_moe.verify.compare import suite as suite_module
+from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
@@ -188,3 +189,24 @@ def test_suite_s_comparisons_share_runs(launcher):
         one = Stubbed(launcher.folder / name, shared=launcher.folder / "runs")
         compare(trial("layout=tp=2"), one, silent)
     assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11
+
+
+class OneCode(Stubbed):
+    """Every revision is the stub, and has the same files."""
+
+    def code(self, side: RunSpec) -> CodeTree:
+        return CodeTree(self.folder.parent / "code", "the same", side.revision)
+
+
+def test_two_sides_of_the_same_code_are_two_trainings(launcher):
+    """The planted run is another one each time: one training would agree with itself."""
+    script = launcher.folder.parent / "code" / "run_train.sh"
+    right = "pinned = "
+    text = script.read_text()
+    assert text.count(right) == 1
+    script.write_text(text.replace(right, f"factor *= 1 + len(folder.name) / 1000\n{right}"))
+    one = OneCode(launcher.folder, shared=launcher.folder / "runs")
+    found = compare(trial("", "revision=main", num_control_runs=0), one, silent)
+    assert found.verdict is not Verdict.IDENTICAL and len(calls(launcher)) == 3
+    compare(trial("", "revision=main", num_control_runs=0), one, silent)
+    assert len(calls(launcher)) == 3  # And a command that is repeated trains nothing.
