@@ -101,13 +101,12 @@ def without_nulls(value: Any, kind: Any, read_json: Callable[[Any], Any]) -> Any
     if getattr(kind, "extension_name", "") == "arrow.json":
         return value if value is None else read_json(value)
     if isinstance(value, dict):
-        kinds = {name: kind and kind.field(name) for name in value}
         return {
-            name: without_nulls(each, getattr(kinds[name], "type", None), read_json)
+            name: without_nulls(each, kind and kind.field(name).type, read_json)
             for name, each in value.items()
             if each is not None
         }
-    inner = getattr(kind, "value_type", None)
+    inner = getattr(kind, "value_type", "")
     return [without_nulls(x, inner, read_json) for x in value] if isinstance(value, list) else value
 
 
