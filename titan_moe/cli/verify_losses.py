@@ -4,6 +4,8 @@
     titan-moe verify losses --config FILE --candidate layout=tp=2,ep=2       # another layout
     titan-moe verify losses --config FILE --candidate "--optimizer.lr 1e-3"  # any key
     titan-moe verify losses --baseline outputs/a --candidate outputs/b       # finished runs
+    titan-moe verify losses ... --controls outputs/c outputs/d outputs/e outputs/f
+    titan-moe verify losses ... --tolerance loss=1e-5,grad_norm=1e-4
     titan-moe verify losses --baseline tests/goldens/qwen3                   # a golden file
     titan-moe verify losses --config FILE --update-golden tests/goldens/mine --reason "..."
 
@@ -16,16 +18,17 @@ output folder gets report.html, comparison.json and every run. --max-slowdown tr
 three times in turn. With --pin-routing candidate and control runs are trained once more with the
 baseline's routes, and the verdict is on these.
 
-Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 6 the curves pass, but the
-candidate is too slow or too large; 5 not identical, and no control runs to compare with, or a cost
-that cannot be told from noise; 2 cannot be compared, or a wrong argument; 4 a run failed; 70 an
-error in titan_moe; 130 interrupted: the same command goes on.
+Exit codes: 0 identical bits; 3 inside the noise band or a given tolerance; 1 different; 6 the
+curves pass, but the candidate is too slow or too large; 5 not identical, and no control runs to
+compare with, or a cost that cannot be told from noise; 2 cannot be compared, or a wrong argument; 4
+a run failed; 70 an error in titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
 
 from titan_moe.cli import run_specs
 from titan_moe.cli.command import Answer, Command, add_out, path_of
+from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, says in (("--max-slowdown", "time per step"), ("--max-memory-growth", "memory")):
         says = f"largest growth of {says}; 0.05 is 5 %%"
         parser.add_argument(option, type=float, metavar="SHARE", help=says)
+    parser.add_argument(
+        "--controls",
+        nargs="+",
+        type=path_of,
+        default=[],
+        metavar="FOLDER",
+        help="finished control runs of the baseline",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        metavar="loss=SHARE,grad_norm=SHARE",
+        help="largest relative differences; they judge in place of control runs",
+    )
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     says = "start without a seed checkpoint: checksums of initial weights must agree"
     parser.add_argument("--no-seed", action="store_true", help=says)
@@ -45,6 +62,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", default="", help="why the golden changes")
 
 
+def _tolerance(text: str) -> dict[str, float]:
+    """Reads "loss=1e-5,grad_norm=1e-4". Raises ConfigError."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        found = {quantity.strip(): float(share) for quantity, share in pairs}
+    except ValueError:
+        found = {}
+    named = found.keys() <= {"loss", "grad_norm"}
+    if not (found and named and all(0 < share < 1 for share in found.values())):
+        raise ConfigError(
+            f"--tolerance {text}: it names shares above 0 and below 1 of loss, grad_norm or both: "
+            "write loss=1e-5,grad_norm=1e-4"
+        )
+    return found
+
+
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.launch import Launcher, workplace
     from titan_moe.verify.compare.runner import compare, update_golden
@@ -52,6 +85,7 @@ def run(options: argparse.Namespace) -> Answer:
 
     more = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
     more |= {"seed": not options.no_seed, "pin_routing": options.pin_routing}
+    more |= {"controls": options.controls, "tolerance": options.tolerance}
     trial = run_specs.read_trial(options, **more)
     launcher = Launcher(options.out)
     with workplace(options.out):

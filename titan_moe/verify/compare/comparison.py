@@ -25,7 +25,7 @@ class Comparison:
     verdict: Verdict
     """The verdict on the curves."""
     first: FirstDifference | None = None
-    """None if the verdict is IDENTICAL or INSIDE."""
+    """None if the verdict passes."""
     band: Band | None = None
     band_check: BandCheck | None = None
     caveats: Sequence[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Comparison:
         if self.free is not None and self.free.verdict is Verdict.DIFFERENT:
             return Verdict.DIFFERENT
         failed = [cost.verdict for cost in self.costs if cost.verdict is not None]
-        if not failed or self.verdict not in (Verdict.IDENTICAL, Verdict.INSIDE):
+        if not failed or not self.verdict.passes:
             return self.verdict
         return min(failed, key=lambda verdict: verdict is Verdict.COST_UNJUDGED)
 

@@ -9,6 +9,7 @@ class Verdict(Enum):
 
     IDENTICAL = "identical bits", 0
     INSIDE = "inside the noise band", 3
+    WITHIN = "within the tolerance that was given", 3
     DIFFERENT = "different", 1
     UNJUDGED = "not identical, and nothing says how much rounding may do", 5
     TOO_SLOW = "too slow", 6
@@ -17,6 +18,10 @@ class Verdict(Enum):
 
     def __init__(self, words: str, exit_code: int) -> None:
         self.words, self.exit_code = words, exit_code
+
+    @property
+    def passes(self) -> bool:
+        return self.exit_code in (0, 3)
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,14 @@ class FirstDifference:
     """Steps, this one the last, whose mean is what left the band."""
     distance: float | None = None
     """Distance at this step, in limits of the band; None without a band."""
+    tolerance: float | None = None
+    """The relative difference that was allowed; None if none was given."""
 
     def line(self) -> str:
         mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
         here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
+        if self.tolerance is not None:
+            return f"first beyond {self.tolerance:g} {here}, {self.baseline:.8g} in the baseline"
         if self.distance is None:
             return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
         return (

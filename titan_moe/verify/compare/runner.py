@@ -156,8 +156,9 @@ class Runner:
             own = len(self.golden.run.curve.steps)
             if self.trial.steps not in (None, own):
                 lines.append(f"--steps {self.trial.steps}: the golden has {own}")
-        elif self.trial.baseline.path is not None and self.trial.num_control_runs:
+        elif self.trial.baseline.path is not None and not self.trial.judges_finished_runs:
             self.progress("the baseline is a finished run: only bits are compared")
+        lines += self._control_problems()
         if self.trial.limits and (self.trial.steps or steps):
             lines += self._cost_problems(self.trial.steps or min(steps, default=0))
         if self.trial.pin_routing and any(spec.path is not None for spec in pair):
@@ -194,7 +195,8 @@ class Runner:
         """Returns the verdict and its control runs, which follow `routes` if there are any."""
         pair, controls = (baseline, candidate), list[RunRecord]()
         caveats = [] if self.golden is None else self.golden.caveats()
-        found = compare_runs(self.trial.title, *pair, caveats=caveats)
+        tolerance = self.trial.tolerance
+        found = compare_runs(self.trial.title, *pair, tolerance=tolerance, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
             for controls in self.control_runs(*routes):
                 found = compare_runs(self.trial.title, *pair, controls=controls, caveats=caveats)
@@ -221,6 +223,21 @@ class Runner:
             return []
         ours, theirs = (cost.measure(runs) for runs in zip(*pairs, strict=True))
         return [cost.CostCheck(key, ours[key], theirs[key], limits[key]) for key in limits]
+
+    def _control_problems(self) -> list[str]:
+        """Returns lines on why finished runs, or a tolerance, cannot judge."""
+        trial, lines = self.trial, []
+        named = [path.resolve() for path in trial.controls]
+        pair = [spec.path.resolve() for spec in (trial.baseline, trial.candidate) if spec.path]
+        if 0 < len(named) < FEWEST_CONTROLS:
+            lines.append(f"--controls: {len(named)} finished runs: name {FEWEST_CONTROLS} or more")
+        for path in named:
+            if path in pair or named.count(path) > 1:
+                lines.append(f"--controls {path}: a run is named twice: each must be another one")
+                break
+        if trial.controls and trial.tolerance:
+            lines.append("--controls and --tolerance: both judge: leave one out")
+        return lines
 
     def _cost_problems(self, steps: int) -> list[str]:
         """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
@@ -270,7 +287,9 @@ class Runner:
         """Yields the trial's control runs so far at each early look, and at last all of them; those
         of a golden at once."""
         number = self.trial.num_control_runs
-        if self.golden is not None:
+        if self.trial.controls:
+            yield [read_run(path, name=path.name) for path in self.trial.controls]
+        elif self.golden is not None:
             yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
         elif self.trial.baseline.path is None and number:
             self.progress(

@@ -1,8 +1,9 @@
 """A trial is what a comparison is asked for: two runs, their control runs, and limits."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan_moe.runtime import launch
@@ -22,6 +23,10 @@ class Trial:
     """Variations of the baseline; 0: only bits are compared."""
     steps: int | None = None
     """Left out: as the configuration says."""
+    controls: Sequence[Path] = ()
+    """Finished control runs, in place of those that are trained."""
+    tolerance: Mapping[str, float] | None = None
+    """Largest relative differences by scalar, which judge in place of control runs."""
     control_layouts: Sequence[str] = ()
     """Layouts of control runs; empty: the neighbours of the baseline's layout."""
     seed: bool = True
@@ -33,6 +38,11 @@ class Trial:
     """Largest growth of the memory, as a share; None: memory is not judged."""
     pin_routing: bool = False
     """Compare twice: with free routes, and with those of the baseline in all runs."""
+
+    @property
+    def judges_finished_runs(self) -> bool:
+        """Whether more than bits is judged where the baseline is a finished run."""
+        return bool(self.controls or self.tolerance) or not self.num_control_runs
 
     @property
     def limits(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The verdict on two runs: identical bits, inside the noise band of control runs, or different."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from titan_moe.verify.compare.records import (
     RunRecord,
     compared,
     moved_share,
+    relative_difference,
 )
 
 _ENOUGH = 12
@@ -35,12 +36,14 @@ def compare_runs(
     candidate: RunRecord,
     *,
     controls: Sequence[RunRecord] = (),
+    tolerance: Mapping[str, float] | None = None,
     caveats: Sequence[str] = (),
 ) -> Comparison:
     """Compare two runs at the steps that both logged.
 
     Args:
         controls: control runs of the baseline; with the baseline itself they make the band.
+        tolerance: largest relative differences of scalars, which judge in place of a band.
         caveats: known reasons to trust the verdict less.
 
     Raises ConfigError for runs that cannot be compared: other data, another number of tokens a
@@ -56,7 +59,12 @@ def compare_runs(
     _refuse_other_rows(ours, theirs)
     if first is not None:
         verdict = Verdict.UNJUDGED
-    if first is not None and len(controls) >= FEWEST_CONTROLS:
+    if first is not None and tolerance:
+        first = first_beyond(ours, theirs, tolerance)
+        verdict = Verdict.WITHIN if first is None else Verdict.DIFFERENT
+        given = ", ".join(f"{quantity} {limit:g}" for quantity, limit in tolerance.items())
+        caveats.append(f"judged by a tolerance that was given ({given}), not by control runs")
+    elif first is not None and len(controls) >= FEWEST_CONTROLS:
         curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
         low, high = band.edges("loss")
@@ -93,6 +101,24 @@ def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:
         loads={key: values[own] for key, values in curve.loads.items()},
         data=None if curve.data is None else [curve.data[place] for place in own],
     )
+
+
+def first_beyond(
+    ours: Curve, theirs: Curve, tolerance: Mapping[str, float]
+) -> FirstDifference | None:
+    """The first step at which a scalar's relative difference is not within its tolerance. Raises
+    ConfigError for a scalar that one of them lacks."""
+    if missing := tolerance.keys() - set(compared(ours, theirs)):
+        raise ConfigError(f"--tolerance {sorted(missing)[0]}: not in both runs: leave it out")
+    found = []
+    for quantity, limit in tolerance.items():
+        a_S, b_S = ours.scalars[quantity], theirs.scalars[quantity]
+        beyond_S = ~(relative_difference(a_S, b_S) <= limit)
+        if beyond_S.any():
+            at = int(beyond_S.argmax())
+            numbers = float(a_S[at]), float(b_S[at])
+            found.append(FirstDifference(ours.steps[at], quantity, *numbers, tolerance=limit))
+    return min(found, key=lambda each: each.step, default=None)
 
 
 def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stub_runs import COMMON, COMPARE, calls, num_counted, silent, trial
+from tests.support.stub_runs import COMMON, COMPARE, Stubbed, calls, num_counted, silent, trial
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime import launch as device_count
 from titan_moe.verify.compare import launch as launching_module
@@ -246,3 +246,42 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
         compare(trial("layout=tp=2", finished.baseline.text, **PIN), launcher, silent)
     assert len(calls(launcher)) == before
+
+
+def test_finished_runs_are_judged_by_finished_controls_or_a_tolerance(launcher):
+    compare(trial("layout=tp=2"), launcher, silent)
+    wrong = Stubbed(launcher.folder.parent / "wrong")
+    compare(trial("--optimizer.lr 3.05e-3", num_control_runs=0), wrong, silent)
+    baseline, before = str(launcher.folder / "baseline"), len(calls(launcher))
+    sides = {"right": str(launcher.folder / "candidate"), "wrong": str(wrong.folder / "candidate")}
+    ways = [
+        ({"controls": sorted((launcher.folder / "control").iterdir())[:6]}, Verdict.INSIDE),
+        ({"tolerance": {"loss": 1e-4, "grad_norm": 1e-4}}, Verdict.WITHIN),
+    ]
+    for how, passed in ways:
+        found = {
+            side: compare(trial(run, baseline, **how), launcher, silent)
+            for side, run in sides.items()
+        }
+        assert [found["right"].verdict, found["wrong"].verdict] == [passed, Verdict.DIFFERENT]
+        assert found["right"].outcome.passes and not found["wrong"].outcome.passes
+    assert "first beyond 0.0001 at step 1: loss is" in found["wrong"].reasons()[0]
+    given = "judged by a tolerance that was given (loss 0.0001, grad_norm 0.0001)"
+    assert all(each.caveats[-1].startswith(given) for each in found.values())
+    assert len(calls(launcher)) == before
+
+
+def test_controls_that_cannot_judge_are_refused(launcher):
+    compare(trial("layout=tp=2"), launcher, silent)
+    baseline, candidate = (str(launcher.folder / side) for side in ("baseline", "candidate"))
+    controls = sorted((launcher.folder / "control").iterdir())
+    for named, said in (
+        (controls[:3], "--controls: 3 finished runs: name 4 or more"),
+        ([*controls[:4], controls[0]], "01: a run is named twice"),
+        ([*controls[:4], Path(candidate)], "candidate: a run is named twice"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            compare(trial(candidate, baseline, controls=named), launcher, silent)
+    both = {"controls": controls, "tolerance": {"loss": 0.5}}
+    with pytest.raises(ConfigError, match="both judge: leave one out"):
+        compare(trial(candidate, baseline, **both), launcher, silent)
