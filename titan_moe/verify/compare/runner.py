@@ -33,6 +33,7 @@ from titan_moe.verify.compare.pinned_routes import (
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.trial import Trial
+from titan_moe.verify.compare.trial_checks import control_problems, cost_problems
 from titan_moe.verify.compare.verdict import compare_runs
 
 Progress = Callable[[str], None]
@@ -158,9 +159,11 @@ class Runner:
                 lines.append(f"--steps {self.trial.steps}: the golden has {own}")
         elif self.trial.baseline.path is not None and not self.trial.judges_finished_runs:
             self.progress("the baseline is a finished run: only bits are compared")
-        lines += self._control_problems()
+        lines += control_problems(self.trial)
         if self.trial.limits and (self.trial.steps or steps):
-            lines += self._cost_problems(self.trial.steps or min(steps, default=0))
+            lines += cost_problems(
+                self.trial, self.golden, self.trial.steps or min(steps, default=0)
+            )
         if self.trial.pin_routing and any(spec.path is not None for spec in pair):
             lines.append("--pin-routing trains both runs: name no finished run and no golden")
         elif self.trial.pin_routing and len(checked) == len(pair):
@@ -223,42 +226,6 @@ class Runner:
             return []
         ours, theirs = (cost.measure(runs) for runs in zip(*pairs, strict=True))
         return [cost.CostCheck(key, ours[key], theirs[key], limits[key]) for key in limits]
-
-    def _control_problems(self) -> list[str]:
-        """Returns lines on why finished runs, or a tolerance, cannot judge."""
-        trial, lines = self.trial, []
-        named = [path.resolve() for path in trial.controls]
-        pair = [spec.path.resolve() for spec in (trial.baseline, trial.candidate) if spec.path]
-        if 0 < len(named) < FEWEST_CONTROLS:
-            lines.append(f"--controls: {len(named)} finished runs: name {FEWEST_CONTROLS} or more")
-        for path in named:
-            if path in pair or named.count(path) > 1:
-                lines.append(f"--controls {path}: a run is named twice: each must be another one")
-                break
-        if trial.controls and trial.tolerance:
-            lines.append("--controls and --tolerance: both judge: leave one out")
-        return lines
-
-    def _cost_problems(self, steps: int) -> list[str]:
-        """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
-        trial, golden, lines = self.trial, self.golden, []
-        what = "max_slowdown and max_memory_growth"
-        if trial.candidate.path is not None or (trial.baseline.path is not None and golden is None):
-            return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
-        ours, theirs = trial.baseline.world_size, trial.candidate.world_size
-        if golden is not None:
-            ours = golden.run.facts["world_size"]
-            if "costs" not in golden.run.facts:
-                lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
-            other = "name this machine's golden, or make it with --update-golden"
-            lines += [f"{what}: {caveat}: {other}" for caveat in golden.caveats()]
-        if ours != theirs:
-            lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
-        if steps < cost.FEWEST_STEPS:
-            lines.append(f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps")
-        if not all(0 < limit < 1 for limit in trial.limits.values()):
-            lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
-        return lines
 
     @property
     def _recorded(self) -> Words:

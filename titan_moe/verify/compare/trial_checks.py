@@ -1,0 +1,44 @@
+"""What is wrong with a trial before anything runs: its control runs and its limits of cost."""
+
+from titan_moe.verify.compare import cost
+from titan_moe.verify.compare.goldens import Golden
+from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS
+from titan_moe.verify.compare.trial import Trial
+
+
+def control_problems(trial: Trial) -> list[str]:
+    """Returns lines on why finished runs, or a tolerance, cannot judge."""
+    lines = []
+    named = [path.resolve() for path in trial.controls]
+    pair = [spec.path.resolve() for spec in (trial.baseline, trial.candidate) if spec.path]
+    if 0 < len(named) < FEWEST_CONTROLS:
+        lines.append(f"--controls: {len(named)} finished runs: name {FEWEST_CONTROLS} or more")
+    for path in named:
+        if path in pair or named.count(path) > 1:
+            lines.append(f"--controls {path}: a run is named twice: each must be another one")
+            break
+    if trial.controls and trial.tolerance:
+        lines.append("--controls and --tolerance: both judge: leave one out")
+    return lines
+
+
+def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> list[str]:
+    """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
+    lines = []
+    what = "max_slowdown and max_memory_growth"
+    if trial.candidate.path is not None or (trial.baseline.path is not None and golden is None):
+        return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
+    ours, theirs = trial.baseline.world_size, trial.candidate.world_size
+    if golden is not None:
+        ours = golden.run.facts["world_size"]
+        if "costs" not in golden.run.facts:
+            lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
+        other = "name this machine's golden, or make it with --update-golden"
+        lines += [f"{what}: {caveat}: {other}" for caveat in golden.caveats()]
+    if ours != theirs:
+        lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
+    if steps < cost.FEWEST_STEPS:
+        lines.append(f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps")
+    if not all(0 < limit < 1 for limit in trial.limits.values()):
+        lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
+    return lines
