@@ -291,7 +291,7 @@ class Runner:
     def _trainings(self) -> Iterator[Training]:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
         trial, start, runs = self.trial, self._initial_weights(write=False), self._pairs()
-        if trial.baseline.path is None:
+        if trial.baseline.path is None and not (trial.controls or trial.tolerance):
             runs += self.control_trainings()
         if trial.pin_routing:
             runs.append((trial.candidate, "pinned/candidate", self._routes))
