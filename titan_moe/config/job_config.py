@@ -433,8 +433,9 @@ class Training(Section):
     number of the model's own target tokens; left out: the flavor's."""
     freeze: list[str] = Field([])
     """Frozen parameters, by patterns: a name, or a part of one between dots, such as "router";
-    or with wildcards, as "*.experts.*". They have no gradients and no optimizer state, and the bias
-    of a frozen router stays as it is."""
+    or with wildcards, as "*.experts.*". A tied weight has the names of all its copies, but is not
+    meant by the name of a block that holds one, such as "mtp". They have no gradients and no
+    optimizer state, and the bias of a frozen router stays as it is."""
     indexer_stage: Literal["dense", "sparse"] = "sparse"
     """Stage of sparse attention: 'dense' warms indexers up, which learn from attention to all keys
     while other weights and routing biases are frozen; 'sparse' trains everything on the selected
