@@ -31,6 +31,8 @@ _MX = '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.em
 _BOTH = "--model.converters quantize.grouped_mm.float8,quantize.grouped_mm.mx"
 _LINEAR = '--model.converters ["quantize.linear.float8"] --training.local_batch_size 1'
 _BLEND = '--training.blend [{"dataset":"stdlib"}]'
+_TWO = '--training.blend [{"dataset":"stdlib"},{"dataset":"json","dataset_path":"b"}]'
+_TALKS = "--training.dataset_format messages --training.epochs 2"
 _ZBV = "pp 2 --p.pipeline_parallel_schedule ZBVZeroBubble"
 
 # Arguments, ranks, and words of the one line.
@@ -72,6 +74,9 @@ RULES = [
     ("--validation.enable --validation.dataset_path a", 1, "dataset_path='a' is not read without"),
     (f"{_BLEND} --training.dataset synthetic", 1, "training.dataset='synthetic' is not read besid"),
     (f"{_BLEND} --training.dataset_path a", 1, "training.dataset_path='a' is not read beside"),
+    (f"{_TALKS} {_TWO}", 1, "training.epochs=2: the sources of training.blend end at different"),
+    ("--training.epochs 2", 1, "training.epochs=2 counts passes over conversations: set"),
+    (f"{_TALKS} --training.mask_documents false", 1, "lets conversations attend to each other"),
     ("--training.dtype bfloat16 --training.mixed_precision_param float32", 1, "cannot restore par"),
     ("--optimizer.state_dtype bfloat16 --optimizer.beta2 0.999", 1, "changes a moment by less tha"),
     ("--training.dtype bfloat16 --optimizer.beta2 0.999", 1, "less than training.dtype=bfloat16"),
