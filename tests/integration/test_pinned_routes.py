@@ -45,8 +45,9 @@ def train_all(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(930)  # 23 trainings on one thread: three minutes beside two other processes.
 def test_factor_of_a_thousandth_is_seen_with_pinned_routes_alone(tmp_path: Path) -> None:
-    run_on_ranks(train_all, 1, tmp_path)
+    run_on_ranks(train_all, 1, tmp_path, timeout_s=900)
     baseline, different = read_run(tmp_path / "baseline"), []
     for kind in ("free", "pinned"):
         runs = {path.name: read_run(path) for path in (tmp_path / kind).iterdir()}
