@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from titan_moe.data.corpus import named_paths
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import lock_folder, write_whole
 from titan_moe.runtime.launch import default_ranks
+from titan_moe.runtime.revision import files_hash
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key
 from titan_moe.verify.compare.records import RunRecord, read_run
@@ -239,8 +241,18 @@ def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:
         *(code.tree, machine, config, arguments, spec.ranks, named),
         [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
         [_content(path) for path in _inputs(tomllib.loads(config), code.folder)],
+        [hashed for name in spec.job().job.imports for hashed in _plug_in(name)],
     ]
     return hashlib.sha256(json.dumps(follows).encode()).hexdigest()
+
+
+def _plug_in(name: str) -> Iterator[str]:
+    """Hashes the package, or the file, of a module that this process has imported."""
+    found = find_spec(name.partition(".")[0])
+    assert found is not None, "reading the configuration imports it"
+    if found.submodule_search_locations is None:
+        yield files_hash(Path(str(found.origin)).parent, [Path(str(found.origin)).name])
+    yield from (files_hash(Path(folder)) for folder in found.submodule_search_locations or ())
 
 
 def _inputs(table: Any, folder: Path) -> Iterator[Path]:

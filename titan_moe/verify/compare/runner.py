@@ -33,7 +33,11 @@ from titan_moe.verify.compare.pinned_routes import (
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.trial import Trial
-from titan_moe.verify.compare.trial_checks import control_problems, cost_problems
+from titan_moe.verify.compare.trial_checks import (
+    control_problems,
+    cost_problems,
+    place_problems,
+)
 from titan_moe.verify.compare.verdict import compare_runs
 
 Progress = Callable[[str], None]
@@ -110,8 +114,11 @@ class Runner:
                 "same training: say what differs, such as revision=main or layout=tp=2"
             )
         self.check(*lines)
+        trainings = list(self._trainings())
+        if lines := place_problems(trial, [each.place.folder for each in trainings]):
+            raise ConfigError(lines)
         self.forecast = forecast
-        forecast.add(trial.title, list(self._trainings()))
+        forecast.add(trial.title, trainings)
 
     def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run.

@@ -1,5 +1,8 @@
 """What is wrong with a trial before anything runs: its control runs and its limits of cost."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from titan_moe.verify.compare import cost
 from titan_moe.verify.compare.goldens import Golden
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS
@@ -20,6 +23,16 @@ def control_problems(trial: Trial) -> list[str]:
     if trial.controls and trial.tolerance:
         lines.append("--controls and --tolerance: both judge: leave one out")
     return lines
+
+
+def place_problems(trial: Trial, folders: Sequence[Path]) -> list[str]:
+    """Returns a line for each finished run that lies in a folder in which a run is trained."""
+    sides = (trial.baseline.path, trial.candidate.path, *trial.controls)
+    return [
+        f"{path}: this comparison trains there: choose another --out"
+        for path in filter(None, sides)
+        if any(path.resolve().is_relative_to(folder) for folder in folders)
+    ]
 
 
 def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> list[str]:

@@ -248,6 +248,20 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     assert len(calls(launcher)) == before
 
 
+@pytest.mark.parametrize("side", ["baseline", "candidate"])
+def test_a_finished_run_is_not_trained_over_and_compared_with_itself(launcher, side: str):
+    """Another training would replace the finished run, and then be read for both sides."""
+    compare(trial("", "--optimizer.lr 6e-3", num_control_runs=0), launcher, silent)
+    before, here = len(calls(launcher)), str(launcher.folder / side)
+    asked = trial(here) if side == "baseline" else trial("", here)
+    with pytest.raises(ConfigError, match=f"{here}: this comparison trains there: choose another"):
+        compare(replace(asked, num_control_runs=0), launcher, silent)
+    with pytest.raises(ConfigError, match="trains there"):
+        controls = [launcher.folder.parent / name for name in "abc"] + [Path(here)]
+        compare(trial("layout=tp=2", controls=controls), launcher, silent)
+    assert len(calls(launcher)) == before
+
+
 def test_finished_runs_are_judged_by_finished_controls_or_a_tolerance(launcher):
     compare(trial("layout=tp=2"), launcher, silent)
     wrong = Stubbed(launcher.folder.parent / "wrong")

@@ -202,6 +202,22 @@ def test_a_run_has_the_plug_ins_of_pythonpath_and_not_this_code(launcher, monkey
     assert {each["path"] for each in calls(launcher)} == {own}
 
 
+@pytest.mark.parametrize("package", [False, True])
+def test_runs_of_an_edited_plug_in_are_trained_again(launcher, monkeypatch, package: bool):
+    folder, name = launcher.folder.parent / "plugins", f"plug_in_of_a_suite_{package}"
+    file = folder / name / "tables.py" if package else folder / f"{name}.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("factor = 1\n")
+    monkeypatch.syspath_prepend(folder)
+    named = f"--job.imports {name}{'.tables' * package}"
+    asked = trial(f"layout=tp=2 {named}", named, num_control_runs=0)
+    for text, trained in (("factor = 1\n", 3), ("factor = 2\n", 6)):
+        file.write_text(text)
+        compare(asked, launcher, silent)
+        compare(asked, launcher, silent)
+        assert len(calls(launcher)) == trained
+
+
 class OneCode(Stubbed):
     """Every revision is the stub, and has the same files."""
 
