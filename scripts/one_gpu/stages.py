@@ -14,6 +14,7 @@ from scripts.first_hour.parts import (
     verify_gate,
 )
 from scripts.first_hour.session import Session, UnseenError, count_tests
+from titan_moe.models.registry import FAMILIES
 
 GPU_FILES = {
     "kernels": ["kernels", "real_sizes"],
@@ -24,8 +25,9 @@ GPU_FILES = {
 """Files of tests by stage."""
 SHARING_RANKS = 4
 GATE_LAYOUTS = 6
-_WORLD_S, _TRAINING_S = 15, 90
-"""Longest times of a world of ranks that share the GPU, and of a training that starts cold."""
+_WORLD_S, _TRAINING_S, _FAMILY_S = 15, 90, 20
+"""Longest times of a world of ranks that share the GPU, of a training that starts cold, and of a
+family's step, whose kernels of attention are compiled."""
 
 
 def all_stages() -> list[Part]:
@@ -45,12 +47,13 @@ def all_stages() -> list[Part]:
     }
     gate = partial(verify_gate, ranks=SHARING_RANKS, layouts=GATE_LAYOUTS)
     gate_s = 2 * GATE_LAYOUTS * _WORLD_S  # Each layout in float64 and in float32.
+    families_s = (len(FAMILIES) + 1) * _FAMILY_S  # A family has two cases.
     return [
         Part("machine", "Which device, driver and versions are here?", say_machine, 60),
         Part("kernels", "Do kernels agree with their slow references?", tests["kernels"], 150),
         Part("moves", "How near are planning and row moves to a copy?", bench["gpu_permute"], 60),
         Part("experts", "How near is a layer to its grouped GEMMs alone?", bench["gpu_moe"], 90),
-        Part("training", "Are loss and gradients those of the CPU?", tests["training"], 240),
+        Part("training", "Are loss and gradients those of the CPU?", tests["training"], families_s),
         Part("attention", "Do attention and recompute agree?", tests["attention"], 150),
         Part("gate", "Do ranks that share the GPU have one process's gradients?", gate, gate_s),
         Part("slice qwen3", "How fast?", bench["gpu_slice --only qwen3"], 150),

@@ -5,7 +5,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.rehearsal.ledger import Finding
@@ -45,13 +44,17 @@ def kernel_findings(launches: Iterable[Launch]) -> Iterator[Finding]:
         types, constants = dict(launch.types), dict(launch.constants)
         path = launch.module.removeprefix("titan_moe.").replace(".", "/")
         place = Place(f"{path}.py:{launch.name}", kernel.fn.__code__.co_firstlineno)
-        yield from compile_kernel(kernel, types, constants, launch.num_warps).findings(place)
+        text = ", ".join(f"{name}={value}" for name, value in constants.items())
+        kinds = " ".join(kind for kind in types.values() if kind.startswith("*"))
+        compiled = compile_kernel(kernel, types, constants, launch.num_warps)
+        yield from taken(f"{launch.name}[{kinds}; {text}]", compiled).findings(place)
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int
-) -> Taken:
-    """Compiles a Triton function for sm_90. Tensors are aligned to 16 bytes, as torch's are."""
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4
+) -> Any:
+    """Compiles a Triton function for sm_90, and returns Triton's object with the assembly. Tensors
+    are aligned to 16 bytes, as torch's are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -67,23 +70,19 @@ def compile_kernel(
             if kind.startswith("*")
         },
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
-    )
-    text = ", ".join(f"{name}={value}" for name, value in constants.items())
-    kinds = " ".join(kind for kind in types.values() if kind.startswith("*"))
-    return taken(f"{kernel.fn.__name__}[{kinds}; {text}]", compiled)
+    options = {"num_warps": num_warps}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def taken(name: str, compiled: Any) -> Taken:
-    """Returns a compiled kernel's resources, by ptxas of the Triton wheel from its PTX."""
-    import triton
+    """Returns a compiled kernel's resources, from its PTX by the ptxas that Triton itself calls: a
+    wheel has several, and one may be too old for the PTX."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
-        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(int(number) for pair in _SPILLS.findall(report) for number in pair)
     registers = max(int(number) for number in _REGISTERS.findall(report))

@@ -247,7 +247,7 @@ def _columns(reader: Any, file: str, column: str | None) -> list[str]:
         raise ColumnError(why_without_texts(file, "parquet", None))
     found = dict(_fields(reader.schema_arrow))
     kind = found.get(column, "").removeprefix("dictionary<values=").split(",")[0]
-    if reader.metadata.num_rows and kind not in _STRINGS:
+    if reader.metadata.num_rows and kind not in _STRINGS and not _in_json(found, column):
         raise ColumnError(_column_problem(file, column, found))
     return [column] if column in reader.schema_arrow.names else column.split(".")
 
@@ -258,10 +258,11 @@ def _parquet_texts(file: str, column: str | None) -> Iterator[str | None]:
 
     reader = _open_parquet(file)
     first, *inner = _columns(reader, file, column)
-    if column is None:
-        for batch in reader.iter_batches(_BATCH, columns=[first, *inner]):
+    if column is None or _in_json(dict(_fields(reader.schema_arrow)), column):
+        names = [first, *inner] if column is None else [first]
+        for batch in reader.iter_batches(_BATCH, columns=names):
             for row in batch.to_pylist():
-                yield conversation_text(without_nulls(row, batch.schema, json.loads))
+                yield pick(without_nulls(row, batch.schema, _parse_json), column)
         return
     for batch in reader.iter_batches(_BATCH, columns=[column]) if reader.metadata.num_rows else ():
         texts = pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
@@ -276,6 +277,14 @@ def _fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, str]
         yield prefix + field.name, str(field.type)
         if str(field.type).startswith("struct<"):
             yield from _fields(field.type, f"{prefix}{field.name}.")
+
+
+def _in_json(found: dict[str, str], column: str) -> bool:
+    """Tells whether a column is, or is in, one that `datasets` 5 writes as JSON because its kinds
+    of values vary. found: the types of a schema's fields by name."""
+    names = column.split(".")
+    above = [".".join(names[:number]) for number in range(1, len(names))]
+    return "extension<arrow.json>" in [found.get(name) for name in (*above, column)]
 
 
 def _limited(texts: Iterator[str | None]) -> Iterator[str | None]:

@@ -44,8 +44,7 @@ from titan_moe.distributed.collectives import gather_parts
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.policies import compute_dtype
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import moe_layer_names
+from titan_moe.models.config import ModelConfig, moe_layer_names
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.router import Router
 from titan_moe.runtime.process import Process

@@ -49,14 +49,13 @@ from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention import plain_core, takes_flex
-from titan_moe.models.config import GatedDeltaConfig, ModelConfig, tied_weights
+from titan_moe.models.config import GatedDeltaConfig, ModelConfig, moe_layer_names, tied_weights
 from titan_moe.models.decoder import (
     ADAPTER,
     TENSOR_PLAN,
     Decoder,
     initial_std,
     keep_only,
-    moe_layer_names,
     move_off_meta,
     stage_units,
     stored_in,

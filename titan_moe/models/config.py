@@ -1,7 +1,9 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from math import inf
 from typing import Any, ClassVar, Literal
 
@@ -309,3 +311,20 @@ def tied_weights(config: ModelConfig) -> list[list[str]]:
     copies = ["output.weight"] * config.tied_embeddings
     copies += [f"mtp.layers.{k}.tok_embeddings.weight" for k in range(config.num_mtp_layers)]
     return [["tok_embeddings.weight", *copies]] if copies else []
+
+
+def moe_layer_names(config: ModelConfig) -> list[str]:
+    """The names of `decoder.Decoder.moe_layers`, in order, of the whole model."""
+    layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
+    names = [f"layers.{layer}" for layer in layers if config.is_moe_layer(layer)]
+    beyond = config.is_moe_layer(config.num_layers)
+    return names + [f"mtp.layers.{depth}.block" for depth in mtp if beyond]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Returns whether a pattern names a parameter or module: it fits the whole name, as in a shell,
+    or is a part of it from dot to dot. "router" names layers.3.moe.router.gate.weight. "layers.0"
+    is no part of mtp.layers.0.eh_proj.weight: only "mtp.layers.0" begins there."""
+    own = re.sub(r"^mtp\.layers\.\d+\.", "", name)
+    begins = f"{name}.".startswith(f"{pattern}.")
+    return begins or fnmatchcase(name, pattern) or f".{pattern}." in f".{own}."

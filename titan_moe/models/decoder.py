@@ -3,9 +3,7 @@
 Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention.wq.weight`, ...
 """
 
-import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
@@ -304,23 +302,6 @@ class _PassOn(nn.Identity):
 
     def forward(self, input: Tensor, *_: object) -> Tensor:
         return input
-
-
-def moe_layer_names(config: ModelConfig) -> list[str]:
-    """The names of `Decoder.moe_layers`, in order, of the whole model."""
-    layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
-    names = [f"layers.{layer}" for layer in layers if config.is_moe_layer(layer)]
-    beyond = config.is_moe_layer(config.num_layers)
-    return names + [f"mtp.layers.{depth}.block" for depth in mtp if beyond]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Returns whether a pattern names a parameter or module: it fits the whole name, as in a shell,
-    or is a part of it from dot to dot. "router" names layers.3.moe.router.gate.weight. "layers.0"
-    is no part of mtp.layers.0.eh_proj.weight: only "mtp.layers.0" begins there."""
-    own = re.sub(r"^mtp\.layers\.\d+\.", "", name)
-    begins = f"{name}.".startswith(f"{pattern}.")
-    return begins or fnmatchcase(name, pattern) or f".{pattern}." in f".{own}."
 
 
 def is_bias(name: str) -> bool:

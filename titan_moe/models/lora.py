@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from titan_moe.config.job_config import Lora
-from titan_moe.models.decoder import ADAPTER, matches
+from titan_moe.models.config import matches
+from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
 from titan_moe.moe.experts import AdaptedOutputs, ExpertAdapter, Experts

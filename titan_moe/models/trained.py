@@ -8,8 +8,8 @@ from difflib import get_close_matches
 import torch
 
 from titan_moe.config.job_config import Lora, OptimizerGroup, Training
-from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.models.decoder import ADAPTER, Decoder, matches
+from titan_moe.models.config import ModelConfig, matches, tied_weights
+from titan_moe.models.decoder import ADAPTER, Decoder
 from titan_moe.models.lora import adapt, adaptable
 from titan_moe.models.stats import Size
 

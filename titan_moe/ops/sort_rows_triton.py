@@ -131,6 +131,8 @@ def _order_kernel(
         totals += tl.sum(counted, 0)
         before += tl.sum(tl.where((program < tl.program_id(0))[:, None], counted, 0), 0)
         first_program += PROGRAMS
+    if tl.program_id(0) == 0:
+        tl.store(totals_ptr + keys, totals.to(tl.int64), mask=keys < NUM_KEYS)
     starts = tl.cumsum(totals, 0) - totals
     k = tl.arange(0, CHOICES)
     order = tl.arange(0, TOKENS * CHOICES)
@@ -168,5 +170,3 @@ def _order_kernel(
         else:
             tl.store(rows_ptr + slot, place.to(tl.int64), mask=exists)
             tl.store(slots_ptr + place, slot.to(tl.int64), mask=exists)
-    if tl.program_id(0) == 0:
-        tl.store(totals_ptr + keys, totals.to(tl.int64), mask=keys < NUM_KEYS)

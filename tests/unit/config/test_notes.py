@@ -109,6 +109,8 @@ def test_key_of_experts_stops_no_dense_model(words: str) -> None:
         "",
         "--moe.row_alignment 16",
         _BASED,
+        f"{_BASED} --lora.rank 6 --lora.targets attention",
+        f"{_BASED} --lora.rank 6 --training.dtype float64",  # Every product is a loop.
         "--lora.rank 8 --checkpoint.enable --checkpoint.create_seed_checkpoint",
         f"ep 2 {EP}_capacity_factor 1.5 {EP}_overflow drop",
         f"ep 2 {EP}_ranks_per_node 2",  # The automatic choice reads it.

@@ -182,7 +182,9 @@ def test_a_path_names_a_nested_text(tmp_path, reader):
     write(tmp_path / "a", {"a.jsonl": lines})
     rows = [{"text": "a", "n": 1}, None, {"text": "c", "n": 2}]
     write(tmp_path / "b", {"a.parquet": parquet(doc=rows, text=[1, 2, 3])})
-    for folder, form in (("a", "json"), ("b", "parquet")):
+    mixed = pa.array(['{"text": "a"}', '"b"', '{"text": "c", "n": [2]}'], pa.json_(pa.string()))
+    write(tmp_path / "c", {"a.parquet": parquet(doc=mixed)})  # Of `datasets` 5.
+    for folder, form in (("a", "json"), ("b", "parquet"), ("c", "parquet")):
         assert texts(reader, tmp_path / folder, form, "doc.text") == ["a", None, "c"]
         with pytest.raises(ConfigError, match=r"no column 'body', but doc"):
             texts(reader, tmp_path / folder, form, "body")

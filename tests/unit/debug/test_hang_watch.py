@@ -21,7 +21,7 @@ _LONGEST_S = _SAVE_S + BACKEND_GRACE_S
 @pytest.mark.parametrize(
     ("quiet_s", "phase", "collectives", "hangs"),
     [
-        (_LIMIT_S + 1, "checkpoint", [(_LIMIT_S, _LIMIT_S, "gloo:send 0->1")], False),
+        (_LIMIT_S + 1, "checkpoint", [(_LIMIT_S, _LIMIT_S, "nccl:send 0->1")], False),
         (_LIMIT_S / 2, "step", [(_LIMIT_S, _LIMIT_S)], False),
         (_LIMIT_S + 1, "step", [(_LIMIT_S, _LIMIT_S)], True),
         (_LIMIT_S + 1, "step", [(_LIMIT_S, 2 * _LIMIT_S)], False),

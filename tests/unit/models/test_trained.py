@@ -5,7 +5,8 @@ import torch
 
 from tests.support.tiny import make_job, tiny
 from titan_moe.config.job_config import JobConfig
-from titan_moe.models.decoder import Decoder, matches
+from titan_moe.models.config import matches
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.models.trained import pattern_lines, sizes_by_name, trained, unknown_patterns
 

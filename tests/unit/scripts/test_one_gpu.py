@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -28,6 +29,8 @@ def chosen_tests() -> list[tuple[str, ...]]:
             tests = [word for word in words if str(word).startswith("tests/")]
             keys = ("-k", words[words.index("-k") + 1]) if "-k" in words else ()
             found += [(test, *keys) for test in tests]
+    for file in (REPO / "scripts").glob("*.sh"):
+        found += [(test,) for test in re.findall(r"tests/[\w/]+\.py[\w:]*", file.read_text())]
     files = [f"tests/gpu/test_{name}.py" for names in GPU_FILES.values() for name in names]
     return sorted({*found, *((file,) for file in files)})
 

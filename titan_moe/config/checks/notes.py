@@ -21,7 +21,7 @@ from titan_moe.config.job_config import (
     Validation,
 )
 from titan_moe.config.training_stages import training_stage_name, training_stages
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.config import ModelConfig, matches, moe_layer_names
 
 _GPU_ONLY = {
     "training.enable_cpu_offload": "parameters are in host memory",
@@ -82,9 +82,11 @@ def _random_base(job: JobConfig) -> list[str]:
 def _uneven_rank(job: JobConfig, model: ModelConfig) -> list[str]:
     """Returns a line for adapters of experts whose rows torch's grouped GEMM does not take."""
     training, rank = job.training, job.lora.rank or 0
-    narrow = "bfloat16" in (training.dtype, training.mixed_precision_param)
-    size = 8 if narrow and training.dtype != "float64" else 4
-    if model.moe is None or rank % size == 0:
+    size = 8 if training.mixed_precision_param == "bfloat16" else 4
+    stacks = [f"{name}.moe.experts" for name in moe_layer_names(model)]
+    adapted = any(matches(name, pattern) for name in stacks for pattern in job.lora.targets)
+    # In float64 every product is a loop.
+    if training.dtype == "float64" or not adapted or rank % size == 0:
         return []
     return [
         f"lora.rank={rank}: on a GPU each product of the experts' adapters loops over the experts, "
