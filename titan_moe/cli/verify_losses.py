@@ -70,7 +70,8 @@ def _tolerance(text: str) -> dict[str, float]:
     except ValueError:
         found = {}
     named = found.keys() <= {"loss", "grad_norm"}
-    if not (found and named and all(0 < share < 1 for share in found.values())):
+    twice = len(found) < text.count("=")
+    if twice or not (found and named and all(0 < share < 1 for share in found.values())):
         raise ConfigError(
             f"--tolerance {text}: it names shares above 0 and below 1 of loss, grad_norm or both: "
             "write loss=1e-5,grad_norm=1e-4"
@@ -86,6 +87,8 @@ def run(options: argparse.Namespace) -> Answer:
     more = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
     more |= {"seed": not options.no_seed, "pin_routing": options.pin_routing}
     more |= {"controls": options.controls, "tolerance": options.tolerance}
+    if options.controls or options.tolerance:
+        options.repeats = 0  # Nothing is trained to judge.
     trial = run_specs.read_trial(options, **more)
     launcher = Launcher(options.out)
     with workplace(options.out):

@@ -78,6 +78,8 @@ class HubStream:
             self.local = {Path(file): size for file, size in sizes.items() if file[0] == "/"}
             """Bytes by file of a local copy."""
             self._beginning = self._rows.state_dict()
+            features = self._rows.features
+            self._schema = None if features is None else features.arrow_schema
             for path in self.local:
                 check_column(str(path), form, self.column)
             first = [document.content for document in islice(self.read(), FIRST)]
@@ -104,10 +106,8 @@ class HubStream:
         """The text of a row, or its conversation as JSON."""
         if COLUMN in row:
             text = row[COLUMN]
-        else:
-            kind = self._rows.features and self._rows.features.arrow_schema
-            # Its JSON is read already.
-            text = pick(without_nulls(row, kind, lambda value: value), self.column)
+        else:  # Its JSON is read already.
+            text = pick(without_nulls(row, self._schema, lambda value: value), self.column)
         return text if isinstance(text, str) else None
 
     def shard(self, index: int, count: int) -> HubStream:

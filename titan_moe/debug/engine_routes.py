@@ -194,7 +194,7 @@ def _read_response(
     if rows == num_layers and (experts[:, dense] > 0).any():
         raise ValueError(f"experts in dense layers: of the model's, {dense} are dense")
     # One expert is never twice; in enough layers the first one never is by chance.
-    rare = len(ids) < 1e-3 * float(dims.num_experts) ** len(numbers)
+    rare = 1000 * len(ids) < dims.num_experts ** len(numbers)
     if dims.top_k == 1 and rare and (zeros_T := (chosen_TLK == 0).all((1, 2))).any():
         raise ValueError(
             f"token {first + zeros_T.argmax()} has expert 0 in each layer: zeros of a route that "

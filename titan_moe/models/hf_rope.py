@@ -64,7 +64,8 @@ def partial_rotary_factor(settings: hf.Settings, head_dim: int, default: float) 
 
 
 def _rope_table(settings: hf.Settings) -> hf.Settings:
-    """As in transformers, rope_scaling replaces the whole of rope_parameters."""
+    """Returns the table of rotary positions. rope_scaling replaces the whole of rope_parameters, as
+    transformers has it."""
     return settings.get("rope_scaling") or settings.get("rope_parameters") or {}
 
 

@@ -87,26 +87,20 @@ class Launcher:
             )
         return code
 
-    def place(
-        self,
-        spec: RunSpec,
-        name: str,
-        *more: tuple[str, str],
-        fresh: bool = False,
-        apart: bool = False,
-    ) -> Place:
+    def place(self, spec: RunSpec, name: str, *more: tuple[str, str], fresh: bool = False) -> Place:
         """Returns where a run trains or has trained, and starts nothing.
 
         Args:
             more: keys that override the run's own.
             fresh: train in any case, in a folder that no other comparison shares.
-            apart: train in a folder that no other run shares.
         """
         code = self.code(spec)
         arguments = spec.arguments(*more)
         mark = _mark(spec, code, arguments)
-        shared = None if fresh or apart else self.shared
-        folder = self.folder / name if shared is None else shared / mark[:16]
+        shared = None if fresh else self.shared
+        # A candidate of the baseline's own code and keys would be compared with itself.
+        own = "candidate-" * name.endswith("candidate") + mark[:16]
+        folder = self.folder / name if shared is None else shared / own
         seconds = None if fresh else _seconds(folder, mark)
         return Place(spec, name, folder.resolve(), mark, arguments, seconds)
 

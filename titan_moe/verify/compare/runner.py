@@ -6,7 +6,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
@@ -164,7 +164,7 @@ class Runner:
             own = len(self.golden.run.curve.steps)
             if self.trial.steps not in (None, own):
                 lines.append(f"--steps {self.trial.steps}: the golden has {own}")
-        elif self.trial.baseline.path is not None and not self.trial.judges_finished_runs:
+        elif self.trial.baseline.path is not None and self.trial.num_control_runs:
             self.progress("the baseline is a finished run: only bits are compared")
         lines += control_problems(self.trial)
         if self.trial.limits and (self.trial.steps or steps):
@@ -298,7 +298,7 @@ class Runner:
     def _trainings(self) -> Iterator[Training]:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
         trial, start, runs = self.trial, self._initial_weights(write=False), self._pairs()
-        if trial.baseline.path is None and not (trial.controls or trial.tolerance):
+        if trial.baseline.path is None:
             runs += self.control_trainings()
         if trial.pin_routing:
             runs.append((trial.candidate, "pinned/candidate", self._routes))
@@ -315,13 +315,7 @@ class Runner:
         """Returns where a run of this name trains. Where time is judged it is trained in any case,
         and so is one that follows the routes of a timed one."""
         fresh = cost.TIME in self.trial.limits and not name.startswith("control/")
-        place = partial(self.launcher.place, spec, name, *self._words(spec), *words)
-        baseline, found = self.trial.baseline, place(fresh=fresh)
-        if fresh or spec is not self.trial.candidate or baseline.path is not None:
-            return found
-        other = self.launcher.place(baseline, "baseline", *self._words(baseline), *words)
-        # Of the same code and keys: one training would be compared with itself.
-        return place(apart=True) if other.folder == found.folder else found
+        return self.launcher.place(spec, name, *self._words(spec), *words, fresh=fresh)
 
     def _run(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> RunRecord:
         if spec.path is not None:

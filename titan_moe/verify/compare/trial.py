@@ -24,7 +24,7 @@ class Trial:
     steps: int | None = None
     """Left out: as the configuration says."""
     controls: Sequence[Path] = ()
-    """Finished control runs, in place of those that are trained."""
+    """Finished control runs; with them, as with a tolerance, num_control_runs is 0."""
     tolerance: Mapping[str, float] | None = None
     """Largest relative differences by scalar, which judge in place of control runs."""
     control_layouts: Sequence[str] = ()
@@ -38,11 +38,6 @@ class Trial:
     """Largest growth of the memory, as a share; None: memory is not judged."""
     pin_routing: bool = False
     """Compare twice: with free routes, and with those of the baseline in all runs."""
-
-    @property
-    def judges_finished_runs(self) -> bool:
-        """Whether more than bits is judged where the baseline is a finished run."""
-        return bool(self.controls or self.tolerance) or not self.num_control_runs
 
     @property
     def limits(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is wrong with a trial before anything runs: its control runs and its limits of cost."""
+"""Checks of a trial before anything runs: its control runs, its folders and its limits of cost."""
 
 from collections.abc import Sequence
 from pathlib import Path

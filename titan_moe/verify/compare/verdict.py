@@ -64,6 +64,8 @@ def compare_runs(
         verdict = Verdict.WITHIN if first is None else Verdict.DIFFERENT
         given = ", ".join(f"{quantity} {limit:g}" for quantity, limit in tolerance.items())
         caveats.append(f"judged by a tolerance that was given ({given}), not by control runs")
+        if unjudged := [each for each in compared(ours, theirs) if each not in tolerance]:
+            caveats.append(f"the tolerance does not judge {', '.join(unjudged)}")
     elif first is not None and len(controls) >= FEWEST_CONTROLS:
         curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))

@@ -274,7 +274,7 @@ def test_finished_runs_are_judged_by_finished_controls_or_a_tolerance(launcher):
     ]
     for how, passed in ways:
         found = {
-            side: compare(trial(run, baseline, **how), launcher, silent)
+            side: compare(trial(run, baseline, num_control_runs=0, **how), launcher, silent)
             for side, run in sides.items()
         }
         assert [found["right"].verdict, found["wrong"].verdict] == [passed, Verdict.DIFFERENT]
@@ -282,6 +282,9 @@ def test_finished_runs_are_judged_by_finished_controls_or_a_tolerance(launcher):
     assert "first beyond 0.0001 at step 1: loss is" in found["wrong"].reasons()[0]
     given = "judged by a tolerance that was given (loss 0.0001, grad_norm 0.0001)"
     assert all(each.caveats[-1].startswith(given) for each in found.values())
+    alone = {"tolerance": {"loss": 1e-4}, "num_control_runs": 0}
+    found = compare(trial(sides["right"], baseline, **alone), launcher, silent)
+    assert found.caveats[-1] == "the tolerance does not judge grad_norm"
     assert len(calls(launcher)) == before
 
 
