@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import DEBUG_CONFIGS
-from tests.support.planted_loss import plant_loss
+from tests.support.planted_loss import BUG
+from tests.support.planting import plant
 from tests.support.trainings import train_here
 from titan_moe.config.parse import load_job
 from titan_moe.runtime.ranks import run_on_ranks
@@ -39,7 +40,7 @@ def train_all(folder: Path) -> None:
     for order in range(1, EQUAL.stop):
         for kind, pins in kinds.items():
             train(folder, f"{kind}/{order}", permute_rows=order, **pins)
-    plant_loss()
+    plant(BUG)
     for kind, pins in kinds.items():
         train(folder, f"{kind}/planted", **pins)
 

@@ -4,6 +4,7 @@ The function is compiled anew inside the ranks of a run, wherever it was importe
 """
 
 import inspect
+import os
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -84,6 +85,13 @@ def plant(bug: Any) -> None:
     exec(source.replace(bug.right, bug.wrong), names)
     # Not the function but its code: other modules hold the function under names of their own.
     function.__code__ = _plain(names[function.__name__]).__code__
+
+
+def plant_in_ranks(bug: Bug) -> None:
+    """Plant a bug if torchrun started this process: one that only checks a configuration imports
+    the plug-in too, and stays right."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        plant(bug)
 
 
 def _plain(function: object) -> FunctionType:

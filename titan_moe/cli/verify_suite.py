@@ -1,7 +1,7 @@
 """Run a regression suite: comparisons one after another, one summary page, one exit code.
 
     titan-moe verify suite configs/suites/cpu.toml
-    titan-moe verify suite configs/suites/seed_8.toml --config configs/deepseek_v3/16B_8gpu.toml
+    titan-moe verify suite configs/suites/8gpu.toml --dry-run
 
 Every comparison is checked before the first training. --dry-run then prints the trainings of each,
 and an estimate of their time, and ends.

@@ -44,7 +44,7 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     suite = load_suite(path)
     assert any(entry.expect == "different" for entry in suite.comparison), "it cannot fail"
     if path.stem == "seed_8":  # Its file names two models: this one is for the GPUs.
-        suite = load_suite(path, REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml")
+        suite = load_suite(path, REPO / "configs" / "deepseek_v3" / "debugmodel.toml")
     for entry in suite.comparison:
         trial = entry_trial(entry)
         for side in (trial.baseline, trial.candidate):
@@ -52,8 +52,8 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
                 continue
             job = load_job([*side.file(), *side.arguments(*batch_words(side, side.job()))])
             assert not check(job, model_of_job(job.model), side.world_size)
-            ranks = {"seed_8": 8, "regression_8": 8, "8gpu": 8, "64gpu": 64}
-            assert side.world_size == ranks.get(path.stem, side.world_size)
+            ranks = {"seed_8": {2, 8}, "regression_8": {8}, "8gpu": {8}, "64gpu": {64}}
+            assert side.world_size in ranks.get(path.stem, {side.world_size})
 
 
 @pytest.mark.parametrize(
