@@ -42,7 +42,9 @@ def lead(store: Store, words: Sequence[str], nodes: int) -> int:
 
     Raises RunError if a machine does not come, or goes.
     """
-    start = [f"PYTHONPATH={_REPO}", sys.executable, __file__, "--start", str(nodes)]
+    # The command's PYTHONPATH leads to its plug-ins.
+    shell = f'PYTHONPATH={shlex.quote(str(_REPO))}:${{PYTHONPATH:-}} exec "$0" "$@"'
+    start = ["sh", "-c", shell, sys.executable, __file__, "--start", str(nodes)]
     beats = dict.fromkeys(range(1, nodes), (0, time.monotonic()))
     code, process = 1, None
     try:
@@ -52,7 +54,7 @@ def lead(store: Store, words: Sequence[str], nodes: int) -> int:
                 code = 128 + _signals[0]
                 return code
             if process is None and all(beat for beat, _ in beats.values()):
-                process = _begin(words, {EVERY_NODE: shlex.join(["env", *start])})
+                process = _begin(words, {EVERY_NODE: shlex.join(start)})
             if _signals and process is not None:
                 process.send_signal(_signals.pop())
             time.sleep(POLL_S)
@@ -169,9 +171,9 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
             return follow(store, node) if node else lead(store, words, nodes)
         if nodes > int(words[1]):
             raise RunError(f"this needs {nodes} nodes, and there are {words[1]}")
-        # PATH leads to the environment, PYTHONPATH to this code, which need not be the command's.
-        kept = {key: environment[key] for key in ("NGPU", "NNODES", "PATH") if key in environment}
-        return start(store, words[2:], {**kept, "PYTHONPATH": ""})
+        # PATH leads to the environment, PYTHONPATH to plug-ins; run_train.sh puts its code before.
+        kept = {"NGPU", "NNODES", "PATH", "PYTHONPATH"}
+        return start(store, words[2:], {key: environment[key] for key in kept & environment.keys()})
     except DistError as error:
         reason = str(error).splitlines()[0]
         print_errors([f"node 0 cannot be reached at {here[0]}:{here[1]}, or has gone: {reason}"])

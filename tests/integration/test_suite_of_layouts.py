@@ -1,4 +1,4 @@
-"""The suite of layouts from one seed checkpoint finds the right ones inside the band and both planted
+"""The suite of layouts from one seed checkpoint finds right layouts inside the band and planted
 mistakes different, and overlays all curves."""
 
 import json

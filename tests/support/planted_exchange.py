@@ -1,6 +1,5 @@
-"""Parts of experts exchanged at loading: gives each expert the first matrix of another one after the
-checksums were compared, in a rank that torchrun started and that imports this module
-(job.imports)."""
+"""Gives each expert the first matrix of another one at loading, past the comparison of checksums,
+in a rank that torchrun started and that imports this module (job.imports)."""
 
 from tests.support.planting import Bug, plant_in_ranks
 

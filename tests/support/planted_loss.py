@@ -1,5 +1,5 @@
-"""A divisor that is too small: makes the loss and all gradients 0.1 % too large in a rank that
-torchrun started and that imports this module (job.imports)."""
+"""Makes the loss and all gradients 0.1 % too large by a wrong divisor, in a rank that torchrun
+started and that imports this module (job.imports)."""
 
 from tests.support.planting import Bug, plant_in_ranks
 

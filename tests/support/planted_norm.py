@@ -1,5 +1,5 @@
-"""A gradient norm over one EP group: makes each group of ep count its own part of the experts as all
-of it, in a rank that torchrun started and that imports this module (job.imports)."""
+"""Counts the experts' gradients of one EP group alone in the norm, in a rank that torchrun started
+and that imports this module (job.imports)."""
 
 from tests.support.planting import Bug, plant_in_ranks
 

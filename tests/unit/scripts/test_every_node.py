@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore
@@ -11,8 +12,10 @@ from torch.distributed import HashStore
 from scripts import every_node
 from scripts.every_node import follow, lead, start
 from tests.support.jobs import until
+from tests.support.paths import REPO
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process_pool import TIMEOUT_S
+from titan_moe.verify.compare.launch import EVERY_NODE
 
 _NOTE = 'echo "$NODE_RANK of $NNODES, $NGPU" > $NODE_RANK; '
 
@@ -49,6 +52,29 @@ def test_command_runs_on_as_many_machines_as_it_asks_for(
             assert start(store, ["bash", "-c", _NOTE], variables) == 0
     notes = [path.read_text() for path in sorted(tmp_path.iterdir())]
     assert notes == [f"{node} of {nodes}, 4\n" for node in range(nodes)]
+
+
+def test_every_machine_has_the_plug_ins_of_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script in the place of Python says what a training's words give it."""
+    monkeypatch.chdir(tmp_path)
+    Path("python").write_text("#!/bin/sh\necho $PYTHONPATH > first")
+    Path("python").chmod(0o700)
+    monkeypatch.setattr("sys.executable", "./python")
+    monkeypatch.setenv("PYTHONPATH", "/of/mine")
+    monkeypatch.setattr(every_node, "MEET_S", 9)
+    with _second_node(store := HashStore()):
+        assert lead(store, ["bash", "-c", f"eval ${EVERY_NODE} true"], 2) == 0
+    store = HashStore()
+    monkeypatch.setattr(every_node, "TCPStore", lambda *_, **__: store)
+    monkeypatch.setattr(every_node, "signal", Mock())
+    words = ["--start", "2", "bash", "-c", "echo $PYTHONPATH > $NODE_RANK"]
+    variables = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "h:1", "PYTHONPATH": "a:/b"}
+    with _second_node(store):
+        assert every_node.main(words, variables) == 0
+    found = [Path(name).read_text() for name in ("first", "0", "1")]
+    assert found == [f"{REPO}:/of/mine\n", "a:/b\n", "a:/b\n"]
 
 
 @pytest.mark.parametrize("fails", [0, 1])

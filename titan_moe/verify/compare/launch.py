@@ -139,12 +139,9 @@ class Launcher:
         words = [*command, *spec.file(), *placed, "--job.dump_folder", str(folder)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         environment = os.environ | {"PATH": path} | variables
-        # This process's own code is not the run's; plug-ins are.
-        paths = filter(None, environment.pop("PYTHONPATH", "").split(os.pathsep))
-        others = [
-            str(Path(each).absolute()) for each in paths if not Path(each, "titan_moe").is_dir()
-        ]
-        environment["PYTHONPATH"] = os.pathsep.join(others)
+        # For plug-ins; run_train.sh puts its own code before it.
+        paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(each).absolute()) for each in paths)
         with (folder / "console.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 words, cwd=code.folder, env=environment, stdout=log, stderr=subprocess.STDOUT

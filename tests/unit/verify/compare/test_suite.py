@@ -191,14 +191,14 @@ def test_suite_s_comparisons_share_runs(launcher):
     assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11
 
 
-def test_a_run_has_the_plug_ins_of_pythonpath_and_not_this_code(launcher, monkeypatch):
+def test_a_run_has_the_folders_of_pythonpath_wherever_it_starts(launcher, monkeypatch):
     script = launcher.folder.parent / "code" / "run_train.sh"
     path = '"path": os.environ["PYTHONPATH"], "folder": '
     script.write_text(script.read_text().replace('"folder": ', path, 1))
     monkeypatch.chdir(launcher.folder.parent)
     monkeypatch.setenv("PYTHONPATH", f"{REPO}:/of/mine:plugins")
     compare(trial("layout=tp=2", num_control_runs=0), launcher, silent)
-    own = f"/of/mine:{launcher.folder.parent / 'plugins'}"
+    own = f"{REPO}:/of/mine:{launcher.folder.parent / 'plugins'}"
     assert {each["path"] for each in calls(launcher)} == {own}
 
 
