@@ -127,9 +127,6 @@ class Runner:
             more: lines of the caller's.
         """
         lines, pair = list(more), (self.trial.baseline, self.trial.candidate)
-        ours, theirs = (spec.path and spec.path.resolve() for spec in pair)
-        if ours is not None and ours == theirs:
-            lines.append(f"baseline and candidate are the same run, {ours}: name another for one")
         tokens: dict[str, None] = {}
         steps: set[int] = set()
         checked: list[JobConfig] = []

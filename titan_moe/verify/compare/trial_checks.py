@@ -10,16 +10,20 @@ from titan_moe.verify.compare.trial import Trial
 
 
 def control_problems(trial: Trial) -> list[str]:
-    """Returns lines on why finished runs, or a tolerance, cannot judge."""
-    lines = []
-    named = [path.resolve() for path in trial.controls]
-    pair = [spec.path.resolve() for spec in (trial.baseline, trial.candidate) if spec.path]
-    if 0 < len(named) < FEWEST_CONTROLS:
-        lines.append(f"--controls: {len(named)} finished runs: name {FEWEST_CONTROLS} or more")
-    for path in named:
-        if path in pair or named.count(path) > 1:
-            lines.append(f"--controls {path}: a run is named twice: each must be another one")
-            break
+    """Returns lines on why finished runs cannot be compared, or cannot judge as a tolerance can."""
+    lines, seen = [], dict[bytes, Path]()
+    if 0 < len(trial.controls) < FEWEST_CONTROLS:
+        named = f"--controls: {len(trial.controls)} finished runs"
+        lines.append(f"{named}: name {FEWEST_CONTROLS} or more")
+    sides = (trial.baseline.path, trial.candidate.path, *trial.controls)
+    for path in filter(None, sides):
+        file = path if path.is_file() else path / "metrics.jsonl"
+        held = file.read_bytes() if file.is_file() else b""
+        # Steps of two runs never take the same times: equal files are copies.
+        held = held if b'"time/step"' in held else bytes(path.resolve())
+        if held in seen:
+            lines.append(f"{path} is the same run as {seen[held]}, or its copy: name another one")
+        seen[held] = path
     if trial.controls and trial.tolerance:
         lines.append("--controls and --tolerance: both judge: leave one out")
     return lines

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -239,10 +240,15 @@ def test_finished_runs_need_no_seed_and_are_compared_bit_by_bit(launcher, tmp_pa
     told: list[str] = []
     found = compare(finished, launcher, told.append)
     assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
-    link = launcher.folder.parent / "again"
+    link, copy = (launcher.folder.parent / name for name in ("again", "copy"))
     link.symlink_to(launcher.folder / "baseline")
-    with pytest.raises(ConfigError, match="baseline and candidate are the same run"):
-        compare(trial(str(link), finished.baseline.text), launcher, silent)
+    timed = shutil.copytree(link, launcher.folder.parent / "timed")
+    with (timed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": 1.0, "time/step": 0.25}\n')
+    shutil.copytree(timed, copy)
+    for again, first in ((link, finished.baseline.text), (copy, str(timed))):
+        with pytest.raises(ConfigError, match=f"{again} is the same run as {first}, or its copy"):
+            compare(trial(str(again), first), launcher, silent)
     with pytest.raises(ConfigError, match="--pin-routing trains both runs: name no finished run"):
         compare(trial("layout=tp=2", finished.baseline.text, **PIN), launcher, silent)
     assert len(calls(launcher)) == before
@@ -294,8 +300,8 @@ def test_controls_that_cannot_judge_are_refused(launcher):
     controls = sorted((launcher.folder / "control").iterdir())
     for named, said in (
         (controls[:3], "--controls: 3 finished runs: name 4 or more"),
-        ([*controls[:4], controls[0]], "01: a run is named twice"),
-        ([*controls[:4], Path(candidate)], "candidate: a run is named twice"),
+        ([*controls[:4], controls[0]], "01, or its copy: name another one"),
+        ([*controls[:4], Path(candidate)], "candidate, or its copy: name another one"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             compare(trial(candidate, baseline, controls=named), launcher, silent)
