@@ -140,6 +140,7 @@ def test_check_and_memory_speak_of_every_training_stage() -> None:
     )
     estimated = run_command("memory", *name).stdout.splitlines()
     assert estimated[1].startswith("MiB: ") and estimated[2].startswith("MiB from step 31: ")
+    assert estimated[4].startswith("from step 31: 4 microbatches") and " 5.9 MiB" in estimated[4]
     longer = ["--stages", '[{"from_step": 2, "seq_len": 256}]']
     found = json.loads(run_command("memory", *name, *longer, "--json").stdout)
     (stage,) = found["stages"]
@@ -227,6 +228,13 @@ def test_memory_of_parts_that_the_model_lacks_is_refused() -> None:
     done = run_command(*words)
     assert done.returncode == 2
     assert "training.freeze=nothing matches nothing in this model" in done.stderr
+
+
+def test_memory_counts_what_microbatches_share_where_the_key_is_auto() -> None:
+    name = ["--config", "qwen3/sft_30B-A3B_8gpu", "--ranks", 8, "--lora.rank", 16]
+    _, estimate, _, shared, verdict = run_command("memory", *name).stdout.splitlines()
+    assert estimate.endswith(" + accumulated 8.4 = 20.9") and shared.endswith(", for 8.4 GiB more")
+    assert verdict.startswith("fits: 31.6 of 79.0 GiB")
 
 
 def test_memory_ends_with_a_verdict() -> None:
