@@ -20,13 +20,16 @@ from titan_moe.runtime.device import pick_device
 from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
 
 
-def first_tokenizer(names: list[str], training: Training | None = None) -> Tokenizer:
+def first_tokenizer(
+    names: list[str], training: Training | None = None, template: str | None = None
+) -> Tokenizer:
     """The first of these model.tokenizer_path that can be loaded, for texts as the keys of
-    `training` say (None: by default); raises ConfigError."""
+    `training` say (None: by default), and with the chat template of `load_tokenizer`; raises
+    ConfigError."""
     first: ConfigError | None = None
     for name in names:
         try:
-            return load_tokenizer(name, training)
+            return load_tokenizer(name, training, template)
         except ConfigError as error:
             first = first or error
     raise first or ConfigError("the checkpoint names no tokenizer: name one with --tokenizer")
@@ -76,7 +79,8 @@ def load_model(
 
     Args:
         tokenizer: as model.tokenizer_path; None: the one that the folder names.
-        chat: read its chat template too.
+        chat: read a chat template too: the one that the model was trained with, else that of
+            training.messages.template, else the tokenizer's own.
         dtype: None: bfloat16 on a GPU, else float32.
         device: None: the first GPU, or the CPU where there is none.
     """
@@ -86,9 +90,11 @@ def load_model(
     names = [expanduser(tokenizer)] if tokenizer else loaded.tokenizers
     training = loaded.training or Training()
     day = training.messages.date or date.today().isoformat()
-    messages = training.messages.model_copy(update={"date": day})
+    given = training.messages.template if loaded.template is None else None
+    messages = training.messages.model_copy(update={"date": day, "template": given})
     update = {"dataset_format": "messages" if chat else "text", "messages": messages}
-    return loaded.model, first_tokenizer(names, training.model_copy(update=update))
+    training = training.model_copy(update=update)
+    return loaded.model, first_tokenizer(names, training, loaded.template)
 
 
 def continue_text(

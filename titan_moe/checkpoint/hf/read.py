@@ -226,7 +226,9 @@ class Loaded(NamedTuple):
     tokenizers: list[str]
     """Values for model.tokenizer_path."""
     training: Training = Training()
-    """The keys about the tokens around documents, as the model was trained."""
+    """The keys about conversations and the tokens around documents, as the model was trained."""
+    template: str | None = None
+    """The chat template in Jinja that the model was trained with, if any."""
 
 
 def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loaded:
@@ -255,7 +257,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
             chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
             tensor.copy_(stored.read(chunk))
     folders = asset_folders(path, manifest.job)
-    return Loaded(model.eval(), *tokenizers_of(manifest.job, folders))
+    return Loaded(model.eval(), *tokenizers_of(manifest.job, folders), manifest.texts.template)
 
 
 def tokenizers_of(job: Mapping[str, Any], folders: Sequence[Path]) -> tuple[list[str], Training]:
@@ -267,7 +269,7 @@ def tokenizers_of(job: Mapping[str, Any], folders: Sequence[Path]) -> tuple[list
         folders: where a tokenizer's files may be.
     """
     written = job.get("model", {}).get("tokenizer_path")
-    names = ("append_eos", "prepend_bos", "parse_special_tokens")
+    names = ("append_eos", "prepend_bos", "parse_special_tokens", "messages")
     keys = job.get("training", {})
     training = Training(**{name: keys[name] for name in names if name in keys})
     return [*filter(None, [written]), *map(str, folders)], training
