@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,17 @@ def test_suite_s_comparisons_share_runs(launcher):
         one = Stubbed(launcher.folder / name, shared=launcher.folder / "runs")
         compare(trial("layout=tp=2"), one, silent)
     assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11
+
+
+def test_a_suite_s_pinned_trainings_are_numbered_and_follow_the_routes_of_its_baseline(launcher):
+    told: list[str] = []
+    launcher = replace(launcher, shared=launcher.folder / "runs")
+    model, common = "--model.name mixtral", {"num_control_runs": 4, "pin_routing": True}
+    found = compare(trial(f"layout=tp=2 {model}", model, **common), launcher, told.append)
+    routes = {run["debug.routing_replay"] for run in calls(launcher)[7:]}
+    assert routes == {f"{found.baseline.folder}/routes"}
+    numbers = [int(line.split()[1]) for line in told if line.startswith("training ")]
+    assert numbers == list(range(1, 12)) and "pinned/control/04: " in told[-1]
 
 
 def test_a_run_has_the_plug_ins_of_pythonpath_and_not_this_code(launcher, monkeypatch):
