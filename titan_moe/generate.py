@@ -20,21 +20,6 @@ from titan_moe.runtime.device import pick_device
 from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
 
 
-def first_tokenizer(
-    names: list[str], training: Training | None = None, template: str | None = None
-) -> Tokenizer:
-    """The first of these model.tokenizer_path that can be loaded, for texts as the keys of
-    `training` say (None: by default), and with the chat template of `load_tokenizer`; raises
-    ConfigError."""
-    first: ConfigError | None = None
-    for name in names:
-        try:
-            return load_tokenizer(name, training, template)
-        except ConfigError as error:
-            first = first or error
-    raise first or ConfigError("the checkpoint names no tokenizer: name one with --tokenizer")
-
-
 def prompt_ids(
     prompt: str | Mapping[str, Any], tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int
 ) -> list[int]:
@@ -75,7 +60,7 @@ def load_model(
     device: torch.device | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """Returns the model of a step-N folder or of a Hugging Face folder, whole, in evaluation, and
-    its tokenizer. Raises ConfigError or RunError in one line.
+    its tokenizer, the likeliest that can be loaded. Raises ConfigError or RunError in one line.
 
     Args:
         tokenizer: as model.tokenizer_path; None: the one that the folder names.
@@ -93,8 +78,13 @@ def load_model(
     given = training.messages.template if loaded.template is None else None
     messages = training.messages.model_copy(update={"date": day, "template": given})
     update = {"dataset_format": "messages" if chat else "text", "messages": messages}
-    training = training.model_copy(update=update)
-    return loaded.model, first_tokenizer(names, training, loaded.template)
+    training, first = training.model_copy(update=update), None
+    for name in names:
+        try:
+            return loaded.model, load_tokenizer(name, training, loaded.template)
+        except ConfigError as error:
+            first = first or error
+    raise first or ConfigError("the checkpoint names no tokenizer: name one with --tokenizer")
 
 
 def continue_text(
