@@ -73,7 +73,7 @@ _PARTS = (
         ("--checkpoint.last_save_in_hf", MODEL, "checkpoint.last_save_in_hf=true has no effect: c"),
         (_NEVER, MODEL, "stages[0] (from_step=9) has no effect: training.steps=8 ends before it"),
         (_LATE_CAPTURE, MODEL, "debug.capture_step=9 has no effect: it is beyond training.steps=8"),
-        (f"{_EIGHT} 40", MODEL, "lr_scheduler.warmup_steps=40: the run ends at step 8, with a le"),
+        (f"{_EIGHT} 40", MODEL, "lr_scheduler.warmup_steps=40: training.steps=8 ends at 0.2 of"),
         ("--checkpoint.load_only", MODEL, "checkpoint.load_only=true has no effect: checkpoint.en"),
         (f"{_EIGHT} 8 --debug.capture_step 9", MODEL, "debug.capture_step=9 has no effect:"),
         ("--comm.axes.cp.max_ctas 8", MODEL, "comm.axes.cp has no effect: the axis has one rank"),

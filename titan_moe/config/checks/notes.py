@@ -58,10 +58,8 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
     lines = [line for line in first if all(line in other for other in others)]
     steps, warmup = job.training.steps, job.lr_scheduler.warmup_steps
     if warmup > (job.lr_scheduler.total_steps or steps):
-        lines.append(
-            f"lr_scheduler.warmup_steps={warmup}: the run ends at step {steps}, with a learning "
-            f"rate that has grown to {steps / warmup:.2g} of its peak: choose fewer"
-        )
+        reach = f"training.steps={steps} ends at {steps / warmup:.2g} of the peak learning rate"
+        lines.append(f"lr_scheduler.warmup_steps={warmup}: {reach}: choose fewer")
     lines += _random_base(job)
     lines += _uneven_rank(job, model)
     return lines + [

@@ -114,11 +114,9 @@ class Runner:
                 "same training: say what differs, such as revision=main or layout=tp=2"
             )
         self.check(*lines)
-        if 0 < trial.num_control_runs < ENOUGH and trial.baseline.path is None:
-            self.progress(
-                f"{trial.title}: repeats={trial.num_control_runs}: if the bits differ, the band of "
-                f"so few control runs may be too wide for a verdict: take {ENOUGH} or more"
-            )
+        if 0 < (few := trial.num_control_runs) < ENOUGH and trial.baseline.path is None:
+            wide = "if the bits differ, their band may be too wide for a verdict"
+            self.progress(f"{trial.title}: repeats={few}: {wide}: take {ENOUGH} or more")
         trainings = list(self._trainings())
         if lines := place_problems(trial, [each.place.folder for each in trainings]):
             raise ConfigError(lines)

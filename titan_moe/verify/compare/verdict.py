@@ -76,8 +76,7 @@ def compare_runs(
         elif np.log(high / low).max() > _TOO_WIDE:
             more = f"{ENOUGH} or more --repeats, or " * (len(controls) < ENOUGH)
             caveats.append(
-                f"the band of {len(controls)} control runs is too wide for a verdict on the loss: "
-                f"take {more}fewer --steps"
+                f"the band of the loss is too wide for a verdict: take {more}fewer --steps"
             )
             band = None
         else:

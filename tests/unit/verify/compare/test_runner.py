@@ -212,8 +212,8 @@ def test_more_ranks_than_gpus_are_told_before_anything_runs(launcher, nodes: dic
 def test_trainings_are_counted_and_timed_and_finished_ones_are_found(launcher):
     told: list[str] = []
     compare(trial("layout=tp=2"), launcher, told.append)
-    note = "repeats=8: if the bits differ, the band of so few control runs may be too wide for a "
-    assert told[0] == f"test: {note}verdict: take 12 or more"
+    note = "test: repeats=8: if the bits differ, their band may be too wide for a verdict: take "
+    assert told[0] == f"{note}12 or more"
     assert told[1] == "at most 10 trainings, 8 of them control runs"
     first, *_, last = [line for line in told if line.startswith("training ")]
     assert first.startswith("training 1 of at most 10, baseline: ")
