@@ -18,6 +18,20 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import known_keys
 from titan_moe.runtime.errors import RunError
 
+_INTERRUPTED = """
+import signal, sys
+import titan_moe.train
+from titan_moe.cli.main import main
+titan_moe.train.check_all = lambda *_: signal.raise_signal(signal.SIGINT)
+sys.exit(main(["train", "--ranks", "1"]))
+"""
+
+
+def test_a_launcher_that_is_interrupted_in_its_checks_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
+
 _HELP = """
 import json, os, sys
 from contextlib import redirect_stdout
@@ -155,10 +169,12 @@ def test_config_init_starts_a_file(tmp_path: Path) -> None:
     assert first == f"#:schema {(REPO / 'configs/schema.json').as_uri()}"
     assert rest == shipped.read_text().split("\n", 1)[1]
     assert run_command(*name).stdout == mine.read_text()
-    more = run_command(*name, "--ranks", 16).stdout.splitlines()
-    assert more[1] == "# Made for 8 GPUs: titan-moe check --config FILE --ranks 16."
+    more = run_command(*name, "--ranks", 10).stdout.splitlines()
+    assert more[1] == "# Made for 8 GPUs: titan-moe check --config FILE --ranks 10."
     assert more[2:] == rest.splitlines()
     assert run_command(*name, "--ranks", 48).stdout.partition("\n")[2].startswith("# Made for 64 G")
+    of_16 = (REPO / "configs/bench/qwen3_30B-A3B_16gpu.toml").read_text().partition("\n")[2]
+    assert run_command(*name, "--ranks", 16).stdout.partition("\n")[2] == of_16
 
 
 @pytest.mark.parametrize(
