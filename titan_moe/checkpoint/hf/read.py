@@ -293,5 +293,5 @@ def progress_bar(what: str, total: int, unit: str) -> Any:
 def speed_line(what: str, num_bytes: int, started: float) -> str:
     """A line that says how fast `num_bytes` went since `started`."""
     seconds = time.perf_counter() - started
-    gigabytes = num_bytes / 1e9
-    return f"{what}: {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s"
+    unit, size = ("GB", num_bytes / 1e9) if num_bytes >= 1e8 else ("MB", num_bytes / 1e6)
+    return f"{what}: {size:.2f} {unit} in {seconds:.1f} s, {size / seconds:.2f} {unit}/s"
