@@ -20,18 +20,6 @@ from titan_moe.runtime.device import pick_device
 from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
 
 
-def first_tokenizer(names: list[str], training: Training | None = None) -> Tokenizer:
-    """The first of these model.tokenizer_path that can be loaded, for texts as the keys of
-    `training` say (None: by default); raises ConfigError."""
-    first: ConfigError | None = None
-    for name in names:
-        try:
-            return load_tokenizer(name, training)
-        except ConfigError as error:
-            first = first or error
-    raise first or ConfigError("the checkpoint names no tokenizer: name one with --tokenizer")
-
-
 def prompt_ids(
     prompt: str | Mapping[str, Any], tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int
 ) -> list[int]:
@@ -72,11 +60,12 @@ def load_model(
     device: torch.device | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """Returns the model of a step-N folder or of a Hugging Face folder, whole, in evaluation, and
-    its tokenizer. Raises ConfigError or RunError in one line.
+    its tokenizer, the likeliest that can be loaded. Raises ConfigError or RunError in one line.
 
     Args:
         tokenizer: as model.tokenizer_path; None: the one that the folder names.
-        chat: read its chat template too.
+        chat: read a chat template too: the one that the model was trained with, else that of
+            training.messages.template, else the tokenizer's own.
         dtype: None: bfloat16 on a GPU, else float32.
         device: None: the first GPU, or the CPU where there is none.
     """
@@ -86,9 +75,16 @@ def load_model(
     names = [expanduser(tokenizer)] if tokenizer else loaded.tokenizers
     training = loaded.training or Training()
     day = training.messages.date or date.today().isoformat()
-    messages = training.messages.model_copy(update={"date": day})
+    given = training.messages.template if loaded.template is None else None
+    messages = training.messages.model_copy(update={"date": day, "template": given})
     update = {"dataset_format": "messages" if chat else "text", "messages": messages}
-    return loaded.model, first_tokenizer(names, training.model_copy(update=update))
+    training, first = training.model_copy(update=update), None
+    for name in names:
+        try:
+            return loaded.model, load_tokenizer(name, training, loaded.template)
+        except ConfigError as error:
+            first = first or error
+    raise first or ConfigError("the checkpoint names no tokenizer: name one with --tokenizer")
 
 
 def continue_text(

@@ -13,6 +13,7 @@ from tests.support.hf_folders import make_folder, small_model
 from tests.support.trainings import make_job, train_here
 from titan_moe.cli.hf import COMMANDS
 from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.generate import load_model
 from titan_moe.runtime.ranks import run_on_ranks
 
 OTHER = "{{ messages[0].content }}"
@@ -63,6 +64,7 @@ def test_an_export_has_the_template_that_was_trained_and_stops_after_a_turn(comm
     data = write(tmp_path / "talks.jsonl", [{"messages": talked}] * 8)
     training = {"dataset": "json", "dataset_path": str(data), "dataset_format": "messages"}
     training |= {"repeat_dataset": True, "messages": {} if merges else {"template": str(file)}}
+    training["messages"] |= {"date": "2026-01-31", "template_kwargs": {"enable_thinking": False}}
     saves = {"initial_load_in_hf": True, "last_save_in_hf": True, "export_dtype": "float32"}
     tables = {"training": training, "checkpoint": saves, "lora": {"rank": 2} if merges else {}}
     model = {"name": "qwen3", "flavor": "hf", "hf_assets_path": str(base)}
@@ -81,3 +83,6 @@ def test_an_export_has_the_template_that_was_trained_and_stops_after_a_turn(comm
         assert (folder / "chat_template.jinja").read_bytes() == texts.template.encode()
         assert OTHER not in "".join(path.read_text() for path in folder.glob("*.j*"))
         check(folder, talked, ids, *texts.turn_ends.values())
+    asked = load_model(out if merges else step, chat=True)[1].conversations
+    assert asked.template_source == texts.template
+    assert merges or asked.identity == tokenizer.conversations.identity

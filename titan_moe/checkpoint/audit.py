@@ -13,7 +13,7 @@ from titan_moe.runtime.files import saved_steps, step_folder
 
 
 def audit(*paths: Path) -> dict[str, list[str]]:
-    """Read all of some step-N folders, folders of those, or exports.
+    """Read all of some step-N folders, folders of those, folders of runs, or exports.
 
     Returns under "whole" a line for each folder that is as it was written, with what was read of
     it, and under "damaged" a line for each other one, with all that is damaged, missing or not
@@ -21,7 +21,9 @@ def audit(*paths: Path) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {"whole": [], "damaged": []}
     for path in paths:
-        for folder in [step_folder(path, step) for step in saved_steps(path)] or [path]:
+        places = [path, *sorted(path.glob("*"))]
+        steps = [step_folder(each, step) for each in places for step in saved_steps(each)]
+        for folder in steps or [path]:
             try:
                 found["whole"].append(f"{folder}: {_read(folder)}")
             except (RunError, OSError) as error:
@@ -42,8 +44,8 @@ def _read(folder: Path) -> str:
             raise RunError(f"wrong checksum of {', '.join(wrong)}")
         return f"checkpoint of step {manifest.step}, {seen}, {len(found)} tensors"
     if not is_hf_folder(folder):
-        line = "is no checkpoint or Hugging Face folder: name a step-N folder, or the folder of"
-        raise ConfigError(f"{folder} {line} several")
+        line = "is no checkpoint or Hugging Face folder: name a step-N folder, or that of a run"
+        raise ConfigError(f"{folder} {line}")
     seen = _read_files(folder, read_sums(folder), SUMS)
     if not (shapes := HFFolder(folder).shapes):
         raise RunError("it holds no tensor")

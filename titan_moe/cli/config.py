@@ -31,8 +31,10 @@ def init(options: argparse.Namespace) -> Answer:
     from titan_moe.config.named import CONFIGS
 
     sized = sorted(CONFIGS.glob("*/*_*gpu.toml"))
+    pattern = f"{options.flavor or '*'}_*gpu.toml"
+    of_bench = [path for path in sized if path.match(f"bench/{options.family}_{pattern}")]
     of_family = [path for path in sized if path.parent.name == options.family]
-    named = [path for path in of_family if path.match(f"{options.flavor or '*'}_*gpu.toml")]
+    named = [path for path in of_family if path.match(pattern)]
     if not named:
         families = dict.fromkeys(path.parent.name for path in sized)
         flavors = dict.fromkeys(path.stem.rpartition("_")[0] for path in of_family)
@@ -40,10 +42,14 @@ def init(options: argparse.Namespace) -> Answer:
         raise ConfigError(
             f"no configuration of {asked}: choose from {', '.join(flavors or families)}"
         )
-    nearest = min(map(_gpus, named), key=lambda gpus: abs(math.log(gpus / options.ranks)))
-    found = [path for path in named if _gpus(path) == nearest]
+    nearest = min(
+        map(_gpus, named + of_bench), key=lambda gpus: abs(math.log(gpus / options.ranks))
+    )
+    at_nearest = [path for path in named + of_bench if _gpus(path) == nearest]
+    found = [path for path in at_nearest if path in named] or at_nearest
     if len(found) > 1:
-        there = ", ".join(path.stem.rpartition("_")[0] for path in found)
+        names = (path.stem.rpartition("_")[0] for path in found)
+        there = ", ".join(name.removeprefix(f"{options.family}_") for name in names)
         line = f"several configurations of {options.family} for --ranks {nearest}"
         raise ConfigError(f"{line}: choose a --flavor of {there}")
     _, _, rest = found[0].read_text(encoding="utf-8").partition("\n")

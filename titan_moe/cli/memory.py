@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.checks.notes import without_experts
     from titan_moe.config.checks.run import names
     from titan_moe.config.training_stages import training_stages
-    from titan_moe.distributed.memory import GIB, choose_accumulation, memory
+    from titan_moe.distributed.memory import GIB, choose_accumulation
     from titan_moe.distributed.memory_table import Setup
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
@@ -43,18 +43,20 @@ def run(options: argparse.Namespace) -> Answer:
     active = size.active(config)
     setups = {step: Setup(stage, config, options.ranks) for step, stage in training_stages(job)}
     try:
-        found = {step: memory(setup) for step, setup in setups.items()}
+        shared = {step: choose_accumulation(setup, gpu) for step, setup in setups.items()}
+        found = {step: each.estimate for step, each in shared.items()}
     except ValueError as error:
         line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
         raise ConfigError(line) from error
     most = max(found.values(), key=lambda estimate: estimate.needed)
-    shared, fits = choose_accumulation(setups[1], gpu), most.needed <= gpu
+    fits = most.needed <= gpu
     (_, first), *later = found.items()
+    starts = {step: f"from step {step}: " if step > 1 else "" for step in shared}
     data = {
         "parameters": sum(size),
         "active_parameters": active,
         "bytes": asdict(first),
-        "accumulation": {"word": shared.word, "microbatches": shared.microbatches},
+        "accumulation": {"word": shared[1].word, "microbatches": shared[1].microbatches},
         "needed": most.needed,
         "fits": fits,
     }
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> Answer:
             f"stored has the moments of optimizer.name={job.optimizer.name}"
             + (", one of a layer's matrix and two of others" * (job.optimizer.name == "Muon")),
             *(["the rank of the pipeline that needs most, an upper bound"] if piped else []),
-            *([shared.line] if shared.line else []),
+            *(starts[step] + each.line for step, each in shared.items() if each.line),
             f"{verdict}: {most.margin(gpu)}",
         ],
         exit_code=0 if fits else 1,

@@ -48,6 +48,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.runtime.launch import end_with_parent, is_rank
     from titan_moe.runtime.stopping import attempt_folder
 
+    is_launcher = not (is_rank(os.environ) or options.one_process)
+    if is_launcher:  # It says that it was interrupted, also while it imports and checks.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if is_rank(os.environ):
         end_with_parent()
         # Early: where a rank dies as it starts again, an earlier attempt's words no longer count.
@@ -58,7 +61,7 @@ def run(options: argparse.Namespace) -> Answer:
     if {"-h", "--help"} & set(arguments):
         if table_of_help(arguments) is None:
             print(__doc__)
-    elif not (is_rank(os.environ) or options.one_process):
+    elif is_launcher:
         return Answer(exit_code=_start_ranks(options, arguments))
     exit_code = main(arguments, os.environ)
     sys.stdout.flush()

@@ -256,20 +256,23 @@ def _checked(
     try:
         JobConfig.model_validate(nested(kept), strict=strict)
     except ValidationError as error:
-        for each in error.errors():
-            key = ".".join(str(name) for name in each["loc"] if name != "[key]")
-            message = each["msg"]
-            if each["type"] == "missing":
-                lines.append(f"{key} ({source}): is required")
-                continue
-            if each["type"] == "extra_forbidden":
-                message = _unknown(key, known)
-            if each["type"] in ("dict_type", "model_type"):  # pydantic names a class.
-                message = "must be a table"
-            message = message.replace("Input should be", "must be").removeprefix("Value error, ")
-            lines.append(_line(key, each["input"], source, message))
+        lines += [mistake(each, source, known) for each in error.errors()]
     problems += lines
     return kept, notes
+
+
+def mistake(error: Mapping[str, Any], source: str, known: Iterable[str]) -> str:
+    """Returns the line for one of pydantic's errors in `source`, which may have the known keys."""
+    key = ".".join(str(name) for name in error["loc"] if name != "[key]")
+    message = error["msg"]
+    if error["type"] == "missing":
+        return f"{key} ({source}): is required"
+    if error["type"] == "extra_forbidden":
+        message = _unknown(key, known)
+    if error["type"] in ("dict_type", "model_type"):  # pydantic names a class.
+        message = "must be a table"
+    message = message.replace("Input should be", "must be").removeprefix("Value error, ")
+    return _line(key, error["input"], source, message)
 
 
 def _line(key: str, value: Any, source: str, message: str) -> str:

@@ -95,7 +95,8 @@ class Tokenizer:
         if isinstance(encoding, SentencePieceEncoding):
             problem = "has no tokenizer.json, which tells special tokens from text: add it"
             raise _error(self.path, problem)
-        named = how.template or ("chatml" if isinstance(encoding, ByteEncoding) else None)
+        is_bare = isinstance(encoding, ByteEncoding) and not names.templates
+        named = how.template or ("chatml" if is_bare else None)
         place = f"training.messages.template={named!r}"
         sources = {} if named else names.templates
         source = sources.get("default")
@@ -219,8 +220,9 @@ class _Names:
     special_tokens_map.json and added_tokens.json.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """ValueError with file and key if a value is of another kind than transformers writes."""
+    def __init__(self, folder: Path | None, template: str | None) -> None:
+        """ValueError with file and key if a value is of another kind than transformers writes.
+        template: a chat template in place of the folder's, if it is another one."""
         self.config, mapped, added, generation, model = (
             _read_json(folder / f"{name}.json") if folder is not None else {} for name in _BESIDE
         )
@@ -232,6 +234,8 @@ class _Names:
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.special = {name: _content(table[name]) for name in _SPECIAL if table.get(name)}
         self.templates = _templates(folder, self.config.get("chat_template"))
+        if template not in (None, self.templates.get("default")):
+            self.templates = {"default": template}
         self.adds_bos: bool | None = self.config.get("add_bos_token")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
         stops: Any = next((end for end in ends if end is not None), [])
@@ -281,17 +285,20 @@ def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
     return ("byte", 256) if tokenizer.path == "bytes" else ("token", tokenizer.vocab_size)
 
 
-def load_tokenizer(path: str, training: Training | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str, training: Training | None = None, template: str | None = None
+) -> Tokenizer:
     """Load `model.tokenizer_path` for documents as `training` says (None: as by default).
 
-    The format follows from a file's content. Raises ConfigError if there is no tokenizer.
+    The format follows from a file's content. `template`: a chat template in Jinja, which stands for
+    the tokenizer's own. Raises ConfigError if there is no tokenizer.
     """
     training = training or Training()
     if path == "bytes":
-        return Tokenizer(path, ByteEncoding(), "bytes", _Names(), training)
+        return Tokenizer(path, ByteEncoding(), "bytes", _Names(None, template), training)
     files = _files(path)
     try:
-        names = _Names(files[0].parent)
+        names = _Names(files[0].parent, template)
     except ValueError as error:
         raise _error(path, f": {error}: download the file again") from None
     for file in files:

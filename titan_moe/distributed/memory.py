@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from titan_moe.distributed.memory_table import SKEW, Setup, tables
 
 GIB = 2**30
+_UNITS = {"GiB": GIB, "MiB": 2**20}
 RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
 MARGIN = 4 * GIB
@@ -48,7 +49,8 @@ class Memory:
     """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
     accumulated: float
     """Sums of gradients that are still to be reduced, and parameters that stay gathered, in a
-    pipeline or with `parallelism.fsdp_accumulation="keep_gathered"`; else 0, also for "auto"."""
+    pipeline or with `parallelism.fsdp_accumulation="keep_gathered"`; else 0, also for "auto",
+    which `choose_accumulation` resolves."""
     exchange: float
     """Symmetric memory of the dispatcher that has some."""
     host: float
@@ -72,7 +74,7 @@ class Memory:
     def __str__(self) -> str:
         """One line of tensors, in GiB; in MiB where the sum is below 1 GiB."""
         optional = ("attention", "copies", "accumulated", "exchange")
-        unit = GIB if self.unit == "GiB" else 2**20
+        unit = _UNITS[self.unit]
         terms = [
             f"{_NAMES.get(field, field)} {size / unit:.1f}"
             for field in _TENSORS
@@ -124,8 +126,8 @@ class Accumulation:
         """Returns the line for a log; empty if a step has one microbatch."""
         if self.microbatches == 1:
             return ""
-        kept = self.estimate.accumulated / GIB
-        more = f", for {kept:.1f} GiB more" if kept else ""
+        kept, unit = self.estimate.accumulated, self.estimate.unit
+        more = f", for {kept / _UNITS[unit]:.1f} {unit} more" if kept else ""
         return f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}{more}"
 
 

@@ -29,8 +29,10 @@ def unknown_patterns(
         ("optimizer.groups.pattern", [group.pattern for group in groups], names),
         ("lora.targets", lora.targets if named else [], layers),
     )
+    kinds = {"lora.targets": "no layer that can have an adapter"}
     lines = [
-        f"{key}={pattern} matches nothing in this model: {_nearest(pattern, known)}"
+        f"{key}={pattern} matches {kinds.get(key, 'nothing')} in this model: "
+        f"{_nearest(pattern, known)}"
         for key, patterns, known in asked
         for pattern in patterns
         if not any(means(pattern, name, config) for name in known)

@@ -41,7 +41,8 @@ def reader_has_left() -> bool:
 
 
 def progress(*iterable: Any, **options: Any) -> Any:
-    """Returns tqdm's bar; off a terminal its states are lines, one in 10 seconds at most."""
+    """Returns tqdm's bar; off a terminal its states are lines, one in 10 seconds at most,
+    the first after 10."""
     from tqdm import tqdm
 
     class Lines(tqdm):  # type: ignore[type-arg]
@@ -50,7 +51,7 @@ def progress(*iterable: Any, **options: Any) -> Any:
             return lambda text: print(text.strip(), file=file, flush=True) if text.strip() else None
 
     shown = sys.stderr.isatty()
-    look: Any = {"dynamic_ncols": True} if shown else {"ncols": 80, "mininterval": 10}
+    look: Any = {"dynamic_ncols": True} if shown else {"ncols": 80, "mininterval": 10, "delay": 10}
     kind: Any = tqdm if shown else Lines
     return kind(*iterable, **look, **options)
 

@@ -18,6 +18,20 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import known_keys
 from titan_moe.runtime.errors import RunError
 
+_INTERRUPTED = """
+import signal, sys
+import titan_moe.train
+from titan_moe.cli.main import main
+titan_moe.train.check_all = lambda *_: signal.raise_signal(signal.SIGINT)
+sys.exit(main(["train", "--ranks", "1"]))
+"""
+
+
+def test_a_launcher_that_is_interrupted_in_its_checks_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
+
 _HELP = """
 import json, os, sys
 from contextlib import redirect_stdout
@@ -140,6 +154,7 @@ def test_check_and_memory_speak_of_every_training_stage() -> None:
     )
     estimated = run_command("memory", *name).stdout.splitlines()
     assert estimated[1].startswith("MiB: ") and estimated[2].startswith("MiB from step 31: ")
+    assert estimated[4].startswith("from step 31: 4 microbatches") and " 5.9 MiB" in estimated[4]
     longer = ["--stages", '[{"from_step": 2, "seq_len": 256}]']
     found = json.loads(run_command("memory", *name, *longer, "--json").stdout)
     (stage,) = found["stages"]
@@ -154,10 +169,12 @@ def test_config_init_starts_a_file(tmp_path: Path) -> None:
     assert first == f"#:schema {(REPO / 'configs/schema.json').as_uri()}"
     assert rest == shipped.read_text().split("\n", 1)[1]
     assert run_command(*name).stdout == mine.read_text()
-    more = run_command(*name, "--ranks", 16).stdout.splitlines()
-    assert more[1] == "# Made for 8 GPUs: titan-moe check --config FILE --ranks 16."
+    more = run_command(*name, "--ranks", 10).stdout.splitlines()
+    assert more[1] == "# Made for 8 GPUs: titan-moe check --config FILE --ranks 10."
     assert more[2:] == rest.splitlines()
     assert run_command(*name, "--ranks", 48).stdout.partition("\n")[2].startswith("# Made for 64 G")
+    of_16 = (REPO / "configs/bench/qwen3_30B-A3B_16gpu.toml").read_text().partition("\n")[2]
+    assert run_command(*name, "--ranks", 16).stdout.partition("\n")[2] == of_16
 
 
 @pytest.mark.parametrize(
@@ -227,6 +244,13 @@ def test_memory_of_parts_that_the_model_lacks_is_refused() -> None:
     done = run_command(*words)
     assert done.returncode == 2
     assert "training.freeze=nothing matches nothing in this model" in done.stderr
+
+
+def test_memory_counts_what_microbatches_share_where_the_key_is_auto() -> None:
+    name = ["--config", "qwen3/sft_30B-A3B_8gpu", "--ranks", 8, "--lora.rank", 16]
+    _, estimate, _, shared, verdict = run_command("memory", *name).stdout.splitlines()
+    assert estimate.endswith(" + accumulated 8.4 = 20.9") and shared.endswith(", for 8.4 GiB more")
+    assert verdict.startswith("fits: 31.6 of 79.0 GiB")
 
 
 def test_memory_ends_with_a_verdict() -> None:

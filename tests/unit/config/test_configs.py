@@ -11,7 +11,7 @@ import pytest
 from titan_moe.cli.config import SCHEMA
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.distributed.memory import GIB, MARGIN, choose_accumulation, memory
+from titan_moe.distributed.memory import GIB, MARGIN, choose_accumulation
 from titan_moe.distributed.memory_table import Setup
 from titan_moe.train import prepare
 
@@ -48,11 +48,10 @@ def test_a_config_names_the_schema_and_runs_on_the_ranks_and_in_the_memory_that_
     job, config, _ = prepare(["--job.config_file", str(path)], ranks, os.environ)
     if stated:
         setup = Setup(job, config, ranks)
-        found = memory(setup)
+        found = choose_accumulation(setup, _H100).estimate
         comment = " ".join(line.removeprefix("# ") for line in text.splitlines())
         assert f"{found}; {found.needed / GIB:.1f} of 79.0 at most" in comment
-        chosen = choose_accumulation(setup, _H100).estimate
-        assert found.needed <= chosen.needed <= _H100 - MARGIN
+        assert found.needed <= _H100 - MARGIN
         # A node of 8 has 2 TB.
         assert 8 * found.host < 1.9e12
 

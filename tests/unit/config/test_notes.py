@@ -23,8 +23,9 @@ def noted(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[st
 
 
 _LATER = '[{"from_step":2,"parallelism":{"expert_parallel_degree":2}}]'
-_NEVER = '--training.steps 8 --stages [{"from_step":9,"seq_len":8192}]'
-_LATE_CAPTURE = "--training.steps 8 --debug.capture_step 9 --compile.enable"
+_EIGHT = "--training.steps 8 --lr_scheduler.warmup_steps"
+_NEVER = f'{_EIGHT} 8 --stages [{{"from_step":9,"seq_len":8192}}]'
+_LATE_CAPTURE = f"{_EIGHT} 8 --debug.capture_step 9 --compile.enable"
 _FLOAT8 = "--model.converters quantize.linear.float8"
 _PAIRS = "--p.pipeline_parallel_expert_parallel_overlap"
 _DEDUPLICATED = f"{EP}_comm_backend deduplicated"
@@ -72,8 +73,9 @@ _PARTS = (
         ("--checkpoint.last_save_in_hf", MODEL, "checkpoint.last_save_in_hf=true has no effect: c"),
         (_NEVER, MODEL, "stages[0] (from_step=9) has no effect: training.steps=8 ends before it"),
         (_LATE_CAPTURE, MODEL, "debug.capture_step=9 has no effect: it is beyond training.steps=8"),
+        (f"{_EIGHT} 40", MODEL, "lr_scheduler.warmup_steps=40: training.steps=8 ends at 0.2 of"),
         ("--checkpoint.load_only", MODEL, "checkpoint.load_only=true has no effect: checkpoint.en"),
-        ("--debug.capture_step 9 --training.steps 8", MODEL, "debug.capture_step=9 has no effect:"),
+        (f"{_EIGHT} 8 --debug.capture_step 9", MODEL, "debug.capture_step=9 has no effect:"),
         ("--comm.axes.cp.max_ctas 8", MODEL, "comm.axes.cp has no effect: the axis has one rank"),
         ("ep 2 --comm.axes.edp.max_ctas 8", MODEL, "comm.axes.edp has no effect: the axis has one"),
         ("--optimizer.muon_steps 6", MODEL, "optimizer.muon_steps=6 has no effect: optimizer.name"),
@@ -114,6 +116,7 @@ def test_key_of_experts_stops_no_dense_model(words: str) -> None:
         "--lora.rank 8 --checkpoint.enable --checkpoint.create_seed_checkpoint",
         f"ep 2 {EP}_capacity_factor 1.5 {EP}_overflow drop",
         f"ep 2 {EP}_ranks_per_node 2",  # The automatic choice reads it.
+        f"{_EIGHT} 40 --lr_scheduler.total_steps 40",  # A later run goes on.
         _DEDUPLICATED,  # Where nothing travels all backends are alike.
         "--optimizer.muon_steps 6 --optimizer.name Muon",
         '--training.text_column a --training.blend [{"dataset":"json","dataset_path":"/"}]',

@@ -94,7 +94,7 @@ def unknown(job: JobConfig) -> list[str]:
     [
         ({"training": {"freeze": ["router", "rooter"]}}, "training.freeze=rooter matches nothing"),
         ({"optimizer": {"groups": [{"pattern": "expert"}]}}, "nearest are experts, shared_experts"),
-        ({"lora": {"rank": 2, "targets": ["router"]}}, "lora.targets=router matches nothing"),
+        ({"lora": {"rank": 2, "targets": ["router"]}}, "=router matches no layer that can have an"),
         ({"training": {"freeze": ["*"]}}, "training.freeze=* leave nothing that trains"),
         ({"lora": {"rank": 2}, "training": {"freeze": ["adapter"]}}, "nothing that trains: freeze"),
     ],

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.digests import check_sums, write_sums
+from titan_moe.checkpoint.digests import MANIFEST, check_sums, write_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
 from titan_moe.checkpoint.hf.folder import WIDER, opened, refuse_not_finite, save
@@ -159,7 +159,7 @@ def export_adapters(source: Source, target: Path, dtype: torch.dtype | None) -> 
             for name, box, values in pair.places(a, b):
                 values.copy_(ours[name][box])
         save(tensors, aside / WEIGHTS, {})
-        settings = _settings(source.model, lora, pairs, base_of(source.job))
+        settings = _settings(source.model, lora, pairs, _published_base(source.job))
         (aside / SETTINGS).write_text(json.dumps(settings, indent=2))
         found = read_adapters(aside, source.model, lora, source.folders)
         if unlike := [name for name, values in ours.items() if not values.equal(found[name])]:
@@ -176,6 +176,13 @@ def base_of(job: Mapping[str, Any]) -> str | None:
     """The weights that a run began with, as its configuration names them."""
     initial = job.get("checkpoint", {}).get("initial_load_path")
     return initial or job.get("model", {}).get("hf_assets_path")
+
+
+def _published_base(job: Mapping[str, Any]) -> str | None:
+    """The path of the Hugging Face folder that a run began with, for `peft`; None if there is none,
+    as with a checkpoint of ours, which `peft` cannot open."""
+    base = base_of(job)
+    return str(Path(base).absolute()) if base and not (Path(base) / MANIFEST).exists() else None
 
 
 def _settings(

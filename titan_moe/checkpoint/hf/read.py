@@ -226,7 +226,9 @@ class Loaded(NamedTuple):
     tokenizers: list[str]
     """Values for model.tokenizer_path."""
     training: Training = Training()
-    """The keys about the tokens around documents, as the model was trained."""
+    """The keys about conversations and the tokens around documents, as the model was trained."""
+    template: str | None = None
+    """The chat template in Jinja that the model was trained with, if any."""
 
 
 def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loaded:
@@ -255,7 +257,7 @@ def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loade
             chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
             tensor.copy_(stored.read(chunk))
     folders = asset_folders(path, manifest.job)
-    return Loaded(model.eval(), *tokenizers_of(manifest.job, folders))
+    return Loaded(model.eval(), *tokenizers_of(manifest.job, folders), manifest.texts.template)
 
 
 def tokenizers_of(job: Mapping[str, Any], folders: Sequence[Path]) -> tuple[list[str], Training]:
@@ -267,7 +269,7 @@ def tokenizers_of(job: Mapping[str, Any], folders: Sequence[Path]) -> tuple[list
         folders: where a tokenizer's files may be.
     """
     written = job.get("model", {}).get("tokenizer_path")
-    names = ("append_eos", "prepend_bos", "parse_special_tokens")
+    names = ("append_eos", "prepend_bos", "parse_special_tokens", "messages")
     keys = job.get("training", {})
     training = Training(**{name: keys[name] for name in names if name in keys})
     return [*filter(None, [written]), *map(str, folders)], training
@@ -291,5 +293,5 @@ def progress_bar(what: str, total: int, unit: str) -> Any:
 def speed_line(what: str, num_bytes: int, started: float) -> str:
     """A line that says how fast `num_bytes` went since `started`."""
     seconds = time.perf_counter() - started
-    gigabytes = num_bytes / 1e9
-    return f"{what}: {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s"
+    unit, size = ("GB", num_bytes / 1e9) if num_bytes >= 1e8 else ("MB", num_bytes / 1e6)
+    return f"{what}: {size:.2f} {unit} in {seconds:.1f} s, {size / seconds:.2f} {unit}/s"

@@ -40,8 +40,8 @@ _OF_EXPERTS = (
 
 
 def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
-    """Returns one line for each key that has no effect in any stage of this run, and one where
-    adapters have no weights to stand beside."""
+    """Returns one line for each key that has no effect in any stage of this run, and one each for a
+    warm-up that does not end and for adapters that have no weights to stand beside."""
     plain = flat(JobConfig())
     first, *others = [
         [
@@ -56,7 +56,10 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
         for _, stage in training_stages(job)
     ]
     lines = [line for line in first if all(line in other for other in others)]
-    steps = job.training.steps
+    steps, warmup = job.training.steps, job.lr_scheduler.warmup_steps
+    if warmup > (job.lr_scheduler.total_steps or steps):
+        reach = f"training.steps={steps} ends at {steps / warmup:.2g} of the peak learning rate"
+        lines.append(f"lr_scheduler.warmup_steps={warmup}: {reach}: choose fewer")
     lines += _random_base(job)
     lines += _uneven_rank(job, model)
     return lines + [

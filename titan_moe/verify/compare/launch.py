@@ -96,11 +96,16 @@ class Launcher:
         """
         code = self.code(spec)
         arguments = spec.arguments(*more)
-        mark = _mark(spec, code, arguments)
         shared = None if fresh else self.shared
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        paths = [Path(value) for key, value in pairs if os.sep in value and key not in _WRITTEN]
+        # A folder keeps its name when the runs that it reads have trained: theirs hold their marks.
+        made = [path for path in paths if shared and path.is_relative_to(shared.resolve())]
+        mark = _mark(spec, code, arguments, [path for path in paths if path not in made])
         # A candidate of the baseline's own code and keys would be compared with itself.
         own = "candidate-" * name.endswith("candidate") + mark[:16]
         folder = self.folder / name if shared is None else shared / own
+        mark = _hash([mark, *map(_content, made)])
         seconds = None if fresh else _seconds(folder, mark)
         return Place(spec, name, folder.resolve(), mark, arguments, seconds)
 
@@ -220,21 +225,24 @@ def _note(place: Place, *, seconds: float | None) -> None:
     write_whole(place.folder / _NOTE, json.dumps({"mark": place.mark, "seconds": seconds}))
 
 
-def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:
-    """Hashes everything that determines a run."""
+def _mark(spec: RunSpec, code: CodeTree, arguments: list[str], paths: list[Path]) -> str:
+    """Hashes everything that determines a run. paths: files and folders among the arguments."""
     config = "" if spec.config is None else spec.config.read_text(encoding="utf-8-sig")
     # A CPU's name does not say how it rounds; a GPU's does, and a cluster gives another node.
     key = golden_key()
     machine = key, platform.node() if "-cpu-" in key else "", version("torch")
-    pairs = zip(arguments[::2], arguments[1::2], strict=True)
     named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
     follows: list[Any] = [
         *(code.tree, machine, config, arguments, spec.ranks, named),
-        [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
+        [_content(path) for path in paths],
         [_content(path) for path in _inputs(tomllib.loads(config), code.folder)],
         [hashed for name in spec.job().job.imports for hashed in _plug_in(name)],
     ]
-    return hashlib.sha256(json.dumps(follows).encode()).hexdigest()
+    return _hash(follows)
+
+
+def _hash(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _plug_in(name: str) -> Iterator[str]:

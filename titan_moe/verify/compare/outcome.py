@@ -11,7 +11,7 @@ class Verdict(Enum):
     INSIDE = "inside the noise band", 3
     WITHIN = "within the tolerance that was given", 3
     DIFFERENT = "different", 1
-    UNJUDGED = "not identical, and nothing says how much rounding may do", 5
+    UNJUDGED = "not judged: other bits, and nothing says how much rounding may do", 5
     TOO_SLOW = "too slow", 6
     TOO_LARGE = "too large", 6
     COST_UNJUDGED = "its cost cannot be told from noise", 5

@@ -38,7 +38,7 @@ from titan_moe.verify.compare.trial_checks import (
     cost_problems,
     place_problems,
 )
-from titan_moe.verify.compare.verdict import compare_runs
+from titan_moe.verify.compare.verdict import ENOUGH, compare_runs
 
 Progress = Callable[[str], None]
 """Prints a line of progress."""
@@ -114,6 +114,9 @@ class Runner:
                 "same training: say what differs, such as revision=main or layout=tp=2"
             )
         self.check(*lines)
+        if 0 < (few := trial.num_control_runs) < ENOUGH and trial.baseline.path is None:
+            wide = "if the bits differ, their band may be too wide for a verdict"
+            self.progress(f"{trial.title}: repeats={few}: {wide}: take {ENOUGH} or more")
         trainings = list(self._trainings())
         if lines := place_problems(trial, [each.place.folder for each in trainings]):
             raise ConfigError(lines)

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Section
-from titan_moe.config.parse import tomllib
+from titan_moe.config.parse import known_keys, mistake, tomllib
 from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.outcome import Verdict
@@ -108,9 +108,14 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except ValidationError as error:
-        raise ConfigError(
-            [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        ) from None
+        lines = []
+        for each in error.errors():
+            source, place = str(path), tuple[Any, ...](each["loc"])
+            if place[0] == "comparison" and len(place) > 2:
+                name = found["comparison"][place[1]].get("name", place[1] + 1)
+                source, each["loc"] = f"{path}, comparison {name!r}", place[2:]
+            lines.append(mistake(each, source, known_keys(Entry)))
+        raise ConfigError(lines) from None
 
 
 def entry_trial(entry: Entry) -> Trial:

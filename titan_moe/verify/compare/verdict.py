@@ -20,7 +20,7 @@ from titan_moe.verify.compare.records import (
     relative_difference,
 )
 
-_ENOUGH = 12
+ENOUGH = 12
 """Control runs that a verdict should rest on. The bound of a band from 7 is several times that of
 a band from 24; from 12 it is 1.5 times as large."""
 _TOO_WIDE = 0.5
@@ -70,8 +70,14 @@ def compare_runs(
         curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
         low, high = band.edges("loss")
-        if first.quantity not in band.quantities or np.log(high / low).max() > _TOO_WIDE:
+        if first.quantity not in band.quantities:
             caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
+            band = None
+        elif np.log(high / low).max() > _TOO_WIDE:
+            more = f"{ENOUGH} or more --repeats, or " * (len(controls) < ENOUGH)
+            caveats.append(
+                f"the band of the loss is too wide for a verdict: take {more}fewer --steps"
+            )
             band = None
         else:
             band_check = band.check(theirs)
@@ -248,10 +254,10 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
 def _weaknesses(band: Band) -> list[str]:
     """Returns the reasons why the band shows less than it could."""
     lines, number = [], len(band.curves) - 1
-    if number < _ENOUGH:
+    if number < ENOUGH:
         lines.append(
             f"the band rests on {number} control runs and is therefore wide: with "
-            f"{_ENOUGH} or more it shows smaller differences"
+            f"{ENOUGH} or more it shows smaller differences"
         )
     if max(band.bounds.values()) > _UNEVEN:
         lines.append(

@@ -100,7 +100,9 @@ def draw_curves(
 ) -> None:
     """Draws one quantity of several runs, told apart by colour and dash, over the noise band, and
     marks where a curve stops being finite and where the runs first differ."""
-    _frame(axes, _TITLES.get(quantity, quantity.replace("_", " ")), _UNITS.get(quantity, ""))
+    title = _TITLES.get(quantity, quantity.replace("_", " "))
+    unit = "nats per token" if quantity.endswith("loss") else _UNITS.get(quantity, title)
+    _frame(axes, title, unit)
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
         axes.fill_between(band.steps, low, high, label="noise band", **_BAND_STYLE)

@@ -66,6 +66,20 @@ def test_peft_computes_what_we_write(family, dtype, tmp_path):
     _same(ours, theirs, dtype)
 
 
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_the_base_is_a_hugging_face_folder_wherever_peft_is_started(
+    is_checkpoint: bool, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    ours, model, _ = small_adapters(tmp_path, "qwen3", 1)
+    step = saved_adapters(tmp_path, ours, model, base=Path("base"))
+    if is_checkpoint:
+        (tmp_path / "base/manifest.json").write_text("{}")
+    export_checkpoint(step, tmp_path / "out", None)
+    base = json.loads((tmp_path / "out" / SETTINGS).read_text())["base_model_name_or_path"]
+    assert base == (None if is_checkpoint else f"{tmp_path}/base")
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", STACKED)
 def test_we_read_what_peft_writes(family, dtype, tmp_path):

@@ -213,13 +213,15 @@ def test_more_ranks_than_gpus_are_told_before_anything_runs(launcher, nodes: dic
 def test_trainings_are_counted_and_timed_and_finished_ones_are_found(launcher):
     told: list[str] = []
     compare(trial("layout=tp=2"), launcher, told.append)
-    assert told[0] == "at most 10 trainings, 8 of them control runs"
+    note = "test: repeats=8: if the bits differ, their band may be too wide for a verdict: take "
+    assert told[0] == f"{note}12 or more"
+    assert told[1] == "at most 10 trainings, 8 of them control runs"
     first, *_, last = [line for line in told if line.startswith("training ")]
     assert first.startswith("training 1 of at most 10, baseline: ")
     assert re.match(r"training 10 of at most 10 \(\d+ s to go at most\), control/08: ", last)
     told.clear()
     compare(trial("--optimizer.lr 3.06e-3"), launcher, told.append)
-    assert re.match(r"at most 1 trainings, 0 .*; 9 more are found; at most \d+ s at the", told[0])
+    assert re.match(r"at most 1 trainings, 0 .*; 9 more are found; at most \d+ s at the", told[1])
     (only,) = [line for line in told if line.startswith("training ")]
     assert only.startswith("training 1 of at most 1 (")
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,19 +57,30 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
             assert side.world_size in ranks.get(path.stem, {side.world_size})
 
 
+NAMED = '[[comparison]]\nname = "a"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("description = 1", "description: Input should be a valid string"),
+        ("description = 1", "description = 1 (s.toml): must be a valid string"),
         ("x =", "is not valid TOML"),
-        ("defaults = 3", "defaults: Input should be a valid dictionary"),
-        ('description = "x"\n[[comparison]]\nname = "a"\nstep = 3', "comparison.0.step: Extra"),
-        ('description = "x"\n[[comparison]]\nname = "a"\nmax_slowdown = 5', "less than 1"),
+        ("defaults = 3", "defaults = 3 (s.toml): must be a table"),
+        ("comparison = [1]", "comparison.0 = 1 (s.toml): must be a table"),
+        (
+            f"{NAMED}stepp = 3",
+            "stepp = 3 (s.toml, comparison 'a'): no such key; did you mean steps?",
+        ),
+        (
+            f"{NAMED}max_slowdown = 5",
+            "max_slowdown = 5 (s.toml, comparison 'a'): must be less than",
+        ),
+        ("[[comparison]]\nsteps = 1", "name (s.toml, comparison 1): is required"),
     ],
 )
 def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
     (tmp_path / "s.toml").write_text(text)
-    lines = refusals(load_suite, tmp_path / "s.toml")
+    lines = [line.replace(f"{tmp_path}/", "") for line in refusals(load_suite, tmp_path / "s.toml")]
     assert any(told in line for line in lines), lines
 
 
@@ -189,6 +201,17 @@ def test_suite_s_comparisons_share_runs(launcher):
         one = Stubbed(launcher.folder / name, shared=launcher.folder / "runs")
         compare(trial("layout=tp=2"), one, silent)
     assert len(calls(launcher)) == 11 and len(list((launcher.folder / "runs").iterdir())) == 11
+
+
+def test_a_suite_s_pinned_trainings_are_numbered_and_follow_the_routes_of_its_baseline(launcher):
+    told: list[str] = []
+    launcher = replace(launcher, shared=launcher.folder / "runs")
+    model, common = "--model.name mixtral", {"num_control_runs": 4, "pin_routing": True}
+    found = compare(trial(f"layout=tp=2 {model}", model, **common), launcher, told.append)
+    routes = {run["debug.routing_replay"] for run in calls(launcher)[7:]}
+    assert routes == {f"{found.baseline.folder}/routes"}
+    numbers = [int(line.split()[1]) for line in told if line.startswith("training ")]
+    assert numbers == list(range(1, 12)) and "pinned/control/04: " in told[-1]
 
 
 def test_a_run_has_the_folders_of_pythonpath_wherever_it_starts(launcher, monkeypatch):

@@ -108,10 +108,13 @@ def test_a_band_that_says_nothing_gives_no_verdict():
     wild = [run(f"repeat {i}", 0.3, seed=i) for i in range(1, 8)]
     found = compare_runs("wild", run("a"), run("b", 1e-4, seed=99), controls=wild)
     assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
+    wide = "the band of the loss is too wide for a verdict: take 12 or more --repeats, or fewer "
+    assert found.caveats == [f"{wide}--steps"]
     blind = [changed(each, loads={}) for each in controls()]
     moved = run("b")
     moved.curve.loads["layers.1"][4:, :2] += [50, -50]
-    assert compare_runs("blind", run("a"), moved, controls=blind).verdict is Verdict.UNJUDGED
+    found = compare_runs("blind", run("a"), moved, controls=blind)
+    assert found.verdict is Verdict.UNJUDGED and "load of layers.1" in found.caveats[-1]
 
 
 def test_runs_that_are_not_finite_are_not_simply_identical():

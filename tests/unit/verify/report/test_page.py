@@ -112,7 +112,7 @@ def test_quantity_outside_the_band_is_first():
 def test_comparison_page_names_unknown_facts():
     bare = RunRecord("curves only", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])}))
     page = Page(comparison_page(against(bare, controls=False)))
-    assert "nothing says how much rounding may do" in page.text[""]
+    assert "Not judged: other bits, and nothing says how much rounding may do" in page.text[""]
     assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]
     assert "candidate curves only: no grad_norm was logged" in page.text[""]
     assert "left no run.json and no config.toml" in page.text[""]

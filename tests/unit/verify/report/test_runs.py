@@ -37,7 +37,8 @@ def test_runs_page_of_metrics_alone(tmp_path: Path):
     page = Page(html)
     assert "its last step is 5 of 30" in page.text[""]
     assert "grad_norm is not finite, or missing, in 1 of 5 steps, first in step 3" in page.text[""]
-    assert "busiest experts" in page.text["load"]
+    assert "busiest experts" in page.text["load"] and "A row is a layer: its " in page.text["load"]
+    assert page.text["curves"].count("learning rate") == 2, "title and unit"
     assert "<run>" not in html and "a <run>: the layout is unknown" in page.text["layouts"]
     assert page.tables["configuration"][1:] == [["training.steps", "30", "10000"]]
     assert all(each.startswith(("#", "data:")) for each in page.loads)
