@@ -21,6 +21,8 @@
 # Exit codes: 0 for the last step, 75 for a run that stopped before it, saved: start it again; 2 for
 # a configuration that cannot run, 1 for a run that failed, 70 for an error in titan_moe, 130 and 143
 # for one that was interrupted.
+# Python reads all between the next line and the last as a string, and the end of the last as code.
+''':' # Does nothing.
 set -euo pipefail
 trap 'exit 130' INT
 trap 'exit 143' TERM
@@ -47,3 +49,4 @@ exec "$PYTHON" -m titan_moe train --max-restarts "${MAX_RESTARTS:-0}" \
     --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
     ${NGPU:+--ranks "$((NGPU * NNODES))"} --nodes "$NNODES" --node-rank "$NODE_RANK" \
     --endpoint "$RDZV_ENDPOINT" "$@"
+# '''; raise SystemExit("run_train.sh is for bash: type ./run_train.sh, torchrun --no-python ./run_train.sh, or torchrun -m titan_moe.train")

@@ -49,7 +49,8 @@ class StepResult:
     metrics: dict[str, float] | None = None
     """Metrics for the log, by their names there; None if the step is not logged. See
     `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences, in any
-    order: the step's data. Besides, the `counts` of all ranks that are not 0."""
+    order: the step's data; "max_loss" the largest mean loss of a rank of the `loss` mesh, over its
+    own targets. Besides, the `counts` of all ranks that are not 0."""
     stop: bool = False
     """A rank asks to stop after this step."""
     spike: bool = False
@@ -124,6 +125,7 @@ class TrainStep:
         self._ranks_per_stage = dims.world_size // dims.pp
         # Ranks that read the same sequences: the first of them counts.
         rank = sharded.meshes.rank
+        self._loss_rank, self._num_loss_ranks = dims.coordinate(rank, "loss"), dims.size("loss")
         self._counts_sequences = not any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp"))
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
@@ -227,6 +229,10 @@ class TrainStep:
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
             data = sum(sum(fingerprints(batch)) for batch in batches)
             terms |= self._metrics.terms()
+            # A sum in which each rank of the loss mesh has columns of its own.
+            apart = self._number(0).repeat(2, self._num_loss_ranks)
+            apart[:, self._loss_rank] = torch.stack((loss_sum, terms["num_targets"]))
+            terms["loss of ranks"] = apart
             terms |= {
                 name: self._number(number * self._counts_sequences)
                 for name, number in {"data": data, **counts}.items()
@@ -238,6 +244,9 @@ class TrainStep:
             )
         sums = sum_over_world(terms)
         self._metrics.reset()
+        if logged:
+            losses, targets = sums["loss of ranks"]
+            sums["max_loss"] = (losses / targets.clamp(min=1)).max()
         # Host sync, once per step: whether to update at all is decided on these numbers.
         return self._result(sums, read(sums), counts)
 
@@ -263,7 +272,8 @@ class TrainStep:
             return result
         values = self._metrics.values(numbers, num_targets=num_targets)
         values |= {name: int(numbers[name]) for name in counts if numbers[name]}
-        return replace(result, metrics={**values, "data": int(numbers["data"])})
+        values |= {"max_loss": numbers["max_loss"], "data": int(numbers["data"])}
+        return replace(result, metrics=values)
 
     def _number(self, number: int) -> Tensor:
         """Returns a number on the device; torch.tensor would wait for the device."""

@@ -13,6 +13,7 @@ REGIONS: dict[str, Callable[[], str | None]] = {
     "models": models.tables,
     "published": published.table,
     "torchtitan": torchtitan.table,
+    "torchtitan metrics": torchtitan.metrics,
 }
 """The text of a region, by its name in the page; None leaves it as it is."""
 _REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -1,6 +1,7 @@
 """The tables of docs/coming-from-torchtitan.md, from the data that reads torchtitan's files."""
 
 from titan_moe.config.torchtitan import IGNORED, REFUSED, VALUES
+from titan_moe.metrics.sinks import TORCHTITAN_NAMES
 
 
 def table() -> str:
@@ -15,3 +16,12 @@ def table() -> str:
         if read:
             rows.append(f"| [`{key}`](configuration.md#{key}) | reads {read} |")
     return "\n".join(["| keys | here |\n|---|---|", *rows])
+
+
+def metrics() -> str:
+    """Returns torchtitan's names of metrics, and what they are of those here."""
+    rows = ["| torchtitan | of `metrics.jsonl` |\n|---|---|"]
+    for name, (ours, factor, per) in TORCHTITAN_NAMES.items():
+        times, divisor = f"{factor} * " * (factor != 1), f" / `{per}`" if per else ""
+        rows.append(f"| `{name}` | {times}`{ours}`{divisor} |")
+    return "\n".join(rows)

@@ -62,6 +62,25 @@ def figures(job: JobConfig, logged: bool) -> list[float]:
     return [*numbers, result.metrics["balance_loss"]]
 
 
+def worst_loss(job: JobConfig, *rows: slice) -> tuple[float, float]:
+    """The loss of a first step and the largest of a rank; each data rank reads some rows."""
+    sharded, step = tiny_step(job)
+    own = rows[sharded.meshes.dims.coordinate(sharded.meshes.rank, "batch")]
+    result = step([batch_of(0, own)])
+    return result.loss, result.metrics["max_loss"]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_max_loss_is_that_of_one_data_rank_over_its_own_targets(axis: str):
+    """Along tp, ranks share a batch; along pp, one counts its targets and another has its loss."""
+    rows = slice(2), slice(7, 9)
+    alone = [run_on_ranks(worst_loss, 1, make_job("qwen3"), each)[0] for each in rows]
+    assert all(loss == worst for loss, worst in alone) and alone[0] != alone[1]
+    job = make_job("qwen3", parallelism={f"{axis}_parallel_degree": 2})
+    for loss, worst in run_on_ranks(worst_loss, 4, job, *rows):
+        assert worst == pytest.approx(max(alone)[0], rel=1e-12) and worst > loss + 1e-3
+
+
 def test_whether_a_step_is_logged_changes_nothing():
     """The layers' sums start again from zero after each step, logged or not."""
     job = make_job("deepseek_v3")

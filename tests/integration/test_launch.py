@@ -39,6 +39,13 @@ def test_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None
     assert run_among({"python3": python}, tmp_path, REPO / "run_train.sh").returncode == 7
 
 
+def test_python_reads_run_train_and_says_what_to_type() -> None:
+    """torchrun without --no-python starts each rank so."""
+    done = subprocess.run([sys.executable, REPO / "run_train.sh"], capture_output=True, text=True)
+    assert done.returncode == 1 and "type ./run_train.sh, torchrun --no-python" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     """Slurm's commands are stand-ins: srun runs its command once for each of two nodes."""
     programs = {

@@ -123,6 +123,8 @@ def cut_parameter(
         if dim is not None:
             local = local.narrow(dim, 0, local.shape[dim] // degree)
     shards = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    sharded = DTensor.from_local(local.contiguous(), mesh, shards, run_check=False)
+    # contiguous() keeps the strides of a dim of size 1, and torch derives the whole's from them.
+    local = local.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(local, mesh, shards, run_check=False)
     assert sharded.shape == whole.shape, f"{name} {tuple(whole.shape)} does not divide by {mesh}"
     module.register_parameter(name, nn.Parameter(sharded))

@@ -8,6 +8,7 @@ rank does not grow with the world.
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ class ProcessGroups:
     """
 
     comm: Comm = field(default_factory=Comm)
+    device_type: str = "cuda"
+    """The tensors that travel; NCCL takes those of "cuda" alone."""
     _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
     def get(self, ranks: tuple[int, ...], kind: GroupKind, description: str = "") -> ProcessGroup:
@@ -44,7 +47,7 @@ class ProcessGroups:
         if (known := self.known(ranks, kind)) is not None:
             return known
         options: dict[str, Any] = {}
-        if "nccl" in dist.get_backend_config():
+        if self.device_type == "cuda" and "nccl" in dist.get_backend_config():
             # NCCL alone: with gloo beside it, torch would also connect every pair of ranks, for
             # tensors of the host, which only control groups send.
             options = {"backend": "nccl", "pg_options": nccl_options(self.comm, *kind)}
@@ -90,6 +93,14 @@ class ProcessGroups:
     def num_groups(self) -> int:
         """Groups of more than one rank that this rank belongs to, the default group not counted."""
         return sum(len(ranks) > 1 for ranks, _ in self._groups)
+
+
+_OF_WORLDS: WeakKeyDictionary[Any, dict[str, ProcessGroups]] = WeakKeyDictionary()
+
+
+def program_groups() -> dict[str, ProcessGroups]:
+    """Returns the groups of this world's last mesh, by type of device. Meshes add theirs."""
+    return _OF_WORLDS.setdefault(dist.group.WORLD, {})
 
 
 def _key(ranks: tuple[int, ...], kind: GroupKind) -> _Key:

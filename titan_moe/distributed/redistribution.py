@@ -3,15 +3,16 @@
     moved = redistribute(dtensor, "S(0)[ep,edp]")
 
 `sharding_moves.py` has the moves and their costs, `plan_search.py` the search. All ranks find the
-same plan: of plans of one unit cost that with fewer moves, then fewer bytes; of plans of as many
-bytes that of less unit cost, then fewer moves; then the first by the order of the axes and dims.
+same plan: of plans of one unit cost that with fewer moves, then fewer bytes; of plans of one cost
+by another measure that of less unit cost, then fewer moves; then the first by the order of the axes
+and dims.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,9 @@ from titan_moe.distributed.boxes import exchange_boxes, inside
 from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.parallel_dims import Axes, group_of
 from titan_moe.distributed.plan_search import Cost, Search
+from titan_moe.distributed.process_groups import ProcessGroups, program_groups
 from titan_moe.distributed.sharding import Sharding
-from titan_moe.distributed.sharding_moves import COSTS, State
+from titan_moe.distributed.sharding_moves import State
 
 
 class Step(NamedTuple):
@@ -44,6 +46,8 @@ class Step(NamedTuple):
     """Held at most while the move runs, by the rank that holds most: the plan's source, the parts
     before and after the move, and buffers, but the backend's own. A reduce-scatter of equal parts
     takes one buffer less, except on gloo; a part that is not contiguous a copy more."""
+    cost: float
+    """By the plan's measure."""
 
     def __str__(self) -> str:
         return f"{self.op} over {','.join(self.axes)}: {self.before} -> {self.after}"
@@ -62,9 +66,9 @@ class Plan:
     shape: tuple[int, ...] = field(compare=False)
 
     @property
-    def cost(self) -> int:
-        """The sum over the steps of unit costs, or of bytes."""
-        return sum(COSTS[s.op] if self.cost_kind == "unit" else s.bytes for s in self.steps)
+    def cost(self) -> float:
+        """The sum over the steps."""
+        return sum(step.cost for step in self.steps)
 
     @property
     def peak_bytes(self) -> int:
@@ -92,16 +96,17 @@ def plan(
         axes: the mesh's axes, outermost first, and their sizes.
         shape: of the whole tensor.
         joint: whether one collective may run over several axes.
-        cost: what is least: the sum of `COSTS`, or that of the steps' bytes.
+        cost: what is least: the sum of `COSTS`, that of the steps' bytes, or that of a function's
+            results; see `CostFunction`.
         max_bytes: bounds every step's `peak_bytes`.
 
-    Raises ValueError where a sharding does not fit the shape or the mesh, and if every plan holds
-    more than `max_bytes`.
+    Raises ValueError where a sharding does not fit the shape or the mesh, if every plan holds more
+    than `max_bytes`, and for a negative cost.
     """
-    if cost not in get_args(Cost):
-        raise ValueError(f"cost is {cost!r}: write 'unit' or 'bytes'")
+    if cost not in ("unit", "bytes") and not callable(cost):
+        raise ValueError(f"cost is {cost!r}: write 'unit' or 'bytes', or pass a function")
     return _plan(
-        _sharding(source), _sharding(target), tuple(axes.items()), tuple(shape), dtype.itemsize,
+        _sharding(source), _sharding(target), tuple(axes.items()), tuple(shape), dtype,
         joint, cost, max_bytes,
     )  # fmt: skip
 
@@ -112,7 +117,7 @@ def _plan(
     target: Sharding,
     axes: tuple[tuple[str, int], ...],
     shape: tuple[int, ...],
-    itemsize: int,
+    dtype: torch.dtype,
     joint: bool,
     cost: Cost,
     max_bytes: int | None,
@@ -123,7 +128,7 @@ def _plan(
     # An axis of one rank changes nothing.
     real = {axis: size for axis, size in axes if size > 1}
     first, last = (State.of(_over(each, real), len(shape)) for each in (source, target))
-    search = Search(real, shape, itemsize, first, joint)
+    search = Search(real, shape, dtype, first, joint)
     path = search.run(last, cost, inf if max_bytes is None else max_bytes)
     if path is None:
         least = max(search.peak(*each) for each in search.run(last, "peak", inf) or ())
@@ -134,7 +139,8 @@ def _plan(
     steps = []
     for state, move in path:
         numbers = search.received(state, move), search.peak(state, move)
-        steps.append(Step(*move[:2], state.sharding(), move.after.sharding(), *numbers))
+        ends = state.sharding(), move.after.sharding()
+        steps.append(Step(*move[:2], *ends, *numbers, search.cost(state, move, cost)))
     return Plan(source, target, tuple(steps), cost, max_bytes, mesh, shape)
 
 
@@ -153,19 +159,13 @@ def _sharding(each: Sharding | str) -> Sharding:
 
 def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> ProcessGroup:
     """Returns the group of the ranks that differ from this one along these axes only, in ascending
-    order. A group of several axes is made at its first use."""
+    order. A group of several axes is the program's, made at its first use."""
     if len(axes) == 1:
         return mesh.get_group(list(mesh_axes(mesh)).index(axes[0]))
     ranks = mesh.mesh.flatten()[group_of(mesh_rank(mesh), axes, mesh_axes(mesh))].tolist()
-    return _joined_group(dist.group.WORLD, tuple(ranks))
-
-
-@cache
-def _joined_group(world: ProcessGroup, ranks: tuple[int, ...]) -> ProcessGroup:
-    if len(ranks) == world.size():
-        return world
-    group: Any = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
+    new = ProcessGroups(device_type=mesh.device_type)
+    groups = program_groups().setdefault(mesh.device_type, new)
+    return groups.get(tuple(ranks), (False, None), ",".join(axes))
 
 
 def execute(steps: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -210,8 +210,8 @@ def plan_redistribution(
     """The plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
     `cost` and `max_bytes` are those of `plan`.
 
-    A collective runs over several axes at once, unless the world was initialised with a
-    `device_id`: NCCL then splits the groups of joined axes off with the help of all ranks.
+    A collective runs over several axes at once, unless the world was initialised with a `device_id`
+    and the mesh lacks some of its ranks: NCCL then splits a group off with the help of all ranks.
 
     Raises:
         ValueError: as `plan` does; for a target that torch has no placements for, or a mesh whose
@@ -222,7 +222,8 @@ def plan_redistribution(
     mesh, (source, axes) = tensor.device_mesh, sharding_of(tensor)
     if not bool((mesh.mesh.flatten().diff() > 0).all()):
         raise ValueError(f"{mesh} has ranks that do not ascend: torch's groups put them in order")
-    joint = dist.group.WORLD.bound_device_id is None  # type: ignore[union-attr]
+    world: Any = dist.group.WORLD
+    joint = world.bound_device_id is None or mesh.size() == world.size()
     options: Any = {"joint": joint, "cost": cost, "max_bytes": max_bytes}
     steps = plan(source, target, axes=axes, shape=tensor.shape, dtype=tensor.dtype, **options)
     _placements(steps.target, tensor)

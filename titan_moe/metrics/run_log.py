@@ -121,7 +121,7 @@ class RunLog:
         self._peak = peak_flops(self._process.device) if narrow else None
         self._estimate, self._is_over = sharded.accumulation.estimate, False
         self._first_step = resume_step + 1
-        self._tokens_since = 0
+        self._tokens_since, self._last_logged = 0, resume_step
         self._last_log = time.perf_counter()
 
     def wants(self, step: int) -> bool:
@@ -158,6 +158,7 @@ class RunLog:
             "grad_norm": result.grad_norm,
             "lr": max(rates.values()),
             "tokens": tokens,
+            "steps": step - self._last_logged,
             **result.metrics,
             **throughput(
                 self._tokens_since,
@@ -169,6 +170,7 @@ class RunLog:
             **({} if validation_loss is None else {"validation_loss": validation_loss}),
             **{f"lr/{group}": rate for group, rate in rates.items()},
             **phases,
+            "time/elapsed": seconds,
             **memory_metrics(self._process.device),
         }
         self._warn_without_text(step, values, without_text)
@@ -184,7 +186,7 @@ class RunLog:
             counts.write(step, dict(zip(self._layers, result.counts_LE.tolist(), strict=True)))
         if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
             norms.write(step, result.parameter_norms)
-        self._tokens_since, self._last_log = 0, time.perf_counter()
+        self._tokens_since, self._last_logged, self._last_log = 0, step, time.perf_counter()
 
     def _warn_without_text(self, step: int, values: Mapping[str, float], example: str) -> None:
         """Warn once of documents without a text."""
@@ -328,7 +330,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """Returns what this rank holds, in GiB; CUDA peaks are those since the last call.
 
     On CUDA "memory/peak_gib" (tensors), "memory/reserved_gib" (with the allocator's reserve),
-    "memory/used_gib" (now, of all the GPU: with NCCL's buffers, CUDA and other processes) and
+    "memory/used_gib" (now, of all the GPU: with NCCL's buffers, CUDA and other processes),
+    "memory/gpu_gib" (what the GPU has), "memory/ooms" (failed allocations since the start) and
     "memory/allocation_retries": how often, since the start, the allocator had to free its cache for
     a new tensor. Anything but 0 there costs time: the run needs nearly all of the GPU's memory.
     On the CPU "memory/resident_gib" and "memory/peak_gib", the most since the process started,
@@ -341,7 +344,9 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
             "memory/peak_gib": stats["allocated_bytes.all.peak"] / GIB,
             "memory/reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
             "memory/used_gib": (total - free) / GIB,
+            "memory/gpu_gib": total / GIB,
             "memory/allocation_retries": stats["num_alloc_retries"],
+            "memory/ooms": stats["num_ooms"],
         }
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024

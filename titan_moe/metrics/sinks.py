@@ -4,6 +4,7 @@ metrics.jsonl and the console are written in the step. Services may be slow or f
 thread of its own and never holds up a run.
 """
 
+import json
 import logging
 import os
 import time
@@ -25,6 +26,28 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 1000  # Logged steps; a service that is further behind misses some.
 _LAST_WAIT_S = 60.0
 _PARAMS_AT_ONCE = 100  # MLflow takes no more in one call.
+_CHECKSUM = "data"
+"""The metric that is a checksum: no service draws it."""
+TORCHTITAN_NAMES: Mapping[str, tuple[str, int, str | None]] = {
+    "loss_metrics/global_avg_loss": ("loss", 1, None),
+    "loss_metrics/global_max_loss": ("max_loss", 1, None),
+    "validation_metrics/loss": ("validation_loss", 1, None),
+    "n_tokens_seen": ("tokens", 1, None),
+    "throughput(tps)": ("tokens_per_second_per_device", 1, None),
+    "tflops": ("tflops_per_device", 1, None),
+    "mfu(%)": ("mfu", 100, None),
+    "time_metrics/end_to_end(s)": ("time/elapsed", 1, "steps"),
+    "time_metrics/data_loading(s)": ("time/data", 1, "steps"),
+    "time_metrics/data_loading(%)": ("time/data", 100, "time/elapsed"),
+    "memory/max_active(GiB)": ("memory/peak_gib", 1, None),
+    "memory/max_active(%)": ("memory/peak_gib", 100, "memory/gpu_gib"),
+    "memory/max_reserved(GiB)": ("memory/reserved_gib", 1, None),
+    "memory/max_reserved(%)": ("memory/reserved_gib", 100, "memory/gpu_gib"),
+    "memory/num_alloc_retries": ("memory/allocation_retries", 1, None),
+    "memory/num_ooms": ("memory/ooms", 1, None),
+}
+"""torchtitan's name of a metric, with the metric here, a factor, and the metric that divides it.
+`grad_norm` and `lr` have the same name in both."""
 
 
 class Sink(Protocol):
@@ -36,6 +59,16 @@ class Sink(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def with_torchtitan_names(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a step, and those that torchtitan has under its names beside them."""
+    theirs = {
+        name: factor * values[ours] / (1 if per is None else values[per])
+        for name, (ours, factor, per) in TORCHTITAN_NAMES.items()
+        if ours in values and (per is None or per in values)
+    }
+    return {**values, **theirs}
 
 
 def missing_packages(config: Metrics) -> list[str]:
@@ -70,7 +103,7 @@ def build_sinks(
     sinks: list[Sink] = [JsonLines(dump_folder / "metrics.jsonl", resume_step=resume_step)]
     if config.enable_tensorboard:
         folder = dump_folder / config.save_tb_folder
-        sinks.append(Background("TensorBoard", lambda: TensorBoard(folder, resume_step)))
+        sinks.append(Background("TensorBoard", lambda: TensorBoard(folder, job, resume_step)))
     if config.enable_wandb:
         make = lambda: WeightsAndBiases(dump_folder, job, resume_step)  # noqa: E731
         sinks.append(Background("Weights & Biases", make))
@@ -128,7 +161,7 @@ class Background:
         self._thread.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._put((step, dict(values)))
+        self._put((step, {key: x for key, x in values.items() if key != _CHECKSUM}))
 
     def close(self) -> None:
         """Wait for the sink to end, but not longer than a minute."""
@@ -154,16 +187,23 @@ class Background:
 
 
 class TensorBoard:
-    """TensorBoard scalars; what a resumed run repeats is hidden."""
+    """TensorBoard scalars, under torchtitan's names too, and the configuration as text and as
+    hyperparameters; what a resumed run repeats is hidden."""
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
+    def __init__(self, folder: Path, job: Mapping[str, Any], resume_step: int) -> None:
         # Imported here: it costs a second, and most runs do not ask for it.
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        text = json.dumps(job, indent=1)
+        self._writer.add_text("config", f"```json\n{text}\n```", resume_step)
+        # Not add_hparams, which makes another run of them.
+        for summary in hparams(_parameters(job), {"loss": 0.0}):
+            self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        for key, value in values.items():
+        for key, value in with_torchtitan_names(values).items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()  # A failed run never closes it, and two minutes would be lost.
 
@@ -193,7 +233,8 @@ class WeightsAndBiases:
         write_whole(place, self._run.id)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log({"step": step, **values}, step=max(step, self._run.step), commit=True)
+        named = {"step": step, **with_torchtitan_names(values)}
+        self._run.log(named, step=max(step, self._run.step), commit=True)
 
     def close(self) -> None:
         self._run.finish()
@@ -219,12 +260,7 @@ class MLflow:
         earlier = _earlier(place, resume_step)
         run = mlflow.start_run(run_id=earlier)
         if earlier is None:
-            params = [
-                (f"{table}.{key}", str(value))
-                for table, keys in job.items()
-                if isinstance(keys, Mapping)
-                for key, value in keys.items()
-            ]
+            params = list(_parameters(job).items())
             for first in range(0, len(params), _PARAMS_AT_ONCE):
                 mlflow.log_params(dict(params[first : first + _PARAMS_AT_ONCE]))
         write_whole(place, run.info.run_id)
@@ -236,6 +272,13 @@ class MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _parameters(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of all tables by their dotted names; what is no number, as text."""
+    tables = {table: keys for table, keys in job.items() if isinstance(keys, Mapping)}
+    named = {f"{table}.{key}": x for table, keys in tables.items() for key, x in keys.items()}
+    return {key: x if isinstance(x, int | float) else str(x) for key, x in named.items()}
 
 
 def _earlier(place: Path, resume_step: int) -> str | None:

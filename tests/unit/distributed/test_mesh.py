@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.support.checking import job_of
+from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, ParallelDims, parallel_dims
 from titan_moe.distributed.parallelize import lay_out
 from titan_moe.distributed.policies import resolve_model
@@ -91,6 +94,23 @@ def test_placements_are_those_that_the_design_of_expert_parallelism_published(
         name: (f"dp_replicate, {axes}", f"R, {shards}")
         for name, (axes, shards) in published.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"), [((2, 8, 4), (0, 1)), ((2, 8), (0, 1)), ((1, 8), (None, 1))]
+)
+def test_a_part_with_a_dim_of_size_1_is_that_of_a_contiguous_parameter(
+    shape: tuple[int, ...], dims: tuple[int | None, int]
+) -> None:
+    """Experts and their biases where each rank has one expert, and an adapter of rank 1. FSDP
+    refuses a parameter that is not contiguous."""
+    with fake_world(1, 4):
+        mesh = ParallelDims(4, ep=2, etp=2).build_mesh("cpu")["ep", "etp"]
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        cut_parameter(module, "weight", mesh, dims)
+        for part in (module.weight, local_part(module.weight)):
+            assert part.stride() == torch.empty(part.shape, device="meta").stride()
 
 
 # --- gloo ranks -----------------------------------------------------------------------------------

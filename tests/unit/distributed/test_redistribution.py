@@ -8,12 +8,17 @@ from math import prod
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.boxes import overlap, sizes
-from titan_moe.distributed.redistribution import Plan, plan
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.distributed.redistribution import Plan, group_over, plan, plan_redistribution
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.sharding_moves import COSTS, LOCAL_OPS
+from titan_moe.simulate.fake_rank import fake_world
 
 AXES = {"x": 2, "y": 2, "z": 2}
 STATES = list(all_shardings("xyz", 2))
@@ -143,5 +148,49 @@ def test_bytes_choose_another_plan_than_unit_costs() -> None:
     assert [step.op for step in usual.steps] == ["all_gather", "slice"]
     assert [step.op for step in fewest.steps] == ["all_to_all", "all_gather"]
     assert fewest.cost == sum(step.bytes for step in fewest.steps) == 32 * 4 * (7 / 8 + 1)
-    with pytest.raises(ValueError, match=r"^cost is 'byte': write 'unit' or 'bytes'$"):
+    with pytest.raises(
+        ValueError, match=r"^cost is 'byte': write 'unit' or 'bytes', or pass a function$"
+    ):
         planned(*ends, cost="byte")
+
+
+def test_a_function_prices_moves_by_shape_type_axes_and_ends_and_is_a_key_of_the_cache() -> None:
+    asked = []
+
+    def latency(*move: object) -> float:
+        asked.append(move)
+        return 1000.0 if "z" in move[2] else len(move[2])
+
+    ends, shape = ("S(0)[x,z]", "S(1)[x,z]"), (16, 16)
+    (usual,) = planned(*ends).steps
+    priced = planned(*ends, cost=latency)
+    assert (
+        usual.axes == ("x", "z") and priced.cost == sum(step.cost for step in priced.steps) == 1000
+    )
+    assert {move[:2] for move in asked} == {(shape, torch.float32)}
+    assert {type(each) for _, _, _, *both in asked for each in both} == {Sharding}
+    asked.clear()
+    assert planned(*ends, cost=latency) is priced and not asked
+    assert planned(*ends, cost=latency, dtype=torch.int32) is not priced and asked
+    assert planned(*ends, cost=lambda *_: 1) is not planned(*ends, cost=lambda *_: 1)
+    with pytest.raises(ValueError, match=r"^the cost of .* is -1: return at least 0$"):
+        planned(*ends, cost=lambda *_: -1)
+
+
+def test_redistribution_uses_groups_of_the_program() -> None:
+    with fake_world(0, 8):
+        meshes = ParallelDims(8, dp_replicate=2, ep=2).build_mesh("cpu")
+        mesh, number = meshes["dp_replicate", "edp", "ep"], meshes.groups.num_groups
+        assert group_over(mesh, ("edp", "ep")) is meshes.group("fsdp")
+        assert group_over(mesh, ("dp_replicate", "ep")).size() == 4
+        assert meshes.groups.num_groups == number + 1
+
+
+def test_a_world_with_a_device_gathers_at_once_on_meshes_of_all_its_ranks() -> None:
+    """All ranks split NCCL's communicator at once; the ranks of a part would wait for the rest."""
+    for ranks, gathers in ((8, 1), (4, 2)):
+        with fake_world(0, 8):
+            mesh = DeviceMesh("cpu", torch.arange(ranks).view(2, -1), mesh_dim_names=("x", "y"))
+            part = DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)])
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+            assert len(plan_redistribution(part, "R").steps) == gathers

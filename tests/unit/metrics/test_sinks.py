@@ -89,6 +89,7 @@ def test_weights_and_biases_resumes_its_run_over_steps_made_again(tmp_path, monk
     (history,) = wandb.runs.values()
     assert [values["loss"] for values in history.values()] == LOGGED
     assert [values["step"] for values in history.values()] == [int(loss) for loss in LOGGED]
+    assert history[3]["loss_metrics/global_avg_loss"] == 3.0
     assert wandb.axes == [("*", "step")] * 3
     log_one_step(Metrics(enable_wandb=True), tmp_path)  # A start from step 0 is another run.
     assert wandb.runs.keys() == {"run1", "run2"}
@@ -111,10 +112,33 @@ def test_tensorboard_hides_steps_that_are_made_again(tmp_path):
 
 
 def test_tensorboard_events_are_on_disk_before_the_run_ends(tmp_path):
-    sink = sinks.TensorBoard(tmp_path, resume_step=0)
+    sink = sinks.TensorBoard(tmp_path, JOB, resume_step=0)
     sink.write(1, {"loss": 2.5})
-    assert events(tmp_path).Tags()["scalars"] == ["loss"]
+    assert "loss" in events(tmp_path).Tags()["scalars"]
     sink.close()
+
+
+TORCHTITAN = {
+    "grad_norm": 1.5, "lr": 8e-4, "n_tokens_seen": 4096, "loss_metrics/global_avg_loss": 5.61234567,
+    "loss_metrics/global_max_loss": 6.5, "validation_metrics/loss": 4.5, "mfu(%)": 41.69,
+    "throughput(tps)": 12345, "tflops": 412.345, "time_metrics/end_to_end(s)": 0.4,
+    "time_metrics/data_loading(s)": 0.00246, "time_metrics/data_loading(%)": 0.615,
+    "memory/max_active(GiB)": 71.256, "memory/max_active(%)": 89.07, "memory/num_ooms": 1,
+    "memory/max_reserved(GiB)": 76, "memory/max_reserved(%)": 95, "memory/num_alloc_retries": 2,
+}  # fmt: skip
+"""The scalars of torchtitan 0.2.2, with their values for `VALUES`."""
+
+
+def test_tensorboard_has_torchtitans_tags_and_the_configuration(tmp_path):
+    logged = {**VALUES, "data": 2.0**40}
+    log_one_step(Metrics(enable_tensorboard=True), tmp_path, **logged)
+    found = events(tmp_path / "tb")
+    scalars = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
+    assert scalars == pytest.approx({**VALUES, **TORCHTITAN}, rel=1e-6)  # Not the checksum.
+    (text,) = found.Tensors("config/text_summary")
+    assert '"name": "qwen3"' in text.tensor_proto.string_val[0].decode()
+    assert "training.steps" in str(found.PluginTagToContent("hparams"))
+    assert len(list((tmp_path / "tb").iterdir())) == 1
 
 
 def test_mlflow_resumes_its_run(tmp_path, monkeypatch):
@@ -136,7 +160,7 @@ def test_mlflow_resumes_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_one_step(Metrics(enable_mlflow=True), tmp_path)
-    params = {"training.steps": "3", "training.blend": "[]", "model.name": "qwen3"}
+    params = {"training.steps": 3, "training.blend": "[]", "model.name": "qwen3"}
     begin = [(tmp_path / "mlruns").as_uri(), "titan_moe"]
     assert calls == [*begin, None, params, (4, {"loss": 2.5}), "end"]
     calls.clear()
@@ -218,6 +242,14 @@ VALUES = {
     "memory/allocation_retries": 2.0,
     "time/data": 0.0123,
     "moe/layers.1/cv": 0.1,
+    "max_loss": 6.5,
+    "validation_loss": 4.5,
+    "tokens": 4096,
+    "steps": 5,
+    "time/elapsed": 2.0,
+    "memory/reserved_gib": 76.0,
+    "memory/gpu_gib": 80.0,
+    "memory/ooms": 1,
 }
 
 
@@ -230,6 +262,7 @@ def test_console_line_has_the_measured_columns(monkeypatch: pytest.MonkeyPatch) 
     full, short = stream.getvalue().splitlines()
     assert full == (
         "13:46:43 step    7/1000  loss  5.61235  grad norm   1.5000  lr 8.00e-04  "
-        "tok/s/dev  12,345  TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01"
+        "tok/s/dev  12,345  TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01  "
+        "val loss  4.50000"
     )
     assert short == "13:46:43 step    8/1000  loss  1.00000  lr 0.00e+00"
