@@ -69,15 +69,8 @@ def compare_runs(
     elif first is not None and len(controls) >= FEWEST_CONTROLS:
         curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
-        low, high = band.edges("loss")
-        if first.quantity not in band.quantities:
-            caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
-            band = None
-        elif np.log(high / low).max() > _TOO_WIDE:
-            more = f"{ENOUGH} or more --repeats, or " * (len(controls) < ENOUGH)
-            caveats.append(
-                f"the band of the loss is too wide for a verdict: take {more}fewer --steps"
-            )
+        if unable := _cannot_judge(band, first):
+            caveats.append(unable)
             band = None
         else:
             band_check = band.check(theirs)
@@ -94,6 +87,16 @@ def compare_runs(
         band_check=band_check,
         caveats=caveats,
     )
+
+
+def _cannot_judge(band: Band, first: FirstDifference) -> str:
+    """Returns why a band gives no verdict on a first difference; empty if it does."""
+    low, high = band.edges("loss")
+    if first.quantity not in band.quantities:
+        return f"the control runs do not measure what differs first, {first.quantity}"
+    line = f"take more --repeats, {ENOUGH} at least, or fewer --steps"
+    is_wide = np.log(high / low).max() > _TOO_WIDE
+    return f"the band of the loss is too wide for a verdict: {line}" if is_wide else ""
 
 
 def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:

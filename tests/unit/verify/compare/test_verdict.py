@@ -108,8 +108,8 @@ def test_a_band_that_says_nothing_gives_no_verdict():
     wild = [run(f"repeat {i}", 0.3, seed=i) for i in range(1, 8)]
     found = compare_runs("wild", run("a"), run("b", 1e-4, seed=99), controls=wild)
     assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
-    wide = "the band of the loss is too wide for a verdict: take 12 or more --repeats, or fewer "
-    assert found.caveats == [f"{wide}--steps"]
+    wide = "the band of the loss is too wide for a verdict: take more --repeats, 12 at least, or "
+    assert found.caveats == [f"{wide}fewer --steps"]
     blind = [changed(each, loads={}) for each in controls()]
     moved = run("b")
     moved.curve.loads["layers.1"][4:, :2] += [50, -50]
