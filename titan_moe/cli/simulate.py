@@ -34,7 +34,8 @@ def step(options: argparse.Namespace) -> Answer:
 
     The program's own training step runs for one rank of a fake world, with all of its microbatches:
     its collectives are counted, and nothing is sent, stored or multiplied
-    (titan_moe/simulate/fake_rank.py). With training stages, a step of each.
+    (titan_moe/simulate/fake_rank.py). With training stages, a step of each. With --placements, the
+    mesh and the placements of every parameter instead, as torch writes them.
 
     Exit codes: 0; 1 it failed; 2 a configuration that cannot run.
     """
@@ -46,8 +47,8 @@ def step(options: argparse.Namespace) -> Answer:
     with out_file(options) as write:
         if options.placements:
             placed = {f"from step {n}": all_placements(stage, *task[1:3]) for n, stage in stages}
-            write(as_json(placed))
-            return Answer(placed, [f"{n}  {x}" for of in placed.values() for n, x in of.items()])
+            write(text := as_json(placed))
+            return Answer(placed, [text.rstrip()])
         facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
         data, lines = asdict(facts), [facts.in_words()]
         if later:
