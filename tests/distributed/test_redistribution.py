@@ -138,7 +138,7 @@ def check(
         assert is_whole(whole, parts, Sharding.parse(target), axes), place
         found = planned(source, target, axes, shape, frugal=frugal)
         assert set(calls) == {sum(step.op not in LOCAL_OPS for step in found.steps)}, place
-        assert max(held) == found.peak_bytes, place
+        assert max(held) == max((step.peak_bytes for step in found.steps), default=0), place
         # Parts of one size are received as they are sent.
         assert shape[0] % 4 or max(sent) == sum(step.bytes for step in found.steps), place
 

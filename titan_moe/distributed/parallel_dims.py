@@ -106,6 +106,11 @@ class ParallelDims:
         """Number of ranks along an axis, or along several joined."""
         return prod(int(getattr(self, axis)) for axis in primary_axes(names))
 
+    @property
+    def sizes(self) -> Axes:
+        """The size of every primary axis."""
+        return {axis: self.size(axis) for axis in AXES}
+
     def coordinate(self, rank: int, names: Names) -> int:
         """Returns a rank's coordinate along an axis, or its row-major number along several."""
         number, at = 0, coordinates(rank, self._view(names))
@@ -156,10 +161,8 @@ class ParallelDims:
 
         if dist.get_world_size() != self.world_size:
             raise ValueError(f"{self.world_size} ranks in a world of {dist.get_world_size()}")
-        root = RootMesh(device_type, self.world_size)
-        groups = groups or ProcessGroups(device_type=device_type)
-        program_groups()[device_type] = groups
-        meshes = Meshes(self, dist.get_rank(), root, groups)
+        program_groups()[device_type] = groups = groups or ProcessGroups(device=device_type)
+        meshes = Meshes(self, dist.get_rank(), RootMesh(device_type, self.world_size), groups)
         for axis in GROUP_AXES:
             meshes.group(axis)
         meshes["fsdp"]  # torch then knows that it joins two axes.

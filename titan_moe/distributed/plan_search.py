@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, prod
-from typing import Literal
+from operator import add
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ CostFunction = Callable[[tuple[int, ...], torch.dtype, tuple[str, ...], Sharding
 """Returns the cost of one move, at least 0 and the same on all ranks, from the whole tensor's shape
 and type, the mesh axes that take part, and the shardings before and after."""
 Cost = Literal["unit", "bytes"] | CostFunction
-_Measure = Cost | Literal["peak"]
-_Label = tuple[float, int, int]
+_Label = tuple[float, ...]
 
 
 @dataclass
@@ -35,21 +35,19 @@ class Search:
     _held: dict[tuple[tuple[str, ...], ...], int] = field(default_factory=dict)
 
     def run(
-        self, target: State, cost: _Measure, max_bytes: float
-    ) -> list[tuple[State, Move]] | None:
-        """Returns the moves from source to target, each with the state before it.
-
-        They have the least cost among those that hold at most `max_bytes`; None if there are none.
-        Raises ValueError for a negative cost.
+        self, target: State, cost: Cost | Literal["peak"], max_bytes: float
+    ) -> tuple[float, list[tuple[State, Move]]] | None:
+        """Returns the least cost, and the moves from source to target, each with the state before
+        it, among those that hold at most `max_bytes`; None if there are none.
         """
-        best: dict[State, _Label] = {self.source: (0, 0, 0)}
+        best: dict[State, _Label] = {self.source: (0, 0, 0, 0)}
         paths: dict[State, list[tuple[State, Move]]] = {self.source: []}
-        queue: list[tuple[_Label, State]] = [((0, 0, 0), self.source)]
+        queue = [(best[self.source], self.source)]
         done = set()
         while queue:
             _, state = heapq.heappop(queue)
             if state == target:
-                return paths[target]
+                return best[target][0], paths[target]
             if state in done:
                 continue
             done.add(state)
@@ -63,27 +61,17 @@ class Search:
                     heapq.heappush(queue, (label, move.after))
         return None
 
-    def _label(self, label: _Label, before: State, move: Move, cost: _Measure) -> _Label:
+    def _label(self, label: _Label, before: State, move: Move, cost: Any) -> _Label:
         """Returns a path's cost, then what decides between paths of equal cost."""
-        first, second, third = label
         if cost == "peak":
-            return max(first, self.peak(before, move)), 0, 0
-        first += self.cost(before, move, cost)
-        moves = len(move.axes) if move.op in LOCAL_OPS else 1
-        if cost == "unit":
-            return first, second + moves, third + self.received(before, move)
-        return first, second + COSTS[move.op], third + moves
-
-    def cost(self, before: State, move: Move, cost: Cost) -> float:
-        """The cost of a move by one measure."""
-        if cost == "unit":
-            return COSTS[move.op]
-        if cost == "bytes":
-            return self.received(before, move)
-        ends = before.sharding(), move.after.sharding()
-        if (found := cost(self.shape, self.dtype, move.axes, *ends)) < 0:
-            raise ValueError(f"the cost of {ends[0]} -> {ends[1]} is {found}: return at least 0")
-        return found
+            return max(label[0], self.peak(before, move)), 0, 0, 0
+        unit, received = COSTS[move.op], self.received(before, move)
+        found = {"unit": unit, "bytes": received}.get(cost)
+        if found is None:
+            ends = before.sharding(), move.after.sharding()
+            found = cost(self.shape, self.dtype, move.axes, *ends)
+        more = found, unit, len(move.axes) if move.op in LOCAL_OPS else 1, received
+        return tuple(map(add, label, more))
 
     def received(self, before: State, move: Move) -> int:
         """Bytes of the rank that receives most."""

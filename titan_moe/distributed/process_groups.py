@@ -34,7 +34,7 @@ class ProcessGroups:
     """
 
     comm: Comm = field(default_factory=Comm)
-    device_type: str = "cuda"
+    device: str = "cuda"
     """The tensors that travel; NCCL takes those of "cuda" alone."""
     _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
@@ -47,7 +47,7 @@ class ProcessGroups:
         if (known := self.known(ranks, kind)) is not None:
             return known
         options: dict[str, Any] = {}
-        if self.device_type == "cuda" and "nccl" in dist.get_backend_config():
+        if self.device == "cuda" and "nccl" in dist.get_backend_config():
             # NCCL alone: with gloo beside it, torch would also connect every pair of ranks, for
             # tensors of the host, which only control groups send.
             options = {"backend": "nccl", "pg_options": nccl_options(self.comm, *kind)}

@@ -46,8 +46,6 @@ class Step(NamedTuple):
     """Held at most while the move runs, by the rank that holds most: the plan's source, the parts
     before and after the move, and buffers, but the backend's own. A reduce-scatter of equal parts
     takes one buffer less, except on gloo; a part that is not contiguous a copy more."""
-    cost: float
-    """By the plan's measure."""
 
     def __str__(self) -> str:
         return f"{self.op} over {','.join(self.axes)}: {self.before} -> {self.after}"
@@ -60,20 +58,12 @@ class Plan:
     source: Sharding
     target: Sharding
     steps: tuple[Step, ...]
+    cost: float
+    """The sum over the steps, by `cost_kind`."""
     cost_kind: Cost
     max_bytes: int | None
     axes: Mapping[str, int] = field(compare=False)
     shape: tuple[int, ...] = field(compare=False)
-
-    @property
-    def cost(self) -> float:
-        """The sum over the steps."""
-        return sum(step.cost for step in self.steps)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest of the steps; 0 if there is nothing to do."""
-        return max((step.peak_bytes for step in self.steps), default=0)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps)) or "nothing to do"
@@ -100,8 +90,8 @@ def plan(
             results; see `CostFunction`.
         max_bytes: bounds every step's `peak_bytes`.
 
-    Raises ValueError where a sharding does not fit the shape or the mesh, if every plan holds more
-    than `max_bytes`, and for a negative cost.
+    Raises ValueError where a sharding does not fit the shape or the mesh, and if every plan holds
+    more than `max_bytes`.
     """
     if cost not in ("unit", "bytes") and not callable(cost):
         raise ValueError(f"cost is {cost!r}: write 'unit' or 'bytes', or pass a function")
@@ -129,19 +119,18 @@ def _plan(
     real = {axis: size for axis, size in axes if size > 1}
     first, last = (State.of(_over(each, real), len(shape)) for each in (source, target))
     search = Search(real, shape, dtype, first, joint)
-    path = search.run(last, cost, inf if max_bytes is None else max_bytes)
-    if path is None:
-        least = max(search.peak(*each) for each in search.run(last, "peak", inf) or ())
+    found = search.run(last, cost, inf if max_bytes is None else max_bytes)
+    if found is None:
+        least, _ = search.run(last, "peak", inf) or (0, ())
         raise ValueError(
             f"max_bytes is {max_bytes:,}, and every plan from {source} to {target} of "
             f"{list(shape)} holds more on a rank: allow at least {least:,}"
         )
     steps = []
-    for state, move in path:
+    for state, move in found[1]:
         numbers = search.received(state, move), search.peak(state, move)
-        ends = state.sharding(), move.after.sharding()
-        steps.append(Step(*move[:2], *ends, *numbers, search.cost(state, move, cost)))
-    return Plan(source, target, tuple(steps), cost, max_bytes, mesh, shape)
+        steps.append(Step(*move[:2], state.sharding(), move.after.sharding(), *numbers))
+    return Plan(source, target, tuple(steps), found[0], cost, max_bytes, mesh, shape)
 
 
 def _over(sharding: Sharding, axes: Axes) -> Sharding:
@@ -163,8 +152,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> ProcessGroup:
     if len(axes) == 1:
         return mesh.get_group(list(mesh_axes(mesh)).index(axes[0]))
     ranks = mesh.mesh.flatten()[group_of(mesh_rank(mesh), axes, mesh_axes(mesh))].tolist()
-    new = ProcessGroups(device_type=mesh.device_type)
-    groups = program_groups().setdefault(mesh.device_type, new)
+    groups = program_groups().setdefault(mesh.device_type, ProcessGroups(device=mesh.device_type))
     return groups.get(tuple(ranks), (False, None), ",".join(axes))
 
 

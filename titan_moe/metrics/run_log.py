@@ -22,7 +22,7 @@ from titan_moe.config.parse import save_job
 from titan_moe.config.training_stages import job_of_step, tokens_per_step, training_stages
 from titan_moe.data.sequences import Identity
 from titan_moe.distributed.memory import GIB
-from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
+from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.metrics.jsonl import JsonLines, add_event, keep_earlier, set_events_aside
@@ -277,7 +277,7 @@ def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any
     first, *later = [
         {
             "from_step": step,
-            "layout": _layout(stage, process.world_size),
+            "layout": parallel_dims(stage.parallelism, process.world_size).sizes,
             "tokens_per_step": tokens_per_step(job)[step],
         }
         for step, stage in training_stages(job)
@@ -294,12 +294,6 @@ def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any
         "data": asdict(first_data),
         **({"stages": later} if later else {}),
     }
-
-
-def _layout(job: JobConfig, world_size: int) -> dict[str, int]:
-    """Sizes of all axes of both views."""
-    dims = parallel_dims(job.parallelism, world_size)
-    return {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))}
 
 
 def model_flops_per_token(config: ModelConfig, seq_len: int, *, adapts: bool = False) -> float:

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 1000  # Logged steps; a service that is further behind misses some.
 _LAST_WAIT_S = 60.0
 _PARAMS_AT_ONCE = 100  # MLflow takes no more in one call.
-_CHECKSUM = "data"
-"""The metric that is a checksum: no service draws it."""
 TORCHTITAN_NAMES: Mapping[str, tuple[str, int, str | None]] = {
     "loss_metrics/global_avg_loss": ("loss", 1, None),
     "loss_metrics/global_max_loss": ("max_loss", 1, None),
@@ -105,8 +103,7 @@ def build_sinks(
         folder = dump_folder / config.save_tb_folder
         sinks.append(Background("TensorBoard", lambda: TensorBoard(folder, job, resume_step)))
     if config.enable_wandb:
-        make = lambda: WeightsAndBiases(dump_folder, job, resume_step)  # noqa: E731
-        sinks.append(Background("Weights & Biases", make))
+        sinks.append(Background("W&B", lambda: WeightsAndBiases(dump_folder, job, resume_step)))
     if config.enable_mlflow:
         sinks.append(Background("MLflow", lambda: MLflow(dump_folder, job, resume_step)))
     return sinks
@@ -161,7 +158,8 @@ class Background:
         self._thread.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._put((step, {key: x for key, x in values.items() if key != _CHECKSUM}))
+        # "data" is a checksum.
+        self._put((step, {key: x for key, x in values.items() if key != "data"}))
 
     def close(self) -> None:
         """Wait for the sink to end, but not longer than a minute."""
@@ -192,15 +190,13 @@ class TensorBoard:
 
     def __init__(self, folder: Path, job: Mapping[str, Any], resume_step: int) -> None:
         # Imported here: it costs a second, and most runs do not ask for it.
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard import SummaryWriter, summary
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
-        text = json.dumps(job, indent=1)
-        self._writer.add_text("config", f"```json\n{text}\n```", resume_step)
+        self._writer.add_text("config", f"```json\n{json.dumps(job, indent=1)}\n```", resume_step)
         # Not add_hparams, which makes another run of them.
-        for summary in hparams(_parameters(job), {"loss": 0.0}):
-            self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
+        for each in summary.hparams(_parameters(job), {"loss": 0.0}):
+            self._writer.file_writer.add_summary(each)  # type: ignore[attr-defined]
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for key, value in with_torchtitan_names(values).items():

@@ -14,11 +14,14 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.parallel_dims import AXES
+from titan_moe.distributed.parallel_dims import Axes, parallel_dims
+from titan_moe.distributed.parallelize import lay_out
+from titan_moe.distributed.policies import resolve_model
+from titan_moe.distributed.summary import describe_placements
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.process_pool import in_fresh_processes
-from titan_moe.simulate.fake_rank import FakeRank, fake_world, microbatches_to_run
+from titan_moe.simulate.fake_rank import CPU, FakeRank, fake_world, microbatches_to_run
 
 Task = tuple[JobConfig, ModelConfig, int, int]
 """The resolved job, its model, the world's size and the rank to be."""
@@ -29,7 +32,7 @@ class RankFacts:
     """Counts of one rank's step."""
 
     world_size: int
-    degrees: dict[str, int]
+    degrees: Axes
     """Degree of every axis."""
     num_microbatches: int
     tokens: int
@@ -112,7 +115,7 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
         states = [x for state in fake.optimizer.state.values() for x in state.values()]
         return RankFacts(
             world_size=world_size,
-            degrees={axis: dims.size(axis) for axis in AXES},
+            degrees=dims.sizes,
             num_microbatches=microbatches,
             tokens=microbatches * training.local_batch_size * training.seq_len // dims.cp,
             traffic=traffic,
@@ -121,6 +124,23 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
             optimizer_bytes=_own_bytes(x for x in states if isinstance(x, Tensor)),
             seconds=time.perf_counter() - started,
         )
+
+
+def all_placements(job: JobConfig, config: ModelConfig, world_size: int) -> dict[str, str]:
+    """Returns `placements` of every parameter: those of all stages of a pipeline."""
+    stages = parallel_dims(job.parallelism, world_size).group_of(0, "pp")
+    tasks = [(job, config, world_size, rank) for rank in stages]
+    found = in_fresh_processes(placements, tasks, num_workers=1)
+    return {name: text for _, of_rank in found for name, text in of_rank.items()}
+
+
+def placements(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> dict[str, str]:
+    """Returns placements and mesh of each of a rank's parameters, as torch writes them."""
+    with fake_world(rank, world_size):
+        meshes = parallel_dims(job.parallelism, world_size).build_mesh("cpu")
+        parts = lay_out(job, resolve_model(config, job, "cpu"), meshes, CPU).parts
+        named = (each for part in parts for each in part.named_parameters())
+        return {name: describe_placements(x, as_torch=True) for name, x in named}
 
 
 def _own_bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,5 +1,6 @@
 """Meshes by name, in fake worlds and on gloo ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,11 @@ from torch import nn
 
 from tests.support.checking import job_of
 from titan_moe.distributed.dtensor import cut_parameter, local_part
-from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, ParallelDims, parallel_dims
-from titan_moe.distributed.parallelize import lay_out
-from titan_moe.distributed.policies import resolve_model
+from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, ParallelDims
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.simulate.fake_rank import CPU, fake_world
+from titan_moe.simulate.fake_rank import fake_world
+from titan_moe.simulate.step import placements
 
 MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 2}
 NAMES = (*AXES, *DERIVED_AXES)
@@ -52,48 +52,60 @@ def test_names_that_no_mesh_has_get_one_line(names: str | tuple[str, ...], says:
         assert all(name in str(refused.value) for name in NAMES)
 
 
-def placements(num_experts: int, replicas: int) -> dict[str, tuple[str, str]]:
-    """Axes and placements of attention and experts with dp_shard 4, tp 2 and ep 2."""
-    words = "ep 2 tp 2 --p.data_parallel_shard_degree 4 --model.name qwen3 "
+def placed(num_experts: int, replicas: int, words: str) -> dict[str, str]:
+    """Placements of attention and experts with dp_shard 4, tp 2 and ep 2."""
+    words += " ep 2 tp 2 --p.data_parallel_shard_degree 4 --model.name qwen3 "
     words += f"--model.flavor debugmodel_moe --p.data_parallel_replicate_degree {replicas}"
     job = job_of(words)
     plain = model_of_job(job.model)
     assert plain.moe is not None
     plain = replace(plain, moe=replace(plain.moe, num_experts=num_experts, top_k=2))
-    with fake_world(3, 8 * replicas):
-        meshes = parallel_dims(job.parallelism, 8 * replicas).build_mesh("cpu")
-        (part,) = lay_out(job, resolve_model(plain, job, "cpu"), meshes, CPU, None).parts
-        named = dict(part.named_parameters())
-        found = {}
-        for name in ("attention.wq.weight", "attention.wo.weight", "moe.experts.w1"):
-            parameter = named[f"layers.1.{name}"]
-            axes = ", ".join(parameter.device_mesh.mesh_dim_names)
-            found[name] = axes, ", ".join(map(str, parameter.placements))
-        return found
+    found = placements(job, plain, 8 * replicas, 3)
+    names = ("attention.wq.weight", "attention.wo.weight", "moe.experts.w1", "moe.experts.w2")
+    return {name: found[f"layers.1.{name}"] for name in names}
+
+
+ETP = "--p.expert_tensor_parallel_degree 2"
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "experts"),
+    ("num_experts", "words", "experts", "mesh"),
     [
-        (8, "_S(0, 2), S(0)"),
-        (4, "S(1), S(0)"),  # Fewer than ranks of edp x ep: another dim divides evenly.
+        (8, "", ("_StridedShard(dim=0, sf=2), Shard(dim=0)",) * 2, "edp=4, ep=2"),
+        # Fewer than ranks of edp x ep: another dim divides evenly.
+        (4, "", ("Shard(dim=1), Shard(dim=0)",) * 2, "edp=4, ep=2"),
+        (
+            4,
+            ETP,
+            [f"_StridedShard(dim=0, sf=2), Shard(dim=0), Shard(dim={n})" for n in (1, 2)],
+            "edp=2, ep=2, etp=2",
+        ),
+        (
+            2,
+            ETP,
+            [
+                "_StridedShard(dim=1, sf=2), Shard(dim=0), Shard(dim=1)",
+                "Shard(dim=1), Shard(dim=0), Shard(dim=2)",
+            ],
+            "edp=2, ep=2, etp=2",
+        ),
     ],
 )
 def test_placements_are_those_that_the_design_of_expert_parallelism_published(
-    num_experts: int, experts: str
+    num_experts: int, words: str, experts: Sequence[str], mesh: str
 ) -> None:
     """The design names dp_shard_cp what is fsdp here, and dp_shard_mod_ep what is edp
-    (github.com/pytorch/torchtitan, pull requests 732 and 1561)."""
+    (github.com/pytorch/torchtitan, pull requests 732, 1561 and 3568)."""
     published = {
-        "attention.wq.weight": ("fsdp, tp", "_S(0, 2), S(0)"),
-        "attention.wo.weight": ("fsdp, tp", "S(0), S(1)"),
-        "moe.experts.w1": ("edp, ep", experts),
+        "attention.wq.weight": ("_StridedShard(dim=0, sf=2), Shard(dim=0)", "fsdp=4, tp=2"),
+        "attention.wo.weight": ("Shard(dim=0), Shard(dim=1)", "fsdp=4, tp=2"),
+        "moe.experts.w1": (experts[0], mesh),
+        "moe.experts.w2": (experts[1], mesh),
     }
-    assert placements(num_experts, replicas=1) == published
-    assert placements(num_experts, replicas=2) == {
-        name: (f"dp_replicate, {axes}", f"R, {shards}")
-        for name, (axes, shards) in published.items()
-    }
+    for replicas, first, axis in ((1, "", ""), (2, "Replicate(), ", "dp_replicate=2, ")):
+        assert placed(num_experts, replicas, words) == {
+            name: f"({first}{how}) on {axis}{axes}" for name, (how, axes) in published.items()
+        }
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ def planned(source: str | Sharding, target: str | Sharding, **options: object) -
     return plan(source, target, **options)  # type: ignore[arg-type]
 
 
+def peak(found: Plan) -> int:
+    return max((step.peak_bytes for step in found.steps), default=0)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "one_axis", "all_moves"),
     [
@@ -122,14 +126,14 @@ def test_no_way_is_cheaper_or_holds_less(joint: bool, cost: str, shape: tuple[in
         for target in chance.sample(sorted({*range(92)} - {source}), 8):
             options = {"shape": shape, "dtype": torch.int8, "joint": joint, "cost": cost}
             ends = STATES[source], STATES[target]
-            least, usual = int(fewest[target]), planned(*ends, **options).peak_bytes
+            least, usual = int(fewest[target]), peak(planned(*ends, **options))
             for bound in (None, least, chance.randint(least, usual)):
                 allowed = np.where(
                     peaks <= (bound or np.inf), weights[int(cost == "bytes")], np.inf
                 )
                 found = planned(*ends, **options, max_bytes=bound)
                 assert found.cost == _least(source, allowed, np.add)[target], f"{ends}\n{found}"
-                assert bound is None or found.peak_bytes <= bound
+                assert bound is None or peak(found) <= bound
             with pytest.raises(ValueError, match=f"^max_bytes is .* allow at least {least:,}$"):
                 planned(*ends, **options, max_bytes=least - 1)
 
@@ -164,17 +168,13 @@ def test_a_function_prices_moves_by_shape_type_axes_and_ends_and_is_a_key_of_the
     ends, shape = ("S(0)[x,z]", "S(1)[x,z]"), (16, 16)
     (usual,) = planned(*ends).steps
     priced = planned(*ends, cost=latency)
-    assert (
-        usual.axes == ("x", "z") and priced.cost == sum(step.cost for step in priced.steps) == 1000
-    )
+    assert usual.axes == ("x", "z") and priced.cost == 1000
     assert {move[:2] for move in asked} == {(shape, torch.float32)}
     assert {type(each) for _, _, _, *both in asked for each in both} == {Sharding}
     asked.clear()
     assert planned(*ends, cost=latency) is priced and not asked
     assert planned(*ends, cost=latency, dtype=torch.int32) is not priced and asked
     assert planned(*ends, cost=lambda *_: 1) is not planned(*ends, cost=lambda *_: 1)
-    with pytest.raises(ValueError, match=r"^the cost of .* is -1: return at least 0$"):
-        planned(*ends, cost=lambda *_: -1)
 
 
 def test_redistribution_uses_groups_of_the_program() -> None:

@@ -18,7 +18,6 @@ from titan_moe.data.batch import Batch, fingerprints
 from titan_moe.distributed import policies
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.execution import LocalBatch
-from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.decoder import Decoder
 from titan_moe.train_step import StepResult
@@ -130,12 +129,11 @@ class StepCapture:
     def write(self, folder: Path) -> None:
         """Writes this rank's file."""
         dims = self._sharded.meshes.dims
-        axes = dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))
         facts: dict[str, Any] = {
             "step": self._step,
             "rank": self._rank,
             "world_size": dims.world_size,
-            "layout": {axis: dims.size(axis) for axis in axes},
+            "layout": dims.sizes,
             "compute_dtype": self._dtype,
             "rows": self._sequences,  # Captures of other revisions are read by this name.
         }
