@@ -260,8 +260,10 @@ def one_line(doing: str) -> Iterator[None]:
 def write_chunks(
     folder: Path, chunks: Sequence[Chunk], make: Callable[[Chunk], Tensor], *, doing: str
 ) -> None:
-    """Write the files of all ranks' chunks, each made only when it is written; collective."""
-    writer, planner = FolderWriter(folder, lambda names: None), SavePlanner(chunks, make)
+    """Write the files of all ranks' chunks, each made only when it is written, in their order;
+    collective."""
+    writer = FolderWriter(folder, lambda names: None, copy_ahead=0)
+    planner = SavePlanner(chunks, make)
     with one_line(doing):
         dcp.save({}, storage_writer=writer, planner=planner, process_group=control_group())
 
