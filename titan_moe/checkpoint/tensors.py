@@ -234,6 +234,10 @@ def _parts(plan: SavePlan) -> Iterator[SavePlan]:
         yield replace(plan, items=items, storage_data=place)
 
 
+def _box(offsets: torch.Size, item: ReadItem) -> Box:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, item.lengths, strict=True))
+
+
 def _names(results: Iterable[WriteResult]) -> set[str]:
     """Returns the names of the files that were written."""
     return {each.storage_data.relative_path for each in results}
@@ -256,8 +260,10 @@ def one_line(doing: str) -> Iterator[None]:
 def write_chunks(
     folder: Path, chunks: Sequence[Chunk], make: Callable[[Chunk], Tensor], *, doing: str
 ) -> None:
-    """Write the files of all ranks' chunks, each made only when it is written; collective."""
-    writer, planner = FolderWriter(folder, lambda names: None), SavePlanner(chunks, make)
+    """Write the files of all ranks' chunks, each made only when it is written, in their order;
+    collective."""
+    writer = FolderWriter(folder, lambda names: None, copy_ahead=0)
+    planner = SavePlanner(chunks, make)
     with one_line(doing):
         dcp.save({}, storage_writer=writer, planner=planner, process_group=control_group())
 
@@ -280,6 +286,7 @@ class StoredTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, FileSystemReader(folder)
+        self._last: tuple[MetadataIndex, Tensor] | None = None
         with self._one_error(METADATA):
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -296,9 +303,14 @@ class StoredTensors:
         return chunks
 
     def read(self, chunk: Chunk) -> Tensor:
-        """Returns the values of any box."""
+        """Returns the values of any box. Keeps the stored box that it last read, for its parts."""
+        items = self._items(chunk)
+        if len(items) == 1:
+            return self._kept(items[0].storage_index)[_box(items[0].storage_offsets, items[0])]
         values = torch.empty(sizes(chunk.box), dtype=chunk.dtype)
-        self.fill([chunk], {chunk.name: values})
+        for item in items:
+            part = self._kept(item.storage_index)[_box(item.storage_offsets, item)]
+            values[_box(item.dest_offsets, item)] = part
         return values
 
     def fill(self, chunks: Sequence[Chunk], values: dict[str, Tensor]) -> None:
@@ -306,16 +318,27 @@ class StoredTensors:
         planner = _Filler(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(values)
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for chunk in chunks:
-            stored = self._metadata.state_dict_metadata.get(chunk.name)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise RunError(f"{METADATA} does not describe {chunk.name}")
-            for item in create_read_items_for_chunk_list(chunk.name, stored, [chunk.place]):
-                file = self._reader.storage_data[item.storage_index].relative_path
-                by_file[file].append(item)
+        for item in chain.from_iterable(map(self._items, chunks)):
+            by_file[self._reader.storage_data[item.storage_index].relative_path].append(item)
         for file, items in by_file.items():
             with self._one_error(file):
                 self._reader.read_data(LoadPlan(items), planner)
+
+    def _items(self, chunk: Chunk) -> list[ReadItem]:
+        stored = self._metadata.state_dict_metadata.get(chunk.name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise RunError(f"{METADATA} does not describe {chunk.name}")
+        return create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
+
+    def _kept(self, index: MetadataIndex) -> Tensor:
+        if self._last is None or self._last[0] != index:
+            self._last = None  # Frees it before the next one is read.
+            place = self._reader.storage_data[index]
+            path = self._folder / place.relative_path
+            with self._one_error(path.name), path.open("rb") as file:
+                part = self._reader._slice_file(file, place)
+                self._last = index, torch.load(part, map_location="cpu", weights_only=True)
+        return self._last[1]
 
     @contextmanager
     def _one_error(self, file: str) -> Iterator[None]:

@@ -114,13 +114,14 @@ def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answe
     import torch
     import torch.distributed as dist
 
-    from titan_moe.runtime.launch import cpu_threads
     from titan_moe.runtime.log import start_logging
 
     launch = Launch.from_environment(os.environ)
     start_logging(launch.rank, {0})
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cpu_threads(launch.local_world_size))
+    # Passes over memory gain little by torch's threads, whose waits for one another take longer
+    # than the work where the cores are shared.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.HashStore() if launch.world_size == 1 else None,
@@ -133,6 +134,7 @@ def converted(convert: Callable[..., str], options: argparse.Namespace) -> Answe
         line = convert(options.source, options.out, dtype)
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(threads)
     return Answer({"folder": str(options.out), "summary": line}, [line])
 
 

@@ -2,6 +2,7 @@
 folder."""
 
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -41,16 +42,14 @@ class _Merged:
         own = empty_model(adapters.model.config).named_parameters()
         self._types = {name: stored_in(name, products) for name, _ in own}
         self._sums: dict[tuple[str, str], int] = {}
+        self._pair = lru_cache(maxsize=1)(self._read_pair)  # Boxes of a tensor come in a row.
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a box of a tensor: of an adapted one in the type of the export, else in that of
         the base."""
         if name not in self._pairs:
             return self._read_base(name, box)
-        a, b = (
-            self._adapters.read(each, whole(self._adapters.shapes[each])).double()
-            for each in self._pairs[name]
-        )
+        a, b = self._pair(name)
         sums = torch.empty(sizes(box), dtype=self._dtype)
         for part in cut(sums.shape, LARGEST_CHUNK):
             first = box[0].start  # Only rows are cut.
@@ -59,6 +58,10 @@ class _Merged:
             product = b[place[:-1]] @ a[all_ranks]
             sums[part] = self._read_base(name, place).double() + self._scale * product
         return sums
+
+    def _read_pair(self, name: str) -> list[Tensor]:
+        shapes = self._adapters.shapes
+        return [self._adapters.read(x, whole(shapes[x])).double() for x in self._pairs[name]]
 
     def _read_base(self, name: str, box: Box) -> Tensor:
         values = self._base.read(name, box)

@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import MANIFEST, check_sums
 from titan_moe.checkpoint.folder import new_folder
+from titan_moe.checkpoint.hf.ahead import ahead
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, find, model_shapes
@@ -159,6 +160,7 @@ def _write_share(
     checksums of all tensors. Collective."""
     mine = chunks[dist.get_rank() :: dist.get_world_size()]
     sums: list[tuple[str, int]] = []
+    written: list[Tensor] = []
 
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
@@ -166,8 +168,15 @@ def _write_share(
         bar.update()
         return values
 
+    def take(chunk: Chunk) -> Tensor:
+        while written:  # DCP would keep its memory until the file is closed.
+            written.pop().untyped_storage().resize_(0)
+        written.append(next(made))
+        return written[0]
+
+    made = ahead(make, mine)
     with progress_bar("import", len(mine), "chunk") as bar:
-        write_chunks(aside, mine, make, doing=doing)
+        write_chunks(aside, mine, take, doing=doing)
     return total_sums(chain.from_iterable(from_every_rank(lambda: sums, doing=doing)))
 
 

@@ -7,9 +7,11 @@ folder gets its name when everything in it is on disk, has been read back and is
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,9 @@ from titan_moe.checkpoint.hf.folder import (
 )
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
-from titan_moe.checkpoint.hf.pieces import Stored, whole
+from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
 from titan_moe.checkpoint.hf.read import progress_bar, speed_line
-from titan_moe.checkpoint.hf.read_back import Original, compare
+from titan_moe.checkpoint.hf.read_back import LARGEST_BOX, Original, compare, is_stack
 from titan_moe.checkpoint.hf.shards import (
     File,
     published_type,
@@ -45,7 +47,7 @@ from titan_moe.checkpoint.hf.source import Source, checkpoint_source
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
-from titan_moe.distributed.boxes import Box, inside
+from titan_moe.distributed.boxes import Box, inside, sizes
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.runtime.errors import RunError, listed
 
@@ -149,27 +151,42 @@ def _around(origin: Path | None) -> HFFolder | None:
 
 
 def _write(path: Path, file: File, read: Read) -> None:
-    boxes: dict[str, Box] = {}
-    for name, piece in chain.from_iterable(tensor.pieces for tensor in file.values()):
-        # Of a stack, the experts from the first one in the file to the last.
-        found, (rows, *others) = boxes.get(name, piece.ours)[0], piece.ours
-        rows = slice(min(found.start, rows.start), max(found.stop, rows.stop))
-        boxes[name] = (rows, *others)
-    values = {name: read(name, box) for name, box in boxes.items()}
-    tensors = {}
+    tensors = {
+        theirs: torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.rest is None
+        else tensor.rest[()]
+        for theirs, tensor in file.items()
+    }
+    parts: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
     for theirs, tensor in file.items():
-        if tensor.rest is not None:
-            tensors[theirs] = tensor.rest[()]
-            continue
-        tensors[theirs] = torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, piece in tensor.pieces:
-            ours = values[name][inside(piece.ours, boxes[name])]
-            if piece.transposed:
-                ours = ours.transpose(-1, -2)
-            place = tensors[theirs][piece.theirs]
-            place.copy_(ours.reshape(place.shape))
-        refuse_not_finite(tensors[theirs], theirs, WIDER)
+            parts[name].append((theirs, piece))
+    for name, pieces in parts.items():
+        for box, inner in _boxes(name, pieces):
+            values = read(name, box)
+            for theirs, piece in inner:
+                ours = values[inside(piece.ours, box)]
+                ours = ours.transpose(-1, -2) if piece.transposed else ours
+                place = tensors[theirs][piece.theirs]
+                place.copy_(ours.reshape(place.shape))
+    for theirs, tensor in file.items():
+        if tensor.rest is None:
+            refuse_not_finite(tensors[theirs], theirs, WIDER)
     save(tensors, path, {})
+
+
+def _boxes(
+    name: str, pieces: list[tuple[str, Piece]]
+) -> Iterator[tuple[Box, list[tuple[str, Piece]]]]:
+    """Yields the boxes of our tensor that a file's pieces are read in, with the pieces of each: all
+    of it, or of a stack some experts at a time, as many as LARGEST_BOX elements hold."""
+    step = max(1, LARGEST_BOX // prod(sizes(pieces[0][1].ours)[1:])) if is_stack(name) else None
+    ordered = sorted(pieces, key=lambda part: part[1].ours[0].start)
+    for _, group in groupby(ordered, lambda part: step and part[1].ours[0].start // step):
+        inner = list(group)
+        first, *others = inner[0][1].ours
+        stop = max(piece.ours[0].stop for _, piece in inner)
+        yield (slice(first.start, stop), *others), inner
 
 
 def _refuse_lost_bias(

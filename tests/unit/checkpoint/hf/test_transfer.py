@@ -16,7 +16,7 @@ from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer, saved_model
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_sums
-from titan_moe.checkpoint.hf import read, shards
+from titan_moe.checkpoint.hf import read, read_back, shards, write
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
@@ -40,6 +40,8 @@ def small_pieces(monkeypatch):
     """Everything is cut often, and there are several files."""
     monkeypatch.setattr(read, "LARGEST_CHUNK", 700)
     monkeypatch.setattr(shards, "LARGEST_FILE", 100_000)
+    monkeypatch.setattr(write, "LARGEST_BOX", 3000)
+    monkeypatch.setattr(read_back, "LARGEST_BOX", 3000)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe"])
