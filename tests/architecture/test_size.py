@@ -48,8 +48,8 @@ FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
 # Conversations as people have them came later: twelve forms, turns by marks, what is left out,
 # exports with the template; 300 and 450 lines were meant.
 CONVERSATIONS = {"titan_moe": 646, "tests": 336, "scripts": 0}
-# What runs, readers and the packages of others found came later.
-FOUND_BY_READERS = {"titan_moe": 350, "tests": 450, "scripts": 100}
+# What runs, readers and the packages of others found came later; 350 and 450 lines were meant.
+FOUND_BY_READERS = {"titan_moe": 421, "tests": 683, "scripts": 100}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
