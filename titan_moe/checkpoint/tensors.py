@@ -4,7 +4,6 @@ Names are `model.<fqn>` and `optimizer.<fqn>.<key>`. DCP plans, writes and reads
 tell it which box of a tensor a rank holds.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -168,13 +166,6 @@ class SavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn]
 
 
-class _Filler(DefaultLoadPlanner):
-    """Finds the tensor to fill by its name alone: there is one box of each."""
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn]
-
-
 class FolderWriter(FileSystemWriter):
     """Writes the tensor files of a folder.
 
@@ -308,21 +299,16 @@ class StoredTensors:
         if len(items) == 1:
             return self._kept(items[0].storage_index)[_box(items[0].storage_offsets, items[0])]
         values = torch.empty(sizes(chunk.box), dtype=chunk.dtype)
-        for item in items:
-            part = self._kept(item.storage_index)[_box(item.storage_offsets, item)]
-            values[_box(item.dest_offsets, item)] = part
+        self.fill([chunk], {chunk.name: values})
         return values
 
-    def fill(self, chunks: Sequence[Chunk], values: dict[str, Tensor]) -> None:
+    def fill(self, chunks: Sequence[Chunk], values: Mapping[str, Tensor]) -> None:
         """Read boxes, at most one of each tensor, into the values by name."""
-        planner = _Filler(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(values)
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in chain.from_iterable(map(self._items, chunks)):
-            by_file[self._reader.storage_data[item.storage_index].relative_path].append(item)
-        for file, items in by_file.items():
-            with self._one_error(file):
-                self._reader.read_data(LoadPlan(items), planner)
+        for chunk in chunks:
+            for item in self._items(chunk):
+                part = self._kept(item.storage_index)[_box(item.storage_offsets, item)]
+                with self._one_error(self._reader.storage_data[item.storage_index].relative_path):
+                    values[chunk.name].detach()[_box(item.dest_offsets, item)].copy_(part)
 
     def _items(self, chunk: Chunk) -> list[ReadItem]:
         stored = self._metadata.state_dict_metadata.get(chunk.name)
