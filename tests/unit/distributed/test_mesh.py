@@ -1,6 +1,5 @@
 """Meshes by name, in fake worlds and on gloo ranks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -66,41 +65,29 @@ def placed(num_experts: int, replicas: int, words: str) -> dict[str, str]:
 
 
 ETP = "--p.expert_tensor_parallel_degree 2"
+CUT, ONE = "_StridedShard(dim=0, sf=2), Shard(dim=0)", "Shard(dim=1), Shard(dim=0)"
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "words", "experts", "mesh"),
+    ("num_experts", "words", "w1", "w2"),
     [
-        (8, "", ("_StridedShard(dim=0, sf=2), Shard(dim=0)",) * 2, "edp=4, ep=2"),
-        # Fewer than ranks of edp x ep: another dim divides evenly.
-        (4, "", ("Shard(dim=1), Shard(dim=0)",) * 2, "edp=4, ep=2"),
-        (
-            4,
-            ETP,
-            [f"_StridedShard(dim=0, sf=2), Shard(dim=0), Shard(dim={n})" for n in (1, 2)],
-            "edp=2, ep=2, etp=2",
-        ),
-        (
-            2,
-            ETP,
-            [
-                "_StridedShard(dim=1, sf=2), Shard(dim=0), Shard(dim=1)",
-                "Shard(dim=1), Shard(dim=0), Shard(dim=2)",
-            ],
-            "edp=2, ep=2, etp=2",
-        ),
+        (8, "", CUT, CUT),
+        (4, "", ONE, ONE),  # Fewer than ranks of edp x ep: another dim divides evenly.
+        (4, ETP, f"{CUT}, Shard(dim=1)", f"{CUT}, Shard(dim=2)"),
+        (2, ETP, f"{CUT.replace('0, ', '1, ')}, Shard(dim=1)", f"{ONE}, Shard(dim=2)"),
     ],
 )
 def test_placements_are_those_that_the_design_of_expert_parallelism_published(
-    num_experts: int, words: str, experts: Sequence[str], mesh: str
+    num_experts: int, words: str, w1: str, w2: str
 ) -> None:
     """The design names dp_shard_cp what is fsdp here, and dp_shard_mod_ep what is edp
     (github.com/pytorch/torchtitan, pull requests 732, 1561 and 3568)."""
+    mesh = "edp=2, ep=2, etp=2" if words else "edp=4, ep=2"
     published = {
-        "attention.wq.weight": ("_StridedShard(dim=0, sf=2), Shard(dim=0)", "fsdp=4, tp=2"),
+        "attention.wq.weight": (CUT, "fsdp=4, tp=2"),
         "attention.wo.weight": ("Shard(dim=0), Shard(dim=1)", "fsdp=4, tp=2"),
-        "moe.experts.w1": (experts[0], mesh),
-        "moe.experts.w2": (experts[1], mesh),
+        "moe.experts.w1": (w1, mesh),
+        "moe.experts.w2": (w2, mesh),
     }
     for replicas, first, axis in ((1, "", ""), (2, "Replicate(), ", "dp_replicate=2, ")):
         assert placed(num_experts, replicas, words) == {

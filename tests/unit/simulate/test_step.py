@@ -60,10 +60,6 @@ def test_placements_are_printed_of_all_stages_without_their_ranks(
     words += "".join(f" --parallelism.{axis}_parallel_degree {n}" for axis, n in degrees.items())
     assert main(["simulate", "step", "--placements", *words.split()]) == 0
     found = json.loads(capsys.readouterr().out)["from step 1"]
-    layers = {int(name.split(".")[1]) for name in found if name.startswith("layers.")}
-    assert (
-        sorted(layers) == list(range(len(layers)))
-        and {"tok_embeddings.weight", "norm.weight"} < found.keys()
-    )
+    assert {"tok_embeddings.weight", "norm.weight"} < found.keys()
     experts = "(_StridedShard(dim=0, sf=2), Shard(dim=0), Shard(dim=1)) on edp=2, ep=2, etp=2"
-    assert {found[f"layers.{layer}.moe.experts.w1"] for layer in layers} == {experts}
+    assert {x for name, x in found.items() if name.endswith("experts.w1")} == {experts}
