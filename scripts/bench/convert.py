@@ -43,6 +43,7 @@ def _clock(reading: Reading) -> Iterator[None]:
     def watch() -> None:
         while not done.wait(0.02):
             reading[2] = max(reading[2], _anonymous() - held)
+        reading[1] -= time.thread_time()  # Its own looks do not count.
 
     thread = Thread(target=watch)
     thread.start()
