@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 _PLACES = {
-    "continue_text": "titan_moe.generate",
-    "load_model": "titan_moe.generate",
+    "continue_text": "titan_moe.cli.generation",
+    "load_model": "titan_moe.cli.generation",
     "plan_redistribution": "titan_moe.distributed.redistribution",
     "redistribute": "titan_moe.distributed.redistribution",
 }

@@ -13,17 +13,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_moe.config.checks.base import flavor
-from titan_moe.config.checks.data import check_vocabulary
-from titan_moe.config.checks.job import check
-from titan_moe.config.checks.notes import fit_to_cpu, narrow_lines, notes, without_experts
-from titan_moe.config.checks.run_folder import check_run_folder, position_rule
+from titan_moe.checks.base import flavor
+from titan_moe.checks.data import check_vocabulary
+from titan_moe.checks.job import check
+from titan_moe.checks.notes import fit_to_cpu, narrow_lines, notes, without_experts
+from titan_moe.checks.run_folder import check_run_folder, position_rule
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import read_job, resolve
-from titan_moe.load_checks import check_adapters, check_loading
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
+from titan_moe.prepare.load_checks import check_adapters, check_loading
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside, report
 from titan_moe.runtime.files import lock_folder
 from titan_moe.runtime.launch import (
@@ -156,10 +156,10 @@ def _run(
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.
     gc.disable()
+    from titan_moe.comm.process import process_group
     from titan_moe.debug.hang import HangWatch
     from titan_moe.distributed.agreement import on_rank_zero
-    from titan_moe.runtime.process import process_group
-    from titan_moe.trainer import train
+    from titan_moe.training.trainer import train
 
     folder, deterministic = Path(job.job.dump_folder), job.debug.deterministic
     reports, save_limit = folder / job.comm.save_traces_folder, job.checkpoint.save_timeout_seconds

@@ -40,10 +40,10 @@ from scripts.bench.measure import (
 )
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, why, world_of_one
 from titan_moe.config.job_config import JobConfig, Profiling
-from titan_moe.distributed.memory import GIB, Memory, memory
-from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops
+from titan_moe.parallelize.memory import GIB, Memory, memory
+from titan_moe.parallelize.memory_table import Setup
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.device import memory_of, peak_flops
 

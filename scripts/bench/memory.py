@@ -7,7 +7,7 @@
 One process. All ways train the same model on the same random tokens and take turns in every round.
 The peak is what parameters and optimizer states hold between steps, and the most that a step
 allocates beyond: on CUDA the allocator's own peak, on a CPU the running sum of every allocation and
-release that torch's profiler saw. "must" is distributed/memory.py's sum of what cannot be left out:
+release that torch's profiler saw. "must" is parallelize/memory.py's sum of what cannot be left out:
 parameters, gradients, optimizer states and the values kept for the backward; "estimate" adds what
 it expects to come and go. "whole logits" makes the logits of all tokens at once.
 """
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from scripts.bench.measure import options, print_table, take_turns, write_json
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
-from titan_moe.distributed.memory import memory
-from titan_moe.distributed.memory_table import Setup
 from titan_moe.optim.schedules import set_lr
+from titan_moe.parallelize.memory import memory
+from titan_moe.parallelize.memory_table import Setup
 
 _MIB = 2**20
 _COLUMNS = ("way", "peak MiB", "must", "peak/must", "estimate", "beyond", "ms/step", "time")

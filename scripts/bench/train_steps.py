@@ -12,11 +12,11 @@ import torch.distributed as dist
 from scripts.bench.measure import usable_gpus
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.registry import model_config
+from titan_moe.parallelize.parallelize import ShardedModel
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.launch import Launch
-from titan_moe.train_step import StepResult, TrainStep, build_step
+from titan_moe.training.train_step import StepResult, TrainStep, build_step
 
 
 def first_gpu_or_cpu(wanted: str | None = None) -> torch.device:

@@ -13,8 +13,8 @@ from typing import Any
 
 from scripts.first_hour.session import REPO, Machine, PartError, Session, UnseenError, count_tests
 from titan_moe.config.parse import load_job
-from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.parallelize.memory import GIB
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.report.bench import card
 

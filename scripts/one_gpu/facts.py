@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scripts.bench.measure import describe
-from titan_moe.distributed.memory import GIB
+from titan_moe.parallelize.memory import GIB
 from titan_moe.runtime.device import describe_device, memory_of
 
 _OPTIONAL = ("torchao", "datasets", "matplotlib", "zstandard", "fla", "flash_attn_interface")

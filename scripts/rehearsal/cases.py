@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
-from titan_moe.distributed.memory import GIB, choose_accumulation
-from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
+from titan_moe.parallelize.memory import GIB, choose_accumulation
+from titan_moe.parallelize.memory_table import Setup
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse
 

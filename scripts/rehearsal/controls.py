@@ -159,14 +159,15 @@ CONTROLS = [
         "wrong device",
         "train_step.py:_total",
         _wrapped(
-            "titan_moe.train_step:sum_over_world", _before(lambda: dist.all_reduce(torch.zeros(1)))
+            "titan_moe.training.train_step:sum_over_world",
+            _before(lambda: dist.all_reduce(torch.zeros(1))),
         ),
     ),
     Control(
         "communicators that the step makes",
         "late communicator",
         "",
-        _wrapped("titan_moe.distributed.parallelize:connect", lambda connect: lambda *_: None),
+        _wrapped("titan_moe.parallelize.parallelize:connect", lambda connect: lambda *_: None),
         layout="pp=4,schedule=GPipe",
     ),
     Control(

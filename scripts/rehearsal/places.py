@@ -13,7 +13,7 @@ _FSDP_PATH = _FSDP.removeprefix("/")
 # An event belongs to the caller of these helpers, and of loops that Python runs as functions.
 _LOOPS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 _HELPERS = {
-    ("distributed/collectives.py", "to_host"),
+    ("comm/collectives.py", "to_host"),
     ("distributed/activation_checkpoint.py", "__torch_dispatch__"),
 }
 
@@ -55,7 +55,7 @@ COPIES: Mapping[str, str] = {
 
 _SIZES = Allowance("collectives of rows take their sizes as Python ints", "layer")
 WAITS: Mapping[str, Allowance] = {
-    "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
+    "comm/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
     "distributed/context_parallel/blocks.py:_block": Allowance(
         "explicit masks are cut, for heads and types that flex attention does not take", "mask"
     ),

@@ -17,7 +17,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.fake_rank import empty_batch, fake_world
-from titan_moe.train_step import StepResult, build_step
+from titan_moe.training.train_step import StepResult, build_step
 
 _GPUS_OF_A_NODE = 8
 _MICROBATCHES = 2

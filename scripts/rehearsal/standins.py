@@ -21,7 +21,7 @@ from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.limits import refuse
 from scripts.rehearsal.places import here
-from titan_moe.distributed import symmetric_memory
+from titan_moe.comm import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import (
     copies_to_ranks_reference,

@@ -74,7 +74,7 @@ def test_planted_violation_is_found(tmp_path: Path, text: str, problem: str) -> 
 _STRATEGIES = {"dispatcher", "core", "recurrence", "multiply", "cross_entropy"}
 _SET_IN = {
     ("distributed/expert_parallel.py", "dispatcher"),  # Called in step 4 of parallelize.py.
-    ("distributed/parallelize.py", "cross_entropy"),
+    ("parallelize/parallelize.py", "cross_entropy"),
 }
 """Files that set a strategy of an object other than `self`."""
 

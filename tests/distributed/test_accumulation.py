@@ -17,7 +17,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter, axes_of_groups
-from titan_moe.train_step import validation_loss
+from titan_moe.training.train_step import validation_loss
 
 MICROBATCHES = 3
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_moe.comm.process import BACKEND_GRACE_S, set_timeouts
 from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.process import BACKEND_GRACE_S, set_timeouts
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 

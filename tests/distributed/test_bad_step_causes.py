@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from titan_moe.debug.bad_step_causes import _GRADIENT, _PARAMETER, _first_place, _in_tensors
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.training.bad_step_causes import _GRADIENT, _PARAMETER, _first_place, _in_tensors
 
 NAMES = ["a", "b", "c"]
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.saved_runs import contents, plain_checkpointer
 from tests.support.tiers import tiered
-from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.tensors import FolderWriter
+from titan_moe.cli.audit import audit
 from titan_moe.config.job_config import Optimizer
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.operations import Operations, watch_collectives
-from titan_moe.distributed.collectives import gather_parts
+from titan_moe.comm.collectives import gather_parts
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 

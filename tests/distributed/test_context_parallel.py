@@ -169,7 +169,7 @@ BUGS = {
     ),
     "reduce-scatter dropped": (
         Bug(
-            "titan_moe.distributed.collectives:_sum_of_own",
+            "titan_moe.comm.collectives:_sum_of_own",
             "reduce_scatter_rows(stacked, [1] * group.size(), group)[0]",
             "stacked[group.rank()]",
             "allgather",

@@ -122,8 +122,8 @@ def _travel(case: Case) -> Seen:
 
 
 def _dispatcher(case: Case, meshes):
+    from titan_moe.comm.symmetric_memory import open_channels
     from titan_moe.distributed.expert_parallel import DISPATCHERS, DispatchOptions
-    from titan_moe.distributed.symmetric_memory import open_channels
     from titan_moe.moe.config import MoEConfig, rows_of_buffers
 
     config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from tests.support.tiers import split
 from tests.support.trainings import make_job, process_here, replace_call
-from titan_moe import train_step
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.data.reader import StepReader
 from titan_moe.debug import hang as hangs
@@ -19,7 +18,8 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.moe.experts import ExpertOutputs
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-from titan_moe.trainer import train
+from titan_moe.training import train_step
+from titan_moe.training.trainer import train
 
 LIMIT_S = 3
 HANGS_IN_STEP = 3

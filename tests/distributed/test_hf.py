@@ -19,10 +19,10 @@ from titan_moe.checkpoint.hf import shards, write
 from titan_moe.checkpoint.hf.read import import_folder, load_hf
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
-from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.registry import FAMILIES
+from titan_moe.parallelize.parallelize import build_sharded_model
 from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.layouts.layouts import apply_layout, parse

@@ -24,7 +24,7 @@ from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, parse
 
 TOP_K, LAYERS = 4, 3
 CONFIG = "configs/debug/gate_qwen3.toml"
-SUMS = {"distributed/collectives.py:read": 1}
+SUMS = {"comm/collectives.py:read": 1}
 # Their results' sizes depend on values, or they return a Python number: CUDA waits. A tensor's
 # truth, item() and int() are the first.
 _WAITS = {

@@ -8,7 +8,7 @@ import pytest
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.trainings import train_curve
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.trainer import Trainer
+from titan_moe.training.trainer import Trainer
 from titan_moe.verify.compare.control_runs import control_specs
 from titan_moe.verify.compare.noise.band import Band, quantities_of
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec

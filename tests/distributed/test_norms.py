@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from tests.support.tiers import tiered
 from tests.support.tiny import batch_of, make_job, tiny_step
-from titan_moe import train_step as module
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.training import train_step as module
 
 
 def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:

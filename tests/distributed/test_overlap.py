@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.support.tiers import tiered
 from tests.support.tiny import batch_of, make_job, tiny, tiny_step
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.train_step import local_batch
+from titan_moe.training.train_step import local_batch
 
 
 class Event(NamedTuple):
@@ -39,7 +39,7 @@ class Log:
 
     def watch_exchanges(self, name: Callable[[str, Tensor], str] = lambda what, x: what) -> None:
         """Log starts and waits of all exchanges, for the rest of this process, by their names."""
-        from titan_moe.distributed import collectives
+        from titan_moe.comm import collectives
 
         start, wait = collectives.AllToAll.start, collectives.AllToAll.wait
 

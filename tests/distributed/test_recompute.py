@@ -15,11 +15,11 @@ from tests.support.tiers import tiered
 from tests.support.tiny import largest_error, make_job
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed import activation_checkpoint
-from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops import attention
+from titan_moe.parallelize.parallelize import build_sharded_model
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3

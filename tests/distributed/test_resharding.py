@@ -13,7 +13,6 @@ from tests.support.gates import OTHERS, SAMPLE, fitting
 from tests.support.resharding import LEG, Run, go_on, make_job, problems, run, unlike
 from tests.support.tiers import tiered
 from tests.support.trainings import process_here
-from titan_moe import trainer as trainers
 from titan_moe.checkpoint import tensors
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
@@ -24,7 +23,8 @@ from titan_moe.distributed import transfer
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.trainer import Trainer
+from titan_moe.training import trainer as trainers
+from titan_moe.training.trainer import Trainer
 from titan_moe.verify.layouts.layouts import Layout, depth, parse
 
 _V3, _QWEN = "deepseek_v3", "qwen3"

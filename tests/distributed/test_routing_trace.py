@@ -28,7 +28,7 @@ from titan_moe.debug.routing_trace import FLIPS_FILE, RoutingTrace
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import RankError
-from titan_moe.trainer import Trainer
+from titan_moe.training.trainer import Trainer
 from titan_moe.verify.compare.records import Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 

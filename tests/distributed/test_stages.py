@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.tiers import tiered
 from tests.support.trainings import checksums, figures, make_job, train_here
-from titan_moe import trainer
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import RankError, run_on_ranks
+from titan_moe.training import trainer
 
 STEPS = 8
 # From data parallelism to longer and more sequences that two ranks share; on to tensor parallelism;

@@ -19,7 +19,7 @@ from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.train_data import TrainData
+from titan_moe.training.train_data import TrainData
 
 
 def collectives_of_training(job: JobConfig) -> dict[int, list[str]]:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from titan_moe.distributed import expert_parallel, fsdp, parallel_dims
-from titan_moe.distributed import parallelize as build
+from titan_moe.parallelize import parallelize as build
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.verify.layouts import sweep
 from titan_moe.verify.layouts.layouts import Layout, parse

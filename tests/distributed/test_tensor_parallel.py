@@ -131,8 +131,8 @@ def test_a_norm_over_the_channels_of_all_ranks_is_the_whole_norm(
 def widest_logits(world_size: int) -> int:
     """The most logits a token has in anything that is computed after the output layer."""
     from titan_moe.distributed.execution import LocalBatch
-    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
+    from titan_moe.parallelize.parallelize import build_sharded_model
 
     job = make_job("qwen3", parallelism={"tensor_parallel_degree": world_size})
     config = model_config("qwen3", "gate")

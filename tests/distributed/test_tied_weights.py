@@ -22,7 +22,7 @@ def job_of(folder: Path):
 
 
 def train_untied(job) -> None:
-    from titan_moe import train_step
+    from titan_moe.training import train_step
 
     train_step.sum_tied_grads = lambda *_: None
     train_here(job)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tests.support.commands import TITAN_MOE
 from tests.support.jobs import TINY, Job
 from tests.support.paths import REPO
-from titan_moe.checkpoint.audit import audit
+from titan_moe.cli.audit import audit
 from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.files import saved_steps, step_folder

@@ -23,7 +23,7 @@ from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.train import check_all
-from titan_moe.trainer import train
+from titan_moe.training.trainer import train
 
 STEPS = 4
 SEED = {"enable": True, "create_seed_checkpoint": True}

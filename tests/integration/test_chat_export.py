@@ -11,9 +11,9 @@ from tests.support.chat_templates import TEMPLATES, tokenizer_file
 from tests.support.conversations import talk, write
 from tests.support.hf_folders import make_folder, small_model
 from tests.support.trainings import make_job, train_here
+from titan_moe.cli.generation import load_model
 from titan_moe.cli.hf import COMMANDS
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.generate import load_model
 from titan_moe.runtime.ranks import run_on_ranks
 
 OTHER = "{{ messages[0].content }}"

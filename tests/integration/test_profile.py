@@ -8,8 +8,8 @@ import pytest
 from tests.support.commands import run_command
 from tests.support.jobs import run_train
 from tests.support.tiers import tiered
-from titan_moe.profiling.regions import REGIONS
 from titan_moe.profiling.trace import EXPOSED, IDLE
+from titan_moe.runtime.regions import REGIONS
 
 
 @pytest.mark.parametrize("ranks", tiered([], slow=[2], full=[1]))

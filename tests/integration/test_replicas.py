@@ -19,7 +19,7 @@ def flipped(job: JobConfig, where: str):
 
     from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
     from titan_moe.distributed.dtensor import local_part
-    from titan_moe.train_step import TrainStep
+    from titan_moe.training.train_step import TrainStep
 
     steps = iter(range(1, 100))
     step = TrainStep.__call__

@@ -20,7 +20,7 @@ from titan_moe.models.decoder import ADAPTER, Decoder, initial_std
 from titan_moe.models.lora import adapt
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.moe.decisions import DecisionMemo
-from titan_moe.train_step import look_ahead
+from titan_moe.training.train_step import look_ahead
 
 # torch multiplies experts in bfloat16 slowly on a CPU, and here on one thread.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

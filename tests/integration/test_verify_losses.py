@@ -72,7 +72,7 @@ def test_a_candidate_that_holds_a_large_tensor_is_too_large(tmp_path: Path):
     right = "        self._metrics.reset()\n"
     wrong = f"{right}        self.held = torch.ones(2**28)\n"
     limit = ["--max-memory-growth", "0.5", "--training.steps", "10"]
-    planted = ("titan_moe/train_step.py", right, wrong)
+    planted = ("titan_moe/training/train_step.py", right, wrong)
     ended, told = compare_clone(tmp_path, *TINY[:2], *limit, planted=planted)
     assert ended == 6, told
     assert "identical bits, but too large" in told and "GiB against" in told, told

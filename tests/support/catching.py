@@ -10,13 +10,13 @@ from tests.support.gates import Gates
 from tests.support.planting import Bug, plant, planted_bugs
 from titan_moe.optim.schedules import set_lr
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.training.capture.step import FOLDER, StepCapture
 from titan_moe.verify.gradients import gate as gate_module
 from titan_moe.verify.gradients.compare import TensorDifference, above_bound
 from titan_moe.verify.gradients.fixture import RATES
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import LocalState, RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.layouts import depth, layout_tables, num_sequences, parse
-from titan_moe.verify.localize.capture.step import FOLDER, StepCapture
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 
 BUGS = planted_bugs()

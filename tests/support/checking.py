@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.config import GQAConfig, ModelConfig

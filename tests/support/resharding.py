@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.trainings import process_here
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.dtensor import local_part
@@ -30,7 +30,7 @@ from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.trainer import Trainer
+from titan_moe.training.trainer import Trainer
 from titan_moe.verify.layouts.layouts import Layout, apply_layout
 from titan_moe.verify.layouts.shards import Box, Shards
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
-from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.train_step import TrainStep, build_step
+from titan_moe.parallelize.parallelize import ShardedModel
+from titan_moe.training.train_step import TrainStep, build_step
 
 ROWS, SEQ_LEN = 24, 32
 COMMON = {

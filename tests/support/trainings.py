@@ -13,14 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_moe.comm.process import Process
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.metrics import curves
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.hf import model_of_job
-from titan_moe.runtime.process import Process
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.trainer import Trainer
+from titan_moe.training.trainer import Trainer
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.records import Curve, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
@@ -86,9 +86,9 @@ def train_here(
 
 def _plant_kill(where: str, rank: int) -> None:
     """Let this process die by SIGKILL in the second half of the run."""
-    from titan_moe import train_step
     from titan_moe.checkpoint import folder as folders
     from titan_moe.checkpoint.tensors import FolderWriter
+    from titan_moe.training import train_step
 
     if dist.get_rank() != rank:
         return
@@ -140,10 +140,10 @@ def train_with_faults(
         faults: "spike", "nan" (an output) or "gradient" (infinite) by batch, on the last rank.
         kill_in: the last rank dies by SIGKILL in the step of so many batches read by this process.
     """
-    from titan_moe import bad_steps
     from titan_moe.data.loader import Loader
     from titan_moe.models.output import Output
     from titan_moe.moe.experts import ExpertOutputs
+    from titan_moe.training import bad_steps
 
     bad = dist.get_rank() == dist.get_world_size() - 1
     next_step, num_read, fault = Loader.next_step, 0, ""
@@ -178,7 +178,7 @@ def train_with_faults(
 
 def train_leaving_out_update(job: JobConfig, step: int) -> bool:
     """Train on this rank, without the update of a step."""
-    from titan_moe.train_step import TrainStep
+    from titan_moe.training.train_step import TrainStep
 
     replace_call(TrainStep, "_update", step, lambda *_: None)
     return train_here(job)

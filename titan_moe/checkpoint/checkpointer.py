@@ -65,6 +65,7 @@ from titan_moe.checkpoint.train_state import (
     restore_random_state,
     write_train_state,
 )
+from titan_moe.comm.process import set_timeout
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import control_group, lowest, on_rank_zero
 from titan_moe.distributed.dtensor import local_part
@@ -73,7 +74,6 @@ from titan_moe.models.hf import HFModel, as_record
 from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import step_folder
-from titan_moe.runtime.process import set_timeout
 
 logger = logging.getLogger(__name__)
 

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _audit(names: list[str]) -> Answer:
-    from titan_moe.checkpoint.audit import audit
+    from titan_moe.cli.audit import audit
 
     found = audit(*map(path_of, names))
     lines = [f"{how}: {line}" for how in found for line in found[how]]

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> Answer:
         raise ConfigError(f"--temperature {options.temperature} must be 0 or more")
     import torch
 
-    from titan_moe.generate import continue_text, load_model
+    from titan_moe.cli.generation import continue_text, load_model
 
     prompt = _prompt(options)
     chat = not isinstance(prompt, str)

@@ -5,7 +5,7 @@
 Prints the number of parameters, a line of GiB or MiB, and one more for each training stage; what
 microbatches share on such a GPU; and whether all of it fits, with communicators and a rank of
 experts that gets twice an even share of rows. In a pipeline the rank that needs most is counted, as
-an upper bound. titan_moe/distributed/memory_table.py says what is counted. Needs no GPU.
+an upper bound. titan_moe/parallelize/memory_table.py says what is counted. Needs no GPU.
 
 Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.config.checks.base import Run
-    from titan_moe.config.checks.notes import without_experts
-    from titan_moe.config.checks.run import names
+    from titan_moe.checks.base import Run
+    from titan_moe.checks.notes import without_experts
+    from titan_moe.checks.run import names
     from titan_moe.config.training_stages import training_stages
-    from titan_moe.distributed.memory import GIB, choose_accumulation
-    from titan_moe.distributed.memory_table import Setup
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
+    from titan_moe.parallelize.memory import GIB, choose_accumulation
+    from titan_moe.parallelize.memory_table import Setup
 
     job, gpu = job_of(options), options.gpu_gib * GIB
     config = model_of_job(job.model)

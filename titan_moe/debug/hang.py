@@ -27,12 +27,12 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+from titan_moe.comm.process import BACKEND_GRACE_S, Process
 from titan_moe.config.job_config import Comm
 from titan_moe.debug.hang_report import analyse
 from titan_moe.runtime.errors import report
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.position import POSITION, Move, at
-from titan_moe.runtime.process import BACKEND_GRACE_S, Process
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.comm.collectives import gather_parts
+from titan_moe.comm.process import Process
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
 from titan_moe.debug.routing_record import (
@@ -40,14 +42,12 @@ from titan_moe.debug.routing_record import (
     start_record,
 )
 from titan_moe.distributed.agreement import on_rank_zero
-from titan_moe.distributed.collectives import gather_parts
-from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.distributed.policies import compute_dtype
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.models.config import ModelConfig, moe_layer_names
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.router import Router
-from titan_moe.runtime.process import Process
+from titan_moe.parallelize.parallelize import ShardedModel
+from titan_moe.parallelize.policies import compute_dtype
 
 FLIPS_FILE = "routing_flips.jsonl"
 

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import titan_moe.ops.grouped_mm  # noqa: F401  Registers its operation.
+from titan_moe.comm.collectives import ends_a_layer
 from titan_moe.config.job_config import ActivationCheckpoint
-from titan_moe.distributed.collectives import ends_a_layer
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops.varlen_attention import varlen_operation
 

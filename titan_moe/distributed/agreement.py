@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from titan_moe.comm.process import backend_timeout
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError, disk_remedy, is_outside
-from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
 _groups: WeakKeyDictionary[Any, dict[str, ProcessGroup]] = WeakKeyDictionary()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import gather_parts, is_gloo
+from titan_moe.comm.collectives import gather_parts, is_gloo
 
 _functional = torch.ops._c10d_functional
 

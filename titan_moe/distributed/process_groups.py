@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from titan_moe.comm.process import backend_timeout, nccl_options
 from titan_moe.config.job_config import AxisOptions, Comm
-from titan_moe.runtime.process import backend_timeout, nccl_options
 
 GroupKind = tuple[bool, AxisOptions | None]
 """True if tokens travel over a group, False for parameters, and options of the backend that are an

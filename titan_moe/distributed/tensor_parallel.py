@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.collectives import gather_tokens, scatter_tokens, sum_over_ranks
+from titan_moe.comm.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.parallel_dims import Meshes
@@ -43,7 +43,7 @@ from titan_moe.ops.cross_entropy import IGNORE_INDEX, block_statistics, gradient
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear
 from titan_moe.ops.low_rank import AdaptedLinear, Adapter, low_rank
-from titan_moe.profiling.regions import region
+from titan_moe.runtime.regions import region
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Meshes) -> set[str]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.collectives import added
+from titan_moe.comm.collectives import added
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.moe.layer import MoE

@@ -23,7 +23,7 @@ from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.cross_entropy import IGNORE_INDEX
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
-from titan_moe.profiling.regions import region
+from titan_moe.runtime.regions import region
 
 ADAPTER = ".adapter."
 """A part of the names of adapters' parameters (models/lora.py)."""

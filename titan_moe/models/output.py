@@ -13,7 +13,7 @@ from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.operation import at_least_float32
-from titan_moe.profiling.regions import region
+from titan_moe.runtime.regions import region
 
 
 class Embedding(nn.Embedding):

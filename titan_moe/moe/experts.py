@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.distributed.collectives import recomputing
+from titan_moe.comm.collectives import recomputing
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.ops.gated import gated_rows, gated_rows_backward
@@ -26,7 +26,7 @@ from titan_moe.ops.grouped_mm import (
     grouped_mm_grad_rows,
     grouped_mm_grad_weights,
 )
-from titan_moe.profiling.regions import region
+from titan_moe.runtime.regions import region
 
 ExpertWeights = Mapping[str, Tensor]
 """The experts' weights by the names of the parameters of `Experts`: w1, w3 [E, F, D], w2 [E, D, F];

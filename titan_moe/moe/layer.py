@@ -16,7 +16,7 @@ from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from titan_moe.moe.experts import Chunk, Experts
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
-from titan_moe.profiling.regions import region
+from titan_moe.runtime.regions import region
 
 
 class Choice(NamedTuple):

@@ -1,6 +1,6 @@
 """The time of a profiled step by region and phase, from the torch.profiler traces of its ranks.
 
-Forward: an instant belongs to the innermost region around it (profiling/regions.py). Backward: to
+Forward: an instant belongs to the innermost region around it (runtime/regions.py). Backward: to
 the region that made the autograd node which runs, by the trace's links from forward operations
 to backward ones. A region that runs inside the backward is a recomputation. FSDP names its own
 work, and so does torch.compile: a compiled layer is one region.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.profiling.regions import PREFIX, REGIONS
+from titan_moe.runtime.regions import PREFIX, REGIONS
 
 PHASES = ("forward", "recompute", "backward")
 EXPOSED, IDLE = "exposed communication", "idle"

@@ -44,7 +44,7 @@ def run_on_ranks(
             _on_rank,
             [(rank, *world, fn, args) for rank in range(world_size)],
             num_workers=world_size,
-            preload="titan_moe.trainer",
+            preload="titan_moe.training.trainer",
             timeout_s=timeout_s,
         )
         results: dict[int, Any] = {}

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import resolve

@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
-from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.config import ModelConfig
 from titan_moe.moe.router import GivenExperts
+from titan_moe.parallelize.parallelize import ShardedModel
 from titan_moe.simulate.comm_counter import COLLECTIVES, CommCounter, Flow, Volume, axes_of_groups
-from titan_moe.train_step import StepResult, build_step
+from titan_moe.training.train_step import StepResult, build_step
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten

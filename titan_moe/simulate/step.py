@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titan_moe.config.checks.job import check
-from titan_moe.config.checks.notes import without_experts
+from titan_moe.checks.job import check
+from titan_moe.checks.notes import without_experts
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallel_dims import Axes, parallel_dims
-from titan_moe.distributed.parallelize import lay_out
-from titan_moe.distributed.policies import resolve_model
 from titan_moe.distributed.summary import describe_placements
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.parallelize.parallelize import lay_out
+from titan_moe.parallelize.policies import resolve_model
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import CPU, FakeRank, fake_world, microbatches_to_run
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from titan_moe.profiling.regions import NodeMakers, watched_by
 from titan_moe.runtime.position import POSITION
+from titan_moe.runtime.regions import NodeMakers, watched_by
 
 _LAYER = re.compile(r"(mtp\.)?layers\.\d+|tok_embeddings|output")
 _CHECKPOINT = "/torch/utils/checkpoint.py"
@@ -19,7 +19,7 @@ _PACKAGE = "/titan_moe/"
 _NOT_CALLERS = (
     "simulate/",
     "distributed/activation_checkpoint.py",
-    "distributed/collectives.py",
+    "comm/collectives.py",
     "distributed/execution.py",
     "train_step.py:_accumulate",
 )
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     layer: str
     """A module's name in the whole model; empty outside."""
     region: str
-    """One of profiling/regions.py; empty outside."""
+    """One of runtime/regions.py; empty outside."""
     caller: str
     """The function of titan_moe that asked for it, or FSDP."""
 

@@ -11,7 +11,7 @@ from tests.support.saved_runs import Run, contents, full_disk, names, step_folde
 from titan_moe.checkpoint import checkpointer as module
 from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint import saves
-from titan_moe.checkpoint.audit import audit
+from titan_moe.cli.audit import audit
 from titan_moe.runtime.errors import RunError
 
 

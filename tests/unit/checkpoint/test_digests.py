@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.saved_runs import Run, change_checksum, step_folder
-from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.manifest import read_manifest
+from titan_moe.cli.audit import audit
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError

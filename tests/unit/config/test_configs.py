@@ -11,8 +11,8 @@ import pytest
 from titan_moe.cli.config import SCHEMA
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.distributed.memory import GIB, MARGIN, choose_accumulation
-from titan_moe.distributed.memory_table import Setup
+from titan_moe.parallelize.memory import GIB, MARGIN, choose_accumulation
+from titan_moe.parallelize.memory_table import Setup
 from titan_moe.train import prepare
 
 _SCHEMA = Path(__file__).parents[3] / SCHEMA

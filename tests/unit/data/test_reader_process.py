@@ -24,7 +24,7 @@ from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
-from titan_moe.train_data import TrainData
+from titan_moe.training.train_data import TrainData
 
 PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from titan_moe.comm.process import BACKEND_GRACE_S
 from titan_moe.config.job_config import Comm
 from titan_moe.debug import hang
-from titan_moe.runtime.process import BACKEND_GRACE_S
 
 _LIMIT_S = 100
 _SAVE_S = 2000

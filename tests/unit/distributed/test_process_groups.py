@@ -23,10 +23,10 @@ from titan_moe.distributed.parallel_dims import (
     ParallelDims,
     parallel_dims,
 )
-from titan_moe.distributed.parallelize import lay_out
-from titan_moe.distributed.policies import resolve_model
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.optim.optimizers import make_joined_groups
+from titan_moe.parallelize.parallelize import lay_out
+from titan_moe.parallelize.policies import resolve_model
 from titan_moe.simulate.fake_rank import CPU, fake_world
 
 LAYOUTS = [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_moe.distributed import collectives
+from titan_moe.comm import collectives
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel, unplanned_modules
 from titan_moe.models.decoder import TENSOR_PLAN, Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config

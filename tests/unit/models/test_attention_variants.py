@@ -8,13 +8,13 @@ import torch
 
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
-from titan_moe.distributed.memory import memory
-from titan_moe.distributed.memory_table import Setup
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.models.stats import part_flops, part_sizes
+from titan_moe.parallelize.memory import memory
+from titan_moe.parallelize.memory_table import Setup
 
 
 @dataclass(frozen=True)

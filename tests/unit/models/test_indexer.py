@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.packing import filled, gradients, train_packed_and_alone
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig, Lora, Training
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import MLAConfig, ModelConfig

@@ -17,7 +17,7 @@ from titan_moe.models.config import (
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import update_routers
-from titan_moe.train_step import look_ahead
+from titan_moe.training.train_step import look_ahead
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]])

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_moe.distributed import policies
 from titan_moe.models.registry import model_config
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
+from titan_moe.parallelize import policies
 
 
 @pytest.mark.parametrize("rows", [0, 2**25, 2**45])

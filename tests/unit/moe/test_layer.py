@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.gated_cases import plain
-from titan_moe.distributed.collectives import AllToAll, InFlight
+from titan_moe.comm.collectives import AllToAll, InFlight
 from titan_moe.distributed.compile import _compile_pieces
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config.checks.notes import notes
+from titan_moe.checks.notes import notes
 from titan_moe.config.job_config import OPTIMIZER_KEYS, JobConfig, Optimizer, OptimizerGroup
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import BUILDERS, build_optimizer, peak_rates

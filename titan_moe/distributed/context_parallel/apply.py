@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, exchange_rows, gather_summed
+from titan_moe.comm.collectives import AllToAll, exchange_rows, gather_summed
 from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
 from titan_moe.distributed.context_parallel.ring import Ring, ring_attention
 from titan_moe.ops.attention import AttentionCore

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import gather_summed
+from titan_moe.comm.collectives import gather_summed
 from titan_moe.distributed.context_parallel.apply import chunks_of_ranks, local_positions
 from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convolution
 

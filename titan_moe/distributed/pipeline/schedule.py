@@ -19,11 +19,11 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from titan_moe.comm.turns import Turns
 from titan_moe.config.job_config import Parallelism
 from titan_moe.config.pipeline import overlaps_chunks, schedule_of, stages_of_rank
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.distributed.parallel_dims import Meshes
-from titan_moe.distributed.turns import Turns
 from titan_moe.moe.layer import MoE
 
 # Forwards only, with a placement's stages; these take any number of microbatches.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.collectives import AllToAll, start_numbers, to_host
+from titan_moe.comm.collectives import AllToAll, start_numbers, to_host
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.permute_indices import reached_ranks, sort_by_expert
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from titan_moe.distributed.turns import Turns
+from titan_moe.comm.turns import Turns
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import follow, permute_indices, sort_by_expert
 

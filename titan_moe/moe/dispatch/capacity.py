@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.collectives import AllToAll, start_numbers
+from titan_moe.comm.collectives import AllToAll, start_numbers
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (

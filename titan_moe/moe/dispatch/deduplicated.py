@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, InFlight, start_numbers, to_host
+from titan_moe.comm.collectives import AllToAll, InFlight, start_numbers, to_host
 from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Hop, Order, Plan
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (

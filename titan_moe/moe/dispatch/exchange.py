@@ -32,7 +32,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import (
+from titan_moe.comm.collectives import (
     AllToAll,
     InFlight,
     RowExchange,

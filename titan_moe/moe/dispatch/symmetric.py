@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.distributed.collectives import AllToAll, start_numbers
-from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
+from titan_moe.comm.collectives import AllToAll, start_numbers
+from titan_moe.comm.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.exchange import Draft, Plan

@@ -12,6 +12,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
+from titan_moe.training.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
 from titan_moe.verify.compare.records import COMPARED, Curve, relative_difference
@@ -19,7 +20,6 @@ from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
-from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.localize import Finding, locate, uncompared

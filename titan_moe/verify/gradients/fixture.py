@@ -14,12 +14,12 @@ from torch import Tensor
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.distributed.parallelize import first_names
-from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.lora import adapt
 from titan_moe.models.trained import freeze
+from titan_moe.parallelize.parallelize import first_names
+from titan_moe.parallelize.policies import resolve_model
 from titan_moe.verify.gradients.cores import AllPairs, SelectedPairs, TokenByToken
 from titan_moe.verify.gradients.reference import (
     IGNORED,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig

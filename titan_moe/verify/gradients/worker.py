@@ -18,7 +18,7 @@ from titan_moe.distributed.grad_norm import clip_factor
 from titan_moe.models.config import ModelConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.optim.schedules import set_lr
-from titan_moe.train_step import StepResult, build_step
+from titan_moe.training.train_step import StepResult, build_step
 from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, compare
 from titan_moe.verify.gradients.fixture import RATES, Fixture, norms, own_batches
 from titan_moe.verify.gradients.poison import Poison

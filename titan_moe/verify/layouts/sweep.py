@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_moe.config.checks.job import check
+from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, Meshes, parallel_dims
-from titan_moe.distributed.parallelize import lay_out
-from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
+from titan_moe.parallelize.parallelize import lay_out
+from titan_moe.parallelize.policies import resolve_model
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import CPU, fake_world
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.localize.capture.records import PHASES, Place
+from titan_moe.training.capture.records import PHASES, Place
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_moe.verify.localize.capture.records import PHASES, Place
+from titan_moe.training.capture.records import PHASES, Place
 from titan_moe.verify.localize.capture_reader import Array, Capture, CapturedTensor, Ints, norms
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_moe.training.capture.records import EXPERTS, PHASES, POSITION_BITS, TOKENS, Place
 from titan_moe.verify.gradients.compare import fingerprint, first_few
-from titan_moe.verify.localize.capture.records import EXPERTS, PHASES, POSITION_BITS, TOKENS, Place
 from titan_moe.verify.localize.capture_reader import Capture, norms
 from titan_moe.verify.localize.difference import PlaceDifference, differences
 

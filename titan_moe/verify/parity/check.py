@@ -38,9 +38,9 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
-from titan_moe.train_step import look_ahead
+from titan_moe.training.capture.hooks import choice_margins
+from titan_moe.training.train_step import look_ahead
 from titan_moe.verify.gradients.compare import worst
-from titan_moe.verify.localize.capture.hooks import choice_margins
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}

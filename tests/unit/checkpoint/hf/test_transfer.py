@@ -14,7 +14,6 @@ from tests.support.hf_folders import assert_same_bits, make_folder, read_folder,
 from tests.support.packing import filled
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer, saved_model
-from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_sums
 from titan_moe.checkpoint.hf import read, read_back, shards, write
 from titan_moe.checkpoint.hf.folder import HFFolder
@@ -23,6 +22,7 @@ from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
 from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.checkpoint.manifest import TensorSpec, read_manifest
 from titan_moe.checkpoint.tensors import StoredTensors
+from titan_moe.cli.audit import audit
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.errors import RunError

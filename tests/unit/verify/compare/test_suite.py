@@ -14,8 +14,8 @@ from tests.support.paths import REPO
 from tests.support.refusals import refusals
 from tests.support.stub_runs import Stubbed, calls, silent, trial
 from tests.support.verdict_cases import run
+from titan_moe.checks.job import check
 from titan_moe.cli.main import main
-from titan_moe.config.checks.job import check
 from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare import forecast as forecast_module

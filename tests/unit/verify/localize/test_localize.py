@@ -9,9 +9,7 @@ import torch
 
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare import bisect as bisection
-from titan_moe.verify.compare.bisect import StepFinding
-from titan_moe.verify.localize.capture.records import (
+from titan_moe.training.capture.records import (
     NUMBERS,
     TENSOR,
     TOKENS,
@@ -20,7 +18,9 @@ from titan_moe.verify.localize.capture.records import (
     Sketches,
     token_keys,
 )
-from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_rows
+from titan_moe.training.capture.sketch import sketch_box, sketch_rows
+from titan_moe.verify.compare import bisect as bisection
+from titan_moe.verify.compare.bisect import StepFinding
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.localize import locate, uncompared
 

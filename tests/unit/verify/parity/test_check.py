@@ -15,7 +15,7 @@ from titan_moe.cli.main import main
 from titan_moe.data.batch import Batch
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
-from titan_moe.train_step import local_batch
+from titan_moe.training.train_step import local_batch
 from titan_moe.verify.parity import check as parity
 from titan_moe.verify.parity.check import BOUNDS, ParityResult, cases, compare
 from titan_moe.verify.parity.table import exceeds_a_bound

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.commands import run_command, start_command
 from titan_moe.config.parse import load_job, save_job
-from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.hf import model_of_job
+from titan_moe.training.run_log import model_flops_per_token
 from titan_moe.verify.report.bench import rows
 
 _ROWS = {f"{row['config'].removeprefix('bench/')} {row['routing']}": row for row in rows()}

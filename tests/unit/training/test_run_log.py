@@ -1,0 +1,86 @@
+"""Phases with a made-up clock, rates against values computed by hand, memory after an
+allocation."""
+
+import mmap
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titan_moe.comm.process import Process
+from titan_moe.config.job_config import Job, JobConfig, Training
+from titan_moe.config.parse import as_toml
+from titan_moe.data.reader import Identity
+from titan_moe.parallelize.memory import GIB
+from titan_moe.training.run_log import Phases, RunLog, describe_run, memory_metrics, throughput
+
+
+def test_phases_add_up_until_taken():
+    ticks = iter([0.0, 2.0, 10.0, 10.5, 20.0, 23.0, 30.0, 31.0])
+    phases = Phases(clock=lambda: next(ticks))
+    with phases("data"):
+        pass
+    with phases("forward"):
+        pass
+    with phases("data"):
+        pass
+    assert phases.take() == {"time/data": 5.0, "time/forward": 0.5}
+    with phases("data"):
+        pass
+    assert phases.take() == {"time/data": 1.0}
+    assert phases.take() == {}
+
+
+def test_throughput_per_job_and_device():
+    rates = throughput(6000, 1.5, devices=4, flops_per_token=2e9, peak=1e13)
+    assert rates == pytest.approx(
+        {
+            "tokens_per_second": 4000,
+            "tokens_per_second_per_device": 1000,
+            "tflops_per_device": 2.0,
+            "mfu": 0.2,
+        }
+    )
+
+
+def test_resident_memory_follows_an_allocation():
+    before = memory_metrics(torch.device("cpu"))
+    # No tensor: the C library may have as much free memory that is resident already.
+    block = mmap.mmap(-1, 2**28)
+    for _ in range(2**8):
+        block.write(bytes(2**20))
+    during = memory_metrics(torch.device("cpu"))
+    assert 0.2 < during["memory/resident_gib"] - before["memory/resident_gib"] < 0.3
+    assert during["memory/peak_gib"] >= during["memory/resident_gib"] * 0.99
+    block.close()
+    after = memory_metrics(torch.device("cpu"))
+    assert after["memory/resident_gib"] < during["memory/resident_gib"] - 0.2
+    assert after["memory/peak_gib"] >= during["memory/peak_gib"]
+
+
+def test_describe_run_keeps_an_earlier_configuration(tmp_path):
+    """A configuration that is the same as before is not kept twice."""
+    process = Process(device=torch.device("cpu"))
+    data = Identity("", "", "", True, False, False, 0, 8, 64, "")
+    jobs = [
+        JobConfig(job=Job(dump_folder=str(tmp_path)), training=Training(steps=steps))
+        for steps in (10, 10, 20, 30)
+    ]
+    for job in jobs:
+        describe_run(job, process, data)
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*config*")}
+    names = ("config.1.toml", "config.2.toml", "config.toml")
+    assert kept == dict(zip(names, map(as_toml, jobs[1:]), strict=True))
+
+
+def test_memory_above_the_estimate_is_a_warning_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    estimate = SimpleNamespace(total=6 * GIB, skew=GIB, needed=10 * GIB)
+    for over in ({"memory/peak_gib": 7.1}, {"memory/used_gib": 10.1}):
+        log = SimpleNamespace(_estimate=estimate, _is_over=False, _first_step=1)
+        fits = {"memory/peak_gib": 7.0, "memory/reserved_gib": 8.0, "memory/used_gib": 10.0}
+        for step, values in enumerate((fits, fits, fits | over, fits | over), start=1):
+            RunLog._compare_memory(log, step, values)  # type: ignore[arg-type]
+        levels = [record.levelname for record in caplog.records]
+        assert levels == ["INFO", "WARNING"] and "step 3 takes more" in caplog.messages[1]
+        caplog.clear()

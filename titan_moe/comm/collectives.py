@@ -1,0 +1,359 @@
+"""Collectives: of rows and of parts of sequences, which autograd passes through; of counts, which
+ranks exchange before rows; and of a step's sums."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+from titan_moe.comm.turns import BACKWARD, FORWARD, Turns
+
+# Recomputation by operation keeps what an operation returns; the usual forms return nothing, but
+# write into an argument.
+_functional = torch.ops._c10d_functional
+
+LinearMap = Callable[[Tensor], Tensor]
+
+# --- rows and sequences, differentiable ---
+
+
+class RowExchange(Protocol):
+    """An exchange of rows between ranks, which goes both ways."""
+
+    def reverse(self) -> "RowExchange":
+        """Returns the exchange that sends the received rows back: the way of the gradients."""
+
+    def start(self, x_RD: Tensor) -> Tensor:
+        """Returns the rows that are being received; `wait` of an equal exchange makes them
+        readable."""
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        """Returns the received rows, in the order of their source ranks."""
+
+
+class AllToAll:
+    """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it.
+
+    No tuple: FSDP looks for tensors in all tuples that a unit is given, number by number.
+    """
+
+    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+
+    @staticmethod
+    def of_table(group: ProcessGroup) -> "AllToAll":
+        """Returns the exchange that sends row p of a table to each rank p."""
+        ones = [1] * group.size()
+        return AllToAll(ones, ones, group)
+
+    def reverse(self) -> "AllToAll":
+        return AllToAll(self.received, self.sent, self.group)
+
+    def start(self, x_RD: Tensor) -> Tensor:
+        if len(self.sent) == 1:
+            return x_RD
+        name = self.group.group_name
+        return _functional.all_to_all_single(x_RD.contiguous(), self.received, self.sent, name)
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return in_flight if len(self.sent) == 1 else _functional.wait_tensor(in_flight)
+
+
+class InFlight:
+    """The handle of an exchange under way, of counts or of rows.
+
+    `wait` returns the received tensor, once, and drops it: a caller that keeps the handle keeps no
+    memory of rows.
+    """
+
+    def __init__(self, received: Tensor, exchange: RowExchange, turns: Turns | None = None) -> None:
+        self.exchange, self.turns = exchange, turns
+        self._received: Tensor | None = received
+
+    def wait(self) -> Tensor:
+        return self.exchange.wait(self.take())
+
+    def take(self) -> Tensor:
+        """Returns what is being received, unreadable before `RowExchange.wait`."""
+        received, self._received = self._received, None
+        assert received is not None, "an exchange is waited for once"
+        return received
+
+
+def start_numbers(numbers: Tensor, exchange: RowExchange) -> InFlight:
+    """Start an exchange of whole numbers, which have no gradient. The device waits for the result;
+    the host does not."""
+    return InFlight(exchange.start(numbers), exchange)
+
+
+def exchange_rows(x_RD: Tensor, exchange: RowExchange) -> Tensor:
+    """The received rows, in the order of their source ranks. Backward: the reverse exchange."""
+    return wait_for_rows(start_rows(x_RD, exchange))
+
+
+class RowsInFlight(NamedTuple):
+    """Rows between `start_rows` and `wait_for_rows`."""
+
+    carrier: Tensor
+    """One element in the shape of the rows that were sent, with strides of 0: it links the two in
+    autograd, where its gradient is the reverse exchange, under way."""
+    handle: InFlight
+    """The received rows; without a gradient."""
+
+
+def start_rows(x_RD: Tensor, exchange: RowExchange, turns: Turns | None = None) -> RowsInFlight:
+    """Start an exchange; only `wait_for_rows` makes its result readable.
+
+    What the program computes between the two overlaps with the exchange, on the stream that it
+    would use anyway: NCCL has one of its own, gloo a thread. So does its backward overlap with the
+    reverse exchange: autograd runs nodes in the opposite order of their making, the backward of
+    `wait_for_rows` starts the exchange of the gradients, and that of `start_rows` waits for it.
+
+    `turns`: shared with other work of this process, which runs before anything is waited for.
+    """
+    carrier, received = _StartRows.apply(x_RD, exchange, turns)
+    return RowsInFlight(carrier, InFlight(received, exchange, turns))
+
+
+def wait_for_rows(rows: RowsInFlight) -> Tensor:
+    """The received rows of `start_rows`, in the order of their source ranks; once."""
+    if rows.handle.turns is not None:
+        rows.handle.turns.pass_on(FORWARD)
+    return _WaitRows.apply(rows.carrier, rows.handle.take(), rows.handle.exchange)
+
+
+def recomputing() -> bool:
+    """Returns whether a backward runs, so that a forward in it is a recomputation."""
+    if torch.compiler.is_compiling():  # A graph recomputes by itself.
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+def last_of_a_layer() -> AbstractContextManager:
+    """Marks exchanges whose results no backward needs, such as those after a layer's experts:
+    recomputation stops before them, and does not keep their results."""
+    # In a layer that is one graph, the partitioner finds that out.
+    return nullcontext() if torch.compiler.is_compiling() else _ending_a_layer()
+
+
+@contextmanager
+def _ending_a_layer() -> Iterator[None]:
+    before = _ends_a_layer.set(True)
+    try:
+        yield
+    finally:
+        _ends_a_layer.reset(before)
+
+
+def ends_a_layer() -> bool:
+    """Returns whether an exchange that starts now is within `last_of_a_layer`."""
+    return _ends_a_layer.get()
+
+
+_ends_a_layer = ContextVar("_ends_a_layer", default=False)
+
+
+def linear(
+    x: Tensor, function: Callable[..., Tensor], transposed: Callable[..., Tensor], **both: Any
+) -> Tensor:
+    """Returns function(x) of a linear map, whose backward is `transposed`; `both` get the further
+    arguments."""
+    return _Linear.apply(x, partial(function, **both), partial(transposed, **both))
+
+
+def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """All ranks' rows in rank order; rank p has `sizes[p]`. Backward: `reduce_scatter_rows`.
+
+    Sent as an all-to-all, which takes uneven sizes on every backend and moves the same bytes; its
+    price is a send buffer with a copy for each rank.
+    """
+    return linear(x_RD, _all_gather, _reduce_scatter, sizes=list(sizes), group=group)
+
+
+def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """The sum over ranks of this rank's `sizes[rank]` rows. Backward: `all_gather_rows`.
+
+    The terms are added in rank order, here: the same bits at every repeat, whatever the backend.
+    """
+    return linear(x_RD, _reduce_scatter, _all_gather, sizes=list(sizes), group=group)
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' parts of a sequence, in rank order, along the last dim but one.
+
+    Backward: `scatter_tokens`, since each rank's gradient is a term of a sum.
+    """
+    return linear(x, _gather_tokens, _scatter_tokens, group=group)
+
+
+def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks, of which each keeps its part of the sequence. Backward: `gather_tokens`.
+
+    The last dim but one must divide by the number of ranks.
+    """
+    return linear(x, _scatter_tokens, _gather_tokens, group=group)
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks, which each of them gets. Backward: the same, since each rank's gradient
+    is a term of a sum."""
+    return linear(x, _all_reduce, _all_reduce, group=group)
+
+
+def gather_summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Backward: all ranks'
+    gradients, summed in rank order."""
+    return linear(x, gather_parts, _sum_of_own, group=group)
+
+
+def _sum_of_own(stacked: Tensor, group: ProcessGroup) -> Tensor:
+    return reduce_scatter_rows(stacked, [1] * group.size(), group)[0]
+
+
+def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
+    return _gathered(x, group).view(group.size(), *x.shape)
+
+
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' tensors of one shape, joined along the first dim in rank order."""
+    if not torch.compiler.is_compiling() and is_gloo(group, x.device):
+        # torch 2.13's gloo notes the name of the last operation from two threads without a lock.
+        # That of the functional all-gather needs the heap (over 15 characters): ranks died of it.
+        gathered = x.new_empty(group.size(), *x.shape)
+        dist.all_gather(list(gathered.unbind()), x.contiguous(), group=group)
+        return gathered.flatten(0, 1) if x.ndim else gathered
+    gathered = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return _functional.wait_tensor(gathered)
+
+
+def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether gloo sends the group's tensors of this device."""
+    return group._get_backend(device).name() == "gloo"
+
+
+def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    exchange = AllToAll(sent, received, group)
+    return exchange.wait(exchange.start(x_RD))
+
+
+def _all_gather(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    copies = x_RD.repeat(len(sizes), *[1] * (x_RD.ndim - 1))
+    return _exchange(copies, [len(x_RD)] * len(sizes), sizes, group)
+
+
+def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    own = sizes[dist.get_rank(group)]
+    terms_RD = _exchange(x_RD, sizes, [own] * len(sizes), group)
+    return terms_RD.unflatten(0, (len(sizes), own)).sum(0)
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+class _StartRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange, turns: Turns | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.turns = exchange, turns  # type: ignore[attr-defined]
+        in_flight = exchange.start(x_RD)
+        if in_flight is x_RD:  # A group of one rank returns its argument.
+            in_flight = x_RD.detach()
+        ctx.mark_non_differentiable(in_flight)
+        ctx.set_materialize_grads(False)  # Else the backward makes zeros of all rows for it.
+        # No view, of which FSDP would warn after experts in parts.
+        return x_RD.new_empty_strided(x_RD.shape, (0,) * x_RD.ndim), in_flight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_in_flight: Tensor, _):  # type: ignore[override, no-untyped-def]
+        if ctx.turns is not None:
+            ctx.turns.pass_on(BACKWARD)
+        return ctx.exchange.reverse().wait(grad_in_flight), None, None
+
+
+class _WaitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: RowExchange
+    ) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        return exchange.wait(in_flight).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
+        return ctx.exchange.reverse().start(grad_RD), None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
+        ctx.transposed = transposed  # type: ignore[attr-defined]
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+        return ctx.transposed(grad), None, None
+
+
+# torch's micro-pipeline pass knows these two forms: gather, chunk, cat; and chunk, cat, scatter.
+
+
+def _gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    return torch.cat(_gathered(x, group).chunk(group.size()), x.ndim - 2)
+
+
+def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    terms = torch.cat(x.chunk(group.size(), x.ndim - 2))
+    own = _functional.reduce_scatter_tensor(terms, "sum", group.size(), group.group_name)
+    return _functional.wait_tensor(own)
+
+
+# --- counts ---
+
+
+def to_host(*vectors: Tensor) -> list[list[int]]:
+    """Several vectors as Python ints, in one wait for the device."""
+    numbers = iter(torch.cat(vectors).tolist())
+    return [[next(numbers) for _ in range(len(vector))] for vector in vectors]
+
+
+# --- sums of a step's terms ---
+
+
+def sum_over_world(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every term's sum over all ranks, in its own shape, as float64: whole numbers stay exact up to
+    2^53. Collective, with one all-reduce for all terms; waits for no device.
+
+    `terms` are on one device, and have the same names in the same order on every rank.
+    """
+    flat = torch.cat([term.reshape(-1).double() for term in terms.values()])
+    dist.all_reduce(flat)
+    pieces = flat.split([term.numel() for term in terms.values()])
+    return {
+        name: piece.view(term.shape)
+        for (name, term), piece in zip(terms.items(), pieces, strict=True)
+    }
+
+
+def read(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the sums that are single numbers. Waits for the device, once for all of them."""
+    single = {name: value for name, value in sums.items() if value.ndim == 0}
+    return dict(zip(single, torch.stack(list(single.values())).tolist(), strict=True))
+
+
+def added(terms: Iterable[Tensor], *, like: Tensor) -> Tensor:
+    """The sum of scalars; 0, of the type and on the device of `like`, where there are none."""
+    terms = list(terms)
+    return torch.stack(terms).sum() if terms else torch.zeros_like(like)

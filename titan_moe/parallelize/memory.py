@@ -1,0 +1,151 @@
+"""Estimates by arithmetic what a run keeps in a GPU's memory. Imports no torch.
+
+Peaks that do not quite meet (the logits', one layer's backward) are added. A pipeline's rank is
+counted with all its stages gathered, which is an upper bound. Nothing of it has been compared with
+a GPU; a run logs what it measures beside it.
+"""
+
+from dataclasses import dataclass
+
+from titan_moe.parallelize.memory_table import SKEW, Setup, tables
+
+GIB = 2**30
+_UNITS = {"GiB": GIB, "MiB": 2**20}
+RESERVED = 3 * GIB
+"""Memory for CUDA's context and kernels, and for a fragmented allocator."""
+MARGIN = 4 * GIB
+"""Memory that shipped configurations and "auto" leave, while no GPU has confirmed the estimate."""
+_TENSORS = (
+    *("stored", "gathered", "kept", "layer", "attention", "copies", "logits"),
+    *("accumulated", "exchange"),
+)
+"""Fields of `Memory` that are tensors on the GPU."""
+_NAMES = {"layer": "one layer", "exchange": "symmetric memory"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    stored: float
+    """This rank's shard of weights, and of gradients and moments of what trains."""
+    gathered: float
+    """Weights of two of the largest layers, gradients of one before and while they are reduced;
+    weights and gradients of the output layer. Where experts are reduced apart, two reductions are
+    under way; where rows travel in two halves, each half makes gradients of the experts."""
+    kept: float
+    """Values that the forward keeps for the backward; in a pipeline, of all microbatches between
+    the two, and the buffers in which each microbatch arrives."""
+    layer: float
+    """The recomputed values of one layer, and their gradients."""
+    attention: float
+    """Float32 sums of FlashAttention's backward, and gradients of keys and values for every query
+    head (`flash_workspace`), with 128 more tokens after each sequence, none after a document.
+    `debug.deterministic` may double its sums."""
+    copies: float
+    """Rows of one layer's T * K choices that are neither kept nor gradients: the experts' outputs,
+    and the buffer that they are sent home in. Other moments need no more."""
+    logits: float
+    """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
+    accumulated: float
+    """Sums of gradients that are still to be reduced, and parameters that stay gathered, in a
+    pipeline or with `parallelism.fsdp_accumulation="keep_gathered"`; else 0, also for "auto",
+    which `choose_accumulation` resolves."""
+    exchange: float
+    """Symmetric memory of the dispatcher that has some."""
+    host: float
+    """Bytes in the host's memory for each GPU, which `stored` has moved to."""
+    skew: float
+    """Activations of a rank whose experts get `SKEW` times an even share of rows in every layer,
+    or as many as bounded buffers hold: what they add to the others' terms."""
+    communicators: float
+    """Buffers of NCCL."""
+
+    @property
+    def total(self) -> float:
+        """Tensors on the GPU, with even shares of rows."""
+        return float(sum(getattr(self, field) for field in _TENSORS))
+
+    @property
+    def needed(self) -> float:
+        """All that a GPU must have room for."""
+        return self.total + self.skew + self.communicators + RESERVED
+
+    def __str__(self) -> str:
+        """One line of tensors, in GiB; in MiB where the sum is below 1 GiB."""
+        optional = ("attention", "copies", "accumulated", "exchange")
+        unit = _UNITS[self.unit]
+        terms = [
+            f"{_NAMES.get(field, field)} {size / unit:.1f}"
+            for field in _TENSORS
+            if (size := getattr(self, field)) or field not in optional
+        ]
+        host = f"; in the host's memory {self.host / unit:.1f}" if self.host else ""
+        return f"{' + '.join(terms)} = {self.total / unit:.1f}{host}"
+
+    @property
+    def unit(self) -> str:
+        """The unit of the line."""
+        return "GiB" if self.total + self.host >= GIB else "MiB"
+
+    def margin(self, gpu: float) -> str:
+        """Returns a line on what is left of a GPU of so many bytes."""
+        left, skew, nccl = (gpu - self.needed) / GIB, self.skew / GIB, self.communicators / GIB
+        word = f"{left:.1f} left" if left >= 0 else f"{-left:.1f} short"
+        more = f"{skew:.1f} for rows skewed {SKEW:g}x, {nccl:.1f} for communicators and "
+        more += f"{RESERVED / GIB:g} for CUDA and the allocator"
+        return f"{self.needed / GIB:.1f} of {gpu / GIB:.1f} GiB, {word}, with {more}"
+
+
+def memory(setup: Setup) -> Memory:
+    """The estimate for one rank: in a pipeline, for the one that needs most. Raises as `tables`."""
+    ranks = (
+        Memory(**{term: sum(lines.values(), 0.0) for term, lines in table.items()})
+        for table in tables(setup)
+    )
+    return max(ranks, key=lambda found: found.needed)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Holds the resolved `parallelism.fsdp_accumulation`, and the setup with it."""
+
+    word: str
+    """Value of `parallelism.fsdp_accumulation`: "reduce_each" or "keep_gathered", never "auto"."""
+    microbatches: int
+    """Number of microbatches in a step; 1 in a pipeline."""
+    setup: Setup
+
+    @property
+    def estimate(self) -> Memory:
+        """Returns a rank's memory. Raises as `memory`."""
+        return memory(self.setup)
+
+    @property
+    def line(self) -> str:
+        """Returns the line for a log; empty if a step has one microbatch."""
+        if self.microbatches == 1:
+            return ""
+        kept, unit = self.estimate.accumulated, self.estimate.unit
+        more = f", for {kept / _UNITS[unit]:.1f} {unit} more" if kept else ""
+        return f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}{more}"
+
+
+def choose_accumulation(setup: Setup, device_bytes: float | None) -> Accumulation:
+    """Resolves `parallelism.fsdp_accumulation`. `device_bytes`: a GPU's memory; None: a CPU."""
+    training, parallelism, dims = setup.job.training, setup.parallelism, setup.dims
+    sequences = dims.size("batch") * training.local_batch_size
+    microbatches = 1 if dims.pp > 1 else max(training.global_batch_size // sequences, 1)
+
+    def with_word(word: str) -> Accumulation:
+        resolved = parallelism.model_copy(update={"fsdp_accumulation": word})
+        job = setup.job.model_copy(update={"parallelism": resolved})
+        return Accumulation(word, microbatches, setup._replace(job=job))
+
+    if parallelism.fsdp_accumulation != "auto":
+        return with_word(parallelism.fsdp_accumulation)
+    if microbatches > 1 and device_bytes is not None:
+        keeping = with_word("keep_gathered")
+        if keeping.estimate.needed + MARGIN <= device_bytes:
+            return keeping
+    return with_word("reduce_each")

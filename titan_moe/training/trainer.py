@@ -1,0 +1,400 @@
+"""The training loop of one rank, in the order in which it runs."""
+
+import gc
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.checksums import checksums
+from titan_moe.checkpoint.folder import step_to_go_on_from
+from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
+from titan_moe.checkpoint.train_state import get_random_state, set_random_state
+from titan_moe.checks.job import check_reshard
+from titan_moe.comm.process import Process, collect_everything, seed_everything, set_timeouts
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import as_toml, resolve
+from titan_moe.config.training_stages import changes, job_of_step, training_stages
+from titan_moe.data.batch import Batch
+from titan_moe.data.reader import documents_without_text, first_without_text, merge_states
+from titan_moe.data.tokenizer import loss_unit
+from titan_moe.debug.routing_trace import RoutingTrace
+from titan_moe.distributed.compile import compiled_so_far, forget_compiled
+from titan_moe.distributed.process_groups import ProcessGroups
+from titan_moe.distributed.transfer import move
+from titan_moe.metrics.closing import closing_lines, outcome
+from titan_moe.metrics.jsonl import INITIAL_WEIGHTS
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import HFModel
+from titan_moe.optim.optimizers import build_optimizer, peak_rates
+from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
+from titan_moe.parallelize.parallelize import ShardedModel, build_sharded_model
+from titan_moe.profiling.profiler import profiler
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.position import mark_layers
+from titan_moe.runtime.regions import region
+from titan_moe.runtime.stopping import StopRequest
+from titan_moe.training.bad_step_causes import bad_step_causes
+from titan_moe.training.bad_steps import BadSteps
+from titan_moe.training.capture.step import StepCapture
+from titan_moe.training.run_log import WITHOUT_TEXT, RunLog, describe_layout, describe_run
+from titan_moe.training.train_data import TrainData
+from titan_moe.training.train_step import StepResult, TrainStep, overflow_line, validation_loss
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Steps and tokens that a run has trained on."""
+
+    step: int = 0
+    tokens: int = 0
+
+
+class Trainer:
+    """Everything of one run on one rank."""
+
+    def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
+        """Build model, optimizer, data and log, and load the checkpoint to go on from. Collective.
+        Raises ConfigError or RunError."""
+        seed_everything(job.debug)
+        self.process = process
+        self.folder = Path(job.job.dump_folder)
+        self._config = model_config
+        self.run_job = self.job = job
+        """The whole run's configuration; `job` is the present stage's."""
+        if job.stages:
+            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
+        self.stop_request = StopRequest(process, os.environ)
+        self.bad_steps = BadSteps(job.training)
+        self._build_model(job)
+        self._prepare_updates()
+        self.data = TrainData(self.run_job, job, model_config, process)
+        self.progress = Progress()
+        state = self.checkpointer.load() or {}
+        self.checkpointer.texts = self.data.tokenizer.text_format(self.checkpointer.texts)
+        if "data" in state:
+            self.data.load_state(state["data"])
+        if "step" in state:
+            self.progress = Progress(state["step"], state["tokens"])
+            self.bad_steps.load_state(state)
+            self._say(f"going on after step {self.progress.step}")
+        resume_step = self.progress.step
+        if job.training.epochs is not None:  # A run of epochs has no stages.
+            self.run_job = job = self.data.end_with_epochs(job, resume_step)
+            self.job, self.checkpointer.job_record = job, job.model_dump(mode="json")
+        warn_of_changed_rate(self.checkpointer.loaded_job, job.model_dump(), resume_step)
+        self.routing = RoutingTrace(job, self.sharded, process, resume_step=resume_step)
+        self.log = RunLog(self.run_job, self.sharded, process, resume_step=resume_step)
+        self.losses: tuple[float, float | None] = (math.nan, None)
+        """The last step's loss, and the loss of the validation after it."""
+
+    def _build_model(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
+        """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
+        self.job = job
+        self.sharded = _sharded_model(job, self._config, self.process, groups)
+        self.meshes = self.sharded.meshes
+        self._ran = False
+
+    def _prepare_updates(self) -> None:
+        """Build optimizer, train step and checkpointer for the model."""
+        job, sharded = self.job, self.sharded
+        self.optimizer = build_optimizer(
+            job.optimizer, sharded.named_parameters(), self._config, self.meshes.group
+        )
+        self.peak_rates = peak_rates(self.optimizer, job.optimizer)
+        self.train_step = TrainStep(
+            sharded,
+            self.optimizer,
+            job.training,
+            device=self.process.device,
+            stop=self.stop_request.asks,
+            is_spike=self.bad_steps.is_spike,
+        )
+        self.checkpointer = _checkpointer(self.run_job, job, sharded, self.optimizer)
+
+    def train(self) -> bool:
+        """Train to the last step, or until asked to stop. Returns whether it was stopped, saved."""
+        steps, resume_step = self.job.training.steps, self.progress.step
+        if resume_step >= steps:
+            self.checkpointer.check_export(resume_step, finished=True)
+            at = f"{self.checkpointer.folder} is at step {resume_step}"
+            line = f"{at}, and {self.data.limit(self.job)} allows no more: raise it to go on"
+            self._say(f"{line}, or choose another job.dump_folder")
+            self._close(draws=False)
+            return False
+        self.checkpointer.check_export(steps)
+        if self.process.is_main:
+            describe_run(self.run_job, self.process, self.data.loader.identity)
+        if self.job.metrics.log_initial_weights and not resume_step:
+            found = checksums(model_tensors(self.sharded.parts))
+            if self.process.is_main:
+                write_whole(self.folder / INITIAL_WEIGHTS, json.dumps(found, indent=1))
+        # Python's own collection would run in another step on each rank, and every other rank then
+        # waits in the next collective. What start-up has made lives as long as the run.
+        gc.disable()
+        gc.freeze()
+        stages = dict(training_stages(self.run_job)[1:])
+        with profiler(self.job.profiling, self.folder, self.process.rank) as profile_step:
+            while self.progress.step < steps:
+                step = self.progress.step + 1
+                if stages.get(step, self.job) != self.job:
+                    began = changes(self.job, stages[step])
+                    self._say(f"a training stage begins with step {step}: {began}")
+                    with self.log.phases("reshard"):
+                        self.reshard(stages[step])
+                stop = self._step(step)
+                if not self._ran:
+                    self._end_first_step()
+                if step % self.job.training.gc_freq == 0:
+                    gc.collect(1)
+                profile_step()
+                if stop:
+                    break
+        if stopped := self.progress.step < steps:
+            if self.checkpointer.finish() != self.progress.step:
+                self.checkpointer.save(self.progress.step, self._state())
+            self.stop_request.answer()
+        self._close(draws=not stopped)
+        self._say_goodbye()
+        return stopped
+
+    def _close(self, *, draws: bool) -> None:
+        self.data.loader.close()
+        self.log.close(*loss_unit(self.data.tokenizer), draws=draws)
+
+    def _end_first_step(self) -> None:
+        """Shorten the timeouts: the first step of a layout compiles, and may take long."""
+        if self.job.compile.enable:
+            graphs, breaks, seconds = compiled_so_far()
+            self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
+        set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.groups.all())
+        self._ran = True
+
+    def _step(self, step: int) -> bool:
+        """Make a step, validate, log and save; returns whether all ranks must stop."""
+        phases, training = self.log.phases, self.job.training
+        before = self._state()
+        with phases("data", step), region("data"):
+            batches = self.data.loader.next_step()
+        factor = lr_factor(step, self.job.lr_scheduler, training.steps)
+        set_lr(self.optimizer, factor)
+        asked = step == self.job.debug.capture_step
+        capture = StepCapture(self.job, self.sharded, self.optimizer, step) if asked else None
+        logged = self.log.wants(step) or self._validates(step) or capture is not None
+        with phases("step"), self.routing.step(step, batches):
+            read = self.data.loader.state_dict()
+            result = self.train_step(
+                batches,
+                logged=logged,
+                counts={WITHOUT_TEXT: documents_without_text(read)},
+                parameter_norms=self.job.metrics.log_parameter_norms and self.log.wants(step),
+                observer=capture,
+            )
+        if capture is not None:
+            capture.write(self.folder)
+        # First: with symmetric memory nothing was sent, and what was not received may be anything.
+        if result.rows_dropped and self.sharded.stops_on_overflow:
+            self.train_step.discard()
+            line = overflow_line(self.job.parallelism, result.rows_dropped)
+            raise RunError(f"step {step}: {line}; {self._keep(step, before)}")
+        if not self._ran and result.loss == 0.0:
+            seen = f"step {step}: the loss is exactly 0 over {result.num_targets:,} target tokens"
+            logger.warning("%s: nothing is learned; look at the data's documents", seen)
+        if result.accepted:
+            self.bad_steps.accept(result)
+        else:
+            self._handle_bad_step(step, result, batches, before)
+
+        step_tokens = training.global_batch_size * training.seq_len
+        self.progress = Progress(step, self.progress.tokens + step_tokens)
+        validation_loss = None
+        if self._validates(step):
+            with phases("validation"):
+                validation_loss = self._validate()
+        self.losses = (result.loss, validation_loss)
+        self.log.step(
+            step,
+            result,
+            rates={name: peak * factor for name, peak in self.peak_rates.items()},
+            tokens=self.progress.tokens,
+            step_tokens=step_tokens,
+            validation_loss=validation_loss,
+            without_text=first_without_text(read),
+        )
+        with phases("checkpoint"):
+            if (freq := self.job.metrics.replica_check_freq) and step % freq == 0:
+                self.checkpointer.check_replicas(step)
+            self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
+        return result.stop and self.job.checkpoint.keeps_state
+
+    def _handle_bad_step(
+        self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
+    ) -> None:
+        """Decide about a step that updated nothing. Raises RunError if the run must stop; saves the
+        state before the step first."""
+        place, worst = bad_step_causes(
+            self.sharded, batches, self.process.device, is_finite=result.finite
+        )
+        decision = self.bad_steps.decide(step, result, place)
+        self.train_step.discard()
+        self.log.event(step, self.bad_steps.record(result, decision, worst))
+        if decision.action == "stop":
+            kept = self._keep(step, before)
+            raise RunError(f"{decision.seen}; {kept} ({decision.remark})")
+        logger.warning("%s; %s", decision.seen, decision.remark)
+
+    def _keep(self, step: int, before: dict[str, Any]) -> str:
+        """Save the state before a step that updated nothing; returns a line with its folder.
+        Collective."""
+        if not self.job.checkpoint.keeps_state or step == 1:
+            return "no state was kept"
+        if self.checkpointer.finish() != step - 1:
+            self.checkpointer.save(step - 1, before)
+        return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
+
+    def _validates(self, step: int) -> bool:
+        due = step % self.job.validation.freq == 0 or step == self.job.training.steps
+        return due and self.data.validation is not None
+
+    def _validate(self) -> float:
+        """Returns the held-out loss. Raises RunError if buffers between ranks do not suffice."""
+        assert self.data.validation is not None
+        loss, dropped = validation_loss(self.data.validation, self.sharded, self.process.device)
+        if dropped and self.sharded.stops_on_overflow:
+            step = self.progress.step  # Its update is done, and is saved.
+            kept = self._keep(step + 1, self._state())
+            line = overflow_line(self.job.parallelism, dropped)
+            raise RunError(f"validation after step {step}: {line}; {kept}")
+        return loss
+
+    def _state(self) -> dict[str, Any]:
+        """Returns a checkpoint's state besides tensors; the learning rate follows from the step."""
+        return {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "data": self.data.loader.state_dict(),
+            **self.bad_steps.state(),
+        }
+
+    def reshard(self, job: JobConfig) -> None:
+        """Change to the layout of `job`, before, between or after the steps of `train`. Collective.
+        Sequence length and batch may change too: `data.reader.continue_state` then moves the data
+        position.
+
+        Nothing goes through the disk. The later steps have the bits of a run that was saved,
+        stopped and resumed in that layout. Parameters move first and are freed, then the
+        optimizer's state: memory holds at most one more copy of either.
+
+        Raises ConfigError, and leaves the run as it was, if `job` cannot run in this world or
+        differs from the run in more than layout, sequence length and batch.
+        """
+        world_size, step = self.process.world_size, self.progress.step
+        if problems := check_reshard(self.job, job, self._config, world_size):
+            raise ConfigError(problems)
+        job = resolve(job, world_size)
+        set_timeouts(job.comm.init_timeout_seconds, self.meshes.groups.all())
+        random_state = get_random_state()
+        seed_everything(job.debug)
+        forget_compiled(job.compile)
+        # A pipeline's stages, and buffers in symmetric memory, depend on the length of sequences.
+        sized = job.parallelism.expert_parallel_comm_backend == "symmetric"
+        layouts = [(each.parallelism, each.activation_checkpoint) for each in (self.job, job)]
+        moves = self.meshes.dims.pp > 1 or sized or layouts[0] != layouts[1]
+        sent = self._move_to(job) if moves else 0
+        self.job, self._ran = job, False
+        self.data.reopen(job)
+        set_random_state(random_state)
+        self.routing = RoutingTrace(job, self.sharded, self.process, resume_step=step)
+        self.log.set_layout(job, self.sharded, resume_step=step)
+        collect_everything()
+        self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")
+
+    def _move_to(self, job: JobConfig) -> int:
+        """Move parameters and optimizer state to another layout; returns the bytes sent."""
+        last_step, texts = self.checkpointer.finish(), self.checkpointer.texts
+        weights = model_tensors(self.sharded.parts)
+        states = optimizer_tensors(self.sharded.parts, self.optimizer)
+        self._build_model(job, self.meshes.groups)
+        moved = move(weights, model_tensors(self.sharded.parts))
+        self._prepare_updates()
+        moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
+        self.checkpointer.last_step, self.checkpointer.texts = last_step, texts
+        return moved + moved_too
+
+    def _say_goodbye(self) -> None:
+        """Log the losses, the files of the run, and commands to run next."""
+        for line in closing_lines(
+            self.job.training,
+            self.job.checkpoint,
+            self.folder,
+            step=self.progress.step,
+            outcome=outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)),
+            last_saved=self.checkpointer.last_step,
+            launch=self.process,
+            adapts=self.job.lora.rank is not None,
+        ):
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        if self.process.is_main:
+            logger.info("%s", line)
+
+
+def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
+    """Run a resolved job on this rank: write its seed checkpoint, or train it. Returns whether it
+    stopped before its last step, saved."""
+    if process.is_main:
+        logger.info("%s: %s", job.job.description, job.job.dump_folder)
+        if job.job.print_config:
+            logger.info("configuration:\n%s", as_toml(job))
+    if not job.checkpoint.create_seed_checkpoint:
+        return Trainer(job, model_config, process).train()
+    sharded = _sharded_model(job, model_config, process)
+    checkpointer = _checkpointer(job, job, sharded, None)
+    checkpointer.save(0, {})
+    if process.is_main:
+        logger.info("the initial weights are %s", checkpointer.folder / "step-0")
+    return False
+
+
+def _sharded_model(
+    job: JobConfig, config: ModelConfig, process: Process, groups: ProcessGroups | None = None
+) -> ShardedModel:
+    """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
+    sharded = build_sharded_model(
+        job,
+        config,
+        device=process.device,
+        world_size=process.world_size,
+        ranks_per_node=process.local_world_size,
+        draw_weights=groups is None,
+        groups=groups,
+    )
+    mark_layers(sharded.parts)
+    if process.is_main:
+        describe_layout(job, sharded, process.device)
+    return sharded
+
+
+def _checkpointer(
+    run_job: JobConfig, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer | None
+) -> Checkpointer:
+    return Checkpointer(
+        job.checkpoint,
+        Path(job.job.dump_folder),
+        modules=sharded.parts,
+        optimizer=optimizer,
+        job_record=run_job.model_dump(mode="json"),
+        merge_data=merge_states,
+        model=HFModel(job.model.name, sharded.config),
+    )
