@@ -21,8 +21,8 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
 from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.hf import model_of_job
+from titan_moe.prepare.job import check_all
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-from titan_moe.train import check_all
 from titan_moe.training.trainer import train
 
 STEPS = 4

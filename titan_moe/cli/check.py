@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
+    from titan_moe.prepare.job import check_all
     from titan_moe.runtime.launch import default_ranks
-    from titan_moe.train import check_all
 
     nodes = options.nodes
     ranks = options.ranks or nodes * default_ranks(os.environ)

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.debug.engine_routes import import_routes
+    from titan_moe.prepare.job import prepare
     from titan_moe.runtime.launch import default_ranks
-    from titan_moe.train import prepare
 
     ranks = options.ranks or default_ranks(os.environ)
     job, model, _ = prepare(job_arguments(options), ranks, os.environ)

@@ -77,8 +77,8 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     # Until the launcher answers it: checks may take long. Before there is a thread, which inherits
     # the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    from titan_moe.prepare.job import check_all
     from titan_moe.runtime.launch import default_ranks
-    from titan_moe.train import check_all
 
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
     if nodes.number > 1 and not re.fullmatch(r".+:\d{1,5}", options.endpoint):

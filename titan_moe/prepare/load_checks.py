@@ -4,8 +4,9 @@ Names, shapes and positions are read, and no tensor but adapters; nothing is wri
 imported, and the data opened, only where there is something to load.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
@@ -16,6 +17,7 @@ from titan_moe.runtime.errors import RunError
 
 if TYPE_CHECKING:
     from titan_moe.checkpoint.folder import Found
+    from titan_moe.data.sequences import Identity
 
 
 def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
@@ -131,7 +133,6 @@ def _check_data(job: JobConfig, found: "Found") -> None:
     from titan_moe.checkpoint.train_state import DATA, read_train_state
     from titan_moe.data.build import build_reader, on_the_hub
     from titan_moe.data.tokenizer import load_tokenizer
-    from titan_moe.training.train_data import continue_data
 
     if found.model_only or "dataloader" in found.excluded:
         return
@@ -149,3 +150,14 @@ def _check_data(job: JobConfig, found: "Found") -> None:
         validation=now.validation,
     )
     continue_data(job, read_train_state(found.path)[DATA], reader.identity)
+
+
+def continue_data(job: JobConfig, state: dict[str, Any], identity: "Identity") -> dict[str, Any]:
+    """Returns a checkpoint's data position for a loader of `identity`. RunError if it is one of
+    other data, or of a stage that the run did not have at that step."""
+    from titan_moe.data.reader import continue_state
+
+    taken = job_of_step(job, state["step"]).training
+    size, length = taken.global_batch_size, taken.seq_len
+    saved = replace(identity, global_batch_size=size, seq_len=length)
+    return continue_state(state, saved, identity)

@@ -1,7 +1,6 @@
 """The data that one rank of a run reads, in the run's current layout and training stage."""
 
 import logging
-from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -13,7 +12,6 @@ from titan_moe.checks.data import check_vocabulary
 from titan_moe.comm.process import Process
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.training_stages import job_of_step
 from titan_moe.data.build import (
     build_reader,
     build_validation,
@@ -25,13 +23,13 @@ from titan_moe.data.loader import Loader
 from titan_moe.data.packed_conversations import Lengths
 from titan_moe.data.reader import StepReader, continue_state, merge_states
 from titan_moe.data.reader_process import ReaderProcess
-from titan_moe.data.sequences import Identity
 from titan_moe.data.sources import training_sources
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
+from titan_moe.prepare.load_checks import continue_data
 
 logger = logging.getLogger(__name__)
 
@@ -157,13 +155,3 @@ class TrainData:
         """Go on at a checkpoint's position. RunError if the position is one of other data, or of a
         stage that the run did not have at that step."""
         self.loader.load_state_dict(continue_data(self._job, state, self.loader.identity))
-
-
-def continue_data(job: JobConfig, state: dict[str, Any], identity: Identity) -> dict[str, Any]:
-    """Returns a checkpoint's data position for a loader of `identity`. RunError if it is one of
-    other data, or of a stage that the run did not have at that step."""
-    taken = job_of_step(job, state["step"]).training
-    size, length = taken.global_batch_size, taken.seq_len
-    return continue_state(
-        state, replace(identity, global_batch_size=size, seq_len=length), identity
-    )

@@ -10,7 +10,7 @@ from titan_moe.checks.notes import fit_to_cpu, narrow_lines, notes
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
-from titan_moe.train import check_all
+from titan_moe.prepare.job import check_all
 
 DENSE = replace(MODEL, moe=None)
 SPARSE = model_config("deepseek_v32", "debugmodel")

@@ -13,7 +13,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.parallelize.memory import GIB, MARGIN, choose_accumulation
 from titan_moe.parallelize.memory_table import Setup
-from titan_moe.train import prepare
+from titan_moe.prepare.job import prepare
 
 _SCHEMA = Path(__file__).parents[3] / SCHEMA
 _CONFIGS = _SCHEMA.parent
@@ -44,7 +44,7 @@ def test_a_config_names_the_schema_and_runs_on_the_ranks_and_in_the_memory_that_
     stated = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
     ranks = int(stated[1]) if stated else 2
     if stated:
-        monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: 8)
+        monkeypatch.setattr("titan_moe.prepare.job.count_gpus", lambda environment: 8)
     job, config, _ = prepare(["--job.config_file", str(path)], ranks, os.environ)
     if stated:
         setup = Setup(job, config, ranks)

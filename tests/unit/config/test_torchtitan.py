@@ -9,7 +9,7 @@ from tests.support.refusals import config_file, refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import known_keys, load_job, read_job, tomllib
 from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
-from titan_moe.train import prepare_job
+from titan_moe.prepare.job import prepare_job
 
 _TEXT = (REPO / "tests/support/torchtitan_keys.toml").read_text(encoding="utf-8")
 _THEIRS = {f"{table}.{name}" for table, names in tomllib.loads(_TEXT).items() for name in names}

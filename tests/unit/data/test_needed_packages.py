@@ -10,7 +10,7 @@ from tests.support.jobs import command, run_to_end
 from tests.support.refusals import refusal
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.tokens import write_tokens
-from titan_moe.train import prepare
+from titan_moe.prepare.job import prepare
 
 _UNUSED = (
     "datasets huggingface_hub tokenizers tiktoken transformers zstandard tqdm matplotlib jinja2 "

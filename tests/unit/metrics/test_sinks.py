@@ -14,7 +14,7 @@ from titan_moe.config.job_config import Metrics
 from titan_moe.metrics import sinks
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.metrics.sinks import Background, Console
-from titan_moe.train import check_all
+from titan_moe.prepare.job import check_all
 
 JOB = {"training": {"steps": 3, "blend": []}, "model": {"name": "qwen3"}}
 

@@ -30,7 +30,7 @@ from titan_moe.models.hf import (
 )
 from titan_moe.models.kimi_linear import hf as kimi_linear
 from titan_moe.models.registry import FAMILIES, flavors, model_config
-from titan_moe.train import check_all
+from titan_moe.prepare.job import check_all
 from titan_moe.verify.parity.check import cases
 
 EVERY = [(family, flavor) for family in FAMILIES for flavor in flavors(family)]

@@ -14,8 +14,8 @@ from tests.support.hf_folders import make_folder, small_model
 from tests.support.trainings import make_job, train_here
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import save_job
+from titan_moe.prepare.job import check_all
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.train import check_all
 
 WORDS = [f"some words of document {number}, and more of them" for number in range(200)]
 

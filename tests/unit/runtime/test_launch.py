@@ -12,8 +12,8 @@ from tests.support.jobs import is_running, until
 from tests.support.paths import REPO
 from tests.support.processes import start_process
 from tests.support.refusals import refusal
+from titan_moe.prepare.job import prepare, read_for_device
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
-from titan_moe.train import prepare, read_for_device
 
 
 def test_launch_is_read_from_torchruns_variables() -> None:
@@ -72,8 +72,8 @@ def test_has_bfloat16_units(words: str, expected: bool, tmp_path: Path) -> None:
 def test_cpu_without_bfloat16_units_computes_in_float32(
     units: bool, num_gpus: int, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan_moe.train.has_bfloat16_units", lambda: units)
-    monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: num_gpus)
+    monkeypatch.setattr("titan_moe.prepare.job.has_bfloat16_units", lambda: units)
+    monkeypatch.setattr("titan_moe.prepare.job.count_gpus", lambda environment: num_gpus)
     config = str(REPO / "configs/qwen3/debugmodel_moe.toml")
     job, lines = read_for_device(["--job.config_file", config, *arguments], {})
     assert job.training.mixed_precision_param == expected

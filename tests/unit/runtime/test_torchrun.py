@@ -253,7 +253,7 @@ def test_request_during_checks_waits_for_torchrun(
         script = _ASKS.format(signals=[], code=0)
         return start(script, stop_timeout_s=stop_timeout_s)
 
-    monkeypatch.setattr("titan_moe.train.check_all", check)
+    monkeypatch.setattr("titan_moe.prepare.job.check_all", check)
     monkeypatch.setattr(torchrun, "start_ranks", starts)
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     options = {"one_process": False, "nodes": 1, "node_rank": 0, "endpoint": "", "max_restarts": 0}

@@ -20,7 +20,7 @@ from scripts.bench.torchtitan.torchtitan_rank import fill_indices
 from tests.support.paths import REPO
 from tests.support.refusals import config_file
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.train import prepare
+from titan_moe.prepare.job import prepare
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

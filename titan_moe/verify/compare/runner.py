@@ -13,8 +13,8 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import tokens_in_words, tokens_per_step
 from titan_moe.models.hf import model_of_job
+from titan_moe.prepare.job import check_all
 from titan_moe.runtime import launch
-from titan_moe.train import check_all
 from titan_moe.training.run_log import model_flops_per_token
 from titan_moe.verify.compare import cost
 from titan_moe.verify.compare.comparison import Comparison
