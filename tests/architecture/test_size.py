@@ -49,26 +49,31 @@ FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
 # exports with the template; 300 and 450 lines were meant.
 CONVERSATIONS = {"titan_moe": 646, "tests": 336, "scripts": 0}
 # What runs, readers and the packages of others found came later; 350 and 450 lines were meant.
-FOUND_BY_READERS = {"titan_moe": 421, "tests": 683, "scripts": 100}
+FOUND_BY_READERS = {"titan_moe": 416, "tests": 667, "scripts": 100}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {
-    "titan_moe/*.py": 850,
-    "checkpoint": 1_700,
-    "cli": 1_000,
-    "config": 1_500,
+    "titan_moe/*.py": 100,
+    "checkpoint": 1_650,
+    "checks": 900,
+    "cli": 1_150,
+    "comm": 500,
+    "config": 1_000,
     "data": 1_500,
     "debug": 1_000,  # With routing.
-    "distributed": 3_200,
-    "metrics": 600,
+    "distributed": 2_250,
+    "metrics": 450,
     "models": 2_100,
     "moe": 900,
     "ops": 1_600,
     "optim": 330,
-    "profiling": 350,
-    "runtime": 950,
+    "parallelize": 700,
+    "prepare": 200,
+    "profiling": 300,
+    "runtime": 850,
     "simulate": 1_400,
-    "verify": 4_700,
+    "training": 1_500,
+    "verify": 4_200,
 }
 _GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 _NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

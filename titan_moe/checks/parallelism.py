@@ -56,7 +56,7 @@ def _symmetric_memory(run: Run) -> Iterator[str]:
     }
     named = [setting for setting, uses in users.items() if uses]
     if len(named) > 1:
-        yield f"parallelism.{' and '.join(named)} want symmetric memory of two kinds: choose one"
+        yield f"parallelism.{' and '.join(named)} need buffers of symmetric memory: choose one"
     if named and run.job.comm.share_gpus:
         yield (
             f"parallelism.{named[0]} wants symmetric memory, which ranks of one GPU do not have: "

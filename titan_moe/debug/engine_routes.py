@@ -119,7 +119,7 @@ class Responses:
         """`num_layers`: decoder layers of the model."""
         self._dims = dims
         self.experts_TLK: dict[bytes, NDArray[np.uint16]] = {}
-        """By the token ids: experts by token and MoE layer, as `of_sequence` returns them."""
+        """Experts by token and MoE layer, as `of_sequence` returns them, by the token ids."""
         self.missing: dict[bytes, int] = {}
         """Line of each response that no sequence so far had all of."""
         try:

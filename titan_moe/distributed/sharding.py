@@ -30,8 +30,8 @@ class Sharding:
     """Holds what each axis of a mesh means for a tensor: parts, copies or the terms of a sum."""
 
     cuts: tuple[tuple[str, ...], ...] = ()
-    """For each tensor dim the axes that cut it, outermost first; dims after the last cut one are
-    left out."""
+    """The axes that cut each tensor dim, outermost first; dims after the last cut one are left
+    out."""
     partial: frozenset[str] = frozenset()
     """Axes over which the tensor is a sum that has not been taken."""
 

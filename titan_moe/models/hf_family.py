@@ -190,7 +190,7 @@ SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
     "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
 }
-"""By rope_type, and the numbers that have the same names in config.json."""
+"""Scalings of positions by rope_type, with the numbers that config.json names alike."""
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:

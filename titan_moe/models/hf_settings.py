@@ -73,7 +73,7 @@ WRAPPERS = {
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": replace(_QWEN, transposed=True),
 }
-"""By the model_type of a config.json with a text_config."""
+"""Prefixes and names of the language model's weights, by the model_type of a whole config.json."""
 
 
 def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:

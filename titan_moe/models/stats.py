@@ -51,7 +51,8 @@ class AttentionStats(NamedTuple):
 
 @singledispatch
 def attention_stats(attention: TokenMixer, dim: int) -> AttentionStats:
-    """For a residual stream of `dim`. TypeError for a variant that has registered no counts."""
+    """Returns the counts of one layer's attention for a residual stream of `dim`. Raises TypeError
+    for a variant that has registered none."""
     raise TypeError(f"models/stats.py has no counts for a {type(attention).__name__}")
 
 

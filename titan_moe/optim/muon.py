@@ -186,7 +186,8 @@ def _stacked(pieces: list[Tensor], batch: _Batch) -> Tensor:
 
 
 def matrix_cut(parameter: Tensor, joined_group: JoinedGroup | None = None) -> Cut | None:
-    """Who holds which piece of a parameter's matrices, its last two dims; None where each is whole.
+    """Returns which rank holds which piece of a parameter's matrices, its last two dims; None where
+    each matrix is whole on one rank.
 
     A dim before them (a stack's experts) may be cut without going through a matrix.
 

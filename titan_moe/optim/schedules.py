@@ -29,7 +29,7 @@ DECAYS: dict[str, Callable[[Decay], float]] = {
     "cosine": lambda at: (1 + math.cos(math.pi * at.progress)) / 2,
     "inverse_sqrt": lambda at: math.sqrt(at.begin / at.step),
 }
-"""From a step's position in the decay to what remains of the way down."""
+"""Functions that return the share of the decay that remains at a step's position in it."""
 
 
 def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:

@@ -1,5 +1,4 @@
-"""From a resolved config to a sharded model: the only file that knows both models and
-distributed."""
+"""Makes a sharded model of a resolved configuration; no other file knows models and meshes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

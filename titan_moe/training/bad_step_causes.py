@@ -111,7 +111,8 @@ def _in_tensors(kind: int, tensors: Mapping[str, Tensor], names: list[str]) -> I
 
 
 def _first_place(own: Iterable[_Found]) -> str:
-    """Names the first place of all ranks, given this rank's in order. Collective."""
+    """Returns the earliest tensor that is not finite over all ranks, given this rank's in order.
+    Collective."""
     everyone = from_every_rank(lambda: next(iter(own), None), doing=_DOING)
     hits = [(found, rank) for rank, found in enumerate(everyone) if found is not None]
     if not hits:

@@ -53,7 +53,7 @@ RULES = [
     ("pp 2 --comm.split_communicators", 2, "stages of a pipeline may not: choose false, or para"),
     (f"{_ZBV} --activation_checkpoint.mode full", 2, "mode=full with pipeline_parallel_schedule="),
     (f"{_ZBV} --activation_checkpoint.mode none --compile.enable", 2, "makes one graph of: choose"),
-    (f"tp 2 ep 2 {ASYNC} --compile.enable {SYMMETRIC}", 2, "want symmetric memory of two kinds:"),
+    (f"tp 2 ep 2 {ASYNC} --compile.enable {SYMMETRIC}", 2, "need buffers of symmetric memory:"),
     (f"ep 2 {SYMMETRIC} --comm.share_gpus", 2, "which ranks of one GPU do not have: choose anoth"),
     (f"tp 2 {ASYNC} --compile.enable --comm.share_gpus", 2, "=true wants symmetric memory, which"),
     ("ep 3", 3, "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1"),
@@ -214,7 +214,7 @@ def test_multi_token_prediction_wants_sequences_longer_than_it_looks_ahead() -> 
     assert problems("--training.seq_len 3", 1, replace(MODEL, num_mtp_layers=2)) == []
 
 
-def test_routing_folders_that_cannot_be_meant(tmp_path: Path) -> None:
+def test_routing_folders_that_cannot_be_written_or_replayed_are_refused(tmp_path: Path) -> None:
     full, record = tmp_path / "full", tmp_path / "record"
     for folder, name in ((full, "notes.txt"), (record, "record.json")):
         folder.mkdir()

@@ -33,7 +33,7 @@ class Written(NamedTuple):
     dtype: torch.dtype
     pieces: list[tuple[str, Piece]]
     rest: Any = None
-    """In place of pieces: a slice of the library, all of which is written as it is."""
+    """A slice of safetensors that is written whole and unchanged, in place of pieces."""
 
     @property
     def nbytes(self) -> int:

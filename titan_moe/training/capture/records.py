@@ -75,7 +75,7 @@ class Records:
         self._orders.setdefault(place, (stage, len(self._orders)))
 
     def add(self, place: Place, stage: int, sketches: Sketches) -> None:
-        """Keeps some of a place's sketches.
+        """Adds a few random projections of one tensor to the capture.
 
         Args:
             stage: of the pipeline, or a layer's number.

@@ -47,8 +47,8 @@ class Finding:
     axes: Mapping[str, int]
     """Axes of which one run has more ranks, by how many times."""
     tie: str
-    """If rounding chose other experts or keys, and nothing is known to be wrong: how far apart
-    their scores were."""
+    """The distance between the scores of experts or keys that rounding chose otherwise, in words;
+    empty if something else is wrong."""
 
     @property
     def first(self) -> PlaceDifference:

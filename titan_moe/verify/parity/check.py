@@ -87,7 +87,7 @@ class ParityResult:
     gradient: float
     """The largest difference of a parameter's gradient; of a tied weight, the sum's."""
     gradient_of: str
-    """That parameter, by our name."""
+    """Our name of the parameter with that difference."""
     losses: float
     """The largest difference of the steps."""
     exported: float | None

@@ -215,7 +215,7 @@ class Band:
         counts = [curve.loads[layer.removeprefix(LOAD_OF)] for layer in self._names[kind]]
         num_experts = self.curves[0].loads[self._names[kind][0].removeprefix(LOAD_OF)].shape[1]
         if any(counts_SE.shape[1] != num_experts for counts_SE in counts):
-            raise ConfigError(f"{curve.name}: its layers have not all {num_experts} experts")
+            raise ConfigError(f"{curve.name}: not every layer has {num_experts} experts")
         return np.stack([shares(counts_SE).T for counts_SE in counts])
 
 
