@@ -34,12 +34,13 @@ rm -f "$TITAN_MOE_STOPPED"
 #
 # In the background, so that this script passes a signal on, as of a comparison that is interrupted:
 # srun forwards SIGTERM to all tasks, and only counts them at a first SIGINT.
+# The trap is there before the tasks are.
+trap 'kill -TERM "$!"' INT TERM
 # shellcheck disable=SC2016  # SLURM_PROCID is each task's own.
 srun --nodes="$NNODES" --ntasks="$NNODES" --kill-on-bad-exit=1 \
     --gpus-per-node="${SLURM_GPUS_PER_NODE:-8}" \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" --cpu-bind=none \
     bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@" &
-trap 'kill -TERM "$!"' INT TERM
 code=0
 wait "$!" || code=$?
 while kill -0 "$!" 2>/dev/null; do

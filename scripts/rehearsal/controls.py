@@ -157,7 +157,7 @@ CONTROLS = [
     Control(
         "a sum over ranks on the host",
         "wrong device",
-        "train_step.py:_total",
+        "training/train_step.py:_total",
         _wrapped(
             "titan_moe.training.train_step:sum_over_world",
             _before(lambda: dist.all_reduce(torch.zeros(1))),

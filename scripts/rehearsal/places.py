@@ -43,13 +43,13 @@ class Allowance(NamedTuple):
 
 
 COPIES: Mapping[str, str] = {
-    "train_step.py:local_batch": "a microbatch's tokens, labels and documents, not waited for",
+    "training/train_step.py:local_batch": "a microbatch's tensors, not waited for",
     "distributed/pipeline/schedule.py:_run": "stages agree how a schedule of torch's begins",
     # These need CPU offload.
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
     f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
     "distributed/tensor_parallel.py:sum_grads": "offloaded gradients, summed by the devices",
-    "train_step.py:_total": "the sum of offloaded gradients' squares",
+    "training/train_step.py:_total": "the sum of offloaded gradients' squares",
 }
 """Copies between host and device in a step: place -> reason."""
 
@@ -71,7 +71,7 @@ WAITS: Mapping[str, Allowance] = {
     "distributed/tensor_parallel.py:sum_grads": Allowance(
         "offloaded gradients go to the device and back"
     ),
-    "train_step.py:_total": Allowance("the sum of offloaded gradients' squares"),
+    "training/train_step.py:_total": Allowance("the sum of offloaded gradients' squares"),
 }
 """Waits of the host for the device in a step."""
 

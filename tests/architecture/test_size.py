@@ -49,7 +49,7 @@ FINE_TUNING = {"titan_moe": 2_429, "tests": 2_153, "scripts": 0}
 # exports with the template; 300 and 450 lines were meant.
 CONVERSATIONS = {"titan_moe": 646, "tests": 336, "scripts": 0}
 # What runs, readers and the packages of others found came later; 350 and 450 lines were meant.
-FOUND_BY_READERS = {"titan_moe": 416, "tests": 667, "scripts": 100}
+FOUND_BY_READERS = {"titan_moe": 428, "tests": 670, "scripts": 100}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 WORDS = 45_000
 PACKAGES = {

@@ -41,7 +41,7 @@ _WAITS = {
     "equal",
 }
 # Operations have kernels of their own on CUDA; a batch lies on the host.
-_HOST = ("ops/", "data/", "train_step.py:num_local_targets")
+_HOST = ("ops/", "data/", "training/train_step.py:num_local_targets")
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 

@@ -167,7 +167,7 @@ class Engine(NamedTuple):
     """A training in one process that follows the routes of SGLang's form."""
 
     folder: Path
-    """Of the training. It also has a record for each form."""
+    """The folder of the training, which also has a record for each form."""
     curve: Curve
     expected: dict[tuple[int, SequenceName, int], np.ndarray]
     """Experts by step, sequence and position."""

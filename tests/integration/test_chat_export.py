@@ -18,6 +18,8 @@ from titan_moe.runtime.ranks import run_on_ranks
 
 OTHER = "{{ messages[0].content }}"
 NAMED = [{"name": name, "template": OTHER} for name in ("default", "tool_use")]
+TOOLS = TEMPLATES["chatml"] + "{# with tools #}"
+OF_BASE = {"default": TEMPLATES["chatml"], "tool_use": TOOLS}
 # Templates and ends of texts where models have them.
 PLACES = {
     "chat_template.jinja": OTHER,
@@ -28,11 +30,12 @@ PLACES = {
 
 
 def make_base(folder, *, trained):
-    """Makes a model whose texts end with token 1. Its template is the one that is trained, or there
-    are others everywhere."""
+    """Makes a model whose texts end with token 1. Its templates are those that are trained, or
+    others are everywhere."""
+    named = [{"name": name, "template": text} for name, text in OF_BASE.items()]
     small = small_model("qwen3", 1)
     make_folder(folder, replace(small, config=replace(small.config, vocab_size=512)), torch.float32)
-    tokenizer_file(folder, chat_template=TEMPLATES["chatml"] if trained else NAMED)
+    tokenizer_file(folder, chat_template=named if trained else NAMED)
     (folder / "generation_config.json").unlink()
     for name, text in {} if trained else PLACES.items():
         (folder / name).write_text(text)
@@ -83,6 +86,8 @@ def test_an_export_has_the_template_that_was_trained_and_stops_after_a_turn(comm
         assert (folder / "chat_template.jinja").read_bytes() == texts.template.encode()
         assert OTHER not in "".join(path.read_text() for path in folder.glob("*.j*"))
         check(folder, talked, ids, *texts.turn_ends.values())
+        templates = AutoTokenizer.from_pretrained(folder).chat_template
+        assert templates == (OF_BASE if merges else texts.template)
     asked = load_model(out if merges else step, chat=True)[1].conversations
     assert asked.template_source == texts.template
     assert merges or asked.identity == tokenizer.conversations.identity

@@ -65,7 +65,7 @@ def test_command_in_another_checkout_is_refused(clones: Clones, tmp_path: Path) 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
 def test_run_train_checks_by_its_own_code(clones: Clones) -> None:
     """Called from the root of another checkout."""
-    with (clones.mine / "titan_moe" / "train.py").open("a") as file:
+    with (clones.mine / "titan_moe" / "prepare" / "job.py").open("a") as file:
         file.write("\n\ndef prepare_job(*_):\n    raise ConfigError(['this is mine'])\n")
     exit_code, told = clones.run(clones.mine / "run_train.sh", at=clones.installed)
     assert (exit_code, told) == (2, "error: this is mine\n")

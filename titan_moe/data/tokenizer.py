@@ -18,7 +18,7 @@ from titan_moe.data import tiktoken_files
 from titan_moe.data.conversations import ChatError, Spans
 from titan_moe.data.encodings import ByteEncoding, HuggingFaceEncoding, SentencePieceEncoding
 from titan_moe.data.order import digest
-from titan_moe.models.hf_settings import TextFormat, text_of
+from titan_moe.models.hf_settings import TextFormat, chat_templates, text_of
 
 if TYPE_CHECKING:
     from titan_moe.data.chat import Conversations
@@ -233,25 +233,13 @@ class _Names:
         )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.special = {name: _content(table[name]) for name in _SPECIAL if table.get(name)}
-        self.templates = _templates(folder, self.config.get("chat_template"))
+        self.templates = chat_templates(folder, self.config.get("chat_template"))
         if template not in (None, self.templates.get("default")):
             self.templates = {"default": template}
         self.adds_bos: bool | None = self.config.get("add_bos_token")
         ends = [each.get("eos_token_id") for each in (generation, text_of(model), model)]
         stops: Any = next((end for end in ends if end is not None), [])
         self.stops: list[int] = stops if isinstance(stops, list) else [stops]
-
-
-def _templates(folder: Path | None, inside: Any) -> dict[str, str]:
-    """The chat templates of a folder by their names, as transformers finds them: those in files of
-    their own, else that in tokenizer_config.json, a text, or several with names."""
-    if folder is not None and (file := folder / "chat_template.jinja").is_file():
-        files = {"default": file}
-        files |= {each.stem: each for each in folder.glob("additional_chat_templates/*.jinja")}
-        return {name: _read(each).decode(errors="replace") for name, each in files.items()}
-    several = inside if isinstance(inside, list) else [{"name": "default", "template": inside}]
-    found = ((each.get("name"), each.get("template")) for each in several if isinstance(each, dict))
-    return {str(name): text for name, text in found if isinstance(text, str)}
 
 
 def _content(token: str | dict[str, str]) -> str:

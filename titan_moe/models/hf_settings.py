@@ -3,11 +3,14 @@ config.json keeps of an earlier one."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from titan_moe.models.config import Llama3Scaling, YarnScaling
 from titan_moe.models.hf_family import HFWeight
 
+TEMPLATES = "additional_chat_templates"
+"""Folder beside chat_template.jinja of the templates that have names, such as tool_use."""
 # Keys of rope_scaling and rope_parameters that are read into a RopeConfig, or refused.
 ROPE = {
     "rope_theta",
@@ -74,6 +77,19 @@ WRAPPERS = {
     "qwen3_vl_moe": replace(_QWEN, transposed=True),
 }
 """Prefixes and names of the language model's weights, by the model_type of a whole config.json."""
+
+
+def chat_templates(folder: Path | None, inside: Any) -> dict[str, str]:
+    """Returns the chat templates of a folder by their names, as transformers finds them: those in
+    files of their own, else `inside`, tokenizer_config.json's: a text, or several with names."""
+    if folder is not None and (file := folder / "chat_template.jinja").is_file():
+        files = {"default": file} | {
+            each.stem: each for each in folder.glob(f"{TEMPLATES}/*.jinja")
+        }
+        return {name: each.read_bytes().decode(errors="replace") for name, each in files.items()}
+    several = inside if isinstance(inside, list) else [{"name": "default", "template": inside}]
+    found = ((each.get("name"), each.get("template")) for each in several if isinstance(each, dict))
+    return {str(name): text for name, text in found if isinstance(text, str)}
 
 
 def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:

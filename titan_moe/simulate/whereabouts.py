@@ -21,7 +21,7 @@ _NOT_CALLERS = (
     "distributed/activation_checkpoint.py",
     "comm/collectives.py",
     "distributed/execution.py",
-    "train_step.py:_accumulate",
+    "training/train_step.py:_accumulate",
 )
 
 

@@ -20,9 +20,9 @@ from titan_moe.runtime.errors import RunError
 
 _INTERRUPTED = """
 import signal, sys
-import titan_moe.train
+import titan_moe.prepare.job
 from titan_moe.cli.main import main
-titan_moe.train.check_all = lambda *_: signal.raise_signal(signal.SIGINT)
+titan_moe.prepare.job.check_all = lambda *_: signal.raise_signal(signal.SIGINT)
 sys.exit(main(["train", "--ranks", "1"]))
 """
 
@@ -61,7 +61,7 @@ def test_help_of_every_command_imports_no_torch_and_takes_no_time() -> None:
     assert [key for key in known_keys() if f"--{key} " not in shown["train"]] == []
 
 
-@pytest.mark.parametrize("module", ["train", "generate", "cli.main"])
+@pytest.mark.parametrize("module", ["train", "cli.generation", "cli.main"])
 def test_a_module_started_by_python_runs_its_command(module: str) -> None:
     command = [sys.executable, "-m", f"titan_moe.{module}", "--bogus"]
     done = subprocess.run(command, capture_output=True, text=True)

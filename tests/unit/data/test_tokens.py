@@ -1,7 +1,6 @@
 """A tokenised copy holds every document, is complete or invisible, and shows damage."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -97,7 +96,7 @@ def test_interrupt_ends_a_command_with_workers(tmp_path, number):
     os.killpg(process.pid, number)
     end = process.communicate(timeout=60)[1]
     assert process.returncode == 130, end
-    assert re.match(rb"tokenizing: +0%.* 0/8 \[.*piece/s\]\n", end) and b"\r" not in end
+    assert b"0/8 [" not in end and b"\r" not in end
     assert b"\ninterrupted; the same command goes on where it stopped\n" in end
     if number == signal.SIGINT:  # Once is enough: 10 s.
         again = subprocess.run(command, capture_output=True)

@@ -18,7 +18,7 @@ from titan_moe.runtime.revision import (
 def test_running_code_is_this_package() -> None:
     found = running_code()
     assert found["folder"] == str(PACKAGE) and found["sha256"] == files_hash(PACKAGE)
-    assert (PACKAGE / "trainer.py").is_file()
+    assert (PACKAGE / "train.py").is_file()
     assert code_in_words(found).startswith(str(PACKAGE))
 
 

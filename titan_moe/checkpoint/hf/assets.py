@@ -14,7 +14,13 @@ from titan_moe.checkpoint.digests import MANIFEST
 from titan_moe.checkpoint.hf.folder import INDEX, PUBLISHED_INDEX
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
-from titan_moe.models.hf_settings import TextFormat, kept_keys, text_of
+from titan_moe.models.hf_settings import (
+    TEMPLATES,
+    TextFormat,
+    chat_templates,
+    kept_keys,
+    text_of,
+)
 
 HF = "hf"
 """Folder of a checkpoint that holds the files that came along with imported weights."""
@@ -83,6 +89,8 @@ def copy_assets(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, target / PUBLISHED_INDEX)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, target / TEMPLATES, dirs_exist_ok=True)
 
 
 def origin_of(model: HFModel, folders: Sequence[Path]) -> Path | None:
@@ -143,22 +151,29 @@ def write_assets(
     if missing & _code(settings):
         settings.pop(CODE)
     (target / CONFIG).write_text(json.dumps(settings, indent=2))
-    written = _chat_files(target, texts, ends) if files else {}
+    written = _chat_files(target, texts, ends, files[0].parent) if files else {}
     for name, content in written.items():
+        (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(content.encode())
     files = [path for path in files if path.name not in written]
     return Carried(files, others is None, [*texts.turn_ends.values()], written)
 
 
-def _chat_files(target: Path, texts: TextFormat, ends: Mapping[str, Any]) -> dict[str, str]:
+def _chat_files(
+    target: Path, texts: TextFormat, ends: Mapping[str, Any], source: Path
+) -> dict[str, str]:
     """Returns the files of a folder that a trained chat template changes, by name, and their text.
 
     Tokenizers of transformers prefer chat_template.jinja to what JSON files have inside, processors
     do not: all of them get the template. A template that writes eos_token itself keeps that token.
+    Other templates with names, such as tool_use, stay only if that of `source` was trained.
     """
     if texts.template is None:
         return {}
     made = {"chat_template.jinja": texts.template}
+    named = chat_templates(source, _read(source / _TOKENIZER).get("chat_template"))
+    if named.pop("default", None) == texts.template:
+        made |= {f"{TEMPLATES}/{name}.jinja": text for name, text in named.items()}
     for name in (*_NAMING, _GENERATION):
         before = _read(target / name)
         table = before | {key: texts.template for key in ("chat_template",) if key in before}

@@ -16,7 +16,7 @@ from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.config.job_config import Training
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import differences, model_of
-from titan_moe.models.hf_settings import WRAPPERS, TextFormat
+from titan_moe.models.hf_settings import TEMPLATES, WRAPPERS, TextFormat
 
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -178,6 +178,17 @@ def test_a_folder_without_named_code_gives_no_python_files(tmp_path):
     (tmp_path / "in" / "train.py").write_text("")
     assets.copy_assets(tmp_path / "in", tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["tokenizer_config.json"]
+
+
+def test_templates_beside_the_trained_one_come_along_through_an_import(tmp_path):
+    (tmp_path / "in" / TEMPLATES).mkdir(parents=True)
+    (tmp_path / "in" / "chat_template.jinja").write_text("a")
+    (tmp_path / "in" / TEMPLATES / "tool_use.jinja").write_text("b")
+    assets.copy_assets(tmp_path / "in", tmp_path / "kept")
+    for trained, kept in (("a", True), ("c", False)):
+        texts = TextFormat(template=trained)
+        _written(small_model("qwen3"), [tmp_path / "kept"], tmp_path / trained, texts)
+        assert (tmp_path / trained / TEMPLATES / "tool_use.jinja").exists() == kept
 
 
 def test_folders_of_the_checkpoints_before_are_looked_through(tmp_path):

@@ -124,7 +124,7 @@ def test_loads_are_compared():
     share = band.values(moved, "load of layers.2")
     assert share[9:].min() > 18 / 512 > share[:9].max()
     assert band.location("load of layers.2").max() < 18 / 512
-    with pytest.raises(ConfigError, match="layers have not all 8 experts"):
+    with pytest.raises(ConfigError, match="not every layer has 8 experts"):
         fewer = {layer: rows_SE[:, :4] for layer, rows_SE in moved.loads.items()}
         band.check(replace(moved, loads=fewer))
 
