@@ -4,8 +4,7 @@ import torch
 
 from tests.support.documents import build_loader
 from titan_moe.config.job_config import Training
-from titan_moe.data.loader import Loader
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.loader import Loader, ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 
 PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from titan_moe.config.job_config import Messages
+from titan_moe.data.batch import Encoded
 from titan_moe.data.chat_template import RESERVED, ChatTemplate, Message, Talk, Written
 from titan_moe.data.conversations import ChatError, LeftOutError, Spans, conversation_text
 from titan_moe.data.faithful import LeftOut, texts_of, thought_of, write_whole
@@ -20,40 +22,27 @@ _FLAGS = ("weight", "loss", "train", "trainable", "training", "loss_mask")
 _LOOKS_LIKE_A_FLAG = re.compile("loss|train|learn|mask|weight|supervis")
 
 
-class Tokens(NamedTuple):
-    """The ids of a conversation, and whether each is a target."""
-
-    ids: np.ndarray
-    is_target: np.ndarray
-    cut: int = 0
-    """Tokens that the conversation has beyond these."""
-
-
 class Conversations:
     """Turns conversations into token ids and targets, by a chat template."""
 
     def __init__(
         self,
         template: ChatTemplate,
+        with_tools: ChatTemplate,
         encode: Callable[[str], Spans],
-        *,
         around: tuple[np.ndarray, np.ndarray],
-        targets: str | list[str],
-        too_long: str,
-        with_tools: ChatTemplate | None = None,
-        may_leave_out: Collection[str] = (),
-        max_refused: float = 0.01,
+        keys: Messages,
     ) -> None:
-        """around: the ids that begin and end a document without a template. with_tools: the
-        template of conversations with tools; None: the same. The others: as in
-        [training.messages]."""
-        self.template = template
-        self._with_tools = with_tools or template
-        self._encode, self._around = encode, around
-        self._targets, self._too_long, self._allowed = targets, too_long, may_leave_out
-        self.max_refused = max_refused
+        """
+        Args:
+            with_tools: the template of conversations with tools.
+            around: the ids that begin and end a document without a template.
+        """
+        self.template, self._with_tools = template, with_tools
+        self._encode, self._around, self._keys = encode, around, keys
+        self.max_refused = keys.max_refused
         """The largest share of a source's conversations that may be refused."""
-        self._roles = ["assistant"] if isinstance(targets, str) else targets
+        self._roles = ["assistant"] if isinstance(keys.targets, str) else keys.targets
         self.unseen_roles = set(self._roles)
         """Roles to be learned that no conversation has had so far."""
         self.unread_flags: set[str] = set()
@@ -63,13 +52,9 @@ class Conversations:
     def identity(self) -> str:
         """All that ids and targets depend on, beside the tokenizer and the sequence length."""
         templates = dict.fromkeys([self.template.identity, self._with_tools.identity])
-        how = f"targets={self._targets}, too_long={self._too_long}, left_out={self._allowed}"
+        keys = self._keys
+        how = f"targets={keys.targets}, too_long={keys.too_long}, left_out={keys.may_leave_out}"
         return f"{'; '.join(templates)}, {how}"
-
-    @property
-    def template_source(self) -> str:
-        """The template in Jinja."""
-        return self.template.source
 
     def turn_ends(self) -> list[int]:
         """The ids that end an answer, and a call of a tool if another one does; none if the
@@ -81,7 +66,7 @@ class Conversations:
             talk = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
             record = json.loads(conversation_text({"messages": talk}) or "")
             try:
-                text, spans = self._rendered(record, {1})
+                text, spans = self._rendered(record, {1}, stop=True)
             except ChatError:
                 continue
             turn = text[: spans[-1][1]].rstrip() if spans else ""
@@ -125,7 +110,7 @@ class Conversations:
             return []
         return self._written(record)[1][2]
 
-    def tokens(self, text: str, seq_len: int | None = None) -> Tokens:
+    def encode(self, name: str, text: str, seq_len: int | None = None) -> Encoded:
         """Ids and targets of a conversation's JSON, at most `seq_len` (None: all).
 
         ChatError if it cannot be read, or if the template refuses it or leaves out some of it;
@@ -142,17 +127,17 @@ class Conversations:
         self.unseen_roles -= {message.get("role") for message in messages}
         if "completion" in record:
             ids, is_target = self._plain(record["prompt"], record["completion"])
-            is_target = (is_target & ("assistant" in self._roles)) | (self._targets == "all")
+            is_target = (is_target & ("assistant" in self._roles)) | (self._keys.targets == "all")
         else:
             ids, is_target = self._marked(record)
         cut = 0 if seq_len is None else max(0, len(ids) - seq_len)
         if cut:
-            if self._too_long == "drop":
+            if self._keys.too_long == "drop":
                 line = f"its {len(ids):,} tokens are more than training.seq_len={seq_len}"
                 raise LeftOutError(line)
             ids, is_target = ids[:seq_len], is_target[:seq_len]
         is_target[:1] = False  # Nothing is before it that could predict it.
-        return Tokens(ids.astype(np.int64), is_target, cut)
+        return Encoded(name, ids.astype(np.int64), is_target, cut)
 
     def _plain(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
         ids, _, ends = self._encode(prompt + completion)
@@ -161,7 +146,7 @@ class Conversations:
         return np.concatenate([begin, ids, end]), np.concatenate(known)
 
     def _marked(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        messages, is_all = record["messages"], self._targets == "all"
+        messages, is_all = record["messages"], self._keys.targets == "all"
         first = 0 if is_all else record.get("learned_from", 0)
         learned: list[int] = []
         for number, message in enumerate(messages):
@@ -169,7 +154,7 @@ class Conversations:
             if is_learned and (is_all or message["role"] in self._roles):
                 _refuse_empty(number + 1, message)
                 learned.append(number)
-        if self._targets == "last":
+        if self._keys.targets == "last":
             learned = learned[-1:]
         # Of all, what is not learned is found.
         chosen = {*range(len(messages))}.difference(learned) if is_all else learned
@@ -214,11 +199,9 @@ class Conversations:
         """The template of a record, and what `write_whole` returns of it."""
         template = self._with_tools if record.get("tools") else self.template
         talk = Talk(_clean(record["messages"]), record.get("tools"), record.get("options"))
-        return template, write_whole(template, talk, self._allowed)
+        return template, write_whole(template, talk, self._keys.may_leave_out)
 
-    def _rendered(
-        self, record: dict[str, Any], chosen: Collection[int], *, stop: bool = True
-    ) -> Rendered:
+    def _rendered(self, record: dict[str, Any], chosen: Collection[int], *, stop: bool) -> Rendered:
         template, (talk, written, _) = self._written(record)
         return Turns(template, talk, written).rendered(chosen, stop=stop)
 

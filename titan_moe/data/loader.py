@@ -1,14 +1,30 @@
-"""The loader of one data rank reads its share of each global batch ahead, in the background."""
+"""The loader of one data rank reads its share of each global batch ahead, in the background.
+
+Python runs one thread at a time. In the process that launches a GPU's kernels, tokenizing and
+packing would keep the launching thread waiting: there a process of its own reads.
+"""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
+import signal
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training
+from titan_moe.config.plugins import import_modules
 from titan_moe.data.batch import Batch, stack_sequences
-from titan_moe.data.reader import StepReader
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.build import build_reader
+from titan_moe.data.reader import Microbatches, StepReader
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import end_with_parent
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +110,87 @@ class Loader:
             torch.cuda.set_device(self._pin_for)
 
     def _read_step(self) -> tuple[list[Batch], dict[str, Any]]:
-        microbatches, state = self._reader.read_step()
-        pin = self._pin_for is not None
-        return [stack_sequences(sequences, pin=pin) for sequences in microbatches], state
+        microbatches, pin = self._reader.read_step(), self._pin_for is not None
+        batches = [stack_sequences(sequences, pin=pin) for sequences in microbatches]
+        return batches, self._reader.state_dict()
+
+
+class ReaderProcess:
+    """Runs a `StepReader` in a child process, with the same methods."""
+
+    def __init__(
+        self, training: Training, tokenizer_path: str, imports: Sequence[str] = (), **place: Any
+    ) -> None:
+        """`imports`: job.imports. `place`: keywords of `build_reader`, whose errors it raises."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._child.start()
+        # Python's own end would wait for it, and it ignores the SIGTERM that it then gets.
+        atexit.register(self._child.kill)
+        theirs.close()
+        self.identity = self._ask(training, tokenizer_path, imports, place)
+
+    def read_step(self) -> Microbatches:
+        return self._ask("read_step")
+
+    def count_steps(self) -> int:
+        return self._ask("count_steps")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ask("load_state_dict", state)
+
+    def close(self) -> None:
+        """End the child at once; a `read_step` that another thread waits in raises RunError."""
+        self._child.kill()
+        self._child.join()
+
+    def _ask(self, *request: Any) -> Any:
+        """Returns the child's answer, and keeps the reader's state after it."""
+        try:
+            self._pipe.send(request)
+            error, answer, self._state = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._child.join()
+            code = self._child.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended: {code}"
+            guess = " (often: out of memory)" if code == -signal.SIGKILL else ""
+            raise RunError(
+                f"the process that reads the data {how}{guess}: start again from the latest "
+                "checkpoint"
+            ) from None
+        if error is not None:
+            raise error
+        return answer
+
+
+def _serve(pipe: Connection) -> None:
+    """Answer the rank's requests in the child, until the rank is gone: the first makes the reader,
+    each later one names a method and its arguments."""
+    # They go to all processes of a terminal or a job, and are the rank's to answer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    reader: StepReader | None = None
+    while True:
+        try:
+            request = pipe.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # A library's thread that waits for a network would keep the process.
+        error, answer = None, None
+        try:
+            if reader is None:
+                training, tokenizer_path, imports, place = request
+                if problems := import_modules(imports):
+                    raise ConfigError(problems)
+                reader = build_reader(training, load_tokenizer(tokenizer_path, training), **place)
+                answer = reader.identity
+            else:
+                method, *arguments = request
+                answer = getattr(reader, method)(*arguments)
+        except (ConfigError, RunError) as raised:
+            error = raised
+        pipe.send((error, answer, reader and reader.state_dict()))

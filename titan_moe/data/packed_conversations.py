@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.conversations import ChatError, LeftOutError
-from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
-from titan_moe.data.packing import (
+from titan_moe.data.batch import (
     BestFit,
     PackedSequence,
     ignored_sequence,
     whole_documents,
 )
-from titan_moe.data.sequences import Blend, BlendSource, Identity, encode_learned
+from titan_moe.data.conversations import ChatError, LeftOutError
+from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
+from titan_moe.data.sequences import Blend, BlendSource, Identity, encode_document
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -96,7 +96,7 @@ def measure(
     for index in indices:
         document = corpus[index]
         try:
-            encoded = encode_learned(document, tokenizer, seq_len)
+            encoded = encode_document(document, tokenizer, seq_len)
         except ChatError as error:
             kind = not isinstance(error, LeftOutError), re.sub(r"\d[\d,]*", "N", str(error))
             found.add_problem(kind, 1, f"{document.name}: {error}")
@@ -194,7 +194,7 @@ class ConversationSequences:
     def _packed(self, places: Sequence[_Place]) -> PackedSequence:
         documents = [self._orders[place.source].document(place.position) for place in places]
         seq_len = self._identity.seq_len
-        encoded = [encode_learned(each, self._tokenizer, seq_len) for each in documents]
+        encoded = [encode_document(each, self._tokenizer, seq_len) for each in documents]
         return whole_documents(encoded, seq_len)
 
     def _place(self, source: int, position: int) -> _Place | None:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from titan_moe.config.errors import as_written
+from titan_moe.data.batch import PackedSequence
 from titan_moe.data.order import Assignment
 from titan_moe.data.packed_conversations import ConversationSequences
-from titan_moe.data.packing import PackedSequence
 from titan_moe.data.sequences import Identity, TextSequences
 from titan_moe.runtime.errors import RunError
 
@@ -31,9 +31,9 @@ class StepReader:
         self._local_batch_size = local_batch_size
         self._step = 0
 
-    def read_step(self) -> tuple[Microbatches, dict[str, Any]]:
-        """All microbatches of the next step, in order, and the state after it. RunError when the
-        data ran out or cannot be read."""
+    def read_step(self) -> Microbatches:
+        """All microbatches of the next step, in order. RunError when the data ran out or cannot be
+        read."""
         try:
             packed = self.sequences.next_batch()
         except RunError as error:
@@ -47,8 +47,7 @@ class StepReader:
         self._step += 1
         size = self._local_batch_size
         assert len(packed) % size == 0
-        microbatches = [packed[first : first + size] for first in range(0, len(packed), size)]
-        return microbatches, self.state_dict()
+        return [packed[first : first + size] for first in range(0, len(packed), size)]
 
     def count_steps(self) -> int:
         """The steps from here to the end of conversations, which end."""

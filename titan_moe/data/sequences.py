@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_moe.data.batch import Encoded, PackedSequence, Packer
 from titan_moe.data.conversations import ChatError, LeftOutError
 from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, mix
-from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.stream import DocumentOrder
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
@@ -52,13 +52,16 @@ def encode_document(
     ids. seq_len: the most tokens of a conversation; None: all.
 
     RunError if the document holds ids that the tokenizer has not, ChatError for a conversation that
-    is none, or that the chat template refuses.
+    is none, that the chat template refuses, or in which nothing is to be learned.
     """
     content = "" if document.content is None else document.content
     if tokenizer.conversations is not None:
         assert isinstance(content, str)
-        tokens = tokenizer.conversations.tokens(content, seq_len)
-        return Encoded(document.name, tokens.ids, tokens.is_target, tokens.cut)
+        encoded = tokenizer.conversations.encode(document.name, content, seq_len)
+        if encoded.is_target is not None and encoded.is_target.any():
+            return encoded
+        within = "" if seq_len is None else f" in its first {seq_len:,} tokens"
+        raise LeftOutError(f"no message is to be learned{within}")
     ids = tokenizer.encode(content) if isinstance(content, str) else content
     if not isinstance(content, str) and ids.size:
         if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
@@ -79,18 +82,9 @@ def read_document(
 ) -> Encoded | None:
     """A document's tokens; None for a conversation that is left out."""
     try:
-        return encode_learned(document, tokenizer, seq_len)
+        return encode_document(document, tokenizer, seq_len)
     except ChatError:
         return None
-
-
-def encode_learned(document: Document, tokenizer: Tokenizer, seq_len: int | None) -> Encoded:
-    """Does what `encode_document` does; ChatError too for a conversation with nothing to learn."""
-    encoded = encode_document(document, tokenizer, seq_len)
-    if encoded.is_target is None or encoded.is_target.any():
-        return encoded
-    within = "" if seq_len is None else f" in its first {seq_len:,} tokens"
-    raise LeftOutError(f"no message is to be learned{within}")
 
 
 class Blend:

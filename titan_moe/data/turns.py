@@ -9,17 +9,10 @@ template in the turn itself, as most do, or the header of the next message.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan_moe.data.chat_template import EDGE, ChatTemplate, Message, Part, Talk, Written
 from titan_moe.data.conversations import ChatError
-
-
-class Rendered(NamedTuple):
-    """The text of a conversation, and the spans of its targets as (first, last + 1) characters."""
-
-    text: str
-    spans: list[tuple[int, int]]
 
 
 class Turns:
@@ -29,9 +22,10 @@ class Turns:
         """written: what the template writes of the conversation."""
         self._template, self._talk, self._written = template, talk, written
 
-    def rendered(self, chosen: Collection[int], *, stop: bool) -> Rendered:
-        """The text, and the spans of the messages `chosen`. With `stop` the last turn ends with the
-        token that a further header would begin with, if the template ends turns so.
+    def rendered(self, chosen: Collection[int], *, stop: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the spans of the messages `chosen` as (first, last + 1) characters. With
+        `stop` the last turn ends with the token that a further header would begin with, if the
+        template ends turns so.
 
         ChatError if the template does not show one of the messages.
         """
@@ -46,7 +40,7 @@ class Turns:
             if spans and spans[-1][1] == len(text):
                 spans[-1] = spans[-1][0], len(text + end)
             text += end
-        return Rendered(text, [span for span in spans if span[0] < span[1]])
+        return text, [span for span in spans if span[0] < span[1]]
 
     def _answer(self, number: int) -> list[tuple[int, int]]:
         """The spans of a message of the assistant."""

@@ -7,16 +7,17 @@ from contextlib import suppress
 from itertools import chain, count, islice, repeat
 
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.batch import Batch, stack_sequences
-from titan_moe.data.order import OutOfDocumentsError
-from titan_moe.data.packing import (
+from titan_moe.data.batch import (
+    Batch,
     BestFit,
     Encoded,
     PackedSequence,
     Packer,
     ignored_sequence,
+    stack_sequences,
     whole_documents,
 )
+from titan_moe.data.order import OutOfDocumentsError
 from titan_moe.data.sequences import Blend, BlendSource, read_document
 from titan_moe.data.tokenizer import Tokenizer
 

@@ -52,9 +52,15 @@ def conversations_of(folder, template, targets="assistant", **keys):
     return load_tokenizer(str(folder), training).conversations
 
 
+def tokens_of(conversations, record):
+    """Returns the ids of a record, and whether each is a target."""
+    found = conversations.encode("", conversation_text(record))
+    return found.ids, found.is_target
+
+
 def said(folder, conversations, record):
     """Returns the runs of targets of a record, as texts."""
-    ids, is_target, _ = conversations.tokens(conversation_text(record))
+    ids, is_target = tokens_of(conversations, record)
     tokenizer = load_tokenizer(str(folder), Training())
     return [tokenizer.decode(ids[first:last]) for first, last in runs(is_target)]
 
@@ -97,7 +103,7 @@ def test_ids_and_targets_of_drawn_conversations_are_those_of_transformers(name, 
         drawn[80:] = [draw_calls(rng) for _ in range(40)]
     for messages, tools in drawn:
         record = {"messages": messages, "tools": tools}
-        ids, is_target, _ = conversations.tokens(conversation_text(record))
+        ids, is_target = tokens_of(conversations, record)
         want_ids, want = rendered_by(theirs, name, record)
         assert ids.tolist() == want_ids and is_target.tolist() == want and is_target.any()
         if not tools:
@@ -117,9 +123,8 @@ def test_turns_of_a_template_without_marks_are_those_of_the_template_with_marks(
     drawn = [(each, None) for each in draws(2, 60)]
     drawn += [draw_calls(rng) for _ in range(30 * (name not in WITHOUT_TOOLS))]
     for messages, tools in drawn:
-        text = conversation_text({"messages": messages, "tools": tools})
-        for one, other in zip(marked.tokens(text), plain.tokens(text), strict=True):
-            assert np.array_equal(one, other)
+        record = {"messages": messages, "tools": tools}
+        assert np.array_equal(tokens_of(marked, record), tokens_of(plain, record))
 
 
 @pytest.mark.parametrize("record", FORMATS)
@@ -222,7 +227,7 @@ def test_messages_of_the_roles_and_of_no_weight_0_are_learned(name, edit, folder
                     text = text.strip() if name == "llama3" else text
                     text += ENDS[name][message["role"]]
                 texts.append(text * (message["role"] in roles and message["weight"] != 0))
-            found, is_target, _ = ours.tokens(conversation_text({"messages": weighted}))
+            found, is_target = tokens_of(ours, {"messages": weighted})
             assert found.tolist() == ids[: len(found)] and len(ids) - len(found) <= 1
             assert theirs.decode(found[is_target]) == "".join(texts)
 
@@ -241,15 +246,14 @@ def test_other_targets_leave_out_messages_of_weight_0(edit, folder):
         ours = conversations_of(folder, edit(TEMPLATES["chatml"]), targets)
         assert said(folder, ours, {"messages": messages}) == want
         # What the prompt holds is not learned, whatever its weight.
-        completed = conversation_text({"prompt": messages[:2], "completion": messages[2:]})
-        assert ours.tokens(completed).is_target.any() == (targets == "all")
+        completed = {"prompt": messages[:2], "completion": messages[2:]}
+        assert tokens_of(ours, completed)[1].any() == (targets == "all")
 
 
 def test_a_text_that_completes_another_is_the_assistants(folder):
-    text = conversation_text({"prompt": "a", "completion": "b"})
     for roles, count in ((["tool", "assistant"], 2), (["tool"], 0)):
-        is_target = conversations_of(folder, TEMPLATES["chatml"], roles).tokens(text).is_target
-        assert is_target.sum() == count
+        ours = conversations_of(folder, TEMPLATES["chatml"], roles)
+        assert tokens_of(ours, {"prompt": "a", "completion": "b"})[1].sum() == count
 
 
 @EDITS

@@ -12,6 +12,7 @@ from tests.support.conversations import SIZE, as_parquet, learned, read, talk, t
 from tests.support.documents import write_ranks
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import (
     build_reader,
     build_validation,
@@ -21,7 +22,6 @@ from titan_moe.data.build import (
 from titan_moe.data.builtin import StdlibConversations
 from titan_moe.data.conversations import conversation_text, without_nulls
 from titan_moe.data.corpus import FileCorpus, Source
-from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import load_tokenizer
 
@@ -213,7 +213,7 @@ def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
     loader = build_validation(validation, section, tokenizer, **place)
     held_out = {name for batch in loader for row in batch.samples for name in row}
     reader = build_reader(section, tokenizer, validation=validation, global_batch_size=4, **place)
-    trained = {name for rows in reader.read_step()[0] for row in rows for name in row.samples}
+    trained = {name for rows in reader.read_step() for row in rows for name in row.samples}
     assert len(held_out) == 4 and not held_out & trained
 
 
@@ -271,8 +271,8 @@ def test_a_template_is_found_where_models_have_it(place, tmp_path):
         config["chat_template"] = named if place == "a list" else TEMPLATES["llama3"]
     tokenizer_file(tmp_path, **config)
     conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
-    ids, is_target, _ = conversations.tokens(conversation_text({"messages": talk("q", "a")}))
-    assert is_target.any() and len(ids) == len(is_target)
+    found = conversations.encode("", conversation_text({"messages": talk("q", "a")}))
+    assert found.is_target.any() and len(found.ids) == len(found.is_target)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer.json", "tiktoken"])

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.conversations import SIZE, learned, read, talk, training, write
 from tests.support.packing import filled, gradients
+from titan_moe.data.batch import IGNORE_INDEX, BestFit, Encoded, whole_documents
 from titan_moe.data.build import build_reader, measure_conversations
-from titan_moe.data.packing import IGNORE_INDEX, BestFit, Encoded, whole_documents
 from titan_moe.data.reader import continue_state
 from titan_moe.data.sequences import Identity
 from titan_moe.data.tokenizer import load_tokenizer

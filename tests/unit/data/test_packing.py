@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.documents import slow_rows
-from titan_moe.data.packing import IGNORE_INDEX as IGNORED
-from titan_moe.data.packing import Encoded, Packer
+from titan_moe.data.batch import IGNORE_INDEX as IGNORED
+from titan_moe.data.batch import Encoded, Packer
 
 EOS = 99
 

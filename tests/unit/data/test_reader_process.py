@@ -18,9 +18,8 @@ from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import job_of_step
 from titan_moe.data.build import measure_conversations
-from titan_moe.data.loader import Loader
+from titan_moe.data.loader import Loader, ReaderProcess
 from titan_moe.data.reader import documents_without_text
-from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
@@ -118,7 +117,7 @@ def test_close_ends_the_reader_process_at_once(tmp_path):
 _RANK = """
 import sys, time
 from titan_moe.config.job_config import JobConfig, Training
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.loader import ReaderProcess
 section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
 reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
 reader.read_step()
