@@ -14,7 +14,7 @@ from titan_moe.data.batch import Encoded
 from titan_moe.data.chat_template import RESERVED, ChatTemplate, Message, Talk, Written
 from titan_moe.data.conversations import ChatError, LeftOutError, Spans, conversation_text
 from titan_moe.data.faithful import LeftOut, texts_of, thought_of, write_whole
-from titan_moe.data.turns import Rendered, Turns
+from titan_moe.data.turns import Turns
 
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _FLAGS = ("weight", "loss", "train", "trainable", "training", "loss_mask")
@@ -201,7 +201,9 @@ class Conversations:
         talk = Talk(_clean(record["messages"]), record.get("tools"), record.get("options"))
         return template, write_whole(template, talk, self._keys.may_leave_out)
 
-    def _rendered(self, record: dict[str, Any], chosen: Collection[int], *, stop: bool) -> Rendered:
+    def _rendered(
+        self, record: dict[str, Any], chosen: Collection[int], *, stop: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         template, (talk, written, _) = self._written(record)
         return Turns(template, talk, written).rendered(chosen, stop=stop)
 

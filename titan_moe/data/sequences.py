@@ -191,17 +191,6 @@ class SequenceStream:
         return self._sources[source].order.document(position, partition)
 
     def _next_document(self) -> Encoded:
-        source, document = self._take()
-        encoded = encode_document(document, self._tokenizer)
-        self._source = source
-        self._blend.tokens[source] += len(encoded.ids)
-        if document.content is None:
-            self._without_text += 1
-            self._first_without = self._first_without or document.name
-        return encoded
-
-    def _take(self) -> tuple[int, Document]:
-        """Returns the source of the next document, and that document."""
         source = self._blend.next_source()
         order = self._sources[source].order
         try:
@@ -215,7 +204,13 @@ class SequenceStream:
                 "it again, or train fewer steps"
             ) from None
         self._read[source] += 1
-        return source, document
+        encoded = encode_document(document, self._tokenizer)
+        self._source = source
+        self._blend.tokens[source] += len(encoded.ids)
+        if document.content is None:
+            self._without_text += 1
+            self._first_without = self._first_without or document.name
+        return encoded
 
 
 class TextSequences:
