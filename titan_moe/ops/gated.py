@@ -40,6 +40,7 @@ class GatedGradients(NamedTuple):
     """Recomputed result; not a gradient."""
 
 
+@with_kernel("gated_triton")
 def gated_rows(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
@@ -48,46 +49,25 @@ def gated_rows(
     Args:
         activation: of `ACTIVATIONS`.
     """
-    return gated_forward(gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
-
-
-def gated_rows_backward(
-    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
-) -> GatedGradients:
-    """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
-    return GatedGradients(
-        *gated_backward(grad_RF, gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
-    )
-
-
-@with_kernel("gated_triton")
-def gated_forward(
-    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Activation
-) -> Tensor:
-    """Computes `gated_rows` in plain torch."""
     # Not in place: a compiled autograd function of torch 2.11 that returns what it wrote into has
     # gradients of zero.
-    hidden_RF = activation.hidden(gate_RF, up_RF)
+    hidden_RF = ACTIVATIONS[activation].hidden(gate_RF, up_RF)
     return hidden_RF if weights_R1 is None else hidden_RF * weights_R1.to(hidden_RF.dtype)
 
 
 @with_kernel("gated_triton")
-def gated_backward(
-    grad_RF: Tensor,
-    gate_RF: Tensor,
-    up_RF: Tensor,
-    weights_R1: Tensor | None,
-    activation: Activation,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Computes the gradients of `gated_rows`, and its result, in plain torch: GatedGradients."""
-    hidden_RF, pull = activation.hidden_and_pull(gate_RF, up_RF)
+def gated_rows_backward(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> GatedGradients:
+    """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
+    hidden_RF, pull = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
     grad_weights_R1 = None
     if weights_R1 is not None:
         grad_weights_R1 = (hidden_RF * grad_RF).sum(-1, keepdim=True).to(weights_R1.dtype)
         weights_R1 = weights_R1.to(hidden_RF.dtype)
         hidden_RF.mul_(weights_R1)
         grad_RF.mul_(weights_R1)
-    return *pull(grad_RF), grad_weights_R1, hidden_RF
+    return GatedGradients(*pull(grad_RF), grad_weights_R1, hidden_RF)
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
