@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
-from titan_moe.data.conversations import ChatError, Spans
+from titan_moe.data.conversations import ChatError
 from titan_moe.data.encodings import (
     ByteEncoding,
     HuggingFaceEncoding,
@@ -129,7 +129,7 @@ class Tokenizer:
             ]
         except ChatError as error:
             raise ConfigError(f"{place}: {error}") from None
-        return Conversations(*templates, self.encode_spans, (self._before, self._after), how)
+        return Conversations(*templates, encoding.encode_spans, (self._before, self._after), how)
 
     def _text_end(self, eos: str) -> str:
         if eos not in _TURN_ENDS:
@@ -168,12 +168,6 @@ class Tokenizer:
         """Ids of `text`, without those around a document. Names of special tokens are text, unless
         `training.parse_special_tokens` is set."""
         return self._encoding.encode(text)
-
-    def encode_spans(self, text: str) -> Spans:
-        """Ids of `text`, special tokens read as tokens, and of each the characters that it stands
-        for. Not for sentencepiece's models."""
-        assert not isinstance(self._encoding, SentencePieceEncoding)
-        return self._encoding.encode_spans(text)
 
     def decode(self, ids: Iterable[Any]) -> str:
         """Text of `ids`, whole numbers; broken UTF-8 becomes U+FFFD."""

@@ -287,7 +287,7 @@ def test_each_id_stands_for_the_characters_that_it_is_said_to_stand_for(kind, tm
     tokenizer = load_tokenizer(path, Training(dataset_format="messages", messages=keys))
     text = {"bytes": "<|bos|>", "tokenizer.json": "<|im_start|>", "tiktoken": "<|eot_id|>"}[kind]
     text += "naïve 水🙂 <b> x=1;\n\n   end"
-    ids, begins, ends = tokenizer.encode_spans(text)
+    ids, begins, ends = tokenizer._encoding.encode_spans(text)
     assert tokenizer.decode(ids) == (text if kind != "bytes" else text[7:])
     contents, is_special = tokenizer.pieces(ids)
     assert b"".join(contents).decode() == text
