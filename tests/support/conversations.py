@@ -8,7 +8,7 @@ from pyarrow import parquet
 from titan_moe.config.job_config import Training
 from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import build_reader
-from titan_moe.data.reader import merge_states
+from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 
 SIZE = 4

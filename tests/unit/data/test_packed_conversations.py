@@ -15,7 +15,7 @@ from tests.support.conversations import SIZE, learned, read, talk, training, wri
 from tests.support.packing import filled, gradients
 from titan_moe.data.batch import IGNORE_INDEX, BestFit, Encoded, whole_documents
 from titan_moe.data.build import build_reader, measure_conversations
-from titan_moe.data.reader import continue_state
+from titan_moe.data.loader import continue_state
 from titan_moe.data.sequences import Identity
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.registry import model_config

@@ -9,7 +9,7 @@ from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.config.training_stages import job_of_step
 from titan_moe.data.batch import IGNORE_INDEX, PackedSequence
 from titan_moe.data.build import build_reader
-from titan_moe.data.reader import StepReader, continue_state
+from titan_moe.data.loader import StepReader, continue_state
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.verify.report.render import render
 

@@ -14,7 +14,7 @@ from tests.support.report_cases import Page
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import training_stages
 from titan_moe.data.build import build_reader
-from titan_moe.data.reader import continue_state, merge_states
+from titan_moe.data.loader import continue_state, merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.verify.report.batch import batch_page, read_sequences
 
