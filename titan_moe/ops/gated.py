@@ -22,10 +22,9 @@ Pull = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Activation(NamedTuple):
     """A function of gate and up, as plain arithmetic that autograd is not to see."""
 
-    hidden: Callable[[Tensor, Tensor], Tensor]
-    """gate_RF, up_RF -> hidden_RF, in memory of its own."""
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
-    """gate_RF, up_RF -> hidden_RF, and the function that its backward needs."""
+    """gate_RF, up_RF -> hidden_RF, in memory of its own, and the function that its backward needs.
+    """
     clamp: tuple[float, float] | None
     """The kernel's form of it: None for silu(gate) * up, or limit and slope of the clamped one."""
 
@@ -51,7 +50,7 @@ def gated_rows(
     """
     # Not in place: a compiled autograd function of torch 2.11 that returns what it wrote into has
     # gradients of zero.
-    hidden_RF = ACTIVATIONS[activation].hidden(gate_RF, up_RF)
+    hidden_RF, _ = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
     return hidden_RF if weights_R1 is None else hidden_RF * weights_R1.to(hidden_RF.dtype)
 
 
@@ -70,11 +69,7 @@ def gated_rows_backward(
     return GatedGradients(*pull(grad_RF), grad_weights_R1, hidden_RF)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
+def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
     silu = F.silu(gate)
 
     def pull(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +82,7 @@ def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
 _LIMIT, _SLOPE = 7.0, 1.702
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _clamped_swiglu_and_pull(gate, up)[0]
-
-
-def _clamped_swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
     low = gate.clamp(max=_LIMIT)
     up_1 = up.clamp(-_LIMIT, _LIMIT) + 1
     sigmoid = torch.sigmoid(_SLOPE * low)
@@ -107,8 +98,8 @@ def _clamped_swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
 
 ACTIVATIONS = {
     # silu(gate) * up (arXiv 2002.05202).
-    "swiglu": Activation(_swiglu, _swiglu_and_pull, None),
+    "swiglu": Activation(_swiglu, None),
     # gpt-oss's: both clamped to 7 (the gate from above only), silu with a slope of 1.702, up + 1
     # (arXiv 2508.10925, section 2.2, and its published reference code).
-    "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_and_pull, (_LIMIT, _SLOPE)),
+    "clamped_swiglu": Activation(_clamped_swiglu, (_LIMIT, _SLOPE)),
 }
