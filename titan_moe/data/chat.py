@@ -75,7 +75,7 @@ class Conversations:
         return list(dict.fromkeys(ends))
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> np.ndarray:
-        """Ids after which the model writes its answer to `messages`; raises ChatError."""
+        """Returns the ids that the model's answer to `messages` follows. Raises ChatError."""
         record = json.loads(conversation_text({"messages": messages, "tools": tools}) or "{}")
         if not record.get("messages"):
             raise ChatError(record.get("refused", "it holds no messages with role and content"))
@@ -156,7 +156,7 @@ class Conversations:
                 learned.append(number)
         if self._keys.targets == "last":
             learned = learned[-1:]
-        # Of all, what is not learned is found.
+        # With targets = "all" the spans are those of what is not learned.
         chosen = {*range(len(messages))}.difference(learned) if is_all else learned
         text, spans = self._rendered(record, chosen, stop=len(messages) - 1 in learned)
         ids, begins, ends = self._encode(text)
@@ -196,7 +196,7 @@ class Conversations:
     def _written(
         self, record: dict[str, Any]
     ) -> tuple[ChatTemplate, tuple[Talk, Written, list[LeftOut]]]:
-        """The template of a record, and what `write_whole` returns of it."""
+        """Returns the template of a record, and the result of `write_whole`."""
         template = self._with_tools if record.get("tools") else self.template
         talk = Talk(_clean(record["messages"]), record.get("tools"), record.get("options"))
         return template, write_whole(template, talk, self._keys.may_leave_out)
@@ -209,8 +209,8 @@ class Conversations:
 
 
 def _clean(messages: Sequence[Message]) -> list[Message]:
-    """Messages without flags and None but for a content's, their thoughts under each name that
-    templates read."""
+    """Returns messages without flags and without None (a content may be None); thoughts stand under
+    each name that templates read."""
     cleaned = []
     for message in messages:
         known = {
@@ -225,7 +225,7 @@ def _clean(messages: Sequence[Message]) -> list[Message]:
 
 
 def _refuse_empty(number: int, message: Message) -> None:
-    """ChatError for a turn of the assistant in which nothing is said."""
+    """Raises ChatError for a turn of the assistant that says nothing."""
     said = [*texts_of(message), thought_of(message)]
     is_empty = not "".join(said).strip() and not message.get("tool_calls")
     if message["role"] == "assistant" and is_empty:

@@ -88,7 +88,7 @@ class HuggingFaceEncoding:
         return {token.content: number for number, token in found.items()}
 
     def encode_spans(self, text: str) -> Spans:
-        """Ids, and of each the characters that it stands for."""
+        """Returns ids, each with its first and last + 1 character."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
         return Spans(np.array(encoded.ids, np.int64), begins, ends)
@@ -155,7 +155,7 @@ class SentencePieceEncoding:
 
 
 def _bytes_of_piece(token: str) -> bytes:
-    """The bytes of one of sentencepiece's tokens: of a text, or the byte that it numbers."""
+    """Returns the bytes of a token of sentencepiece's, which is a text or numbers a byte."""
     if _BYTE.fullmatch(token):
         return bytes.fromhex(token[3:5])
     return token.replace(_BLANK, " ").encode()
@@ -223,7 +223,7 @@ class TiktokenEncoding:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def encode_spans(self, text: str) -> Spans:
-        """Ids, and of each the characters that it stands for."""
+        """Returns ids, each with its first and last + 1 character."""
         ids = self.encode(text).astype(np.int64)
         _, begins = self._tiktoken.decode_with_offsets(ids.tolist())
         # Several tokens may stand for one character.

@@ -158,8 +158,8 @@ class ConversationSequences:
         return number
 
     def next_batch(self) -> list[PackedSequence]:
-        """This rank's sequences of the next step. Where the data end, sequences without a target
-        fill up the last batch; RunError after that."""
+        """Returns this rank's sequences of the next step. At the end of the data, sequences without
+        a target fill up the last batch; RunError after that."""
         size = self._identity.global_batch_size
         groups = [self._best_fit.next_group() for _ in range(size)]
         if not groups[0]:
@@ -198,7 +198,7 @@ class ConversationSequences:
         return whole_documents(encoded, seq_len)
 
     def _place(self, source: int, position: int) -> _Place | None:
-        """None beyond the end of the data."""
+        """Returns a conversation's place; None beyond the end of the data."""
         order, lengths = self._orders[source], self._lengths[source]
         try:
             index = order.index(position)

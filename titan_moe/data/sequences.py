@@ -139,9 +139,11 @@ class SequenceStream:
         return dict(self._place(source, next_number + turn) for turn in range(turns))
 
     def state(self) -> dict[str, Any]:
-        """JSON-able place in the stream: documents and tokens opened by source, "part", the source
-        of the open document, and its tokens before the place; the number of documents without a
-        text, and the first one."""
+        """Returns the JSON-able place in the stream.
+
+        By source the documents read and their tokens; in "part" the source of the open document,
+        and in "offset" its tokens before the place; documents without a text, and the first one.
+        """
         return {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),

@@ -63,15 +63,15 @@ class Turns:
         )
 
     def _header(self, number: int, part: Part) -> int:
-        """The length of what the prompt for a message and its part begin with alike, in whole lines
-        or special tokens: a prompt may begin a thought that the turn lacks."""
+        """Returns the length of the beginning that the prompt for a message and its part share, in
+        whole lines or special tokens: a prompt may begin a thought that the turn lacks."""
         before = self._talk._replace(messages=self._talk.messages[:number])
         try:
             prompt = self._template.write(before, prompt=True)
         except ChatError:  # Some ask for a question first.
             before = self._talk
             prompt = self._template.write(before, prompt=True)
-        # What a template writes when its loop has ended; a few write the prompt inside.
+        # The prompt stands behind the loop over messages; a few templates write it inside.
         last = prompt.parts[-1]
         header = prompt.text[last.begin : last.end] if last.message is None else ""
         if not header:

@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.support.chat_templates import TEMPLATES, tokenizer_file
+from tests.support.chat_templates import tokenizer_file
 from tests.support.conversations import SIZE, as_parquet, learned, read, talk, training, write
 from tests.support.documents import write_ranks
 from tests.support.refusals import refusal
@@ -115,18 +115,22 @@ def test_a_set_whose_calls_differ_in_their_keys_is_one_in_every_form(form, tmp_p
     assert [json.loads(each.content) for each in found] == wanted
 
 
+def checked(section):
+    """Returns the lines of a check."""
+    place = {"seed": 3, "global_batch_size": SIZE}
+    return sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+
+
 CASES = [("cut", None, 9), ("drop", 1, 2), ("cut", 3, 28)]
 
 
 @pytest.mark.parametrize(("too_long", "epochs", "steps"), CASES)
 def test_check_says_how_many_steps_epochs_have(too_long, epochs, steps, tmp_path):
-    """And which special tokens are inside."""
+    """The line also names the special tokens inside of conversations."""
     records = [{"messages": talk("q", "a" * size)} for size in (20, 500) * 28]
     records[-1]["messages"][0]["content"] = "<|eos|>"
     keys = {"messages": {"too_long": too_long}, "epochs": epochs}
-    section = training(write(tmp_path / "a.jsonl", records), **keys)
-    place = {"seed": 3, "global_batch_size": SIZE}
-    line, *_ = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    line, *_ = checked(training(write(tmp_path / "a.jsonl", records), **keys))
     tokens = 28 * ((42 + 128) if too_long == "cut" else 42)
     steps = f"{'3 epochs' if epochs == 3 else 'an epoch'} about {steps} steps"
     assert f"56 documents, about {tokens:,} tokens, {steps}; 1 of 56" in line
@@ -135,16 +139,8 @@ def test_check_says_how_many_steps_epochs_have(too_long, epochs, steps, tmp_path
 
 def test_check_names_a_role_to_learn_that_it_has_not_seen(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"messages": talk("q", "a")}] * 5)
-    section = training(path, messages={"targets": ["assistant", "tol"]})
-    place = {"seed": 3, "global_batch_size": SIZE}
-    line, *_ = sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    line, *_ = checked(training(path, messages={"targets": ["assistant", "tol"]}))
     assert line.endswith("; of 5 conversations none has the role 'tol'")
-
-
-def checked(section):
-    """Returns the lines of a check."""
-    place = {"seed": 3, "global_batch_size": SIZE}
-    return sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
 
 
 def test_check_shows_the_first_conversation_and_what_is_learned_of_it(tmp_path):
@@ -258,21 +254,6 @@ def test_a_tokenizer_without_a_template_says_how_to_name_one(tmp_path):
     assert "has no chat_template: name one with training.messages" in line
     named = Training(dataset_format="messages", messages={"template": "chatml"})
     assert load_tokenizer(str(tmp_path), named).conversations is not None
-
-
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "a list"])
-def test_a_template_is_found_where_models_have_it(place, tmp_path):
-    config = {"bos_token": "<s>"}
-    if place == "chat_template.jinja":
-        (tmp_path / place).write_text(TEMPLATES["llama3"])
-    else:
-        named = [{"name": "tool_use", "template": "x"}]
-        named.append({"name": "default", "template": TEMPLATES["llama3"]})
-        config["chat_template"] = named if place == "a list" else TEMPLATES["llama3"]
-    tokenizer_file(tmp_path, **config)
-    conversations = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
-    found = conversations.encode("", conversation_text({"messages": talk("q", "a")}))
-    assert found.is_target.any() and len(found.ids) == len(found.is_target)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer.json", "tiktoken"])

@@ -65,7 +65,7 @@ def test_rows_are_the_slow_packing_of_their_documents(mask):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
-def test_resume_under_another_number_of_ranks(section, before, after):
+def test_resume_under_another_number_of_ranks_reads_the_same_rows(section, before, after):
     reference = take(loaders(section, 1), 120)
     first = loaders(section, before)
     stop = {1: 1, 4: 37, 2: 83}[before]

@@ -227,7 +227,7 @@ def test_conversations_that_end_are_all_read_before_the_run_is_told(tmp_path):
 
 
 def test_packed_conversations_have_the_gradients_of_each_alone():
-    """In float64: one sum over targets, whatever a sequence holds beside them."""
+    """The loss is one sum over targets, whatever a sequence holds beside them; in float64."""
     documents = draw([7, 19, 4, 11, 13, 6])
     # A sequence's auxiliary loss depends on what else is in it.
     config = replace(model_config("qwen3", "gate"), init_std=0.3)

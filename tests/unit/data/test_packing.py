@@ -46,7 +46,7 @@ def test_rows_equal_the_slow_packer(lengths, seq_len, mask):
     assert targets == max(0, len(stream) - 1 - first_tokens)
 
 
-def test_borders_by_hand():
+def test_packing_of_three_documents_by_hand():
     documents = [("a", [1, 2, EOS]), ("b", [3, EOS]), ("c", [4, 5, 6, 7, 8, EOS])]
     rows = pack(documents, seq_len=4, mask=True)
     assert as_lists(rows[0]) == ([1, 2, EOS, 3], [2, EOS, IGNORED, EOS], [0, 0, 0, 1], ["a", "b"])

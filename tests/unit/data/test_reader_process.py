@@ -101,7 +101,7 @@ def test_death_of_the_reader_process_is_one_line():
 
 
 def test_close_ends_the_reader_process_at_once(tmp_path):
-    """It ends even while it reads from a pipe that nobody writes to."""
+    """The process ends even while it reads from a pipe that nobody writes to."""
     path = tmp_path / "a.json"
     write_jsonl(path, ["x"])
     section = training(dataset="c4", dataset_path=str(tmp_path))

@@ -127,7 +127,7 @@ def test_remains_of_another_source_are_not_used(tmp_path, monkeypatch):
     assert TOKENIZER.decode(opened(tmp_path / "out")[0].content) == "tre"
 
 
-def test_damage_is_found(tmp_path):
+def test_verify_finds_a_changed_byte_and_a_cut_file_is_refused(tmp_path):
     out = tmp_path / "out"
     write_tokens(corpus_of(tmp_path), "bytes", out)
     path = out / "tokens.bin"

@@ -33,5 +33,7 @@ def test_plain_torch_equals_the_slow_loop_on_any_counts(counts, row_alignment, u
         (17, 2, 16, 48),
     ],
 )
-def test_max_padded_rows(num_rows, num_experts, row_alignment, expected):
+def test_max_padded_rows_are_those_of_the_worst_counts(
+    num_rows, num_experts, row_alignment, expected
+):
     assert max_padded_rows(num_rows, num_experts, row_alignment) == expected
