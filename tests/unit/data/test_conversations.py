@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -215,11 +214,6 @@ def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
 
 MISTAKES = {
     "no roles": ([{"text": "a"}], {}, "training.dataset_format='messages': no record looked at"),
-    "roles that the template refuses": (
-        [{"messages": talk("a", "b")[::-1]}],
-        {"messages": {"template": "refusing.jinja"}},
-        "4 of 4 conversations are refused: json/0: the chat template refuses it: roles must",
-    ),
     "no answer": (
         [{"messages": talk("a", "b")[:1]}],
         {},
@@ -237,7 +231,6 @@ MISTAKES = {
 def test_a_mistake_is_one_line_before_anything_starts(name, tmp_path, monkeypatch):
     records, keys, line = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
-    Path("refusing.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     section = training(write(tmp_path / "a.jsonl", records * 4), **keys)
     assert line in refusal(read, section)
 

@@ -27,7 +27,7 @@ TEXTS = [*random_texts(1500), None]
 
 
 def opened(folder, tokenizer=TOKENIZER):
-    return TokenCorpus(folder, tokenizer=tokenizer, key="training.dataset_path")
+    return TokenCorpus(Source("training.", "tokens", str(folder)), tokenizer)
 
 
 def contents(folder):
