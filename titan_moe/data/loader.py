@@ -133,7 +133,7 @@ class ReaderProcess:
         """Returns the child's answer, and keeps the reader's state after it."""
         try:
             self._pipe.send(request)
-            error, answer, self._state = self._pipe.recv()
+            error, answer, state = self._pipe.recv()
         except (EOFError, ConnectionError):
             self._child.join()
             code = self._child.exitcode or 0
@@ -145,6 +145,7 @@ class ReaderProcess:
             ) from None
         if error is not None:
             raise error
+        self._state = state
         return answer
 
 
@@ -161,7 +162,7 @@ def _serve(pipe: Connection) -> None:
             request = pipe.recv()
         except (EOFError, ConnectionError):
             os._exit(0)  # A library's thread that waits for a network would keep the process.
-        error, answer = None, None
+        reply: tuple[Exception | None, Any, Any]
         try:
             if reader is None:
                 build, training, tokenizer_path, imports, place = request
@@ -172,9 +173,10 @@ def _serve(pipe: Connection) -> None:
             else:
                 method, *arguments = request
                 answer = getattr(reader, method)(*arguments)
-        except (ConfigError, RunError) as raised:
-            error = raised
-        pipe.send((error, answer, reader and reader.state_dict()))
+            reply = None, answer, reader.state_dict()
+        except (ConfigError, RunError) as error:
+            reply = error, None, None
+        pipe.send(reply)
 
 
 class Loader:

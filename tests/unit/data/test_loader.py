@@ -1,4 +1,3 @@
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -109,24 +108,6 @@ def test_without_repetition_each_document_is_read_once(tmp_path):
     assert sum(map(len, read)) == len(set.union(*read)) > 80
     with pytest.raises(RunError, match="ran out"):  # Not the step after it, without the lost data.
         loader.next_step()
-
-
-@pytest.mark.parametrize(
-    ("counts", "ranks", "steps"),
-    [([54] * 15, 4, 40), ([400, 400, 3], 2, 60), ([60], 8, 8), ([9] * 16, 16, 9)],
-)
-def test_stream_of_any_files_reads_each_document_once_a_pass(tmp_path, counts, ranks, steps):
-    """A sequence holds two documents and their EOS, so that all read equally many."""
-    texts = write_files(tmp_path, counts)
-    c4 = {"dataset": "c4", "dataset_path": str(tmp_path), "repeat_dataset": True}
-    section = training(**c4, seq_len=66, local_batch_size=1)
-    place = {"num_ranks": ranks, "global_batch_size": 16}
-    parts = [build_loader(section, rank=rank, **place) for rank in range(ranks)]
-    rows = [tokens for step in take(parts, steps) for tokens, *_ in step]
-    found = Counter(TOKENIZER.decode(ids) for row in rows for ids in (row[:33], row[33:]))
-    assert found.total() == 32 * steps
-    assert set(found) == set(texts)
-    assert max(found.values()) - min(found.values()) <= 1
 
 
 def test_blend_weights_are_shares_of_tokens(tmp_path):

@@ -46,15 +46,6 @@ def test_rows_equal_the_slow_packer(lengths, seq_len, mask):
     assert targets == max(0, len(stream) - 1 - first_tokens)
 
 
-def test_packing_of_three_documents_by_hand():
-    documents = [("a", [1, 2, EOS]), ("b", [3, EOS]), ("c", [4, 5, 6, 7, 8, EOS])]
-    rows = pack(documents, seq_len=4, mask=True)
-    assert as_lists(rows[0]) == ([1, 2, EOS, 3], [2, EOS, IGNORED, EOS], [0, 0, 0, 1], ["a", "b"])
-    # The row opens with b's EOS; its target would be c's first token.
-    assert as_lists(rows[1]) == ([EOS, 4, 5, 6], [IGNORED, 5, 6, 7], [0, 1, 1, 1], ["b", "c"])
-    assert as_lists(rows[2]) == ([7, 8, EOS, EOS], [8, EOS, IGNORED, IGNORED], [0, 0, 0, 1], ["c"])
-
-
 @pytest.mark.parametrize("lengths", [[], [0]])
 def test_nothing_to_predict_is_no_row(lengths):
     assert pack([("a", [EOS]) for _ in lengths], seq_len=4, mask=True) == []
