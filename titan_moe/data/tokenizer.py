@@ -123,13 +123,14 @@ class Tokenizer:
             "options": how.template_kwargs,
         }
         try:
-            templates = [
+            plain, with_tools = (
                 ChatTemplate(each, names.special, **about)
                 for each in (source, sources.get("tool_use", source))
-            ]
+            )
         except ChatError as error:
             raise ConfigError(f"{place}: {error}") from None
-        return Conversations(*templates, encoding.encode_spans, (self._before, self._after), how)
+        around = self._before, self._after
+        return Conversations(plain, with_tools, encoding.encode_spans, around, how)
 
     def _text_end(self, eos: str) -> str:
         if eos not in _TURN_ENDS:
