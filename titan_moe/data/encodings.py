@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,25 @@ _BLANK = "\u2581"  # Stands for one in sentencepiece's tokens.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # A token of one byte, beside tokens of texts.
 
 
-class ByteEncoding:
+class _Encoding:
+    vocab_size: int
+    special: Mapping[str, int]
+    """Texts that are one token each, with their ids."""
+    added: Sequence[int] = ()
+    """Ids that the file itself puts around a text."""
+    ends: tuple[str, ...] = ("", "")
+    """Tokens that begin and end a text where no other file names them."""
+
+    def id_of(self, name: str) -> int | None:
+        return self.special.get(name)
+
+
+class ByteEncoding(_Encoding):
     """Each byte of the UTF-8 text is a token; three special tokens follow the 256 bytes."""
 
     vocab_size = 259
     ends = ("<|bos|>", "<|eos|>")
-    added = ()
     special = MappingProxyType({"<|bos|>": 256, "<|eos|>": 257})
-
-    def id_of(self, name: str) -> int | None:
-        return self.special.get(name)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(errors="replace"), np.uint8)
@@ -60,10 +69,8 @@ class ByteEncoding:
         return bytes([number]) if number < 256 else b""
 
 
-class HuggingFaceEncoding:
+class HuggingFaceEncoding(_Encoding):
     """A tokenizer of the `tokenizers` library."""
-
-    ends = ("", "")
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, parse: bool) -> None:
         """`parse`: special tokens are read as tokens inside texts."""
@@ -71,7 +78,9 @@ class HuggingFaceEncoding:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = not parse
         self._tokenizer = tokenizer
-        self.added = tokenizer.encode("").ids  # What the file itself puts around a text.
+        self.added = tokenizer.encode("").ids
+        found = tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: number for number, token in found.items()}
         ids = tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids) + 1  # Ids may have gaps.
 
@@ -80,12 +89,6 @@ class HuggingFaceEncoding:
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        """Texts that are one token each, with their ids."""
-        found = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in found.items()}
 
     def encode_spans(self, text: str) -> Spans:
         """Returns ids, each with its first and last + 1 character."""
@@ -116,11 +119,9 @@ def _bytes_by_char() -> Mapping[str, int]:
     return dict(zip(alphabet, in_order, strict=True))
 
 
-class SentencePieceEncoding:
+class SentencePieceEncoding(_Encoding):
     """A model of sentencepiece. transformers' conversion gives other ids to texts that begin with
     blanks (5.24)."""
-
-    added = ()
 
     def __init__(self, content: bytes, *, parse: bool) -> None:
         import sentencepiece
@@ -131,6 +132,8 @@ class SentencePieceEncoding:
         self.vocab_size = self._model.vocab_size()
         ends = (self._model.bos_id(), self._model.eos_id())
         self.ends = tuple("" if end < 0 else self._model.id_to_piece(end) for end in ends)
+        control = filter(self._model.is_control, range(self.vocab_size))
+        self.special = {self._model.id_to_piece(number): number for number in control}
 
     def id_of(self, name: str) -> int | None:
         number = self._model.piece_to_id(name)
@@ -142,12 +145,6 @@ class SentencePieceEncoding:
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        """Tokens that no text has, with their ids."""
-        model = self._model
-        return {model.id_to_piece(n): n for n in range(self.vocab_size) if model.is_control(n)}
 
     def bytes_of(self, number: int) -> bytes:
         """The bytes that a token stands for, unless it is special."""
@@ -188,10 +185,8 @@ _TEKKEN = re.compile(rb'"token_bytes"\s*:\s*"')
 _LONGEST_SPACE = 25_000
 
 
-class TiktokenEncoding:
+class TiktokenEncoding(_Encoding):
     """Ids that `tiktoken` gives to texts."""
-
-    added = ()
 
     def __init__(
         self, pattern: str, ranks: dict[bytes, int], names: dict[int, str], *, parse: bool
@@ -213,9 +208,6 @@ class TiktokenEncoding:
         self._allowed = set(self.special) if parse else set()
         self.ends = next((ends for ends in _ENDS if {*ends} <= {*self.special}), ("", ""))
         self.vocab_size = self._tiktoken.n_vocab
-
-    def id_of(self, name: str) -> int | None:
-        return self.special.get(name)
 
     def encode(self, text: str) -> np.ndarray:
         how: dict[str, Any] = {"allowed_special": self._allowed, "disallowed_special": ()}
