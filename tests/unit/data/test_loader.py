@@ -17,6 +17,7 @@ from tests.support.documents import (
     write_ranks,
 )
 from tests.support.jobs import until
+from tests.support.refusals import failure
 from titan_moe.config.job_config import Dataset
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.order import CorpusOrder, Split
@@ -131,10 +132,8 @@ def test_blend_weights_are_shares_of_tokens(tmp_path):
 def test_failing_read_is_one_line(monkeypatch):
     (loader,) = loaders(training(dataset="stdlib"), 1)
     monkeypatch.setattr(StdlibCorpus, "__getitem__", fail)
-    line = "^step 1: reading the dataset 1 x stdlib.*OSError: I/O"
-    with pytest.raises(RunError, match=line) as e:
-        loader.next_step()
-    assert "\n" not in str(e.value)
+    line = failure(loader.next_step)
+    assert line.startswith("step 1: reading the dataset 1 x stdlib") and "OSError: I/O" in line
 
 
 def fail(corpus, index):
@@ -165,9 +164,7 @@ def test_resume_with_another_tokenizer_names_the_key_and_both_values(tmp_path):
     first, copy, other = (load_tokenizer(path) for path in (*paths, "bytes"))
     state = build_loader(training(), first).state_dict()
     build_loader(training(), copy).load_state_dict(state)  # Another path to the same.
-    with pytest.raises(RunError) as error:
-        build_loader(training(), other).load_state_dict(state)
-    line = str(error.value)
+    line = failure(build_loader(training(), other).load_state_dict, state)
     assert f"with model.tokenizer_path={paths[0]!r}, this run has 'bytes'" in line
     assert "exclude_from_loading" not in line and first.fingerprint not in line
     write_ranks(tmp_path / "first/tokenizer.model", merges=(b"ab",))
