@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.tiers import split
 from tests.support.trainings import make_job, process_here, replace_call
 from titan_moe.checkpoint.tensors import FolderWriter
-from titan_moe.data.reader import StepReader
+from titan_moe.data.loader import StepReader
 from titan_moe.debug import hang as hangs
 from titan_moe.debug.hang_report import analyse, read_report
 from titan_moe.models.hf import model_of_job

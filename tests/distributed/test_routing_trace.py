@@ -186,7 +186,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     reader = build_reader(job.training, tokenizer, validation=job.validation, **how)
     expected, responses = {}, {}
     for step in (1, 2):
-        sequences = [each for microbatch in reader.read_step()[0] for each in microbatch]
+        sequences = [each for microbatch in reader.read_step() for each in microbatch]
         names = routing_record.name_sequences(fingerprints(stack_sequences(sequences)))
         for name, sequence in zip(names, sequences, strict=True):
             for number in range(1, len(sequence.samples)):

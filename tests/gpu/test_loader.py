@@ -4,8 +4,8 @@ import torch
 
 from tests.support.documents import build_loader
 from titan_moe.config.job_config import Training
-from titan_moe.data.loader import Loader
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.build import build_reader
+from titan_moe.data.loader import Loader, ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 
 PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
@@ -14,7 +14,7 @@ PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
 def test_pinned_batches_of_another_process_arrive_whole():
     section = Training(dataset="synthetic", seq_len=2048, local_batch_size=2)
     device = torch.device("cuda", torch.cuda.current_device())
-    reader = ReaderProcess(section, "bytes", **PLACE)
+    reader = ReaderProcess(build_reader, section, "bytes", **PLACE)
     loader = Loader(reader, prefetch_factor=2, pin_for=device)
     plain = build_loader(section, load_tokenizer("bytes"), **PLACE)
     for _ in range(20):

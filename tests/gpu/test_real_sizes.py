@@ -79,7 +79,7 @@ def test_gated_values_of_many_rows(dtype: torch.dtype, rows: int, dim: int, acti
     gate, up, grad = (drawn(rows + n, dim, dtype=dtype)[n:] for n in range(3))
     weights_R1 = drawn(rows, 1)
     exact = [each.double().requires_grad_() for each in (gate, up, weights_R1)]
-    hidden = gated.ACTIVATIONS[activation].hidden(*exact[:2]) * exact[2]
+    hidden = gated.ACTIVATIONS[activation].hidden_and_pull(*exact[:2])[0] * exact[2]
     assert_near(gated.gated_rows(gate, up, weights_R1, activation), hidden, BOUNDS[dtype])
     found = gated.gated_rows_backward(grad.clone(), gate, up, weights_R1, activation)
     wanted = torch.autograd.grad(hidden, exact, grad.double())

@@ -73,7 +73,7 @@ def test_an_export_has_the_template_that_was_trained_and_stops_after_a_turn(comm
     model = {"name": "qwen3", "flavor": "hf", "hf_assets_path": str(base)}
     job = make_job(tmp_path / "run", steps=1, model=model, **tables)
     tokenizer = load_tokenizer(str(base), job.training)
-    ids = tokenizer.conversations.tokens(json.dumps({"messages": talked})).ids.tolist()
+    ids = tokenizer.conversations.encode("", json.dumps({"messages": talked})).ids.tolist()
     texts = tokenizer.text_format()
     # A later run on texts passes it on, unless its tokenizer lacks the token that ends a turn.
     assert load_tokenizer(str(base)).text_format(texts) == texts
@@ -89,5 +89,5 @@ def test_an_export_has_the_template_that_was_trained_and_stops_after_a_turn(comm
         templates = AutoTokenizer.from_pretrained(folder).chat_template
         assert templates == (OF_BASE if merges else texts.template)
     asked = load_model(out if merges else step, chat=True)[1].conversations
-    assert asked.template_source == texts.template
+    assert asked.template.source == texts.template
     assert merges or asked.identity == tokenizer.conversations.identity

@@ -16,7 +16,8 @@ from tests.support.refusals import refusal
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.config.parse import load_job
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.build import build_reader
+from titan_moe.data.loader import ReaderProcess
 from titan_moe.metrics.jsonl import read_json_lines
 
 WORDS = {
@@ -95,12 +96,12 @@ def test_process_that_reads_data_beside_a_gpu_knows_them_too(
     monkeypatch.syspath_prepend(package)
     training = Training(dataset="squares", seq_len=16, local_batch_size=1)
     place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 1}
-    reader = ReaderProcess(training, "bytes", ["my_package.extras"], **place)
-    (((sequence,),), _) = reader.read_step()
+    reader = ReaderProcess(build_reader, training, "bytes", ["my_package.extras"], **place)
+    ((sequence,),) = reader.read_step()
     assert {chr(token) for token in sequence.tokens_S} <= set("0123456789 ")
     reader.close()
     with pytest.raises(ConfigError, match=r"^job\.imports: no_such_package: No module"):
-        ReaderProcess(training, "bytes", ["no_such_package"], **place)
+        ReaderProcess(build_reader, training, "bytes", ["no_such_package"], **place)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
 """Chat templates that mark what the assistant writes, in the manner of families (templates/), a
 tokenizer with their special tokens, conversations drawn at random, and a table of records."""
 
+import datetime
 import json
 import random
 import re
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
+from titan_moe.config.job_config import Training
 from titan_moe.data.chat_template import CHATML_TOKENS, chatml
+from titan_moe.data.conversations import conversation_text
+from titan_moe.data.tokenizer import load_tokenizer
+
+TODAY = datetime.date.today().isoformat()
 
 _FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 TEMPLATES = {"chatml": chatml(*CHATML_TOKENS)} | {file.stem: file.read_text() for file in _FILES}
@@ -82,3 +89,30 @@ def draw_calls(rng):
 def draws(seed, count):
     rng = random.Random(seed)
     return [draw_messages(rng) for _ in range(count)]
+
+
+def conversations_of(folder, template, targets="assistant", **keys):
+    """Returns the conversations of a template and of the tokenizer in a folder."""
+    (folder / "template.jinja").write_text(template)
+    messages = {"template": str(folder / "template.jinja"), "date": TODAY, "targets": targets}
+    training = Training(dataset_format="messages", messages=messages | keys)
+    return load_tokenizer(str(folder), training).conversations
+
+
+def tokens_of(conversations, record):
+    """Returns the ids of a record, and whether each is a target."""
+    found = conversations.encode("", conversation_text(record))
+    return found.ids, found.is_target
+
+
+def said(folder, conversations, record):
+    """Returns the runs of targets of a record, as texts."""
+    ids, is_target = tokens_of(conversations, record)
+    tokenizer = load_tokenizer(str(folder), Training())
+    return [tokenizer.decode(ids[first:last]) for first, last in runs(is_target)]
+
+
+def runs(is_target):
+    """Returns the first and last + 1 place of each run of targets."""
+    edges = np.flatnonzero(np.diff([False, *is_target, False]))
+    return edges.reshape(-1, 2).tolist()

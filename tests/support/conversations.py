@@ -6,9 +6,9 @@ import pyarrow.json
 from pyarrow import parquet
 
 from titan_moe.config.job_config import Training
+from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import build_reader
-from titan_moe.data.packing import IGNORE_INDEX
-from titan_moe.data.reader import merge_states
+from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 
 SIZE = 4
@@ -48,7 +48,7 @@ def read(section, *, ranks=1, steps=3, state=None, size=SIZE, lengths=None):
         reader.load_state_dict(state)
     found = []
     for _ in range(steps):
-        microbatches = [reader.read_step()[0] for reader in readers]
+        microbatches = [reader.read_step() for reader in readers]
         found += [row for rank in microbatches for microbatch in rank for row in microbatch]
     return found, merge_states([reader.state_dict() for reader in readers])
 

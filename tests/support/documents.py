@@ -9,11 +9,10 @@ import zlib
 import numpy as np
 
 from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import build_reader
-from titan_moe.data.loader import Loader
+from titan_moe.data.loader import Loader, merge_states
 from titan_moe.data.order import mix
-from titan_moe.data.packing import IGNORE_INDEX
-from titan_moe.data.reader import merge_states
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer("bytes")

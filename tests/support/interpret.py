@@ -13,7 +13,7 @@ from titan_moe.ops.operation import KERNELS
 
 CASES = {
     "cross_entropy": ["cross_entropy", "block_statistics", "gradient_in_place"],
-    "gated": ["gated_forward", "gated_backward"],
+    "gated": ["gated_rows", "gated_rows_backward"],
     "move_rows": ["copy_rows", "add_rows"],
     "permute": ["permute_indices"],
     "rotate": ["rotate_heads"],

@@ -6,7 +6,6 @@ since their user believes that they are read.
 
 import json
 import shutil
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,9 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
     first, *others = [
         [
             f"{key}={_shown(value)} has no effect: {reason}"
-            for patterns, idle, reason in _reasons(Run(stage, model, world_size))
+            for patterns, reason in _reasons(Run(stage, model, world_size)).items()
             for key, value in flat(stage).items()
-            if idle
+            if reason
             and value != plain.get(key)
             and any(fnmatch(key, pattern) for pattern in patterns.split())
         ]
@@ -118,91 +117,71 @@ def narrow_lines(job: JobConfig) -> list[str]:
     ]
 
 
-def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
-    """Yields patterns of keys, whether they have no effect in `run`, and why."""
+def _reasons(run: Run) -> dict[str, str | bool]:
+    """Returns why keys have no effect in `run`, by their patterns; False if they have one."""
     job, degrees, training = run.job, run.job.parallelism, run.job.training
-    yield from _expert_reasons(run)
-    yield (
-        "parallelism.enable_async_tensor_parallel",
-        not run.pipelines_tp,
-        "it needs tensor_parallel_degree above 1, compile.enable=true and backend=inductor",
-    )
-    yield (
-        "parallelism.fsdp_accumulation",
-        degrees.pipeline_parallel_degree > 1,
-        "a pipeline's schedule gathers and reduces once a run",
-    )
-    yield (
-        "parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_*_less_*",
-        degrees.module_fqns_per_model_part is not None,
-        "module_fqns_per_model_part lists the stages",
-    )
-    yield (
-        "training.mtp_loss_weight",
-        not run.model.num_mtp_layers,
-        f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
-    )
-    yield "training.indexer_stage", run.model.indexer is None, f"{run.flavor} has no indexer"
-    yield (
-        "moe.bias_update_speed",
-        job.lora.rank is not None
-        or (run.model.indexer is not None and training.indexer_stage == "dense"),
-        "routers are frozen beside adapters and in training.indexer_stage=dense",
-    )
-    yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
+    frozen = run.model.indexer is not None and training.indexer_stage == "dense"
     parts: list[Dataset | Validation] = [*training.blend]
     parts += [job.validation] if job.validation.enable else []
     readers = [part.dataset for part in parts if part.dataset and part.text_column is None]
     readers += [] if training.blend else [training.dataset]
-    plain = {*readers} <= {*DATASETS_WITHOUT_COLUMNS}
-    yield "training.text_column", plain, "the data that reads it has no columns"
     talks = training.dataset_format == "messages"
-    yield "training.messages.*", not talks, "training.dataset_format is text"
-    yield "training.text_column", talks, "training.dataset_format is messages"
-    bytes_alone = job.model.tokenizer_path == "bytes"
-    yield "training.parse_special_tokens", bytes_alone, "bytes are all that a text has"
-    yield (
-        "validation.text_column",
-        job.validation.dataset is None or job.validation.dataset in DATASETS_WITHOUT_COLUMNS,
-        "validation.dataset names no data with columns",
-    )
-    saves = "checkpoint.load_only checkpoint.last_save_in_hf"
-    yield saves, not job.checkpoint.enable, "checkpoint.enable is false"
-    own = "validation.dataset* validation.held_out_every"
-    yield own, not job.validation.enable, "validation.enable is false"
-    yield (
-        "debug.capture_step",
-        job.debug.capture_step > training.steps,
-        f"it is beyond training.steps={training.steps}",
-    )
     of_some = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
     unread = [f"optimizer.{key}" for key in of_some - {*OPTIMIZER_KEYS[job.optimizer.name]}]
-    yield " ".join(unread), True, f"optimizer.name={job.optimizer.name} does not read it"
+    return _expert_reasons(run) | {
+        "parallelism.enable_async_tensor_parallel": not run.pipelines_tp
+        and "it needs tensor_parallel_degree above 1, compile.enable=true and backend=inductor",
+        "parallelism.fsdp_accumulation": degrees.pipeline_parallel_degree > 1
+        and "a pipeline's schedule gathers and reduces once a run",
+        "parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_*_less_*": (
+            degrees.module_fqns_per_model_part is not None
+            and "module_fqns_per_model_part lists the stages"
+        ),
+        "training.mtp_loss_weight": not run.model.num_mtp_layers
+        and f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
+        "training.indexer_stage": run.model.indexer is None and f"{run.flavor} has no indexer",
+        "moe.bias_update_speed": (job.lora.rank is not None or frozen)
+        and "routers are frozen beside adapters and in training.indexer_stage=dense",
+        "training.on_spike": training.spike_factor is None and "training.spike_factor is not set",
+        "training.text_column": (talks and "training.dataset_format is messages")
+        or ({*readers} <= {*DATASETS_WITHOUT_COLUMNS} and "the data that reads it has no columns"),
+        "training.messages.*": not talks and "training.dataset_format is text",
+        "training.parse_special_tokens": job.model.tokenizer_path == "bytes"
+        and "bytes are all that a text has",
+        "validation.text_column": (
+            job.validation.dataset is None or job.validation.dataset in DATASETS_WITHOUT_COLUMNS
+        )
+        and "validation.dataset names no data with columns",
+        "checkpoint.load_only checkpoint.last_save_in_hf": not job.checkpoint.enable
+        and "checkpoint.enable is false",
+        "validation.dataset* validation.held_out_every": not job.validation.enable
+        and "validation.enable is false",
+        "debug.capture_step": job.debug.capture_step > training.steps
+        and f"it is beyond training.steps={training.steps}",
+        " ".join(unread): f"optimizer.name={job.optimizer.name} does not read it",
+    }
 
 
-def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
+def _expert_reasons(run: Run) -> dict[str, str | bool]:
     degrees = run.job.parallelism
     factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
     if run.model.moe is None:
-        yield " ".join(_OF_EXPERTS), True, f"{run.flavor} has no experts"
-        return
-    yield (
-        "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap",
-        degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree == 1,
-        "expert_parallel_degree is 1",
-    )
-    yield (
-        "parallelism.pipeline_parallel_expert_parallel_overlap",
-        degrees.pipeline_parallel_schedule != "DualPipeV" or degrees.expert_parallel_degree == 1,
-        "it needs pipeline_parallel_schedule=DualPipeV and expert_parallel_degree above 1",
-    )
-    unset = "expert_parallel_capacity_factor is not set"
-    yield "parallelism.expert_parallel_overflow", factor is None, unset
-    yield (
-        "parallelism.expert_parallel_ranks_per_node",
-        backend not in ("auto", "deduplicated") or factor is not None,
-        "expert_parallel_comm_backend=deduplicated alone reads it",
-    )
+        return {" ".join(_OF_EXPERTS): f"{run.flavor} has no experts"}
+    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    pairs = degrees.pipeline_parallel_schedule == "DualPipeV" and degrees.expert_parallel_degree > 1
+    return {
+        "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap": (
+            not travels and "expert_parallel_degree is 1"
+        ),
+        "parallelism.pipeline_parallel_expert_parallel_overlap": not pairs
+        and "it needs pipeline_parallel_schedule=DualPipeV and expert_parallel_degree above 1",
+        "parallelism.expert_parallel_overflow": factor is None
+        and "expert_parallel_capacity_factor is not set",
+        "parallelism.expert_parallel_ranks_per_node": (
+            backend not in ("auto", "deduplicated") or factor is not None
+        )
+        and "expert_parallel_comm_backend=deduplicated alone reads it",
+    }
 
 
 def without_experts(job: JobConfig) -> JobConfig:

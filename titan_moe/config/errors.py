@@ -40,4 +40,7 @@ class ConfigError(Exception):
 
     def __init__(self, lines: list[str] | str) -> None:
         self.lines = [lines] if isinstance(lines, str) else lines
-        super().__init__("\n".join(self.lines))
+        super().__init__(self.lines)  # All of them, so that a pickled error keeps its lines apart.
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)

@@ -13,11 +13,11 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.batch import Encoded
 from titan_moe.data.corpus import Source, left_out
+from titan_moe.data.loader import StepReader
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError, Split
 from titan_moe.data.packed_conversations import ConversationSequences, Lengths, measure
-from titan_moe.data.packing import Encoded
-from titan_moe.data.reader import StepReader
 from titan_moe.data.sequences import (
     BlendSource,
     Identity,

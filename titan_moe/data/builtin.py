@@ -11,13 +11,13 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.conversations import conversation_text
-from titan_moe.data.order import Document, mix
+from titan_moe.data.order import Corpus, Document, mix
 
 # Not the library itself: installed packages, caches, and tests (mostly tables of input and output).
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-class StdlibCorpus:
+class StdlibCorpus(Corpus):
     """Every .py file of the standard library in the order of the paths; 13 MB, held in memory."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -42,9 +42,6 @@ class StdlibCorpus:
             )
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         self.fingerprint = f"stdlib:{version}:{digest.hexdigest()}"
-
-    def checksum(self) -> str:
-        return ""
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -97,7 +94,7 @@ _ONSETS = ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z",
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ou", "ea"]
 
 
-class SyntheticCorpus:
+class SyntheticCorpus(Corpus):
     """A made-up language, the same bits on every platform.
 
     A Markov chain over 256 made-up words, each with four successors of falling likelihood.
@@ -115,9 +112,6 @@ class SyntheticCorpus:
             [mix(seed, word, choice) % _NUM_WORDS for choice in range(_NUM_SUCCESSORS)]
             for word in range(_NUM_WORDS)
         ]
-
-    def checksum(self) -> str:
-        return ""
 
     def __len__(self) -> int:
         return self._num_documents

@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from titan_moe.config.job_config import Messages
+from titan_moe.data.batch import Encoded
 from titan_moe.data.chat_template import RESERVED, ChatTemplate, Message, Talk, Written
 from titan_moe.data.conversations import ChatError, LeftOutError, Spans, conversation_text
 from titan_moe.data.faithful import LeftOut, texts_of, thought_of, write_whole
-from titan_moe.data.turns import Rendered, Turns
+from titan_moe.data.turns import Turns
 
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _FLAGS = ("weight", "loss", "train", "trainable", "training", "loss_mask")
 """Keys of a message that say whether it is learned: 1 or true, 0 or false."""
 _LOOKS_LIKE_A_FLAG = re.compile("loss|train|learn|mask|weight|supervis")
-
-
-class Tokens(NamedTuple):
-    """The ids of a conversation, and whether each is a target."""
-
-    ids: np.ndarray
-    is_target: np.ndarray
-    cut: int = 0
-    """Tokens that the conversation has beyond these."""
 
 
 class Conversations:
@@ -35,25 +28,21 @@ class Conversations:
     def __init__(
         self,
         template: ChatTemplate,
+        with_tools: ChatTemplate,
         encode: Callable[[str], Spans],
-        *,
         around: tuple[np.ndarray, np.ndarray],
-        targets: str | list[str],
-        too_long: str,
-        with_tools: ChatTemplate | None = None,
-        may_leave_out: Collection[str] = (),
-        max_refused: float = 0.01,
+        keys: Messages,
     ) -> None:
-        """around: the ids that begin and end a document without a template. with_tools: the
-        template of conversations with tools; None: the same. The others: as in
-        [training.messages]."""
-        self.template = template
-        self._with_tools = with_tools or template
-        self._encode, self._around = encode, around
-        self._targets, self._too_long, self._allowed = targets, too_long, may_leave_out
-        self.max_refused = max_refused
+        """
+        Args:
+            with_tools: the template of conversations with tools.
+            around: the ids that begin and end a document without a template.
+        """
+        self.template, self._with_tools = template, with_tools
+        self._encode, self._around, self._keys = encode, around, keys
+        self.max_refused = keys.max_refused
         """The largest share of a source's conversations that may be refused."""
-        self._roles = ["assistant"] if isinstance(targets, str) else targets
+        self._roles = ["assistant"] if isinstance(keys.targets, str) else keys.targets
         self.unseen_roles = set(self._roles)
         """Roles to be learned that no conversation has had so far."""
         self.unread_flags: set[str] = set()
@@ -63,13 +52,9 @@ class Conversations:
     def identity(self) -> str:
         """All that ids and targets depend on, beside the tokenizer and the sequence length."""
         templates = dict.fromkeys([self.template.identity, self._with_tools.identity])
-        how = f"targets={self._targets}, too_long={self._too_long}, left_out={self._allowed}"
+        keys = self._keys
+        how = f"targets={keys.targets}, too_long={keys.too_long}, left_out={keys.may_leave_out}"
         return f"{'; '.join(templates)}, {how}"
-
-    @property
-    def template_source(self) -> str:
-        """The template in Jinja."""
-        return self.template.source
 
     def turn_ends(self) -> list[int]:
         """The ids that end an answer, and a call of a tool if another one does; none if the
@@ -81,7 +66,7 @@ class Conversations:
             talk = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
             record = json.loads(conversation_text({"messages": talk}) or "")
             try:
-                text, spans = self._rendered(record, {1})
+                text, spans = self._rendered(record, {1}, stop=True)
             except ChatError:
                 continue
             turn = text[: spans[-1][1]].rstrip() if spans else ""
@@ -90,7 +75,7 @@ class Conversations:
         return list(dict.fromkeys(ends))
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> np.ndarray:
-        """Ids after which the model writes its answer to `messages`; raises ChatError."""
+        """Returns the ids that the model's answer to `messages` follows. Raises ChatError."""
         record = json.loads(conversation_text({"messages": messages, "tools": tools}) or "{}")
         if not record.get("messages"):
             raise ChatError(record.get("refused", "it holds no messages with role and content"))
@@ -125,7 +110,7 @@ class Conversations:
             return []
         return self._written(record)[1][2]
 
-    def tokens(self, text: str, seq_len: int | None = None) -> Tokens:
+    def encode(self, name: str, text: str, seq_len: int | None = None) -> Encoded:
         """Ids and targets of a conversation's JSON, at most `seq_len` (None: all).
 
         ChatError if it cannot be read, or if the template refuses it or leaves out some of it;
@@ -142,17 +127,17 @@ class Conversations:
         self.unseen_roles -= {message.get("role") for message in messages}
         if "completion" in record:
             ids, is_target = self._plain(record["prompt"], record["completion"])
-            is_target = (is_target & ("assistant" in self._roles)) | (self._targets == "all")
+            is_target = (is_target & ("assistant" in self._roles)) | (self._keys.targets == "all")
         else:
             ids, is_target = self._marked(record)
         cut = 0 if seq_len is None else max(0, len(ids) - seq_len)
         if cut:
-            if self._too_long == "drop":
+            if self._keys.too_long == "drop":
                 line = f"its {len(ids):,} tokens are more than training.seq_len={seq_len}"
                 raise LeftOutError(line)
             ids, is_target = ids[:seq_len], is_target[:seq_len]
         is_target[:1] = False  # Nothing is before it that could predict it.
-        return Tokens(ids.astype(np.int64), is_target, cut)
+        return Encoded(name, ids.astype(np.int64), is_target, cut)
 
     def _plain(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
         ids, _, ends = self._encode(prompt + completion)
@@ -161,7 +146,7 @@ class Conversations:
         return np.concatenate([begin, ids, end]), np.concatenate(known)
 
     def _marked(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        messages, is_all = record["messages"], self._targets == "all"
+        messages, is_all = record["messages"], self._keys.targets == "all"
         first = 0 if is_all else record.get("learned_from", 0)
         learned: list[int] = []
         for number, message in enumerate(messages):
@@ -169,9 +154,9 @@ class Conversations:
             if is_learned and (is_all or message["role"] in self._roles):
                 _refuse_empty(number + 1, message)
                 learned.append(number)
-        if self._targets == "last":
+        if self._keys.targets == "last":
             learned = learned[-1:]
-        # Of all, what is not learned is found.
+        # With targets = "all" the spans are those of what is not learned.
         chosen = {*range(len(messages))}.difference(learned) if is_all else learned
         text, spans = self._rendered(record, chosen, stop=len(messages) - 1 in learned)
         ids, begins, ends = self._encode(text)
@@ -211,21 +196,21 @@ class Conversations:
     def _written(
         self, record: dict[str, Any]
     ) -> tuple[ChatTemplate, tuple[Talk, Written, list[LeftOut]]]:
-        """The template of a record, and what `write_whole` returns of it."""
+        """Returns the template of a record, and the result of `write_whole`."""
         template = self._with_tools if record.get("tools") else self.template
         talk = Talk(_clean(record["messages"]), record.get("tools"), record.get("options"))
-        return template, write_whole(template, talk, self._allowed)
+        return template, write_whole(template, talk, self._keys.may_leave_out)
 
     def _rendered(
-        self, record: dict[str, Any], chosen: Collection[int], *, stop: bool = True
-    ) -> Rendered:
+        self, record: dict[str, Any], chosen: Collection[int], *, stop: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         template, (talk, written, _) = self._written(record)
         return Turns(template, talk, written).rendered(chosen, stop=stop)
 
 
 def _clean(messages: Sequence[Message]) -> list[Message]:
-    """Messages without flags and None but for a content's, their thoughts under each name that
-    templates read."""
+    """Returns messages without flags and without None (a content may be None); thoughts stand under
+    each name that templates read."""
     cleaned = []
     for message in messages:
         known = {
@@ -240,7 +225,7 @@ def _clean(messages: Sequence[Message]) -> list[Message]:
 
 
 def _refuse_empty(number: int, message: Message) -> None:
-    """ChatError for a turn of the assistant in which nothing is said."""
+    """Raises ChatError for a turn of the assistant that says nothing."""
     said = [*texts_of(message), thought_of(message)]
     is_empty = not "".join(said).strip() and not message.get("tool_calls")
     if message["role"] == "assistant" and is_empty:

@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from titan_moe.data.conversations import ChatError
 from titan_moe.data.order import digest
 
-# Noncharacters of Unicode, which no text holds, around what a template marks as generated, and
-# around the number of the message that the text behind is of.
+# Noncharacters of Unicode, which no text holds: two around text that a template marks as generated,
+# and two around the number of the message that the text behind them belongs to.
 _BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 EDGE = "\ufdd4"
 """Stands on both sides of a content that is searched for."""
@@ -67,7 +67,7 @@ class Talk(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Characters `begin` to `end` of a text, which message number `message` has; None: no one."""
+    """Characters `begin` to `end` of a text, written for one message; None: for none."""
 
     message: int | None
     begin: int

@@ -1,4 +1,4 @@
-"""Conversations as documents of a data set: the JSON of a record, in one form whatever its own.
+"""Conversations as documents of a data set: records of many forms, as JSON of one form.
 
 A record holds one of the forms below, and beside it `tools` (or `functions`), `system`, and
 `chat_template_kwargs`. Each field may be JSON as a text.
@@ -64,7 +64,7 @@ class LeftOutError(ChatError):
 
 
 class Spans(NamedTuple):
-    """Ids of a text, and of each its first and last + 1 character."""
+    """Ids of a text, each with its first and last + 1 character."""
 
     ids: np.ndarray
     begins: np.ndarray
@@ -72,7 +72,7 @@ class Spans(NamedTuple):
 
 
 def conversation_text(record: Any) -> str | None:
-    """The conversation of a record as JSON, None if it holds none."""
+    """Returns the conversation of a record as JSON; None if it holds none."""
     if not isinstance(record, dict):
         return None
     prompt: Any = record.get("prompt")

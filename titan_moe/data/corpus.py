@@ -37,7 +37,7 @@ class Source:
     dataset: str
     dataset_path: str | None = None
     text_column: str | None = "text"
-    """None: each record is a conversation."""
+    """Column of the text; None: each record is a conversation."""
     weight: float = 1.0
 
     @property
@@ -123,7 +123,7 @@ def find_files(source: Source) -> list[Path]:
 
 
 def left_out(source: Source, streamed: Collection[Path] = ()) -> list[str]:
-    """One line about the files beside those of a source, in its folder, that are not read.
+    """Returns one line about files in the folder of a source that are not read as data.
 
     streamed: the files of a local copy that a stream reads, without links.
     """
@@ -159,8 +159,8 @@ def named_paths(path: Path) -> list[Path]:
 
 
 def _listed(path: Path, ends: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
-    """The files of a path, sorted, and those in its folder, or that its glob matches, which are no
-    data."""
+    """Returns the data files of a path, sorted, and the other files in its folder or among its
+    glob's matches."""
     if path.is_file():
         return [path], []
     is_folder = path.is_dir()

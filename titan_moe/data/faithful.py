@@ -55,7 +55,7 @@ def write_whole(
         refused.append((len(lost), ChatError(line + allow * (lost[0].kind in KINDS))))
     if found:
         return min(found, key=lambda each: len(each[-1]))
-    # What the best form leaves out says more than another's error, and the last one's than others'.
+    # The losses of the best form say more than another's error; of equals, the last one counts.
     raise min(reversed(refused), key=itemgetter(0))[1]
 
 
@@ -143,7 +143,7 @@ def thought_of(message: Message) -> str:
 
 
 def _left_out(template: ChatTemplate, talk: Talk, written: Written) -> Iterator[LeftOut]:
-    """Yields what the template does not write of a conversation."""
+    """Yields the things of a conversation that the template does not write."""
     outside = written.of(None)
     said = [written.of(n) for n, each in enumerate(talk.messages) if each["role"] == "assistant"]
     for number, message in enumerate(talk.messages):
@@ -182,7 +182,7 @@ def _left_out(template: ChatTemplate, talk: Talk, written: Written) -> Iterator[
 
 
 def _left_out_of_calls(message: Message, name: str, text: str) -> Iterator[LeftOut]:
-    """Yields what the text of a message lacks of its calls."""
+    """Yields the calls of a message, and parts of them, that its text lacks."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     given = [function["arguments"] for function in functions]
     objects, once = map(object_of, given), "".join(map(_as_text, given))

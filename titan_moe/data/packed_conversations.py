@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.conversations import ChatError, LeftOutError
-from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
-from titan_moe.data.packing import (
+from titan_moe.data.batch import (
     BestFit,
     PackedSequence,
     ignored_sequence,
     whole_documents,
 )
-from titan_moe.data.sequences import Blend, BlendSource, Identity, encode_learned
+from titan_moe.data.conversations import ChatError, LeftOutError
+from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
+from titan_moe.data.sequences import Blend, BlendSource, Identity, encode_document
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -42,34 +42,33 @@ class Lengths:
     tokens: np.ndarray
     """int32 [documents]; 0 for a conversation that is refused or left out: nothing in it is to be
     learned, or it is too long."""
-    problems: dict[tuple[bool, str], tuple[int, str]] = field(default_factory=dict)
-    """Numbers of conversations that are refused (True) or left out, and a line about the first one,
-    by kind: the reasons alike but for their numbers."""
+    problems: Counter[tuple[bool, str]] = field(default_factory=Counter)
+    """Numbers of conversations that are refused (True) or left out, by kind: the reasons alike but
+    for their numbers."""
+    first: dict[tuple[bool, str], str] = field(default_factory=dict)
+    """A line about the first conversation of each kind."""
     num_cut: int = 0
     """Conversations that lose their ends."""
     cut_tokens: int = 0
 
-    def add_problem(self, kind: tuple[bool, str], count: int, line: str) -> None:
-        before, first = self.problems.get(kind, (0, line))
-        self.problems[kind] = before + count, first
-
     def __add__(self, other: Lengths) -> Lengths:
         """Joins the lengths and problems of two parts of one corpus."""
-        cut = self.num_cut + other.num_cut, self.cut_tokens + other.cut_tokens
-        both = Lengths(self.tokens + other.tokens, dict(self.problems), *cut)
-        for kind, (count, line) in other.problems.items():
-            both.add_problem(kind, count, line)
-        return both
+        return Lengths(
+            self.tokens + other.tokens,
+            self.problems + other.problems,
+            other.first | self.first,
+            self.num_cut + other.num_cut,
+            self.cut_tokens + other.cut_tokens,
+        )
 
     def lines(self, name: str, num_read: int, max_refused: float) -> list[str]:
         """Returns what is to be known of a source's conversations that are not read whole.
         ConfigError if more of those read are refused than `max_refused` of them."""
         found = []
         for is_refused, verb in ((True, "refused"), (False, "left out")):
-            kinds = [each for kind, each in self.problems.items() if kind[0] == is_refused]
-            kinds.sort(key=itemgetter(0), reverse=True)
-            count = sum(number for number, _ in kinds)
-            examples = [f"{line} ({number:,} so)" for number, line in kinds[:_MOST_KINDS]]
+            kinds = [each for each in self.problems.most_common() if each[0][0] == is_refused]
+            count = sum(number for _, number in kinds)
+            examples = [f"{self.first[kind]} ({n:,} so)" for kind, n in kinds[:_MOST_KINDS]]
             more = [f"{len(kinds) - _MOST_KINDS} reasons more"] * (len(kinds) > _MOST_KINDS)
             line = f"{name}: {count:,} of {num_read:,} conversations are {verb}: "
             line += "; ".join(examples + more)
@@ -96,10 +95,11 @@ def measure(
     for index in indices:
         document = corpus[index]
         try:
-            encoded = encode_learned(document, tokenizer, seq_len)
+            encoded = encode_document(document, tokenizer, seq_len)
         except ChatError as error:
             kind = not isinstance(error, LeftOutError), re.sub(r"\d[\d,]*", "N", str(error))
-            found.add_problem(kind, 1, f"{document.name}: {error}")
+            found.problems[kind] += 1
+            found.first.setdefault(kind, f"{document.name}: {error}")
         else:
             found.tokens[index] = len(encoded.ids)
             found.num_cut += bool(encoded.cut)
@@ -158,8 +158,8 @@ class ConversationSequences:
         return number
 
     def next_batch(self) -> list[PackedSequence]:
-        """This rank's sequences of the next step. Where the data end, sequences without a target
-        fill up the last batch; RunError after that."""
+        """Returns this rank's sequences of the next step. At the end of the data, sequences without
+        a target fill up the last batch; RunError after that."""
         size = self._identity.global_batch_size
         groups = [self._best_fit.next_group() for _ in range(size)]
         if not groups[0]:
@@ -194,11 +194,11 @@ class ConversationSequences:
     def _packed(self, places: Sequence[_Place]) -> PackedSequence:
         documents = [self._orders[place.source].document(place.position) for place in places]
         seq_len = self._identity.seq_len
-        encoded = [encode_learned(each, self._tokenizer, seq_len) for each in documents]
+        encoded = [encode_document(each, self._tokenizer, seq_len) for each in documents]
         return whole_documents(encoded, seq_len)
 
     def _place(self, source: int, position: int) -> _Place | None:
-        """None beyond the end of the data."""
+        """Returns a conversation's place; None beyond the end of the data."""
         order, lengths = self._orders[source], self._lengths[source]
         try:
             index = order.index(position)
@@ -221,7 +221,7 @@ class ConversationSequences:
             if place.tokens:
                 self._blend.tokens[source] += place.tokens
                 return place
-        ((_, first),) = self._measure(order, order.index(0)).problems.values()
+        (first,) = self._measure(order, order.index(0)).first.values()
         raise RunError(
             f"{order.name}: all {order.size:,} conversations are left out, such as {first}: mend "
             "the data"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_moe.data.batch import Encoded, PackedSequence, Packer
 from titan_moe.data.conversations import ChatError, LeftOutError
 from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, mix
-from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.stream import DocumentOrder
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
@@ -52,13 +52,16 @@ def encode_document(
     ids. seq_len: the most tokens of a conversation; None: all.
 
     RunError if the document holds ids that the tokenizer has not, ChatError for a conversation that
-    is none, or that the chat template refuses.
+    is none, that the chat template refuses, or in which nothing is to be learned.
     """
     content = "" if document.content is None else document.content
     if tokenizer.conversations is not None:
         assert isinstance(content, str)
-        tokens = tokenizer.conversations.tokens(content, seq_len)
-        return Encoded(document.name, tokens.ids, tokens.is_target, tokens.cut)
+        encoded = tokenizer.conversations.encode(document.name, content, seq_len)
+        if encoded.is_target is not None and encoded.is_target.any():
+            return encoded
+        within = "" if seq_len is None else f" in its first {seq_len:,} tokens"
+        raise LeftOutError(f"no message is to be learned{within}")
     ids = tokenizer.encode(content) if isinstance(content, str) else content
     if not isinstance(content, str) and ids.size:
         if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
@@ -79,18 +82,9 @@ def read_document(
 ) -> Encoded | None:
     """A document's tokens; None for a conversation that is left out."""
     try:
-        return encode_learned(document, tokenizer, seq_len)
+        return encode_document(document, tokenizer, seq_len)
     except ChatError:
         return None
-
-
-def encode_learned(document: Document, tokenizer: Tokenizer, seq_len: int | None) -> Encoded:
-    """Does what `encode_document` does; ChatError too for a conversation with nothing to learn."""
-    encoded = encode_document(document, tokenizer, seq_len)
-    if encoded.is_target is None or encoded.is_target.any():
-        return encoded
-    within = "" if seq_len is None else f" in its first {seq_len:,} tokens"
-    raise LeftOutError(f"no message is to be learned{within}")
 
 
 class Blend:
@@ -117,32 +111,19 @@ class Blend:
 class SequenceStream:
     """A sequence of the global batch: packs the documents of each source assigned to it."""
 
-    def __init__(
-        self,
-        index: int,
-        *,
-        sources: Sequence[BlendSource],
-        tokenizer: Tokenizer,
-        identity: Identity,
-        mask_documents: bool,
-    ) -> None:
-        self.index = index
-        self._sources = sources
-        self._tokenizer = tokenizer
-        self._global_batch_size = identity.global_batch_size
-        self._blend = Blend([source.weight for source in sources], key=(identity.seed, index))
-        # The positions where sequences begin, as in StepReader.
-        self._first: Sequence[Sequence[int]] = [
-            [0] * source.order.num_partitions for source in sources
-        ]
-        self._read = [0] * len(sources)  # Documents opened, by source.
+    def __init__(self, index: int, rank: TextSequences, *, mask_documents: bool) -> None:
+        """rank: the sequences of this one's rank, which have the sources in common."""
+        self.index, self._rank = index, rank
+        weights = [source.weight for source in rank.sources]
+        self._blend = Blend(weights, key=(rank.identity.seed, index))
+        self._read = [0] * len(rank.sources)  # Documents opened, by source.
         self._without_text, self._first_without = 0, ""
         self._source = -1  # The source of the document that is cut; -1: none is.
         self._packer = Packer(
             self._next_document,
-            seq_len=identity.seq_len,
+            seq_len=rank.identity.seq_len,
             mask_documents=mask_documents,
-            padding_id=tokenizer.eos_id,
+            padding_id=rank.tokenizer.eos_id,
         )
 
     def next_sequence(self) -> PackedSequence:
@@ -158,9 +139,11 @@ class SequenceStream:
         return dict(self._place(source, next_number + turn) for turn in range(turns))
 
     def state(self) -> dict[str, Any]:
-        """JSON-able place in the stream: documents and tokens opened by source, "part", the source
-        of the open document, and its tokens before the place; the number of documents without a
-        text, and the first one."""
+        """Returns the JSON-able place in the stream.
+
+        By source the documents read and their tokens; in "part" the source of the open document,
+        and in "offset" its tokens before the place; documents without a text, and the first one.
+        """
         return {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
@@ -170,9 +153,8 @@ class SequenceStream:
             "first_without": self._first_without,
         }
 
-    def load_state(self, state: dict[str, Any], first: Sequence[Sequence[int]]) -> None:
-        """Go on where `state` was taken, of sequences that begin at the positions `first`."""
-        self._first = first
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
         self._read = list(state["read"])
         self._blend.tokens = list(state["tokens"])
         self._source = state["part"]
@@ -181,47 +163,43 @@ class SequenceStream:
         document = None
         if self._source >= 0:
             opened_last = self._open(self._source, self._read[self._source] - 1)
-            document = encode_document(opened_last, self._tokenizer)
+            document = encode_document(opened_last, self._rank.tokenizer)
         self._packer.resume(document, state["offset"])
 
     def _assignment(self, source: int) -> Assignment:
-        return Assignment(self._global_batch_size, self._sources[source].order.num_partitions)
+        partitions = self._rank.sources[source].order.num_partitions
+        return Assignment(self._rank.identity.global_batch_size, partitions)
 
     def _place(self, source: int, number: int) -> tuple[int, int]:
         """Partition and position of this sequence's document `number` of `source`."""
         partition, offset = self._assignment(source).place(self.index, number)
-        return partition, self._first[source][partition] + offset
+        return partition, self._rank.first[source][partition] + offset
 
     def _open(self, source: int, number: int) -> Document:
         partition, position = self._place(source, number)
-        return self._sources[source].order.document(position, partition)
+        return self._rank.sources[source].order.document(position, partition)
 
     def _next_document(self) -> Encoded:
-        source, document = self._take()
-        encoded = encode_document(document, self._tokenizer)
+        source = self._blend.next_source()
+        order = self._rank.sources[source].order
+        try:
+            document = self._open(source, self._read[source])
+        except OutOfDocumentsError:
+            size = self._rank.identity.global_batch_size
+            of = "" if order.size is None else f" of the {order.size:,} documents of an epoch"
+            raise RunError(
+                f"{order.name} ran out: sequence {self.index} of the global batch of {size} has "
+                f"used up its {self._read[source]:,}{of} and {self._blend.tokens[source]:,} "
+                "tokens; set training.repeat_dataset=true to start it again, or train fewer steps"
+            ) from None
+        self._read[source] += 1
+        encoded = encode_document(document, self._rank.tokenizer)
         self._source = source
         self._blend.tokens[source] += len(encoded.ids)
         if document.content is None:
             self._without_text += 1
             self._first_without = self._first_without or document.name
         return encoded
-
-    def _take(self) -> tuple[int, Document]:
-        """Returns the source of the next document, and that document."""
-        source = self._blend.next_source()
-        order = self._sources[source].order
-        try:
-            document = self._open(source, self._read[source])
-        except OutOfDocumentsError:
-            of = "" if order.size is None else f" of the {order.size:,} documents of an epoch"
-            raise RunError(
-                f"{order.name} ran out: sequence {self.index} of the global batch of "
-                f"{self._global_batch_size} has used up its {self._read[source]:,}{of} and "
-                f"{self._blend.tokens[source]:,} tokens; set training.repeat_dataset=true to start "
-                "it again, or train fewer steps"
-            ) from None
-        self._read[source] += 1
-        return source, document
 
 
 class TextSequences:
@@ -237,20 +215,13 @@ class TextSequences:
         mask_documents: bool,
     ) -> None:
         """own: this rank's sequences of the global batch."""
-        self.sources = sources
+        self.sources, self.tokenizer, self.identity = sources, tokenizer, identity
+        self.first = [[0] * source.order.num_partitions for source in sources]
+        """The position, by source and partition, from which on the sequences take documents: 0,
+        until a training stage changes the batch size."""
         self._streams = [
-            SequenceStream(
-                index,
-                sources=sources,
-                tokenizer=tokenizer,
-                identity=identity,
-                mask_documents=mask_documents,
-            )
-            for index in own
+            SequenceStream(index, self, mask_documents=mask_documents) for index in own
         ]
-        # The position, by source and partition, from which on the sequences take documents: 0,
-        # until a training stage changes the batch size.
-        self._first = [[0] * source.order.num_partitions for source in sources]
 
     def next_batch(self) -> list[PackedSequence]:
         """This rank's sequences of the next step; RunError when a source has no document left."""
@@ -259,7 +230,7 @@ class TextSequences:
     def state(self) -> dict[str, Any]:
         """JSON-able: this rank's sequences by number, and the places where streams are read on."""
         return {
-            "first": self._first,
+            "first": self.first,
             "rows": {str(stream.index): stream.state() for stream in self._streams},
             "marks": [
                 source.order.mark(self._oldest(number))
@@ -269,11 +240,11 @@ class TextSequences:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on where `state`, merged over all ranks, was taken."""
-        self._first = state["first"]
-        for source, mark, first in zip(self.sources, state["marks"], self._first, strict=True):
+        self.first = state["first"]
+        for source, mark, first in zip(self.sources, state["marks"], self.first, strict=True):
             source.order.seek(mark, first)
         for stream in self._streams:
-            stream.load_state(state["rows"][str(stream.index)], self._first)
+            stream.load_state(state["rows"][str(stream.index)])
 
     def _oldest(self, source: int) -> dict[int, int]:
         """The first position, by partition of `source`, that a resume asks for."""

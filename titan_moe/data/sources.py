@@ -58,11 +58,6 @@ def open_source(source: Source, tokenizer: Tokenizer, seed: int) -> Corpus | Hub
     return CORPORA[source.dataset](source, tokenizer, seed)
 
 
-def _open_tokens(source: Source, tokenizer: Tokenizer | None) -> TokenCorpus:
-    folder = source.required_path("a folder made by titan-moe tokenize")
-    return TokenCorpus(folder, tokenizer=tokenizer, key=f"{source.key}dataset_path")
-
-
 def training_sources(training: Training) -> list[Source]:
     """The sources of the training data, in the order of the blend."""
     return [
@@ -107,7 +102,7 @@ CORPORA |= {
         StdlibCorpus() if source.text_column is not None else StdlibConversations()
     ),
     "synthetic": lambda source, tokenizer, seed: SyntheticCorpus(seed),
-    "tokens": lambda source, tokenizer, seed: _open_tokens(source, tokenizer),
+    "tokens": lambda source, tokenizer, seed: TokenCorpus(source, tokenizer),
     "megatron": lambda source, tokenizer, seed: MegatronCorpus(source),
     **dict.fromkeys(FORMATS, lambda source, tokenizer, seed: FileCorpus(source)),
 }

@@ -6,7 +6,7 @@ import copy
 import glob
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -252,7 +252,7 @@ class StreamOrder:
         self.fingerprint = f"{stream.fingerprint}:files={stream.num_files}"
         self._stream = stream
         self._split = split
-        self._repeat = repeat
+        self.repeat = repeat
         self._sequences = sequences
         self._global_batch_size = global_batch_size
         count = _num_partitions(stream.sizes, global_batch_size)
@@ -285,26 +285,19 @@ class StreamOrder:
         """Go to places that `mark` returned on this rank or on others. In each of the len(first)
         partitions the sequences begin at position `first`, at or after its place."""
         self.num_partitions = len(first)
-        assignment = Assignment(self._global_batch_size, len(first))
+        self.assignment = Assignment(self._global_batch_size, len(first))
         wanted: dict[int, list[int]] = {}
         for sequence in self._sequences:
-            for number in assignment.partitions(sequence):
+            for number in self.assignment.partitions(sequence):
                 wanted.setdefault(number, []).append(sequence)
-        self._partitions = {
-            number: _Partition(
-                self._stream.shard(number, len(first)),
-                number,
-                accepts=self._accepts,
-                repeat=self._repeat,
-                start=_Cursor(*mark[number]) if mark else _Cursor(0, None),
-                first=first[number],
-                assignment=assignment,
-                wanted=sequences,
-            )
-            for number, sequences in wanted.items()
-        }
+        self._partitions = {}
+        for number, sequences in wanted.items():
+            start = _Cursor(*mark[number]) if mark else _Cursor(0, None)
+            stream = self._stream.shard(number, len(first))
+            part = _Partition(self, stream, number, sequences, start, first[number])
+            self._partitions[number] = part
 
-    def _accepts(self, document: Document) -> bool:
+    def accepts(self, document: Document) -> bool:
         """False for documents of the other half of the split. One document in `every` is held out
         by its text, the same in every partition and run."""
         if not self._split.every:
@@ -319,21 +312,16 @@ class _Partition:
 
     def __init__(
         self,
+        order: StreamOrder,
         stream: HubStream,
         number: int,
-        *,
-        accepts: Callable[[Document], bool],
-        repeat: bool,
+        wanted: Sequence[int],
         start: _Cursor,
         first: int,
-        assignment: Assignment,
-        wanted: Sequence[int],
     ) -> None:
-        """Reads on from `start`. `assignment` deals the documents from position `first` on to the
-        sequences, of which `wanted` are this rank's."""
-        self._stream, self._number = stream, number
-        self._accepts, self._repeat = accepts, repeat
-        self._first, self._assignment = first, assignment
+        """Reads on from `start`. The order's assignment deals the documents from position `first`
+        on to the sequences, of which `wanted` are this rank's."""
+        self._order, self._stream, self._number, self._first = order, stream, number, first
         self._waiting: dict[int, deque[tuple[int, Document]]] = {taker: deque() for taker in wanted}
         self._marks = deque([start])
         self._position = start.position
@@ -356,15 +344,15 @@ class _Partition:
         return self._marks[0]
 
     def _taker(self, position: int) -> int:
-        return self._assignment.sequence(self._number, position - self._first)
+        return self._order.assignment.sequence(self._number, position - self._first)
 
     def _read_one(self) -> None:
         document = next(self._documents, None)
         if document is None:
-            if not self._repeat or self._position == 0:
+            if not self._order.repeat or self._position == 0:
                 raise OutOfDocumentsError
             self._documents = self._stream.read()
-        elif self._accepts(document):
+        elif self._order.accepts(document):
             if (taker := self._taker(self._position)) in self._waiting:
                 name = f"{document.name}/{self._number}/{self._position}"
                 self._waiting[taker].append((self._position, Document(name, document.content)))

@@ -127,8 +127,8 @@ def _kind(value: Any) -> str:
 
 
 def _open(file: str) -> Any:
-    """Open a local or remote file. What compressed it is told by its first bytes. Raises ValueError
-    for a pointer of Git LFS, which a text file would give as its text."""
+    """Opens a local or remote file, and unpacks it by its first bytes. Raises ValueError for a
+    pointer of Git LFS, which a text file would give as its text."""
     if file.startswith("/"):
         raw: Any = io.open(file, "rb")  # noqa: SIM115, UP020
     else:
@@ -239,8 +239,8 @@ def _records(lines: Iterable[str]) -> Iterator[Any]:
 
 
 def _columns(reader: Any, file: str, column: str | None) -> list[str]:
-    """The names that lead to a column of texts in a Parquet file, which a file without rows need
-    not have: the types of its columns say nothing. Those of a conversation for None."""
+    """Returns the names that lead to a column of texts in a Parquet file, or for None the fields of
+    a conversation. A file without rows passes any name: the types of its columns say nothing."""
     if column is None:
         if held := [name for name in FIELDS if name in reader.schema_arrow.names]:
             return held

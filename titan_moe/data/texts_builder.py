@@ -16,7 +16,7 @@ from titan_moe.data.texts import ColumnError, read_batches
 class TextsConfig(datasets.BuilderConfig):
     """The files of one split, by path or address. A conversion is found again by all of it."""
 
-    # Of how files are read: raise it when the same file gives other texts.
+    # Version of the way files are read: raise it when the same file gives other texts.
     version: Any = "1.1.0"
     files: Sequence[str] = ()
     form: str = "json"

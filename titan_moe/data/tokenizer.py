@@ -14,9 +14,14 @@ from pydantic import BaseModel, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
-from titan_moe.data import tiktoken_files
-from titan_moe.data.conversations import ChatError, Spans
-from titan_moe.data.encodings import ByteEncoding, HuggingFaceEncoding, SentencePieceEncoding
+from titan_moe.data.conversations import ChatError
+from titan_moe.data.encodings import (
+    ByteEncoding,
+    HuggingFaceEncoding,
+    SentencePieceEncoding,
+    TiktokenEncoding,
+    read_tiktoken,
+)
 from titan_moe.data.order import digest
 from titan_moe.models.hf_settings import TextFormat, chat_templates, text_of
 
@@ -34,9 +39,7 @@ _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "[EOS]", "</s>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-Encoding = (
-    ByteEncoding | HuggingFaceEncoding | SentencePieceEncoding | tiktoken_files.TiktokenEncoding
-)
+Encoding = ByteEncoding | HuggingFaceEncoding | SentencePieceEncoding | TiktokenEncoding
 
 
 class Tokenizer:
@@ -120,22 +123,14 @@ class Tokenizer:
             "options": how.template_kwargs,
         }
         try:
-            templates = [
+            plain, with_tools = (
                 ChatTemplate(each, names.special, **about)
                 for each in (source, sources.get("tool_use", source))
-            ]
+            )
         except ChatError as error:
             raise ConfigError(f"{place}: {error}") from None
-        return Conversations(
-            templates[0],
-            self.encode_spans,
-            around=(self._before, self._after),
-            targets=how.targets,
-            too_long=how.too_long,
-            with_tools=templates[1],
-            may_leave_out=how.may_leave_out,
-            max_refused=how.max_refused,
-        )
+        around = self._before, self._after
+        return Conversations(plain, with_tools, encoding.encode_spans, around, how)
 
     def _text_end(self, eos: str) -> str:
         if eos not in _TURN_ENDS:
@@ -157,7 +152,7 @@ class Tokenizer:
             return replace(before if is_same else TextFormat(), ends=ends)
         names = {number: name for name, number in special.items()}
         turn_ends = {names[number]: number for number in self.conversations.turn_ends()}
-        return TextFormat(ends, self.conversations.template_source, turn_ends)
+        return TextFormat(ends, self.conversations.template.source, turn_ends)
 
     def identity(self) -> dict[str, Any]:
         """Everything that ids of documents depend on, by the fields of `sequences.Identity`."""
@@ -174,12 +169,6 @@ class Tokenizer:
         """Ids of `text`, without those around a document. Names of special tokens are text, unless
         `training.parse_special_tokens` is set."""
         return self._encoding.encode(text)
-
-    def encode_spans(self, text: str) -> Spans:
-        """Ids of `text`, special tokens read as tokens, and of each the characters that it stands
-        for. Not for sentencepiece's models."""
-        assert not isinstance(self._encoding, SentencePieceEncoding)
-        return self._encoding.encode_spans(text)
 
     def decode(self, ids: Iterable[Any]) -> str:
         """Text of `ids`, whole numbers; broken UTF-8 becomes U+FFFD."""
@@ -303,7 +292,7 @@ def load_tokenizer(
             raise _error(path, f": {file.name} is not readable: {line}") from None
         if encoding is not None:
             missing = [name for name in names.added if encoding.id_of(name) is None]
-            if missing and not isinstance(encoding, tiktoken_files.TiktokenEncoding):
+            if missing and not isinstance(encoding, TiktokenEncoding):
                 raise _error(
                     path,
                     f": {file.name} lacks {missing[0]!r}, which the files beside it add: load and "
@@ -339,7 +328,7 @@ def _files(path: str) -> list[Path]:
 
 def _encoding(content: bytes, config: dict[str, Any], parse: bool) -> Encoding | None:
     """The encoding that a file holds; None if its content is no tokenizer's."""
-    if ranks := tiktoken_files.read(content, config, parse=parse):
+    if ranks := read_tiktoken(content, config, parse=parse):
         return ranks
     if content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{":
         import tokenizers

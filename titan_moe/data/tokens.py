@@ -21,7 +21,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
-from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, sampled_checksum
+from titan_moe.data.corpus import (
+    FileCorpus,
+    Source,
+    first_cause,
+    import_datasets,
+    sampled_checksum,
+)
 from titan_moe.data.order import Document, digest
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
@@ -69,20 +75,20 @@ class Manifest:
 class TokenCorpus:
     """The documents of a tokenised folder; nothing is read before it is asked for."""
 
-    def __init__(self, folder: Path, *, tokenizer: Tokenizer | None, key: str) -> None:
-        """`tokenizer`: the one that must have made the ids; None: any. Raises ConfigError naming
-        `key` if the folder is not complete or of another tokenizer."""
-        self._folder = folder
-        self._manifest = _read_manifest(folder, key=key)
+    def __init__(self, source: Source, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: the one that must have made the ids; None: any. Raises ConfigError if the
+        folder is not complete or of another tokenizer."""
+        folder = self._folder = source.required_path("a folder made by titan-moe tokenize")
+        self._manifest = _read_manifest(folder, key=f"{source.key}dataset_path")
         if tokenizer is not None:
-            _check_tokenizer(self._manifest, tokenizer, name=f"{key}={str(folder)!r}")
+            _check_tokenizer(self._manifest, tokenizer, name=source.path_name)
         sizes = {_TOKENS: 4 * self._manifest.tokens, _OFFSETS: 8 * (self._manifest.documents + 1)}
         for name, size in sizes.items():
             path = folder / name
             found = path.stat().st_size if path.is_file() else 0
             if found != size:
                 raise ConfigError(
-                    f"{key}={str(folder)!r}: {name} has {found:,} bytes, not the {size:,} of "
+                    f"{source.path_name}: {name} has {found:,} bytes, not the {size:,} of "
                     "the manifest: copy the folder again, or make it anew"
                 )
         self._files = {name: (folder / name).open("rb", buffering=0) for name in sizes}

@@ -15,43 +15,37 @@ from titan_moe.data.chat_template import EDGE, ChatTemplate, Message, Part, Talk
 from titan_moe.data.conversations import ChatError
 
 
-class Rendered(NamedTuple):
-    """The text of a conversation, and the spans of its targets as (first, last + 1) characters."""
-
-    text: str
-    spans: list[tuple[int, int]]
-
-
-class Turns:
+class Turns(NamedTuple):
     """Finds the turns in a conversation that a template has written."""
 
-    def __init__(self, template: ChatTemplate, talk: Talk, written: Written) -> None:
-        """written: what the template writes of the conversation."""
-        self._template, self._talk, self._written = template, talk, written
+    template: ChatTemplate
+    talk: Talk
+    written: Written
 
-    def rendered(self, chosen: Collection[int], *, stop: bool) -> Rendered:
-        """The text, and the spans of the messages `chosen`. With `stop` the last turn ends with the
-        token that a further header would begin with, if the template ends turns so.
+    def rendered(self, chosen: Collection[int], *, stop: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the spans of the messages `chosen` as (first, last + 1) characters. With
+        `stop` the last turn ends with the token that a further header would begin with, if the
+        template ends turns so.
 
         ChatError if the template does not show one of the messages.
         """
-        spans, text = [], self._written.text
+        spans, text = [], self.written.text
         for number in sorted(chosen):
-            if self._talk.messages[number]["role"] == "assistant":
+            if self.talk.messages[number]["role"] == "assistant":
                 spans += self._answer(number)
             else:
                 spans.append(self._content(number))
-        if stop and not self._template.ends_turns:
+        if stop and not self.template.ends_turns:
             end = self._next_token()
             if spans and spans[-1][1] == len(text):
                 spans[-1] = spans[-1][0], len(text + end)
             text += end
-        return Rendered(text, [span for span in spans if span[0] < span[1]])
+        return text, [span for span in spans if span[0] < span[1]]
 
     def _answer(self, number: int) -> list[tuple[int, int]]:
         """The spans of a message of the assistant."""
-        if self._template.marks_targets:
-            generated = self._written.generated
+        if self.template.marks_targets:
+            generated = self.written.generated
             if any(part.message is None for part in generated):
                 raise ChatError("the chat template has {% generation %} outside its messages' loop")
             own = [(part.begin, part.end) for part in generated if part.message == number]
@@ -61,7 +55,7 @@ class Turns:
         return [(begin, self._ended(begin, part.end, cut=True))]
 
     def _part(self, number: int) -> Part:
-        if part := self._written.part(number):
+        if part := self.written.part(number):
             return part
         raise ChatError(
             f"the chat template marks no {{% generation %}}, and does not write message "
@@ -69,25 +63,25 @@ class Turns:
         )
 
     def _header(self, number: int, part: Part) -> int:
-        """The length of what the prompt for a message and its part begin with alike, in whole lines
-        or special tokens: a prompt may begin a thought that the turn lacks."""
-        before = self._talk._replace(messages=self._talk.messages[:number])
+        """Returns the length of the beginning that the prompt for a message and its part share, in
+        whole lines or special tokens: a prompt may begin a thought that the turn lacks."""
+        before = self.talk._replace(messages=self.talk.messages[:number])
         try:
-            prompt = self._template.write(before, prompt=True)
+            prompt = self.template.write(before, prompt=True)
         except ChatError:  # Some ask for a question first.
-            before = self._talk
-            prompt = self._template.write(before, prompt=True)
-        # What a template writes when its loop has ended; a few write the prompt inside.
+            before = self.talk
+            prompt = self.template.write(before, prompt=True)
+        # The prompt stands behind the loop over messages; a few templates write it inside.
         last = prompt.parts[-1]
         header = prompt.text[last.begin : last.end] if last.message is None else ""
         if not header:
-            plain = self._template.write(before).text
+            plain = self.template.write(before).text
             header = prompt.text[_common(plain, prompt.text) :]
-        turn = self._written.text[part.begin : part.end]
+        turn = self.written.text[part.begin : part.end]
         blank = len(turn) - len(turn.lstrip())
         header, turn = header.lstrip(), turn.lstrip()
         length = _common(header, turn)
-        tokens = self._template.special.finditer(header)
+        tokens = self.template.special.finditer(header)
         ends = {0, len(header), *(place for token in tokens for place in token.span())}
         ends |= {place + 1 for place, char in enumerate(header) if char == "\n"}
         length = max(end for end in ends if end <= length)
@@ -95,13 +89,13 @@ class Turns:
 
     def _content(self, number: int) -> tuple[int, int]:
         """The span of a message that is not the assistant's."""
-        message, text = self._talk.messages[number], self._written.text
+        message, text = self.talk.messages[number], self.written.text
         # Templates may leave out blanks around a content.
         for edged in (_edged(message, str), _edged(message, str.strip)):
-            pieces = self._template.write(self._with({number: edged})).text.split(EDGE)
+            pieces = self.template.write(self._with({number: edged})).text.split(EDGE)
             if len(pieces) == 3 and "".join(pieces) == text:
                 begin, content = len(pieces[0]), len(pieces[0]) + len(pieces[1])
-                own = next(p for p in self._written.parts if begin <= p.end and content <= p.end)
+                own = next(p for p in self.written.parts if begin <= p.end and content <= p.end)
                 return begin, self._ended(content, own.end, cut=True)
         raise ChatError(
             f"the chat template does not show the content of message {number + 1} as it is: leave "
@@ -111,7 +105,7 @@ class Turns:
     def _ended(self, begin: int, end: int, *, cut: bool = False) -> int:
         """The end of a turn, with the token that ends it. cut: without a line's end behind that
         token, which is the template's, not the model's."""
-        text, template = self._written.text, self._template
+        text, template = self.written.text, self.template
         bare = text[begin:end].rstrip()
         is_ended = template.ends_with_token(bare)
         if not (is_ended and template.ends_turns) and (token := template.special.match(text, end)):
@@ -121,19 +115,19 @@ class Turns:
     def _next_token(self) -> str:
         """The special token that the template writes first of a further message; empty if it writes
         none."""
-        number = len(self._talk.messages)
-        last = self._talk.messages[-1]
+        number = len(self.talk.messages)
+        last = self.talk.messages[-1]
         role = "assistant" if last["role"] != "assistant" else "user"
         role = "tool" if last.get("tool_calls") else role
-        written = self._template.write(self._with({number: {"role": role, "content": "a"}}))
+        written = self.template.write(self._with({number: {"role": role, "content": "a"}}))
         part = written.part(number)
-        token = part and self._template.special.match(written.text, part.begin)
+        token = part and self.template.special.match(written.text, part.begin)
         return token[0] if token else ""
 
     def _with(self, messages: dict[int, Message]) -> Talk:
         """The conversation with other messages at some numbers."""
-        return self._talk._replace(
-            messages=[*(dict(enumerate(self._talk.messages)) | messages).values()]
+        return self.talk._replace(
+            messages=[*(dict(enumerate(self.talk.messages)) | messages).values()]
         )
 
 

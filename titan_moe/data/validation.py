@@ -7,17 +7,19 @@ from contextlib import suppress
 from itertools import chain, count, islice, repeat
 
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.batch import Batch, stack_sequences
-from titan_moe.data.order import OutOfDocumentsError
-from titan_moe.data.packing import (
+from titan_moe.data.batch import (
+    Batch,
     BestFit,
     Encoded,
     PackedSequence,
     Packer,
     ignored_sequence,
+    stack_sequences,
     whole_documents,
 )
+from titan_moe.data.order import OutOfDocumentsError
 from titan_moe.data.sequences import Blend, BlendSource, read_document
+from titan_moe.data.stream import DocumentOrder
 from titan_moe.data.tokenizer import Tokenizer
 
 
@@ -40,67 +42,65 @@ class ValidationLoader:
         num_ranks: int,
     ) -> None:
         self.sources = sources
-        self._tokenizer = tokenizer
-        self._local_batch_size = validation.local_batch_size
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._blend = Blend([source.weight for source in sources])
-        self._seq_len = validation.seq_len or training.seq_len
-        self._documents = [self._read_source(source) for source in range(len(sources))]
-        self._unread = list(range(len(sources)))
-        sequences: Iterator[PackedSequence]
-        if tokenizer.conversations is not None:
-            best_fit = BestFit(
-                self._next_document, size=lambda each: len(each.ids), capacity=self._seq_len
-            )
-            groups = iter(best_fit.next_group, [])
-            sequences = (whole_documents(group, self._seq_len) for group in groups)
-        else:
-            packer = Packer(
-                self._next_document,
-                seq_len=self._seq_len,
-                mask_documents=training.mask_documents,
-                padding_id=tokenizer.eos_id,
-            )
-            sequences = iter(packer.next_sequence, None)
+        size, steps = validation.local_batch_size, validation.steps
+        seq_len = validation.seq_len or training.seq_len
+        sequences = _sequences(sources, tokenizer, seq_len, training.mask_documents)
         # Whatever the number of ranks; -1: all.
-        steps = validation.steps
-        most = steps * self._local_batch_size if steps >= 0 else None
-        self._sequences = islice(sequences, most)
+        limited = islice(sequences, steps * size if steps >= 0 else None)
+        self._unread = _batches(limited, size, rank, num_ranks)
         self._batches: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         if self._batches is None:
-            self._batches = list(self._read_batches())
+            self._batches = list(self._unread)
         return iter(self._batches)
 
-    def _read_batches(self) -> Iterator[Batch]:
-        """Yields this rank's sequences of each batch of all ranks."""
-        size = self._num_ranks * self._local_batch_size
-        first = self._rank * self._local_batch_size
-        filler: PackedSequence | None = None
-        for opening in self._sequences:
-            filler = filler or ignored_sequence(opening)  # The last one may be mostly padding.
-            batch = chain([opening], islice(self._sequences, size - 1), repeat(filler))
-            # All are read, and only this rank's kept.
-            numbered = zip(range(size), batch, strict=False)
-            own = range(first, first + self._local_batch_size)
-            yield stack_sequences([sequence for number, sequence in numbered if number in own])
 
-    def _next_document(self) -> Encoded | None:
-        while self._unread:
-            source = self._blend.next_source(self._unread)
-            if encoded := next(self._documents[source], None):
-                self._blend.tokens[source] += len(encoded.ids)
+def _batches(
+    sequences: Iterator[PackedSequence], local_size: int, rank: int, num_ranks: int
+) -> Iterator[Batch]:
+    """Yields a rank's sequences of each batch of all ranks."""
+    size, own = num_ranks * local_size, range(rank * local_size, (rank + 1) * local_size)
+    filler: PackedSequence | None = None
+    for opening in sequences:
+        filler = filler or ignored_sequence(opening)  # The last one may be mostly padding.
+        batch = chain([opening], islice(sequences, size - 1), repeat(filler))
+        # All are read, and only this rank's kept.
+        numbered = zip(range(size), batch, strict=False)
+        yield stack_sequences([sequence for number, sequence in numbered if number in own])
+
+
+def _sequences(
+    sources: Sequence[BlendSource], tokenizer: Tokenizer, seq_len: int, mask_documents: bool
+) -> Iterator[PackedSequence]:
+    """Returns all sequences of a blend, each of whose sources is read once."""
+    blend, unread = Blend([source.weight for source in sources]), [*range(len(sources))]
+    documents = [_documents(source.order, tokenizer, seq_len) for source in sources]
+
+    def next_document() -> Encoded | None:
+        while unread:
+            source = blend.next_source(unread)
+            if encoded := next(documents[source], None):
+                blend.tokens[source] += len(encoded.ids)
                 return encoded
-            self._unread.remove(source)
+            unread.remove(source)
         return None
 
-    def _read_source(self, source: int) -> Iterator[Encoded]:
-        """Yields all documents of a source."""
-        order = self.sources[source].order
-        with suppress(OutOfDocumentsError):
-            for position in count():
-                document = order.document(position)
-                if encoded := read_document(document, self._tokenizer, self._seq_len):
-                    yield encoded
+    if tokenizer.conversations is not None:
+        best_fit = BestFit(next_document, size=lambda each: len(each.ids), capacity=seq_len)
+        return (whole_documents(group, seq_len) for group in iter(best_fit.next_group, []))
+    packer = Packer(
+        next_document,
+        seq_len=seq_len,
+        mask_documents=mask_documents,
+        padding_id=tokenizer.eos_id,
+    )
+    return iter(packer.next_sequence, None)
+
+
+def _documents(order: DocumentOrder, tokenizer: Tokenizer, seq_len: int) -> Iterator[Encoded]:
+    """Yields all documents of a source."""
+    with suppress(OutOfDocumentsError):
+        for position in count():
+            if encoded := read_document(order.document(position), tokenizer, seq_len):
+                yield encoded

@@ -32,9 +32,8 @@ from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.data.batch import fingerprints, stack_sequences
+from titan_moe.data.batch import PackedSequence, fingerprints, stack_sequences
 from titan_moe.data.build import build_reader
-from titan_moe.data.packing import PackedSequence
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.debug.routing_record import (
     Dims,
@@ -78,7 +77,7 @@ def import_routes(
         start_record(record, dims, after=0, dtype=dtype)
         writer = RecordWriter(record, rank=0, world_size=1, limit_gb=math.inf)
         for step in range(1, steps + 1):
-            microbatches, _ = reader.read_step()
+            microbatches = reader.read_step()
             sequences = [sequence for microbatch in microbatches for sequence in microbatch]
             names = name_sequences(fingerprints(stack_sequences(sequences)))
             experts_NPLK = np.stack([responses.of_sequence(sequence) for sequence in sequences])

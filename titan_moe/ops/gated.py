@@ -22,10 +22,9 @@ Pull = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Activation(NamedTuple):
     """A function of gate and up, as plain arithmetic that autograd is not to see."""
 
-    hidden: Callable[[Tensor, Tensor], Tensor]
-    """gate_RF, up_RF -> hidden_RF, in memory of its own."""
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
-    """gate_RF, up_RF -> hidden_RF, and the function that its backward needs."""
+    """gate_RF, up_RF -> hidden_RF, in memory of its own, and the function that its backward needs.
+    """
     clamp: tuple[float, float] | None
     """The kernel's form of it: None for silu(gate) * up, or limit and slope of the clamped one."""
 
@@ -40,6 +39,7 @@ class GatedGradients(NamedTuple):
     """Recomputed result; not a gradient."""
 
 
+@with_kernel("gated_triton")
 def gated_rows(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
@@ -48,53 +48,28 @@ def gated_rows(
     Args:
         activation: of `ACTIVATIONS`.
     """
-    return gated_forward(gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
-
-
-def gated_rows_backward(
-    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
-) -> GatedGradients:
-    """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
-    return GatedGradients(
-        *gated_backward(grad_RF, gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
-    )
-
-
-@with_kernel("gated_triton")
-def gated_forward(
-    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Activation
-) -> Tensor:
-    """Computes `gated_rows` in plain torch."""
     # Not in place: a compiled autograd function of torch 2.11 that returns what it wrote into has
     # gradients of zero.
-    hidden_RF = activation.hidden(gate_RF, up_RF)
+    hidden_RF, _ = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
     return hidden_RF if weights_R1 is None else hidden_RF * weights_R1.to(hidden_RF.dtype)
 
 
 @with_kernel("gated_triton")
-def gated_backward(
-    grad_RF: Tensor,
-    gate_RF: Tensor,
-    up_RF: Tensor,
-    weights_R1: Tensor | None,
-    activation: Activation,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Computes the gradients of `gated_rows`, and its result, in plain torch: GatedGradients."""
-    hidden_RF, pull = activation.hidden_and_pull(gate_RF, up_RF)
+def gated_rows_backward(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> GatedGradients:
+    """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
+    hidden_RF, pull = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
     grad_weights_R1 = None
     if weights_R1 is not None:
         grad_weights_R1 = (hidden_RF * grad_RF).sum(-1, keepdim=True).to(weights_R1.dtype)
         weights_R1 = weights_R1.to(hidden_RF.dtype)
         hidden_RF.mul_(weights_R1)
         grad_RF.mul_(weights_R1)
-    return *pull(grad_RF), grad_weights_R1, hidden_RF
+    return GatedGradients(*pull(grad_RF), grad_weights_R1, hidden_RF)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
+def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
     silu = F.silu(gate)
 
     def pull(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,11 +82,7 @@ def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
 _LIMIT, _SLOPE = 7.0, 1.702
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _clamped_swiglu_and_pull(gate, up)[0]
-
-
-def _clamped_swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
     low = gate.clamp(max=_LIMIT)
     up_1 = up.clamp(-_LIMIT, _LIMIT) + 1
     sigmoid = torch.sigmoid(_SLOPE * low)
@@ -127,8 +98,8 @@ def _clamped_swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
 
 ACTIVATIONS = {
     # silu(gate) * up (arXiv 2002.05202).
-    "swiglu": Activation(_swiglu, _swiglu_and_pull, None),
+    "swiglu": Activation(_swiglu, None),
     # gpt-oss's: both clamped to 7 (the gate from above only), silu with a slope of 1.702, up + 1
     # (arXiv 2508.10925, section 2.2, and its published reference code).
-    "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_and_pull, (_LIMIT, _SLOPE)),
+    "clamped_swiglu": Activation(_clamped_swiglu, (_LIMIT, _SLOPE)),
 }

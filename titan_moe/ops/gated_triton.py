@@ -7,19 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.ops.gated import ACTIVATIONS, Activation, GatedGradients
+
 _TILE = 2048
 """Elements of a program's tile: 16 for each thread, of gate, up and gradient at once."""
 _MAX_COLUMNS = 512
 
 
-def gated_forward(
-    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Any
+def gated_rows(
+    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
-    """Computes `gated.gated_forward`."""
+    """Computes `gated.gated_rows`."""
     gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
     num_rows, dim = gate_RF.shape
     hidden_RF = torch.empty_like(gate_RF)
-    constants = _constants(gate_RF, weights_R1, activation)
+    constants = _constants(gate_RF, weights_R1, ACTIVATIONS[activation])
     if hidden_RF.numel():
         rows, columns = constants["ROWS"], constants["COLUMNS"]
         grid = (triton.cdiv(num_rows, rows), triton.cdiv(dim, columns))
@@ -28,15 +30,15 @@ def gated_forward(
     return hidden_RF
 
 
-def gated_backward(
-    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: Any
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Computes `gated.gated_backward`; the recomputed result overwrites `grad_RF`."""
+def gated_rows_backward(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> GatedGradients:
+    """Computes `gated.gated_rows_backward`; the recomputed result overwrites `grad_RF`."""
     grad_RF, gate_RF, up_RF = grad_RF.contiguous(), gate_RF.contiguous(), up_RF.contiguous()
     grad_gate_RF, grad_up_RF = torch.empty_like(gate_RF), torch.empty_like(up_RF)
     num_rows = len(grad_RF)
     grad_weights_R1 = None if weights_R1 is None else weights_R1.new_empty(num_rows, 1)
-    constants = _constants(gate_RF, weights_R1, activation)
+    constants = _constants(gate_RF, weights_R1, ACTIVATIONS[activation])
     if num_rows:
         _gated_rows_backward_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
             grad_RF,
@@ -49,7 +51,7 @@ def gated_backward(
             num_rows,
             **constants,
         )
-    return grad_gate_RF, grad_up_RF, grad_weights_R1, grad_RF
+    return GatedGradients(grad_gate_RF, grad_up_RF, grad_weights_R1, grad_RF)
 
 
 def _weights(weights_R1: Tensor | None, other: Tensor) -> Tensor:
@@ -57,7 +59,9 @@ def _weights(weights_R1: Tensor | None, other: Tensor) -> Tensor:
     return other if weights_R1 is None else weights_R1.contiguous()
 
 
-def _constants(gate_RF: Tensor, weights_R1: Tensor | None, activation: Any) -> dict[str, Any]:
+def _constants(
+    gate_RF: Tensor, weights_R1: Tensor | None, activation: Activation
+) -> dict[str, Any]:
     """Constants of both kernels. A tile's rows and columns are powers of two."""
     dim = gate_RF.shape[1]
     columns = min(triton.next_power_of_2(dim), _MAX_COLUMNS)

@@ -155,7 +155,7 @@ def _check_data(job: JobConfig, found: "Found") -> None:
 def continue_data(job: JobConfig, state: dict[str, Any], identity: "Identity") -> dict[str, Any]:
     """Returns a checkpoint's data position for a loader of `identity`. RunError if it is one of
     other data, or of a stage that the run did not have at that step."""
-    from titan_moe.data.reader import continue_state
+    from titan_moe.data.loader import continue_state
 
     taken = job_of_step(job, state["step"]).training
     size, length = taken.global_batch_size, taken.seq_len

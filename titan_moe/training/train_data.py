@@ -19,10 +19,8 @@ from titan_moe.data.build import (
     few_held_out,
     measure_conversations,
 )
-from titan_moe.data.loader import Loader
+from titan_moe.data.loader import Loader, ReaderProcess, StepReader, continue_state, merge_states
 from titan_moe.data.packed_conversations import Lengths
-from titan_moe.data.reader import StepReader, continue_state, merge_states
-from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.sources import training_sources
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
@@ -81,7 +79,7 @@ class TrainData:
             reads["lengths"] = self._lengths(job)
         reader: StepReader | ReaderProcess
         if on_gpu:
-            reader = ReaderProcess(training, tokenizer_path, job.job.imports, **reads)
+            reader = ReaderProcess(build_reader, training, tokenizer_path, job.job.imports, **reads)
         else:
             reader = build_reader(training, self.tokenizer, **reads)
         self.loader = Loader(

@@ -23,7 +23,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.training_stages import changes, job_of_step, training_stages
 from titan_moe.data.batch import Batch
-from titan_moe.data.reader import documents_without_text, first_without_text, merge_states
+from titan_moe.data.loader import documents_without_text, first_without_text, merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.routing_trace import RoutingTrace
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
@@ -288,7 +288,7 @@ class Trainer:
 
     def reshard(self, job: JobConfig) -> None:
         """Change to the layout of `job`, before, between or after the steps of `train`. Collective.
-        Sequence length and batch may change too: `data.reader.continue_state` then moves the data
+        Sequence length and batch may change too: `data.loader.continue_state` then moves the data
         position.
 
         Nothing goes through the disk. The later steps have the bits of a run that was saved,

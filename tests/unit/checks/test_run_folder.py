@@ -48,7 +48,7 @@ OTHER = [
 
 @pytest.mark.parametrize("enable", [True, False])
 @pytest.mark.parametrize(("keys", "new", "old"), OTHER)
-def test_other_data_or_seed(tmp_path, keys, new, old, enable):
+def test_other_data_or_another_seed_is_refused(tmp_path, keys, new, old, enable):
     at = saved(tmp_path)
     assert check(tmp_path, **keys, checkpoint={"enable": enable}) == [
         f"{new}, and {at} is of a run with {old}: set it to that, or choose another "
@@ -58,7 +58,7 @@ def test_other_data_or_seed(tmp_path, keys, new, old, enable):
     assert check(tmp_path, **keys, checkpoint=fresh) == []
 
 
-def test_another_model(tmp_path):
+def test_another_model_is_refused(tmp_path):
     at = saved(tmp_path)
     other = {"name": "qwen3", "flavor": "2M"}
     assert check(tmp_path, {"dim": 32}, model=other) == [
@@ -71,7 +71,7 @@ def test_another_model(tmp_path):
     assert check(tmp_path, {"dim": 32}, model=other, checkpoint=fresh) == []
 
 
-def test_what_may_change(tmp_path):
+def test_layout_schedule_and_paths_may_change(tmp_path):
     saved(tmp_path)
     assert check(tmp_path) == []
     free = {

@@ -198,7 +198,7 @@ def test_pick_device_refuses_gpus_that_cuda_cannot_use(
         ("Some future GPU", None),
     ],
 )
-def test_peak_flops(name: str, flops: float | None) -> None:
+def test_peak_flops_are_known_by_the_name_of_a_gpu(name: str, flops: float | None) -> None:
     assert peak_flops_of(name) == flops
 
 

@@ -45,7 +45,7 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(
     assert (key in keys_that_read()) == (key in _READ)
 
 
-def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_aconfig_file(
+def test_a_tilde_is_the_home_folder_in_a_blend_and_in_the_name_of_a_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(_READ) < set(_PATHS) and len(_PATHS) == 15
@@ -96,7 +96,7 @@ def test_data_without_a_path_takes_the_place_of_a_file_s(
         ([f"--{_EXCLUDE}", "optimizer,dataloader"], _EXCLUDE, ["optimizer", "dataloader"]),
     ],
 )
-def test_command_line_values(argv: list[str], key: str, value: object) -> None:
+def test_texts_of_a_command_line_become_values(argv: list[str], key: str, value: object) -> None:
     table, name = key.split(".")
     assert getattr(getattr(load_job(argv), table), name) == value
 
@@ -188,7 +188,7 @@ def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     "content", [b"[training\nsteps = 3", b"[training]\nsteps = \xff\xfe", b"a = 1" + 5000 * b"0"]
 )
-def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(content)
     line = refusal(load_job, ["--job.config_file", str(path)])
@@ -277,7 +277,9 @@ def test_a_name_is_found_from_any_folder(
     assert load_job(["--config", text]) == load_job(["--job.config_file", str(MOE)])
 
 
-def test_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_goes_before_a_configuration_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3").mkdir()
     (tmp_path / "qwen3" / "debugmodel_moe").write_text("[training]\nsteps = 7\n")

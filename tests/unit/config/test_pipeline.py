@@ -183,7 +183,7 @@ def parallelism(degree: int, schedule: str = "1F1B", **values: object) -> Parall
     )
 
 
-def test_stages_and_their_ranks():
+def test_every_stage_belongs_to_one_rank():
     assert num_stages(parallelism(4), 8) == 4
     assert num_stages(parallelism(4, "LoopedBFS"), 8) == 8
     assert num_stages(parallelism(2, "LoopedBFS", layers_per_stage=2), 12) == 6

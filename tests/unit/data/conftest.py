@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.support.chat_templates import tokenizer_file
+
 
 @pytest.fixture(autouse=True)
 def _private_cache(tmp_path_factory, monkeypatch):
@@ -15,3 +17,11 @@ def _private_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "EXTRACTED_DATASETS_PATH", str(folder / "extracted"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The folder of a tokenizer that has the special tokens of all templates."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_file(folder, bos_token="<s>")
+    return folder

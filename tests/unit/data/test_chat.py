@@ -1,4 +1,5 @@
-import datetime
+"""Chat templates: ids, turns and targets of conversations, and what a template leaves out."""
+
 import json
 import random
 import re
@@ -12,29 +13,23 @@ from tests.support.chat_templates import (
     LEARNED,
     TEMPLATES,
     WITHOUT_TOOLS,
+    conversations_of,
     draw_calls,
     draw_text,
     draws,
-    tokenizer_file,
+    runs,
+    said,
+    tokens_of,
     without_marks,
 )
 from tests.support.conversations import talk
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
-from titan_moe.config.parse import load_job, save_job
 from titan_moe.data.conversations import ChatError, conversation_text
 from titan_moe.data.tokenizer import load_tokenizer
 
-TODAY = datetime.date.today().isoformat()
 EDITS = pytest.mark.parametrize("edit", [str, without_marks])
 QUESTION = {"role": "user", "content": "q"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer_file(folder, bos_token="<s>")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +38,6 @@ def theirs(folder):
 
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
-
-
-def conversations_of(folder, template, targets="assistant", **keys):
-    (folder / "template.jinja").write_text(template)
-    messages = {"template": str(folder / "template.jinja"), "date": TODAY, "targets": targets}
-    training = Training(dataset_format="messages", messages=messages | keys)
-    return load_tokenizer(str(folder), training).conversations
-
-
-def said(folder, conversations, record):
-    """Returns the runs of targets of a record, as texts."""
-    ids, is_target, _ = conversations.tokens(conversation_text(record))
-    tokenizer = load_tokenizer(str(folder), Training())
-    return [tokenizer.decode(ids[first:last]) for first, last in runs(is_target)]
-
-
-def runs(is_target):
-    """Returns the first and last + 1 place of each run of targets."""
-    edges = np.flatnonzero(np.diff([False, *is_target, False]))
-    return edges.reshape(-1, 2).tolist()
 
 
 def rendered_by(theirs, name, record, **how):
@@ -97,7 +72,7 @@ def test_ids_and_targets_of_drawn_conversations_are_those_of_transformers(name, 
         drawn[80:] = [draw_calls(rng) for _ in range(40)]
     for messages, tools in drawn:
         record = {"messages": messages, "tools": tools}
-        ids, is_target, _ = conversations.tokens(conversation_text(record))
+        ids, is_target = tokens_of(conversations, record)
         want_ids, want = rendered_by(theirs, name, record)
         assert ids.tolist() == want_ids and is_target.tolist() == want and is_target.any()
         if not tools:
@@ -117,9 +92,8 @@ def test_turns_of_a_template_without_marks_are_those_of_the_template_with_marks(
     drawn = [(each, None) for each in draws(2, 60)]
     drawn += [draw_calls(rng) for _ in range(30 * (name not in WITHOUT_TOOLS))]
     for messages, tools in drawn:
-        text = conversation_text({"messages": messages, "tools": tools})
-        for one, other in zip(marked.tokens(text), plain.tokens(text), strict=True):
-            assert np.array_equal(one, other)
+        record = {"messages": messages, "tools": tools}
+        assert np.array_equal(tokens_of(marked, record), tokens_of(plain, record))
 
 
 @pytest.mark.parametrize("record", FORMATS)
@@ -179,7 +153,7 @@ def test_messages_before_a_completion_are_not_learned(edit, folder):
         assert said(folder, conversations, completed) == whole[-1:]
 
 
-# What ends the turns of systems, users and tools, before an assistant's turn and a user's.
+# Ends of the turns of systems, users and tools, in the template itself or in the next header.
 ENDS = {
     name: dict.fromkeys(("system", "user", "tool"), "<|im_end|>") for name in ("chatml", "qwen3")
 }
@@ -222,34 +196,9 @@ def test_messages_of_the_roles_and_of_no_weight_0_are_learned(name, edit, folder
                     text = text.strip() if name == "llama3" else text
                     text += ENDS[name][message["role"]]
                 texts.append(text * (message["role"] in roles and message["weight"] != 0))
-            found, is_target, _ = ours.tokens(conversation_text({"messages": weighted}))
+            found, is_target = tokens_of(ours, {"messages": weighted})
             assert found.tolist() == ids[: len(found)] and len(ids) - len(found) <= 1
             assert theirs.decode(found[is_target]) == "".join(texts)
-
-
-@EDITS
-def test_other_targets_leave_out_messages_of_weight_0(edit, folder):
-    parts = [("user", "q", 1), ("assistant", "a", 1), ("user", "r", 1), ("assistant", "b", 0)]
-    messages = [{"role": role, "content": text, "weight": weight} for role, text, weight in parts]
-    wants = {
-        "assistant": ["a<|im_end|>"],
-        "last": ["a<|im_end|>"],
-        "all": ["user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nr"],
-    }
-    wants["all"] = [wants["all"][0] + "<|im_end|>\n<|im_start|>assistant\n", "\n"]
-    for targets, want in wants.items():
-        ours = conversations_of(folder, edit(TEMPLATES["chatml"]), targets)
-        assert said(folder, ours, {"messages": messages}) == want
-        # What the prompt holds is not learned, whatever its weight.
-        completed = conversation_text({"prompt": messages[:2], "completion": messages[2:]})
-        assert ours.tokens(completed).is_target.any() == (targets == "all")
-
-
-def test_a_text_that_completes_another_is_the_assistants(folder):
-    text = conversation_text({"prompt": "a", "completion": "b"})
-    for roles, count in ((["tool", "assistant"], 2), (["tool"], 0)):
-        is_target = conversations_of(folder, TEMPLATES["chatml"], roles).tokens(text).is_target
-        assert is_target.sum() == count
 
 
 @EDITS
@@ -280,19 +229,6 @@ def test_the_ends_of_turns_are_known_and_their_lack_is_said(folder):
     assert "no special token ends the assistant's turns" in line
 
 
-def test_a_system_text_beside_another_system_message_is_refused():
-    messages = [{"role": "system", "content": "a"}, *talk("q", "b")]
-    same, other = (conversation_text({"messages": messages, "system": text}) for text in "ac")
-    assert json.loads(same)["messages"] == messages
-    assert "is not its first message" in json.loads(other)["refused"]
-
-
-def test_an_object_with_from_and_value_keeps_its_weight():
-    parts = {"from": "gpt", "value": "a", "weight": 0}
-    messages = json.loads(conversation_text({"conversations": [parts]}))["messages"]
-    assert messages == [{"role": "assistant", "content": "a", "weight": 0}]
-
-
 def test_all_that_a_template_marks_of_a_message_is_learned_with_it(folder):
     turn = "{% generation %}<think>{% endgeneration %}{% generation %}{{ m.content }}"
     twice = f"{{% for m in messages %}}{turn}{{% endgeneration %}}.{{% endfor %}}"
@@ -303,90 +239,6 @@ def test_all_that_a_template_marks_of_a_message_is_learned_with_it(folder):
     inside = "{{ messages[1].content }}{% generation %}{{ messages[0].content }}{% endgeneration %}"
     with pytest.raises(ChatError, match="outside its messages' loop"):
         said(folder, conversations_of(folder, inside), {"messages": messages})
-
-
-FLAGS = ("weight", "loss", "train", "trainable", "training", "loss_mask")
-
-
-@pytest.mark.parametrize("form", ["role", "from"])
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_of_a_message_says_whether_it_is_learned(flag, form, folder):
-    ours = conversations_of(folder, TEMPLATES["chatml"])
-    for value, want in ((0, []), (False, []), (1, ["a<|im_end|>"]), (True, ["a<|im_end|>"])):
-        messages = [QUESTION, {"role": "assistant", "content": "a", flag: value}]
-        record = {"messages": messages}
-        if form == "from":
-            names = {"role": "from", "content": "value"}
-            record = {
-                "conversations": [{names.get(k, k): v for k, v in m.items()} for m in messages]
-            }
-        assert said(folder, ours, record) == want
-    for value in (2, -1, 0.5, "0", [0]):
-        messages[1][flag] = value
-        with pytest.raises(ChatError, match=re.escape(f"message 2 has {flag}={value!r}: write 1")):
-            said(folder, ours, {"messages": messages})
-    other = FLAGS[FLAGS.index(flag) - 1]
-    messages[1] |= {flag: 0, other: 1}
-    with pytest.raises(ChatError, match=r"message 2 has .*, which do not agree"):
-        said(folder, ours, {"messages": messages})
-
-
-def test_a_key_like_a_flag_that_is_not_read_is_named(folder):
-    ours = conversations_of(folder, TEMPLATES["chatml"])
-    messages = [QUESTION, {"role": "assistant", "content": "a", "train_detail": [], "name": "x"}]
-    assert said(folder, ours, {"messages": messages}) == ["a<|im_end|>"]
-    (line,) = ours.notes()
-    assert "messages have 'train_detail', which is not read" in line
-
-
-ROLES = dict.fromkeys(("human", "user", "prompter"), "user")
-ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "bing", "bard"), "assistant")
-ROLES |= dict.fromkeys(("observation", "function", "ipython", "tool_response"), "tool")
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_names_of_roles_are_mapped(name):
-    for record in (
-        {"conversations": [{"from": name, "value": "x"}]},
-        {"messages": [{"role": name}]},
-    ):
-        (message,) = json.loads(conversation_text(record))["messages"]
-        assert message["role"] == ROLES[name]
-
-
-REFUSED = {
-    "message 2 has the role 'assistent': write one of system": {
-        "role": "assistent",
-        "content": "a",
-    },
-    "message 2 ('assistant') has no content": {"role": "assistant", "content": None},
-    "message 2 ('assistant') is empty": {"role": "assistant", "content": " "},
-    "message 2 has a part of type 'image': only text": {
-        "role": "user",
-        "content": [{"type": "image"}],
-    },
-    "message 2 has a part of type 'text'": {"role": "user", "content": [{"type": "text"}]},
-    "message 2 has a content of type 'dict'": {"role": "user", "content": {"a": 1}},
-    "other kinds of values": {"role": "user", "content": "a", "tool_calls": 5},
-    "message 2 calls a tool, but holds no JSON": {"from": "function_call", "value": "f(x)"},
-    "a thought without an answer": {"role": "assistant", "channel": "analysis", "content": "h"},
-}
-
-
-@pytest.mark.parametrize("key", ["tools", "chat_template_kwargs"])
-def test_tools_and_variables_of_another_kind_are_refused(key, folder):
-    ours = conversations_of(folder, TEMPLATES["qwen3"])
-    for value in (["x"], "some words", {"a": 1}):
-        if key == "tools" or not isinstance(value, dict):
-            with pytest.raises(ChatError, match=r"are no objects|other kinds of values"):
-                said(folder, ours, {"messages": talk("q", "a"), key: value})
-
-
-@pytest.mark.parametrize("problem", REFUSED)
-def test_a_message_that_cannot_be_read_is_refused(problem, folder):
-    ours = conversations_of(folder, TEMPLATES["chatml"])
-    with pytest.raises(ChatError, match=re.escape(problem)):
-        said(folder, ours, {"messages": [QUESTION, REFUSED[problem]]})
 
 
 BARE = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
@@ -479,55 +331,3 @@ def test_a_content_that_a_template_does_not_show_is_refused(name, folder):
     template, messages = HIDDEN[name]
     with pytest.raises(ChatError, match=r"message 2 .*leave 'tool' out of training.mess"):
         said(folder, conversations_of(folder, template, ["tool"]), {"messages": messages})
-
-
-@pytest.mark.parametrize("text", ["assistant,tool", '["assistant", "tool"]'])
-def test_roles_are_a_list_of_a_command_line_and_of_a_file(text, tmp_path):
-    job = load_job(["--training.messages.targets", text])
-    assert job.training.messages.targets == ["assistant", "tool"]
-    save_job(job, tmp_path / "job.toml")
-    assert load_job(["--job.config_file", str(tmp_path / "job.toml")]) == job
-
-
-@pytest.mark.parametrize("value", ['"tool"', "[]", "[1]", "1"])
-def test_targets_are_names_or_a_list_of_roles(value, tmp_path):
-    (tmp_path / "job.toml").write_text(f"[training.messages]\ntargets = {value}\n")
-    with pytest.raises(ConfigError) as error:
-        load_job(["--job.config_file", str(tmp_path / "job.toml")])
-    assert len(error.value.lines) == 1
-    assert f"training.messages.targets = {value} (" in error.value.lines[0]
-    assert "must be 'assistant', 'last', 'all' or a list of roles" in error.value.lines[0]
-
-
-def test_variables_of_a_template_are_the_runs_or_the_records(folder, tmp_path):
-    name = "training.messages.template_kwargs.enable_thinking"
-    job = load_job([f"--{name}", "false"])
-    assert job.training.messages.template_kwargs == {"enable_thinking": False}
-    save_job(job, tmp_path / "job.toml")
-    assert load_job(["--job.config_file", str(tmp_path / "job.toml")]) == job
-    record = {"messages": talk("q", "a")}
-    for edit, thought in ((without_marks, ""), (str, "<think>\n\n</think>\n\n")):
-        ours = conversations_of(
-            folder, edit(TEMPLATES["qwen3"]), template_kwargs={"enable_thinking": False}
-        )
-        assert said(folder, ours, record) == [f"{thought}a<|im_end|>"]
-        with_thoughts = record | {"chat_template_kwargs": {"enable_thinking": True}}
-        assert said(folder, ours, with_thoughts) == ["<think>\n\n</think>\n\na<|im_end|>"]
-
-
-@pytest.mark.parametrize("place", ["files", "a list"])
-def test_a_template_named_tool_use_writes_conversations_with_tools(place, tmp_path):
-    tokenizer_file(tmp_path)
-    plain, tools = TEMPLATES["chatml"], TEMPLATES["qwen3"]
-    if place == "files":
-        (tmp_path / "additional_chat_templates").mkdir()
-        (tmp_path / "chat_template.jinja").write_text(plain)
-        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
-    else:
-        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
-        tokenizer_file(tmp_path, chat_template=named)
-    ours = load_tokenizer(str(tmp_path), Training(dataset_format="messages")).conversations
-    record = {"messages": talk("q", "a")}
-    assert said(tmp_path, ours, record) == ["a<|im_end|>"]
-    with_tools = said(tmp_path, ours, record | {"tools": [{"name": "f"}]})
-    assert with_tools == ["<think>\n\n</think>\n\na<|im_end|>"]

@@ -17,10 +17,8 @@ from tests.support.processes import start_process
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import job_of_step
-from titan_moe.data.build import measure_conversations
-from titan_moe.data.loader import Loader
-from titan_moe.data.reader import documents_without_text
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.build import build_reader, measure_conversations
+from titan_moe.data.loader import Loader, ReaderProcess, documents_without_text
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
@@ -30,7 +28,8 @@ PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
 
 
 def in_a_process(section, **place):
-    return Loader(ReaderProcess(section, "bytes", **(PLACE | place)), prefetch_factor=2)
+    reader = ReaderProcess(build_reader, section, "bytes", **(PLACE | place))
+    return Loader(reader, prefetch_factor=2)
 
 
 def test_reader_process_gives_the_batches_of_a_reader_in_this_process(tmp_path):
@@ -87,7 +86,7 @@ def test_reader_process_reads_epochs_of_conversations(tmp_path):
 
 
 def test_death_of_the_reader_process_is_one_line():
-    reader = ReaderProcess(training(), "bytes", **PLACE)
+    reader = ReaderProcess(build_reader, training(), "bytes", **PLACE)
     loader = Loader(reader, prefetch_factor=2)
     loader.next_step()
     os.kill(reader._child.pid, signal.SIGKILL)
@@ -102,10 +101,11 @@ def test_death_of_the_reader_process_is_one_line():
 
 
 def test_close_ends_the_reader_process_at_once(tmp_path):
-    """It ends even while it reads from a pipe that nobody writes to."""
+    """The process ends even while it reads from a pipe that nobody writes to."""
     path = tmp_path / "a.json"
     write_jsonl(path, ["x"])
-    reader = ReaderProcess(training(dataset="c4", dataset_path=str(tmp_path)), "bytes", **PLACE)
+    section = training(dataset="c4", dataset_path=str(tmp_path))
+    reader = ReaderProcess(build_reader, section, "bytes", **PLACE)
     path.unlink()
     os.mkfifo(path)  # Nothing writes to it.
     loader = Loader(reader, prefetch_factor=2)
@@ -118,9 +118,11 @@ def test_close_ends_the_reader_process_at_once(tmp_path):
 _RANK = """
 import sys, time
 from titan_moe.config.job_config import JobConfig, Training
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.build import build_reader
+from titan_moe.data.loader import ReaderProcess
 section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
-reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
+place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
+reader = ReaderProcess(build_reader, section, "bytes", **place)
 reader.read_step()
 print(reader._child.pid, "torch" in sys.modules, flush=True)
 time.sleep(600)

@@ -7,8 +7,8 @@ import pytest
 from tests.support.documents import loaders_of, position, random_texts, take, write_hub, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.corpus import FileCorpus, Source
+from titan_moe.data.loader import continue_state
 from titan_moe.data.order import CorpusOrder, Split
-from titan_moe.data.reader import continue_state
 from titan_moe.data.stream import StreamOrder
 
 SEED = 3

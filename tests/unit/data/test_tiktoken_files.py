@@ -3,13 +3,14 @@
 import base64
 import json
 import random
+import re
 
 import pytest
 import tiktoken
 import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from titan_moe.config.errors import ConfigError
+from tests.support.refusals import refusal
 from titan_moe.config.job_config import Training
 from titan_moe.data.tokenizer import load_tokenizer
 
@@ -170,6 +171,5 @@ TOO_MANY = RANKS | {b"x%06d" % n: COUNT + n for n in range(130_000)}
 )
 def test_file_that_is_not_understood_is_refused_in_one_line(tmp_path, content, line):
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"tokenizer.model .*{line}") as error:
-        load_tokenizer(str(tmp_path))
-    assert len(error.value.lines) == 1 and "\n" not in error.value.lines[0]
+    said = refusal(load_tokenizer, str(tmp_path))
+    assert re.search(f"tokenizer.model .*{line}", said) and "\n" not in said

@@ -42,7 +42,7 @@ def test_flex_tiles_are_those_of_all_pairs(
 def test_compiled_flex_leaves_out_the_kernel_for_decoding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It refuses rows of fewer than 128 queries where many heads share keys."""
+    """That kernel refuses rows of fewer than 128 queries where many heads share keys."""
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda f: lambda *_, **options: seen.append(options))
     q, k = (torch.zeros(1, heads, 64, 16, dtype=dtype) for heads in (8, 2))

@@ -1,10 +1,14 @@
-"""Copies to ranks, and their sums, against slow loops."""
+"""Index maps against slow loops: copies to ranks, padded orders, and sums over a token's rows."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from titan_moe.ops.move_rows import combine_rows, copy_rows, gathered_rows
-from titan_moe.ops.permute_indices import copy_to_ranks
+from tests.support.move_rows_cases import DTYPES
+from tests.support.permute_cases import ALIGNMENTS, check
+from titan_moe.ops.move_rows import add_rows, combine_rows, copy_rows, gathered_rows
+from titan_moe.ops.permute_indices import copy_to_ranks, max_padded_rows
 
 
 def _reached(num_rows: int, degree: int, most: int, seed: int) -> torch.Tensor:
@@ -39,3 +43,51 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
     if num_rows:
         assert torch.autograd.gradcheck(sent_of, x_MD)
         assert torch.autograd.gradcheck(lambda y: combine_rows(y, copies), y_RD)
+
+
+@pytest.mark.parametrize("lacks_some", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_terms_are_added_in_order_and_narrow_sums_rounded_once(
+    dtype: torch.dtype, lacks_some: bool
+) -> None:
+    torch.manual_seed(0)
+    y_RD = torch.randn(200, 33).to(dtype)
+    rows_TK = torch.randperm(200).view(40, 5)
+    if lacks_some:
+        rows_TK[torch.rand(40, 5) < 0.3] = -1
+    sums_TD = torch.zeros(40, 33, dtype=torch.promote_types(dtype, torch.float32))
+    for rows_T in rows_TK.t():
+        terms_TD = torch.where(rows_T[:, None] < 0, 0, y_RD[rows_T])
+        sums_TD += terms_TD
+    assert torch.equal(add_rows(y_RD, rows_TK), sums_TD.to(dtype))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 6).flatmap(
+        lambda experts: st.lists(
+            st.lists(st.integers(0, 40), min_size=experts, max_size=experts), min_size=1, max_size=5
+        )
+    ),
+    st.sampled_from(ALIGNMENTS),
+    st.integers(0, 3),
+)
+def test_plain_torch_equals_the_slow_loop_on_any_counts(counts, row_alignment, unused):
+    check(counts, unused, row_alignment)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "row_alignment", "expected"),
+    [
+        (0, 4, 16, 64),
+        (1, 4, 16, 64),
+        (3, 8, 16, 128),
+        (10, 2, 1, 10),
+        (10, 2, 8, 24),
+        (17, 2, 16, 48),
+    ],
+)
+def test_max_padded_rows_are_those_of_the_worst_counts(
+    num_rows, num_experts, row_alignment, expected
+):
+    assert max_padded_rows(num_rows, num_experts, row_alignment) == expected

@@ -91,7 +91,7 @@ LATENT = MLAConfig(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, 
         (replace(HEADS, head_dim=16), torch.float32, FlexCore),
         (replace(HEADS, head_dim=20), torch.bfloat16, FlexCore),
         (replace(HEADS, head_dim=264), torch.bfloat16, FlexCore),
-        # Of these, neither kernel takes heads or type.
+        # Neither kernel takes these heads or this type.
         (HEADS, torch.float64, Sdpa),
         (replace(HEADS, head_dim=8), torch.float32, Sdpa),
         (replace(HEADS, head_dim=8, sinks=True), torch.bfloat16, Sdpa),

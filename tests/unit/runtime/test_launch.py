@@ -28,7 +28,9 @@ def test_launch_is_read_from_torchruns_variables() -> None:
 @pytest.mark.parametrize(
     ("visible", "expected"), [(None, 3), ("0,2", 2), ("", 0), ("-1", 0), ("0,1,2,3,4", 3)]
 )
-def test_count_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
+def test_gpus_are_counted_as_cuda_sees_them(
+    tmp_path: Path, visible: str | None, expected: int
+) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -53,7 +55,7 @@ def test_gpus_without_device_files_are_those_that_the_driver_lists(tmp_path: Pat
         ("processor : 0", True),
     ],
 )
-def test_has_bfloat16_units(words: str, expected: bool, tmp_path: Path) -> None:
+def test_bfloat16_units_are_read_from_cpuinfo(words: str, expected: bool, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert has_bfloat16_units(cpuinfo), "no such file"
     cpuinfo.write_text(words)

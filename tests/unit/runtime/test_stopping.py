@@ -32,7 +32,7 @@ def test_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> N
 def test_attempt_that_dies_in_its_imports_has_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its failure would be told in the words of the attempt before it."""
+    """Without one, its failure would be reported in the words of the attempt before."""
     (tmp_path / "attempt-0").mkdir()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("TITAN_MOE_ATTEMPTS", str(tmp_path))

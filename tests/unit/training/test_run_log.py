@@ -10,7 +10,7 @@ import torch
 from titan_moe.comm.process import Process
 from titan_moe.config.job_config import Job, JobConfig, Training
 from titan_moe.config.parse import as_toml
-from titan_moe.data.reader import Identity
+from titan_moe.data.loader import Identity
 from titan_moe.parallelize.memory import GIB
 from titan_moe.training.run_log import Phases, RunLog, describe_run, memory_metrics, throughput
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.config.training_stages import job_of_step
+from titan_moe.data.batch import IGNORE_INDEX, PackedSequence
 from titan_moe.data.build import build_reader
-from titan_moe.data.packing import IGNORE_INDEX, PackedSequence
-from titan_moe.data.reader import StepReader, continue_state
+from titan_moe.data.loader import StepReader, continue_state
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.verify.report.render import render
 
@@ -53,7 +53,7 @@ def read_sequences(
             state, saved = reader.state_dict(), reader.identity
             reader = open_reader(training)
             reader.load_state_dict(continue_state(state, saved, reader.identity))
-        sequences, _ = reader.read_step()
+        sequences = reader.read_step()
     return [sequence for (sequence,) in sequences[:most]]
 
 

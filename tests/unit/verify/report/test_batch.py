@@ -14,7 +14,7 @@ from tests.support.report_cases import Page
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.training_stages import training_stages
 from titan_moe.data.build import build_reader
-from titan_moe.data.reader import continue_state, merge_states
+from titan_moe.data.loader import continue_state, merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.verify.report.batch import batch_page, read_sequences
 
@@ -78,7 +78,7 @@ def test_sequences_are_those_of_a_run_on_any_number_of_ranks_in_any_stage(ranks,
             state = merge_states([each.state_dict() for each in before])
             reader.load_state_dict(continue_state(state, before[0].identity, reader.identity))
         for _ in range(steps):
-            batches = [reader.read_step()[0] for reader in readers]
+            batches = [reader.read_step() for reader in readers]
             found.append([row for batch in batches for (row,) in batch])
     for without_stages, steps in ((True, (1, 2)), (False, (1, 2, 3, 4))):
         read = job.model_copy(update={"stages": []}) if without_stages else job
