@@ -8,18 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
 from titan_moe.training.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
-from titan_moe.verify.compare.records import COMPARED, Curve, relative_difference
+from titan_moe.verify.compare.records import compared
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
-from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
+from titan_moe.verify.compare.verdict import (
+    common_steps,
+    first_beyond,
+    first_other_bits,
+    on_steps,
+)
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.localize import Finding, locate, uncompared
@@ -90,17 +93,20 @@ class Bisection(Runner):
 
     def steps(self) -> list[int]:
         """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
-        baseline, candidate = self.baseline(), self.candidate()
-        bits = first_other_bits(baseline.curve, candidate.curve)
+        runs = self.baseline(), self.candidate()
+        common = sorted(set(runs[0].steps) & set(runs[1].steps))
+        baseline, candidate = (on_steps(run, common) for run in runs)
+        bits = first_other_bits(baseline, candidate)
         if bits is None:
-            common_steps(baseline.curve, candidate.curve)  # Raises: equal NaN are no equal runs.
+            common_steps(baseline, candidate)  # Raises: equal NaN are no equal runs.
             return []
         self.progress(
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
             f"{bits.candidate!r}"
         )
-        beyond = _first_beyond(baseline.curve, candidate.curve, self._bound())
-        return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond])]))
+        bounds = dict.fromkeys(compared(baseline, candidate), self._bound())
+        beyond = first_beyond(baseline, candidate, bounds)
+        return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond.step])]))
 
     def at(self, step: int) -> StepFinding:
         """Train this step of both runs from the baseline's state before it, and compare."""
@@ -178,13 +184,3 @@ def _loaded(folder: Path, step: int) -> Words:
         ("checkpoint.initial_load_model_only", "false"),
         ("checkpoint.initial_load_in_hf", "false"),
     )
-
-
-def _first_beyond(ours: Curve, theirs: Curve, bound: float) -> int | None:
-    """The first step at which the loss or the gradient norm is off by more than this share."""
-    steps = sorted(set(ours.steps) & set(theirs.steps))
-    a, b = on_steps(ours, steps), on_steps(theirs, steps)
-    beyond_S = np.zeros(len(steps), bool)
-    for key in COMPARED:
-        beyond_S |= ~(relative_difference(a.scalars[key], b.scalars[key]) <= bound)
-    return steps[int(beyond_S.argmax())] if beyond_S.any() else None

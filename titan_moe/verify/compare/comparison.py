@@ -10,9 +10,15 @@ import numpy as np
 from titan_moe.runtime.revision import code_in_words
 from titan_moe.verify.compare.cost import CostCheck
 from titan_moe.verify.compare.noise.band import Band, BandCheck
-from titan_moe.verify.compare.outcome import FirstDifference, Verdict
 from titan_moe.verify.compare.pinned_routes import Flips, flip_rows
-from titan_moe.verify.compare.records import COMPARED, RunRecord, compared, relative_difference
+from titan_moe.verify.compare.records import (
+    COMPARED,
+    FirstDifference,
+    RunRecord,
+    Verdict,
+    compared,
+    relative_difference,
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Comparison:
     def largest(self) -> dict[str, tuple[int, float]]:
         """Returns the step at which loss and gradient norm differ most, and by what share of the
         baseline's value; infinite where one run alone is finite."""
-        first, second = self.baseline.curve, self.candidate.curve
+        first, second = self.baseline, self.candidate
         found = {}
         for quantity in compared(first, second):
             share_S = relative_difference(first.scalars[quantity], second.scalars[quantity])
@@ -106,7 +112,7 @@ class Comparison:
             "costs": [cost.as_json() for cost in self.costs],
             "baseline": {"name": self.baseline.name, **self.baseline.facts},
             "candidate": {"name": self.candidate.name, **self.candidate.facts},
-            "steps": list(self.baseline.curve.steps),
+            "steps": list(self.baseline.steps),
             "largest": {
                 quantity: {"step": step, "relative": share if math.isfinite(share) else None}
                 for quantity, (step, share) in self.largest().items()

@@ -1,8 +1,9 @@
-"""Files of a run, as comparisons and reports read them."""
+"""Runs as comparisons and reports read them from their files, and outcomes of a comparison."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,29 @@ BUSIEST = "/max_over_mean"
 """The end of the scalars "moe/LAYER/max_over_mean"."""
 
 
+class Verdict(Enum):
+    """The outcome of a comparison, and the exit code of a command that ends with it."""
+
+    IDENTICAL = "identical bits", 0
+    INSIDE = "inside the noise band", 3
+    WITHIN = "within the tolerance that was given", 3
+    DIFFERENT = "different", 1
+    UNJUDGED = "not judged: other bits, and nothing says how much rounding may do", 5
+    TOO_SLOW = "too slow", 6
+    TOO_LARGE = "too large", 6
+    COST_UNJUDGED = "its cost cannot be told from noise", 5
+
+    def __init__(self, words: str, exit_code: int) -> None:
+        self.words, self.exit_code = words, exit_code
+
+    @property
+    def passes(self) -> bool:
+        return self.exit_code in (0, 3)
+
+
 @dataclass(frozen=True)
-class Curve:
-    """Measurements of one training at its logged steps."""
+class RunRecord:
+    """A run: what it measured at its logged steps, its configuration, and where it ran."""
 
     name: str
     steps: Sequence[int]
@@ -36,14 +57,6 @@ class Curve:
     """Rows of each expert by MoE layer, [S, E]."""
     data: Sequence[int] | None = None
     """The fingerprint of each step's global batch."""
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """A run: its curve, its resolved configuration, and where and with what it ran."""
-
-    name: str
-    curve: Curve
     facts: Mapping[str, Any] = field(default_factory=dict)
     """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data, stages;
     empty for runs that have none."""
@@ -56,12 +69,42 @@ class RunRecord:
     """Checksums of the initial weights by tensor; empty for runs that recorded none."""
 
 
+@dataclass(frozen=True)
+class FirstDifference:
+    """The step at which the candidate first left the band; without a band, the baseline's bits."""
+
+    step: int
+    quantity: str
+    """"loss", "grad_norm", "load of layers.1", ..."""
+    baseline: float
+    """The baseline's value; with a band, the middle of the band."""
+    candidate: float
+    mean_over: int = 1
+    """Steps, this one the last, whose mean is what left the band."""
+    distance: float | None = None
+    """Distance at this step, in limits of the band; None without a band."""
+    tolerance: float | None = None
+    """The relative difference that was allowed; None if none was given."""
+
+    def line(self) -> str:
+        mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
+        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
+        if self.tolerance is not None:
+            return f"first beyond {self.tolerance:g} {here}, {self.baseline:.8g} in the baseline"
+        if self.distance is None:
+            return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
+        return (
+            f"first outside {here}, the control runs have {self.baseline:.8g}; that is "
+            f"{self.distance:,.3g} times as far as rounding takes it"
+        )
+
+
 def moved_share(first_SE: Array, second_SE: Array) -> Array:
     """The share of rows that went to other experts, [S], if experts' rows are the same."""
     return np.abs(second_SE - first_SE).sum(1) / (2 * np.maximum(first_SE.sum(1), 1.0))
 
 
-def compared(ours: Curve, theirs: Curve) -> list[str]:
+def compared(ours: RunRecord, theirs: RunRecord) -> list[str]:
     """Returns the scalars to compare: loss, and the gradient norm if it is in both. Raises
     ConfigError without a common loss."""
     both = [key for key in COMPARED if key in ours.scalars and key in theirs.scalars]
@@ -91,21 +134,18 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     name = name or folder.resolve().name
     if not (folder / "metrics.jsonl").is_file():
         raise ConfigError(f"{path}: there is no metrics.jsonl")
+    tables: dict[str, Any] = {
+        "facts": _read_table(folder / "run.json", json.loads),
+        "config": _read_table(folder / "config.toml", tomllib.loads),
+        "weights": _read_table(folder / INITIAL_WEIGHTS, json.loads),
+    }
     try:
-        curve = _read_curve(folder, name)
+        run = RunRecord(name, **_read_curves(folder), folder=folder, **tables)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder}: its metrics are damaged: {reason(error)}") from None
-    if not len(curve.steps):
+    if not run.steps:
         raise ConfigError(f"{path}: no step is logged")
-    return RunRecord(
-        name,
-        curve,
-        _read_table(folder / "run.json", json.loads),
-        _read_table(folder / "config.toml", tomllib.loads),
-        folder,
-        _steps(folder / EVENTS),
-        _read_table(folder / INITIAL_WEIGHTS, json.loads),
-    )
+    return run
 
 
 def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
@@ -119,7 +159,8 @@ def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged: {reason(error)}") from None
 
 
-def _read_curve(folder: Path, name: str) -> Curve:
+def _read_curves(folder: Path) -> dict[str, Any]:
+    """Returns the fields of a run that metrics.jsonl and files like it hold."""
     lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
     steps = sorted(lines)
     scalars = {
@@ -133,7 +174,13 @@ def _read_curve(folder: Path, name: str) -> Curve:
     if steps and counts.keys() >= set(steps):
         for layer in counts[steps[0]]:
             loads[layer] = np.array([counts[step][layer] for step in steps], dtype=np.float64)
-    return Curve(name, steps, scalars, loads, data if len(data) == len(steps) else None)
+    return {
+        "steps": steps,
+        "scalars": scalars,
+        "loads": loads,
+        "data": data if len(data) == len(steps) else None,
+        "events": _steps(folder / EVENTS),
+    }
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -23,14 +23,13 @@ from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.compare.launch import Launcher, Place, num_nodes
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
-from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import (
     ROUTES,
     read_flips,
     record_bytes,
     routing_problems,
 )
-from titan_moe.verify.compare.records import RunRecord, read_run
+from titan_moe.verify.compare.records import RunRecord, Verdict, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.trial import Trial
 from titan_moe.verify.compare.trial_checks import (
@@ -70,10 +69,10 @@ def update_golden(
     run = runner.baseline()
     *_, controls = [], *runner.control_runs()
     # A CPU's name and capability do not say how fast it is.
-    if run.facts["device"] != "cpu" and len(run.curve.steps) >= cost.FEWEST_STEPS:
+    if run.facts["device"] != "cpu" and len(run.steps) >= cost.FEWEST_STEPS:
         alike = [each for each in (run, *controls) if each.facts["layout"] == run.facts["layout"]]
         run = replace(run, facts={**run.facts, "costs": cost.measure(alike[: cost.PAIRS])})
-    return save_golden(folder, run, [each.curve for each in controls], reason=reason)
+    return save_golden(folder, run, controls, reason=reason)
 
 
 def _too_few_gpus(ranks: int, job: JobConfig) -> list[str]:
@@ -161,7 +160,7 @@ class Runner:
                 "training.seq_len alike"
             )
         if self.golden is not None:
-            own = len(self.golden.run.curve.steps)
+            own = len(self.golden.run.steps)
             if self.trial.steps not in (None, own):
                 lines.append(f"--steps {self.trial.steps}: the golden has {own}")
         elif self.trial.baseline.path is not None and self.trial.num_control_runs:
@@ -264,7 +263,7 @@ class Runner:
         if self.trial.controls:
             yield [read_run(path, name=path.name) for path in self.trial.controls]
         elif self.golden is not None:
-            yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
+            yield self.golden.controls
         elif self.trial.baseline.path is None and number:
             self.progress(
                 f"the bits differ: up to {number} control runs measure how much rounding may do"

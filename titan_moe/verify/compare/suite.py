@@ -15,8 +15,7 @@ from titan_moe.config.job_config import Section
 from titan_moe.config.parse import known_keys, mistake, tomllib
 from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import COMPARED, RunRecord
+from titan_moe.verify.compare.records import COMPARED, RunRecord, Verdict
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial, trial_of

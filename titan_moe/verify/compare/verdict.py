@@ -4,17 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.training_stages import tokens_in_words
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
-from titan_moe.verify.compare.outcome import FirstDifference, Verdict
 from titan_moe.verify.compare.records import (
     COMPARED,
     LOAD_OF,
-    Curve,
+    Array,
+    FirstDifference,
     RunRecord,
+    Verdict,
     compared,
     moved_share,
     relative_difference,
@@ -51,9 +53,9 @@ def compare_runs(
     """
     for other in (candidate, *controls):
         _refuse_other_trainings(baseline, other)
-    steps = common_steps(baseline.curve, candidate.curve)
+    steps = common_steps(baseline, candidate)
     caveats = [*caveats, *_caveats(baseline, candidate)]
-    ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
+    ours, theirs = on_steps(baseline, steps), on_steps(candidate, steps)
     verdict, band, band_check = Verdict.IDENTICAL, None, None
     first = first_other_bits(ours, theirs)
     _refuse_other_rows(ours, theirs)
@@ -67,7 +69,7 @@ def compare_runs(
         if unjudged := [each for each in compared(ours, theirs) if each not in tolerance]:
             caveats.append(f"the tolerance does not judge {', '.join(unjudged)}")
     elif first is not None and len(controls) >= FEWEST_CONTROLS:
-        curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
+        curves = [ours, *(on_steps(control, steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
         if unable := _cannot_judge(band, first):
             caveats.append(unable)
@@ -77,16 +79,7 @@ def compare_runs(
             first = band_check.first
             verdict = Verdict.INSIDE if first is None else Verdict.DIFFERENT
             caveats += _weaknesses(band) if first is None else []
-    return Comparison(
-        title,
-        replace(baseline, curve=ours),
-        replace(candidate, curve=theirs),
-        verdict,
-        first=first,
-        band=band,
-        band_check=band_check,
-        caveats=caveats,
-    )
+    return Comparison(title, ours, theirs, verdict, first, band, band_check, caveats)
 
 
 def _cannot_judge(band: Band, first: FirstDifference) -> str:
@@ -99,41 +92,39 @@ def _cannot_judge(band: Band, first: FirstDifference) -> str:
     return f"the band of the loss is too wide for a verdict: {line}" if is_wide else ""
 
 
-def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:
-    """The curve at some of its steps. Raises ConfigError if it lacks one."""
-    places = {step: place for place, step in enumerate(curve.steps)}
+def on_steps(run: RunRecord, steps: Sequence[int]) -> RunRecord:
+    """Returns the run at some of its steps. Raises ConfigError if it lacks one."""
+    places = {step: place for place, step in enumerate(run.steps)}
     if missing := [step for step in steps if step not in places]:
-        raise ConfigError(f"{curve.name}: step {missing[0]} is not logged there")
+        raise ConfigError(f"{run.name}: step {missing[0]} is not logged there")
     own = [places[step] for step in steps]
     return replace(
-        curve,
+        run,
         steps=list(steps),
-        scalars={key: values[own] for key, values in curve.scalars.items()},
-        loads={key: values[own] for key, values in curve.loads.items()},
-        data=None if curve.data is None else [curve.data[place] for place in own],
+        scalars={key: values[own] for key, values in run.scalars.items()},
+        loads={key: values[own] for key, values in run.loads.items()},
+        data=None if run.data is None else [run.data[place] for place in own],
     )
 
 
 def first_beyond(
-    ours: Curve, theirs: Curve, tolerance: Mapping[str, float]
+    ours: RunRecord, theirs: RunRecord, tolerance: Mapping[str, float]
 ) -> FirstDifference | None:
-    """The first step at which a scalar's relative difference is not within its tolerance. Raises
-    ConfigError for a scalar that one of them lacks."""
+    """Returns the first step at which a scalar's relative difference is not within its tolerance.
+    Raises ConfigError for a scalar that one of the runs lacks."""
     if missing := tolerance.keys() - set(compared(ours, theirs)):
         raise ConfigError(f"--tolerance {sorted(missing)[0]}: not in both runs: leave it out")
     found = []
     for quantity, limit in tolerance.items():
         a_S, b_S = ours.scalars[quantity], theirs.scalars[quantity]
         beyond_S = ~(relative_difference(a_S, b_S) <= limit)
-        if beyond_S.any():
-            at = int(beyond_S.argmax())
-            numbers = float(a_S[at]), float(b_S[at])
-            found.append(FirstDifference(ours.steps[at], quantity, *numbers, tolerance=limit))
+        found += _first_where(beyond_S, ours.steps, quantity, a_S, b_S, tolerance=limit)
     return min(found, key=lambda each: each.step, default=None)
 
 
-def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
-    """The first step at which a number that both have is not the same; of a step, loss first."""
+def first_other_bits(ours: RunRecord, theirs: RunRecord) -> FirstDifference | None:
+    """Returns the first step at which a number that both have is not the same; the loss before
+    other numbers of that step."""
     pairs = {key: (ours.scalars[key], theirs.scalars[key]) for key in compared(ours, theirs)}
     for layer in [layer for layer in ours.loads if layer in theirs.loads]:
         a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
@@ -146,13 +137,26 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
     found = []
     for quantity, (a_S, b_S) in pairs.items():
         differs_S = ~((a_S == b_S) | (np.isnan(a_S) & np.isnan(b_S)))
-        if differs_S.any():
-            at = int(differs_S.argmax())
-            found.append(FirstDifference(ours.steps[at], quantity, float(a_S[at]), float(b_S[at])))
+        found += _first_where(differs_S, ours.steps, quantity, a_S, b_S)
     return min(found, key=lambda each: each.step, default=None)
 
 
-def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
+def _first_where(
+    differs_S: NDArray[np.bool_],
+    steps: Sequence[int],
+    quantity: str,
+    a_S: Array,
+    b_S: Array,
+    tolerance: float | None = None,
+) -> list[FirstDifference]:
+    """Returns the first step at which a quantity differs, if there is one."""
+    at = int(differs_S.argmax())
+    values = float(a_S[at]), float(b_S[at])
+    first = FirstDifference(steps[at], quantity, *values, tolerance=tolerance)
+    return [first] if differs_S[at] else []
+
+
+def _refuse_other_rows(ours: RunRecord, theirs: RunRecord) -> None:
     """Raises ConfigError for other numbers of rows: loads are compared as shares, which hide
     them."""
     for layer in ours.loads.keys() & theirs.loads.keys():
@@ -163,7 +167,7 @@ def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
             )
 
 
-def common_steps(ours: Curve, theirs: Curve) -> list[int]:
+def common_steps(ours: RunRecord, theirs: RunRecord) -> list[int]:
     """Returns the steps that both logged. Raises ConfigError without one, or where the first curve
     is not finite at one: bits of NaN may agree, and that says nothing."""
     common = sorted(set(ours.steps) & set(theirs.steps))
@@ -172,13 +176,13 @@ def common_steps(ours: Curve, theirs: Curve) -> list[int]:
             f"{ours.name} and {theirs.name} have no logged step in common: "
             "run both with metrics.log_freq=1"
         )
-    curve = on_steps(ours, common)
-    for key in compared(curve, curve):
-        finite_S = np.isfinite(curve.scalars[key])
+    run = on_steps(ours, common)
+    for key in compared(run, run):
+        finite_S = np.isfinite(run.scalars[key])
         if not finite_S.all():
             step = common[int(finite_S.argmin())]
             raise ConfigError(
-                f"{curve.name}: {key} of step {step} is not finite: compare fewer --steps"
+                f"{run.name}: {key} of step {step} is not finite: compare fewer --steps"
             )
     return common
 
@@ -199,8 +203,7 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
             "seed = false or --no-seed), or with one debug.seed"
         )
     ours, theirs = (
-        dict(zip(run.curve.steps, run.curve.data or (), strict=False))
-        for run in (baseline, candidate)
+        dict(zip(run.steps, run.data or (), strict=False)) for run in (baseline, candidate)
     )
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
     if other:
@@ -223,9 +226,8 @@ def _sources(run: RunRecord) -> str:
     return f"{data['fingerprint']}, seed {data['seed']}" if data else "an unknown source"
 
 
-def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
+def _caveats(ours: RunRecord, theirs: RunRecord) -> list[str]:
     lines = []
-    ours, theirs = baseline.curve, candidate.curve
     if set(ours.steps) != set(theirs.steps):
         common = len(set(ours.steps) & set(theirs.steps))
         lines.append(
@@ -235,11 +237,11 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
     if ours.data is None or theirs.data is None:
         unknown = " and ".join(run.name for run in (ours, theirs) if run.data is None)
         lines.append(f"whether both saw the same data is unknown: {unknown} did not record it")
-    if bool(baseline.weights) != bool(candidate.weights):
-        lacking_one = theirs.name if baseline.weights else ours.name
+    if bool(ours.weights) != bool(theirs.weights):
+        lacking_one = theirs.name if ours.weights else ours.name
         lines.append(f"initial weights are not compared: {lacking_one} recorded no checksums")
     for key in _ENVIRONMENT:
-        a, b = (run.facts.get(key, "unknown") for run in (baseline, candidate))
+        a, b = (run.facts.get(key, "unknown") for run in (ours, theirs))
         if a != b:
             lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
     mine, other = set(quantities_of(ours)), set(quantities_of(theirs))

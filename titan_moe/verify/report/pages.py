@@ -14,12 +14,12 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import flat_keys
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.verify.compare.comparison import Comparison
-from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.compare.records import (
     COMPARED,
     LOAD_OF,
     RunRecord,
+    Verdict,
     compared,
     moved_share,
     relative_difference,
@@ -58,7 +58,7 @@ def comparison_page(comparison: Comparison) -> str:
         run if run.name == role else replace(run, name=f"{role} {run.name}")
         for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
     ]
-    flips, (first, second) = comparison.flips, (run.curve.scalars for run in pair)
+    flips, (first, second) = comparison.flips, (run.scalars for run in pair)
     curves = partial(plots.draw_curves, runs=pair, band=comparison.band, first=comparison.first)
     panels: dict[str, Panel] = {}
     more: dict[str, Panel] = {
@@ -72,8 +72,7 @@ def comparison_page(comparison: Comparison) -> str:
             differ = partial(plots.draw_difference, quantity=key, comparison=comparison)
             panels[f"{key}, difference on a log scale"] = differ
     runs = "; ".join(
-        f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
-        for run in pair
+        f"{run.name} ({layout_words(run)}, steps {run.steps[0]} to {run.steps[-1]})" for run in pair
     )
     return render(
         "comparison.html",
@@ -94,7 +93,7 @@ def comparison_page(comparison: Comparison) -> str:
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
     """Curves, expert load, layouts, configurations and environments of the runs; nothing is
     compared."""
-    logged = dict.fromkeys(key for run in runs for key in run.curve.scalars)
+    logged = dict.fromkeys(key for run in runs for key in run.scalars)
     panels: dict[str, Panel] = {
         key: partial(plots.draw_curves, runs=runs, quantity=key)
         for key in logged
@@ -118,7 +117,7 @@ def _detail(comparison: Comparison) -> str:
     """The reasons of the verdict, as the command prints them; or what was compared."""
     words = [f"{line[0].upper()}{line[1:]}." for line in comparison.reasons()]
     if comparison.verdict is Verdict.IDENTICAL:
-        first, second = comparison.baseline.curve, comparison.candidate.curve
+        first, second = comparison.baseline, comparison.candidate
         loads = sum(layer in second.loads for layer in first.loads)
         known = compared(first, second)
         known += [f"loads of {loads} layers"] if loads else []
@@ -128,13 +127,13 @@ def _detail(comparison: Comparison) -> str:
 
 def _last(run: RunRecord) -> str:
     """The latest step and its metrics."""
-    known = [f"step {run.curve.steps[-1]}"]
+    known = [f"step {run.steps[-1]}"]
     for key in ("loss", "grad_norm", "validation_loss"):
-        at = np.flatnonzero(np.isfinite(run.curve.scalars.get(key, [])))
+        at = np.flatnonzero(np.isfinite(run.scalars.get(key, [])))
         if len(at):
-            value = f"{key.replace('_', ' ')} {run.curve.scalars[key][at[-1]]:.5g}"
-            late = at[-1] == len(run.curve.steps) - 1
-            known.append(value if late else f"{value} in step {run.curve.steps[at[-1]]}")
+            value = f"{key.replace('_', ' ')} {run.scalars[key][at[-1]]:.5g}"
+            late = at[-1] == len(run.steps) - 1
+            known.append(value if late else f"{value} in step {run.steps[at[-1]]}")
     return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
 
 
@@ -154,18 +153,18 @@ def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def _notes(run: RunRecord) -> list[str]:
     """Returns lines that a reader must know before trusting the run's curves."""
     found = []
-    curve, planned = run.curve, run.config.get("training", {}).get("steps")
-    if planned is not None and curve.steps[-1] < planned:
-        found.append(f"{run.name}: its last step is {curve.steps[-1]} of {planned}")
+    planned = run.config.get("training", {}).get("steps")
+    if planned is not None and run.steps[-1] < planned:
+        found.append(f"{run.name}: its last step is {run.steps[-1]} of {planned}")
     for quantity in COMPARED:
-        if quantity not in curve.scalars:
+        if quantity not in run.scalars:
             found.append(f"{run.name}: no {quantity} was logged")
             continue
-        broken = np.flatnonzero(~np.isfinite(curve.scalars[quantity]))
+        broken = np.flatnonzero(~np.isfinite(run.scalars[quantity]))
         if len(broken):
             found.append(
                 f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
-                f"{len(curve.steps)} steps, first in step {curve.steps[int(broken[0])]}"
+                f"{len(run.steps)} steps, first in step {run.steps[int(broken[0])]}"
             )
     files = {"run.json": run.facts, "config.toml": run.config}
     if missing := [file for file, content in files.items() if not content]:
@@ -219,7 +218,7 @@ def _environment(runs: Sequence[RunRecord]) -> Table:
     keys = dict.fromkeys(key for facts in tables for key in facts)
     rows = [["layout", *map(layout_words, runs)]]
     rows += [[key, *(facts.get(key, _UNKNOWN) for facts in tables)] for key in keys]
-    steps = [run.curve.steps for run in runs]
+    steps = [run.steps for run in runs]
     rows.append(["steps logged", *(f"{len(s)}: {s[0]} to {s[-1]}" for s in steps)])
     kinds = ["differs" if len(set(row[1:])) > 1 else "" for row in rows]
     rows.append(["folder", *(str(run.folder or _UNKNOWN) for run in runs)])
@@ -269,7 +268,7 @@ class Deviation(NamedTuple):
 
 def deviations(comparison: Comparison) -> list[Deviation]:
     """Every quantity that both runs have, the one furthest out first."""
-    first, second = comparison.baseline.curve, comparison.candidate.curve
+    first, second = comparison.baseline, comparison.candidate
     reaches = {} if comparison.band is None else comparison.band.reaches(second)
     nothing_S = np.full(len(first.steps), np.nan)
     pairs = {

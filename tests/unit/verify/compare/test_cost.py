@@ -11,8 +11,7 @@ from tests.support.stub_runs import CAPABILITY, Stubbed, calls, num_counted, sil
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare.cost import MEMORY, PAIRS, TIME, CostCheck, measure
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import read_run
+from titan_moe.verify.compare.records import Verdict, read_run
 from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare, update_golden
 

@@ -15,7 +15,7 @@ from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.launch import Launcher, TrainingError
-from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.records import Verdict
 from titan_moe.verify.compare.runner import compare
 from titan_moe.verify.compare.trial import trial_of
 

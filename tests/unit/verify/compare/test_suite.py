@@ -26,7 +26,7 @@ from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
-from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.records import Verdict
 from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare
 from titan_moe.verify.compare.suite import Suite, entry_trial, load_suite, run_suite

@@ -11,9 +11,8 @@ from tests.support.report_cases import Page, facts
 from tests.support.verdict_cases import run
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
-from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import Flips
-from titan_moe.verify.compare.records import Curve, RunRecord
+from titan_moe.verify.compare.records import RunRecord, Verdict
 from titan_moe.verify.compare.verdict import compare_runs
 from titan_moe.verify.report.pages import comparison_page, runs_page
 from titan_moe.verify.report.plots import Load, charts, load_panels
@@ -30,9 +29,9 @@ def against(candidate: RunRecord, *, controls: bool = True, **others: object) ->
 
 
 def scaled(record: RunRecord, quantity: str, factor: float, first: int = 0) -> RunRecord:
-    scalars = {key: values.copy() for key, values in record.curve.scalars.items()}
+    scalars = {key: values.copy() for key, values in record.scalars.items()}
     scalars[quantity][first:] *= factor
-    return replace(record, curve=replace(record.curve, scalars=scalars))
+    return replace(record, scalars=scalars)
 
 
 def assert_alone(page: Page) -> None:
@@ -110,7 +109,7 @@ def test_quantity_outside_the_band_is_first():
 
 
 def test_comparison_page_names_unknown_facts():
-    bare = RunRecord("curves only", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])}))
+    bare = RunRecord("curves only", [1, 2], {"loss": np.array([3.0, 2.0])})
     page = Page(comparison_page(against(bare, controls=False)))
     assert "Not judged: other bits, and nothing says how much rounding may do" in page.text[""]
     assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]

@@ -31,7 +31,7 @@ def write(folder: Path, steps: int, *, tail: str = "") -> Path:
 def test_runs_page_of_metrics_alone(tmp_path: Path):
     # Its last line is being written.
     record = read_run(write(tmp_path / "a <run>", 5, tail='{"step": 6, "lo'))
-    busiest = record.curve.scalars["moe/layers.2/max_over_mean"]
+    busiest = record.scalars["moe/layers.2/max_over_mean"]
     assert busiest == pytest.approx([3, 2, 5 / 3, 1.5, 1.4])
     html = runs_page("One run", [record])
     page = Page(html)
