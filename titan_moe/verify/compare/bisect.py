@@ -17,12 +17,7 @@ from titan_moe.verify.compare.records import compared
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
-from titan_moe.verify.compare.verdict import (
-    common_steps,
-    first_beyond,
-    first_other_bits,
-    on_steps,
-)
+from titan_moe.verify.compare.verdict import common_steps, first_beyond, first_other_bits
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.localize import Finding, locate, uncompared
@@ -85,17 +80,16 @@ class Bisection(Runner):
 
     def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run."""
-        for spec in (self.trial.baseline, self.trial.candidate):
-            if spec.path is not None:
-                remedy = f"config={spec.path / 'config.toml'} ranks=N"
-                raise ConfigError(f"{spec.path} is a finished run: train it again, as {remedy}")
+        for path in self.trial.finished:
+            remedy = f"config={path / 'config.toml'} ranks=N"
+            raise ConfigError(f"{path} is a finished run: train it again, as {remedy}")
         super().check(*more)
 
     def steps(self) -> list[int]:
         """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
-        runs = self.baseline(), self.candidate()
+        runs = self.runs()
         common = sorted(set(runs[0].steps) & set(runs[1].steps))
-        baseline, candidate = (on_steps(run, common) for run in runs)
+        baseline, candidate = (run.at(common) for run in runs)
         bits = first_other_bits(baseline, candidate)
         if bits is None:
             common_steps(baseline, candidate)  # Raises: equal NaN are no equal runs.
@@ -113,7 +107,7 @@ class Bisection(Runner):
         job, until = self._job(self.trial.baseline), self._until(step)
 
         def train(spec: RunSpec, name: str, *words: tuple[str, str]) -> Path:
-            folder = self._run(spec, f"step-{step}/{name}", *until, *words).folder
+            folder = self._run(spec, f"step-{step}/{name}", (*until, *words)).folder
             assert folder is not None
             return folder
 
@@ -150,7 +144,7 @@ class Bisection(Runner):
         """Returns the keys that end a run with this step, at the learning rate it has in the whole
         one."""
         job = self._job(self.trial.baseline)
-        total = job.lr_scheduler.total_steps or self.trial.steps or job.training.steps
+        total = job.lr_scheduler.total_steps or job.training.steps
         return (
             ("training.steps", str(step)),
             ("lr_scheduler.total_steps", str(total)),

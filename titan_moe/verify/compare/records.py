@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,20 @@ class RunRecord:
     weights: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the initial weights by tensor; empty for runs that recorded none."""
 
+    def at(self, steps: Sequence[int]) -> "RunRecord":
+        """Returns this run at some of its steps. Raises ConfigError if it lacks one."""
+        places = {step: place for place, step in enumerate(self.steps)}
+        if missing := [step for step in steps if step not in places]:
+            raise ConfigError(f"{self.name}: step {missing[0]} is not logged there")
+        own = [places[step] for step in steps]
+        return replace(
+            self,
+            steps=list(steps),
+            scalars={key: values[own] for key, values in self.scalars.items()},
+            loads={key: values[own] for key, values in self.loads.items()},
+            data=None if self.data is None else [self.data[place] for place in own],
+        )
+
 
 @dataclass(frozen=True)
 class FirstDifference:
@@ -131,21 +145,20 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     Raises ConfigError where there are no metrics, or a file is damaged.
     """
     folder = path.parent if path.name == "metrics.jsonl" else path
-    name = name or folder.resolve().name
     if not (folder / "metrics.jsonl").is_file():
         raise ConfigError(f"{path}: there is no metrics.jsonl")
-    tables: dict[str, Any] = {
-        "facts": _read_table(folder / "run.json", json.loads),
-        "config": _read_table(folder / "config.toml", tomllib.loads),
-        "weights": _read_table(folder / INITIAL_WEIGHTS, json.loads),
-    }
     try:
-        run = RunRecord(name, **_read_curves(folder), folder=folder, **tables)
+        run = _read_curves(folder, name or folder.resolve().name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder}: its metrics are damaged: {reason(error)}") from None
     if not run.steps:
         raise ConfigError(f"{path}: no step is logged")
-    return run
+    return replace(
+        run,
+        facts=_read_table(folder / "run.json", json.loads),
+        config=_read_table(folder / "config.toml", tomllib.loads),
+        weights=_read_table(folder / INITIAL_WEIGHTS, json.loads),
+    )
 
 
 def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
@@ -159,8 +172,8 @@ def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged: {reason(error)}") from None
 
 
-def _read_curves(folder: Path) -> dict[str, Any]:
-    """Returns the fields of a run that metrics.jsonl and files like it hold."""
+def _read_curves(folder: Path, name: str) -> RunRecord:
+    """Returns a run as metrics.jsonl and files like it hold it."""
     lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
     steps = sorted(lines)
     scalars = {
@@ -174,13 +187,9 @@ def _read_curves(folder: Path) -> dict[str, Any]:
     if steps and counts.keys() >= set(steps):
         for layer in counts[steps[0]]:
             loads[layer] = np.array([counts[step][layer] for step in steps], dtype=np.float64)
-    return {
-        "steps": steps,
-        "scalars": scalars,
-        "loads": loads,
-        "data": data if len(data) == len(steps) else None,
-        "events": _steps(folder / EVENTS),
-    }
+    known = data if len(data) == len(steps) else None
+    events = _steps(folder / EVENTS)
+    return RunRecord(name, steps, scalars, loads, known, folder=folder, events=events)
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,9 @@
 """The verdict on two runs: identical bits, inside the noise band of control runs, or different."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.training_stages import tokens_in_words
@@ -55,7 +54,7 @@ def compare_runs(
         _refuse_other_trainings(baseline, other)
     steps = common_steps(baseline, candidate)
     caveats = [*caveats, *_caveats(baseline, candidate)]
-    ours, theirs = on_steps(baseline, steps), on_steps(candidate, steps)
+    ours, theirs = baseline.at(steps), candidate.at(steps)
     verdict, band, band_check = Verdict.IDENTICAL, None, None
     first = first_other_bits(ours, theirs)
     _refuse_other_rows(ours, theirs)
@@ -69,7 +68,7 @@ def compare_runs(
         if unjudged := [each for each in compared(ours, theirs) if each not in tolerance]:
             caveats.append(f"the tolerance does not judge {', '.join(unjudged)}")
     elif first is not None and len(controls) >= FEWEST_CONTROLS:
-        curves = [ours, *(on_steps(control, steps) for control in controls)]
+        curves = [ours, *(control.at(steps) for control in controls)]
         band = Band(curves, quantities_of(theirs))
         if unable := _cannot_judge(band, first):
             caveats.append(unable)
@@ -92,21 +91,6 @@ def _cannot_judge(band: Band, first: FirstDifference) -> str:
     return f"the band of the loss is too wide for a verdict: {line}" if is_wide else ""
 
 
-def on_steps(run: RunRecord, steps: Sequence[int]) -> RunRecord:
-    """Returns the run at some of its steps. Raises ConfigError if it lacks one."""
-    places = {step: place for place, step in enumerate(run.steps)}
-    if missing := [step for step in steps if step not in places]:
-        raise ConfigError(f"{run.name}: step {missing[0]} is not logged there")
-    own = [places[step] for step in steps]
-    return replace(
-        run,
-        steps=list(steps),
-        scalars={key: values[own] for key, values in run.scalars.items()},
-        loads={key: values[own] for key, values in run.loads.items()},
-        data=None if run.data is None else [run.data[place] for place in own],
-    )
-
-
 def first_beyond(
     ours: RunRecord, theirs: RunRecord, tolerance: Mapping[str, float]
 ) -> FirstDifference | None:
@@ -118,7 +102,7 @@ def first_beyond(
     for quantity, limit in tolerance.items():
         a_S, b_S = ours.scalars[quantity], theirs.scalars[quantity]
         beyond_S = ~(relative_difference(a_S, b_S) <= limit)
-        found += _first_where(beyond_S, ours.steps, quantity, a_S, b_S, tolerance=limit)
+        found += _first_where(ours.steps, quantity, a_S, b_S, beyond_S, tolerance=limit)
     return min(found, key=lambda each: each.step, default=None)
 
 
@@ -137,22 +121,16 @@ def first_other_bits(ours: RunRecord, theirs: RunRecord) -> FirstDifference | No
     found = []
     for quantity, (a_S, b_S) in pairs.items():
         differs_S = ~((a_S == b_S) | (np.isnan(a_S) & np.isnan(b_S)))
-        found += _first_where(differs_S, ours.steps, quantity, a_S, b_S)
+        found += _first_where(ours.steps, quantity, a_S, b_S, differs_S)
     return min(found, key=lambda each: each.step, default=None)
 
 
 def _first_where(
-    differs_S: NDArray[np.bool_],
-    steps: Sequence[int],
-    quantity: str,
-    a_S: Array,
-    b_S: Array,
-    tolerance: float | None = None,
+    steps: Sequence[int], quantity: str, a_S: Array, b_S: Array, differs_S: Any, **more: Any
 ) -> list[FirstDifference]:
     """Returns the first step at which a quantity differs, if there is one."""
     at = int(differs_S.argmax())
-    values = float(a_S[at]), float(b_S[at])
-    first = FirstDifference(steps[at], quantity, *values, tolerance=tolerance)
+    first = FirstDifference(steps[at], quantity, float(a_S[at]), float(b_S[at]), **more)
     return [first] if differs_S[at] else []
 
 
@@ -176,7 +154,7 @@ def common_steps(ours: RunRecord, theirs: RunRecord) -> list[int]:
             f"{ours.name} and {theirs.name} have no logged step in common: "
             "run both with metrics.log_freq=1"
         )
-    run = on_steps(ours, common)
+    run = ours.at(common)
     for key in compared(run, run):
         finite_S = np.isfinite(run.scalars[key])
         if not finite_S.all():

@@ -11,7 +11,7 @@ import pytest
 from tests.support.verdict_cases import STEPS, controls, run
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.records import Verdict, read_run
-from titan_moe.verify.compare.verdict import compare_runs, on_steps
+from titan_moe.verify.compare.verdict import compare_runs
 
 
 def test_equal_bits_are_identical_with_and_without_controls():
@@ -77,7 +77,7 @@ def test_other_tokens_and_other_data_are_refused():
 
 
 def test_what_is_unknown_or_missing_is_a_caveat():
-    short = on_steps(run("b"), STEPS[:12])
+    short = run("b").at(STEPS[:12])
     found = compare_runs("short", run("a"), short, controls=controls())
     assert found.verdict is Verdict.IDENTICAL and found.candidate.steps == STEPS[:12]
     assert any("only 12 steps are in both" in line for line in found.caveats)
