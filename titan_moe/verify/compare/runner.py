@@ -17,7 +17,6 @@ from titan_moe.prepare.job import check_all
 from titan_moe.runtime import launch
 from titan_moe.training.run_log import model_flops_per_token
 from titan_moe.verify.compare import cost
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
@@ -32,7 +31,7 @@ from titan_moe.verify.compare.pinned_routes import (
 from titan_moe.verify.compare.records import RunRecord, Verdict, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.trial import Trial, cost_problems, place_problems, trial_problems
-from titan_moe.verify.compare.verdict import ENOUGH, compare_runs
+from titan_moe.verify.compare.verdict import ENOUGH, Comparison, compare_runs
 
 Progress = Callable[[str], None]
 """Prints a line of progress."""

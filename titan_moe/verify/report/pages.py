@@ -13,7 +13,6 @@ import numpy as np
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import flat_keys
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.compare.records import (
     COMPARED,
@@ -24,6 +23,7 @@ from titan_moe.verify.compare.records import (
     moved_share,
     relative_difference,
 )
+from titan_moe.verify.compare.verdict import Comparison
 from titan_moe.verify.report import plots
 from titan_moe.verify.report.plots import Panel, charts
 from titan_moe.verify.report.render import Table, render

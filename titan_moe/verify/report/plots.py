@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import (
@@ -22,6 +21,7 @@ from titan_moe.verify.compare.records import (
     RunRecord,
     relative_difference,
 )
+from titan_moe.verify.compare.verdict import Comparison
 from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:

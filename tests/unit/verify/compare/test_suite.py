@@ -21,7 +21,6 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare import forecast as forecast_module
 from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.code_trees import CodeTree
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.forecast import Forecast, Training
@@ -30,6 +29,7 @@ from titan_moe.verify.compare.records import Verdict
 from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare
 from titan_moe.verify.compare.suite import Suite, entry_trial, load_suite, run_suite
+from titan_moe.verify.compare.verdict import Comparison
 
 COSTS = {
     Verdict.TOO_SLOW: CostCheck(TIME, [1.0], [1.3], 0.05),

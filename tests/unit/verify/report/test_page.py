@@ -9,11 +9,10 @@ import pytest
 
 from tests.support.report_cases import Page, facts
 from tests.support.verdict_cases import run
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import RunRecord, Verdict
-from titan_moe.verify.compare.verdict import compare_runs
+from titan_moe.verify.compare.verdict import Comparison, compare_runs
 from titan_moe.verify.report.pages import comparison_page, runs_page
 from titan_moe.verify.report.plots import Load, charts, load_panels
 
