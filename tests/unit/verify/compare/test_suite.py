@@ -76,12 +76,13 @@ NAMED = '[[comparison]]\nname = "a"\n'
             "max_slowdown = 5 (s.toml, comparison 'a'): must be less than",
         ),
         ("[[comparison]]\nsteps = 1", "name (s.toml, comparison 1): is required"),
+        (f"defaults.x = 1\n{2 * NAMED}", "x = 1 (s.toml, defaults): no such key"),
     ],
 )
-def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
+def test_each_mistake_in_a_suite_is_named_once(tmp_path: Path, text: str, told: str):
     (tmp_path / "s.toml").write_text(text)
     lines = [line.replace(f"{tmp_path}/", "") for line in refusals(load_suite, tmp_path / "s.toml")]
-    assert any(told in line for line in lines), lines
+    assert sum(told in line for line in lines) == 1, lines
 
 
 def make_suite(**expects: str) -> Suite:
