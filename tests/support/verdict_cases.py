@@ -16,7 +16,9 @@ FACTS = {
     "device": "cpu",
     "capability": "AVX512",
     "tokens_per_step": 512,
+    "code": {},
     "data": {"fingerprint": "1 x synthetic", "seed": 0},
+    "layout": dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp"), 1),
 }
 
 
@@ -50,6 +52,7 @@ def run(
         rows_SE[:, 1] -= moved
         loads[f"layers.{layer}"] = rows_SE
     data = [7 * step for step in steps]
+    config = {"training": {"steps": STEPS[-1]}, **config}
     return RunRecord(name, list(steps), scalars, loads, data, FACTS | facts, config)
 
 

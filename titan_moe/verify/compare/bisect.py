@@ -13,7 +13,7 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.training.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
-from titan_moe.verify.compare.records import compared
+from titan_moe.verify.compare.records import COMPARED
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
@@ -98,7 +98,7 @@ class Bisection(Runner):
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
             f"{bits.candidate!r}"
         )
-        bounds = dict.fromkeys(compared(baseline, candidate), self._bound())
+        bounds = dict.fromkeys(COMPARED, self._bound())
         beyond = first_beyond(baseline, candidate, bounds)
         return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond.step])]))
 

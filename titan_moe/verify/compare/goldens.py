@@ -22,8 +22,6 @@ from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.verify.compare.noise.band import Band, quantities_of
 from titan_moe.verify.compare.records import COMPARED, RunRecord
 
-_FORMAT = 1
-
 
 @dataclass(frozen=True)
 class Golden:
@@ -94,9 +92,7 @@ def save_golden(
 
     Raises ConfigError without what a golden must hold.
     """
-    if run.data is None or not run.config:
-        raise ConfigError(f"{run.name}: a golden wants a run that recorded its data and config")
-    ran = run.facts.get("device"), run.facts.get("capability")
+    ran = run.facts["device"], run.facts["capability"]
     here = tuple(describe_device(this_device()).values())
     if ran != here:
         raise ConfigError(
@@ -108,15 +104,15 @@ def save_golden(
     entry = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "reason": reason.strip(),
-        "code": str((run.facts.get("code") or {}).get("commit", "unknown")),
+        "code": str(run.facts["code"].get("commit", "unknown")),
         "torch": torch.__version__,
     }
     config = {table: dict(keys) for table, keys in run.config.items()}
-    config["job"] = {"description": config.get("job", {}).get("description", run.name)}
+    config["job"] = {"description": config["job"]["description"]}
     config.pop("checkpoint", None)  # It names folders of another machine.
     facts = {key: run.facts[key] for key in sorted(run.facts) if key not in ("code", "told")}
     found = {
-        "format": _FORMAT,
+        "format": 1,
         "history": [*history, entry],
         "config": config,
         "facts": facts,
@@ -133,11 +129,8 @@ def save_golden(
 def _read(path: Path) -> Golden:
     try:
         found = json.loads(path.read_bytes())
-        if found["format"] != _FORMAT:
-            raise ConfigError(f"{path}: format {found['format']}, this code reads {_FORMAT}")
         name = path.parent.name
-        of_run = {"facts": found["facts"], "config": found["config"]}
-        run = _curves(found, found["curve"], f"golden {name}", **of_run)
+        run = _curves(found, found["curve"], f"golden {name}")
         controls = [
             _curves(found, each, f"control {number}")
             for number, each in enumerate(found["repeats"], 1)
@@ -154,11 +147,12 @@ def _as_json(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _curves(file: dict[str, Any], curves: dict[str, Any], name: str, **more: Any) -> RunRecord:
+def _curves(file: dict[str, Any], curves: dict[str, Any], name: str) -> RunRecord:
     """Makes a record of the curves of one run in a golden file."""
     scalars = {key: np.array(curves[key]) for key in COMPARED}
     loads = {layer: np.array(rows, dtype=np.float64) for layer, rows in curves["loads"].items()}
-    return RunRecord(name, file["steps"], scalars, loads, file["data"], **more)
+    about = file["data"], file["facts"], file["config"]
+    return RunRecord(name, file["steps"], scalars, loads, *about)
 
 
 def _compact(found: dict[str, Any]) -> str:

@@ -113,11 +113,10 @@ class Launcher:
         """Reads a finished run. Raises TrainingError for one that is not what was asked for."""
         name, spec = place.name, place.spec
         record = read_run(place.folder, name=name)
-        ranks = record.facts.get("world_size")
-        if None not in (ranks, spec.ranks) and ranks != spec.ranks:
+        if spec.ranks not in (None, ranks := record.facts["world_size"]):
             raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
         code = self.code(spec)
-        if problem := code.problem(record.facts.get("code") or {}):
+        if problem := code.problem(record.facts["code"]):
             raise TrainingError(f"{name} is not what was asked for: {problem}")
         return replace(record, facts={**record.facts, "told": code.description})
 

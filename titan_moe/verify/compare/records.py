@@ -1,7 +1,7 @@
 """Runs as comparisons and reports read them from their files, and outcomes of a comparison."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -53,15 +53,14 @@ class RunRecord:
     steps: Sequence[int]
     scalars: Mapping[str, Array]
     """"loss", "grad_norm" and what else there is, [S] each; NaN where a step has none."""
-    loads: Mapping[str, Array] = field(default_factory=dict)
-    """Rows of each expert by MoE layer, [S, E]."""
-    data: Sequence[int] | None = None
+    loads: Mapping[str, Array]
+    """Rows of each expert by MoE layer, [S, E]; empty without metrics.log_expert_counts."""
+    data: Sequence[int]
     """The fingerprint of each step's global batch."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data, stages;
-    empty for runs that have none."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """config.toml, nested tables; empty for runs that have none."""
+    facts: Mapping[str, Any]
+    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data, ..."""
+    config: Mapping[str, Any]
+    """config.toml, nested tables."""
     folder: Path | None = None
     events: Sequence[Mapping[str, Any]] = ()
     """events.jsonl: decisions about spikes and NaN."""
@@ -79,7 +78,7 @@ class RunRecord:
             steps=list(steps),
             scalars={key: values[own] for key, values in self.scalars.items()},
             loads={key: values[own] for key, values in self.loads.items()},
-            data=None if self.data is None else [self.data[place] for place in own],
+            data=[self.data[place] for place in own],
         )
 
 
@@ -118,15 +117,6 @@ def moved_share(first_SE: Array, second_SE: Array) -> Array:
     return np.abs(second_SE - first_SE).sum(1) / (2 * np.maximum(first_SE.sum(1), 1.0))
 
 
-def compared(ours: RunRecord, theirs: RunRecord) -> list[str]:
-    """Returns the scalars to compare: loss, and the gradient norm if it is in both. Raises
-    ConfigError without a common loss."""
-    both = [key for key in COMPARED if key in ours.scalars and key in theirs.scalars]
-    if "loss" not in both:
-        raise ConfigError(f"{ours.name} and {theirs.name} have no loss in common")
-    return both
-
-
 def relative_difference(first: Array, second: Array) -> Array:
     """|second - first| / |first|, 0 where both are equal, infinite where one of them is not
     finite, NaN where both are not."""
@@ -142,54 +132,42 @@ def relative_difference(first: Array, second: Array) -> Array:
 def read_run(path: Path, *, name: str = "") -> RunRecord:
     """Reads a run by its folder or its metrics.jsonl.
 
-    Raises ConfigError where there are no metrics, or a file is damaged.
+    Raises ConfigError where a file is missing or damaged.
     """
     folder = path.parent if path.name == "metrics.jsonl" else path
-    if not (folder / "metrics.jsonl").is_file():
-        raise ConfigError(f"{path}: there is no metrics.jsonl")
+    for file in ("metrics.jsonl", "run.json", "config.toml"):
+        if not (folder / file).is_file():
+            raise ConfigError(f"{path}: there is no {file}")
     try:
-        run = _read_curves(folder, name or folder.resolve().name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder}: its metrics are damaged: {reason(error)}") from None
-    if not run.steps:
-        raise ConfigError(f"{path}: no step is logged")
-    return replace(
-        run,
-        facts=_read_table(folder / "run.json", json.loads),
-        config=_read_table(folder / "config.toml", tomllib.loads),
-        weights=_read_table(folder / INITIAL_WEIGHTS, json.loads),
-    )
+        return _read(folder, name or folder.resolve().name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{folder}: a file of the run is damaged: {reason(error)}") from None
 
 
-def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns a table of a run; empty where there is no file. Raises ConfigError for a damaged
-    one."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(parse(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {reason(error)}") from None
-
-
-def _read_curves(folder: Path, name: str) -> RunRecord:
-    """Returns a run as metrics.jsonl and files like it hold it."""
+def _read(folder: Path, name: str) -> RunRecord:
     lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
-    steps = sorted(lines)
-    scalars = {
-        key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
-        for key in dict.fromkeys(key for line in lines.values() for key in line)
-        if key in _SCALARS or key.endswith(BUSIEST)
-    }
-    data = [lines[step]["data"] for step in steps if "data" in lines[step]]
-    loads: dict[str, Array] = {}
+    if not (steps := sorted(lines)):
+        raise ConfigError(f"{folder}: no step is logged")
+    logged = dict.fromkeys(key for line in lines.values() for key in line)
     counts = {line.pop("step"): line for line in _steps(folder / "expert_counts.jsonl")}
-    if steps and counts.keys() >= set(steps):
-        for layer in counts[steps[0]]:
-            loads[layer] = np.array([counts[step][layer] for step in steps], dtype=np.float64)
-    known = data if len(data) == len(steps) else None
-    events = _steps(folder / EVENTS)
-    return RunRecord(name, steps, scalars, loads, known, folder=folder, events=events)
+    layers = counts[steps[0]] if counts.keys() >= set(steps) else ()
+    weights = folder / INITIAL_WEIGHTS
+    return RunRecord(
+        name,
+        steps,
+        {
+            key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
+            for key in (*COMPARED, *logged)
+            if key in _SCALARS or key.endswith(BUSIEST)
+        },
+        {layer: np.array([counts[s][layer] for s in steps], dtype=np.float64) for layer in layers},
+        [lines[step]["data"] for step in steps],
+        json.loads((folder / "run.json").read_bytes()),
+        tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")),
+        folder,
+        _steps(folder / EVENTS),
+        json.loads(weights.read_bytes()) if weights.is_file() else {},
+    )
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

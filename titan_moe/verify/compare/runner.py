@@ -197,9 +197,7 @@ class Runner:
         candidate = self._run(self.trial.candidate, "pinned/candidate", self._routes)
         found, controls = self._judge(baseline, candidate, self._routes)
         flips = [read_flips(run) for run in (candidate, *controls)]
-        # Of all or none: the first are the candidate's.
-        known = [each for each in flips if each is not None and None not in flips]
-        return replace(found, free=free, flips=known, costs=free.costs)
+        return replace(found, free=free, flips=flips, costs=free.costs)
 
     def _judge(
         self, baseline: RunRecord, candidate: RunRecord, routes: Words = ()

@@ -20,7 +20,6 @@ from titan_moe.verify.compare.records import (
     FirstDifference,
     RunRecord,
     Verdict,
-    compared,
     moved_share,
     relative_difference,
 )
@@ -110,7 +109,7 @@ class Comparison:
         baseline's value; infinite where one run alone is finite."""
         first, second = self.baseline, self.candidate
         found = {}
-        for quantity in compared(first, second):
+        for quantity in COMPARED:
             share_S = relative_difference(first.scalars[quantity], second.scalars[quantity])
             at = int(np.nan_to_num(share_S, nan=-1.0).argmax())
             found[quantity] = first.steps[at], float(share_S[at])
@@ -174,7 +173,7 @@ def compare_runs(
         verdict = Verdict.WITHIN if first is None else Verdict.DIFFERENT
         given = ", ".join(f"{quantity} {limit:g}" for quantity, limit in tolerance.items())
         caveats.append(f"judged by a tolerance that was given ({given}), not by control runs")
-        if unjudged := [each for each in compared(ours, theirs) if each not in tolerance]:
+        if unjudged := [each for each in COMPARED if each not in tolerance]:
             caveats.append(f"the tolerance does not judge {', '.join(unjudged)}")
     elif first is not None and len(controls) >= FEWEST_CONTROLS:
         curves = [ours, *(control.at(steps) for control in controls)]
@@ -203,10 +202,8 @@ def _cannot_judge(band: Band, first: FirstDifference) -> str:
 def first_beyond(
     ours: RunRecord, theirs: RunRecord, tolerance: Mapping[str, float]
 ) -> FirstDifference | None:
-    """Returns the first step at which a scalar's relative difference is not within its tolerance.
-    Raises ConfigError for a scalar that one of the runs lacks."""
-    if missing := tolerance.keys() - set(compared(ours, theirs)):
-        raise ConfigError(f"--tolerance {sorted(missing)[0]}: not in both runs: leave it out")
+    """Returns the first step at which a scalar's relative difference is not within its
+    tolerance."""
     found = []
     for quantity, limit in tolerance.items():
         a_S, b_S = ours.scalars[quantity], theirs.scalars[quantity]
@@ -218,7 +215,7 @@ def first_beyond(
 def first_other_bits(ours: RunRecord, theirs: RunRecord) -> FirstDifference | None:
     """Returns the first step at which a number that both have is not the same; the loss before
     other numbers of that step."""
-    pairs = {key: (ours.scalars[key], theirs.scalars[key]) for key in compared(ours, theirs)}
+    pairs = {key: (ours.scalars[key], theirs.scalars[key]) for key in COMPARED}
     for layer in [layer for layer in ours.loads if layer in theirs.loads]:
         a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
         if a_SE.shape != b_SE.shape:
@@ -264,7 +261,7 @@ def common_steps(ours: RunRecord, theirs: RunRecord) -> list[int]:
             "run both with metrics.log_freq=1"
         )
     run = ours.at(common)
-    for key in compared(run, run):
+    for key in COMPARED:
         finite_S = np.isfinite(run.scalars[key])
         if not finite_S.all():
             step = common[int(finite_S.argmin())]
@@ -276,7 +273,7 @@ def common_steps(ours: RunRecord, theirs: RunRecord) -> list[int]:
 
 def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
     a, b = (_tokens_per_step(run) for run in (baseline, candidate))
-    if "" not in (a, b) and a != b:
+    if a != b:
         raise ConfigError(
             f"tokens per step: {baseline.name} has {a}, {candidate.name} {b}: set "
             "training.global_batch_size and training.seq_len alike"
@@ -289,9 +286,7 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
             f"{others.get(name)} in {candidate.name}: start both from one seed checkpoint (without "
             "seed = false or --no-seed), or with one debug.seed"
         )
-    ours, theirs = (
-        dict(zip(run.steps, run.data or (), strict=False)) for run in (baseline, candidate)
-    )
+    ours, theirs = (dict(zip(run.steps, run.data, strict=True)) for run in (baseline, candidate))
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
     if other:
         raise ConfigError(
@@ -301,16 +296,13 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
 
 
 def _tokens_per_step(run: RunRecord) -> str:
-    """Describes the tokens of a step in words; empty if run.json does not tell."""
-    if "tokens_per_step" not in run.facts:
-        return ""
+    """Describes the tokens of a step in words."""
     stages = [{"from_step": 1, **run.facts}, *run.facts.get("stages", [])]
     return tokens_in_words({stage["from_step"]: stage["tokens_per_step"] for stage in stages})
 
 
 def _sources(run: RunRecord) -> str:
-    data = run.facts.get("data")
-    return f"{data['fingerprint']}, seed {data['seed']}" if data else "an unknown source"
+    return "{fingerprint}, seed {seed}".format(**run.facts["data"])
 
 
 def _caveats(ours: RunRecord, theirs: RunRecord) -> list[str]:
@@ -321,25 +313,18 @@ def _caveats(ours: RunRecord, theirs: RunRecord) -> list[str]:
             f"only {common} steps are in both: {ours.name} logged {len(ours.steps)} up to step "
             f"{ours.steps[-1]}, {theirs.name} {len(theirs.steps)} up to step {theirs.steps[-1]}"
         )
-    if ours.data is None or theirs.data is None:
-        unknown = " and ".join(run.name for run in (ours, theirs) if run.data is None)
-        lines.append(f"whether both saw the same data is unknown: {unknown} did not record it")
     if bool(ours.weights) != bool(theirs.weights):
         lacking_one = theirs.name if ours.weights else ours.name
         lines.append(f"initial weights are not compared: {lacking_one} recorded no checksums")
     for key in _ENVIRONMENT:
-        a, b = (run.facts.get(key, "unknown") for run in (ours, theirs))
+        a, b = (run.facts[key] for run in (ours, theirs))
         if a != b:
             lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
-    mine, other = set(quantities_of(ours)), set(quantities_of(theirs))
-    for kind in (*COMPARED, LOAD_OF):
-        lacking = sorted(q for q in mine ^ other if q.startswith(kind))
-        if lacking:
-            names = {(theirs if q in mine else ours).name for q in lacking}
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-            lines.append(
-                f"not compared: {lacking[0]}{more}: {' and '.join(names)} did not record it"
-            )
+    if lacking := sorted(ours.loads.keys() ^ theirs.loads.keys()):
+        names = {(theirs if layer in ours.loads else ours).name for layer in lacking}
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        said = f"not compared: {LOAD_OF}{lacking[0]}{more}"
+        lines.append(f"{said}: {' and '.join(names)} did not record it")
     return lines
 
 

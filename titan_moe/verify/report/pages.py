@@ -19,7 +19,6 @@ from titan_moe.verify.compare.records import (
     LOAD_OF,
     RunRecord,
     Verdict,
-    compared,
     moved_share,
     relative_difference,
 )
@@ -119,8 +118,7 @@ def _detail(comparison: Comparison) -> str:
     if comparison.verdict is Verdict.IDENTICAL:
         first, second = comparison.baseline, comparison.candidate
         loads = sum(layer in second.loads for layer in first.loads)
-        known = compared(first, second)
-        known += [f"loads of {loads} layers"] if loads else []
+        known = [*COMPARED, *([f"loads of {loads} layers"] if loads else [])]
         words.append(f"Compared in {len(first.steps)} steps: {', '.join(known)}.")
     return " ".join(words)
 
@@ -153,52 +151,36 @@ def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def _notes(run: RunRecord) -> list[str]:
     """Returns lines that a reader must know before trusting the run's curves."""
     found = []
-    planned = run.config.get("training", {}).get("steps")
-    if planned is not None and run.steps[-1] < planned:
+    planned = run.config["training"]["steps"]
+    if run.steps[-1] < planned:
         found.append(f"{run.name}: its last step is {run.steps[-1]} of {planned}")
     for quantity in COMPARED:
-        if quantity not in run.scalars:
-            found.append(f"{run.name}: no {quantity} was logged")
-            continue
         broken = np.flatnonzero(~np.isfinite(run.scalars[quantity]))
         if len(broken):
             found.append(
                 f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
                 f"{len(run.steps)} steps, first in step {run.steps[int(broken[0])]}"
             )
-    files = {"run.json": run.facts, "config.toml": run.config}
-    if missing := [file for file, content in files.items() if not content]:
-        found.append(f"{run.name}: left no {' and no '.join(missing)}")
     return found
 
 
 def layout_words(run: RunRecord) -> str:
     """The axes that are larger than 1."""
-    sizes = run.facts.get("layout")
-    if not sizes:
-        return f"{_UNKNOWN} layout"
-    words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    words = [f"{axis}={size}" for axis, size in run.facts["layout"].items() if size > 1]
     return ", ".join(words) or "one rank"
 
 
 def _configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The keys that are not the same in all runs; of one run, those that are not the defaults."""
-    lines = [
-        f"{run.name}: the configuration is unknown, for there is no config.toml."
-        for run in runs
-        if not run.config
-    ]
-    known = [run for run in runs if run.config]
-    if is_one := len(known) == 1:
+    if is_one := len(runs) == 1:
         defaults = JobConfig().model_dump(mode="json", exclude_none=True)
-        known.append(replace(known[0], name="default", config=defaults))
-    rows = [row for row in differing_keys(known) if not is_one or row[1] != ABSENT]
+        runs = [*runs, replace(runs[0], name="default", config=defaults)]
+    rows = [row for row in differing_keys(runs) if not is_one or row[1] != ABSENT]
     kinds = ["quiet" if row[0].startswith(_QUIET) else "" for row in rows]
     quiet = kinds.count("quiet")
-    if known:
-        lines.append(f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}.")
-    table = Table(["key", *(run.name for run in known)], rows, kinds=kinds) if rows else None
-    return {"lines": lines, "table": table}
+    line = f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}."
+    table = Table(["key", *(run.name for run in runs)], rows, kinds=kinds) if rows else None
+    return {"line": line, "table": table}
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
@@ -240,9 +222,9 @@ def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         groups.setdefault(layout_words(run), []).append(run)
     found = []
     for words, alike in groups.items():
-        sizes, views = alike[0].facts.get("layout") or {}, []
-        for name, (axes, modules) in _VIEWS.items() if sizes else ():
-            larger = [(axis, sizes[axis]) for axis in axes if sizes.get(axis, 1) > 1]
+        sizes, views = alike[0].facts["layout"], []
+        for name, (axes, modules) in _VIEWS.items():
+            larger = [(axis, sizes[axis]) for axis in axes if sizes[axis] > 1]
             world = prod(size for _, size in larger)
             views.append({"name": name, "modules": modules, "axes": larger, "world": world})
         names = ", ".join(run.name for run in alike)

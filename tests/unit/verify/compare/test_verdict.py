@@ -81,9 +81,7 @@ def test_what_is_unknown_or_missing_is_a_caveat():
     found = compare_runs("short", run("a"), short, controls=controls())
     assert found.verdict is Verdict.IDENTICAL and found.candidate.steps == STEPS[:12]
     assert any("only 12 steps are in both" in line for line in found.caveats)
-    blind = replace(run("b"), data=None, loads={})
-    found = compare_runs("blind", run("a"), blind)
-    assert any("same data is unknown: b" in line for line in found.caveats)
+    found = compare_runs("blind", run("a"), replace(run("b"), loads={}))
     assert any("not compared: load of layers.1: b did not" in line for line in found.caveats)
     found = compare_runs("device", run("a"), run("b", device="NVIDIA H100", capability="9.0"))
     assert [line.split(":")[0] for line in found.caveats] == ["device", "capability"]
@@ -164,6 +162,9 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
     counts = [{"step": step, "layers.1": [step, 2, 3]} for step in range(1, 4)]
     (folder / "expert_counts.jsonl").write_text("\n".join(map(json.dumps, counts)))
     (folder / "config.toml").write_text("[training]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=r"run: there is no run\.json"):
+        read_run(folder)
+    (folder / "run.json").write_text("{}")
     for path in (folder, folder / "metrics.jsonl"):
         found = read_run(path)
         assert found.name == "run" and found.steps == [1, 2, 3]

@@ -107,19 +107,6 @@ def test_quantity_outside_the_band_is_first():
     assert float(worst["relative difference"]) == pytest.approx(0.01, rel=1e-2)
 
 
-def test_comparison_page_names_unknown_facts():
-    bare = RunRecord("curves only", [1, 2], {"loss": np.array([3.0, 2.0])})
-    page = Page(comparison_page(against(bare, controls=False)))
-    assert "Not judged: other bits, and nothing says how much rounding may do" in page.text[""]
-    assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]
-    assert "candidate curves only: no grad_norm was logged" in page.text[""]
-    assert "left no run.json and no config.toml" in page.text[""]
-    assert "the layout is unknown" in page.text["layouts"]
-    assert "the configuration is unknown" in page.text["configuration"]
-    assert "no band" in page.text["band"]
-    assert_alone(page)
-
-
 def test_names_are_escaped():
     evil = replace(run("<b>x</b>&", **EIGHT, code="<script>1</script>"), folder=Path("/a<i>b"))
     html = comparison_page(against(evil, title="<u>title", caveats=["1 < 2 <s>"]))
@@ -144,8 +131,8 @@ def test_layouts_draw_each_rank_once_in_each_view(degrees: dict[str, int]):
 
 def test_layouts_of_large_world_draw_two_of_each_axis():
     there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
-    page = Page(runs_page("Large", [run("large", **there), run("unknown")]))
-    assert len(page.ranks["dense"]) == 2**5 and "unknown: the layout is" in page.text["layouts"]
+    page = Page(runs_page("Large", [run("large", **there)]))
+    assert len(page.ranks["dense"]) == 2**5
     assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
 
 

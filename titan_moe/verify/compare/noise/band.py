@@ -220,8 +220,7 @@ class Band:
 
 def quantities_of(curve: RunRecord) -> list[str]:
     """Returns the quantities of a curve that a band can compare."""
-    scalars = [q for q in COMPARED if q in curve.scalars]
-    return [*scalars, *(LOAD_OF + layer for layer in curve.loads)]
+    return [*COMPARED, *(LOAD_OF + layer for layer in curve.loads)]
 
 
 def _kind(quantity: str) -> str:

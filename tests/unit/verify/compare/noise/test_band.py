@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ STEPS = 24
 BOTH = ("loss", "grad_norm")
 LOADS = ("load of layers.1", "load of layers.2")
 ALL = (*BOTH, *LOADS)
+NOTHING: Any = ({}, [], {}, {})
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
 
@@ -40,8 +42,8 @@ def curves(noise: np.ndarray) -> list[RunRecord]:
     """Noise on the logarithms of two falling curves."""
     falling = np.stack([6 * np.exp(-np.arange(STEPS) / 20), 3 / (1 + np.arange(STEPS))])
     return [
-        RunRecord(f"curve {i}", range(1, STEPS + 1), dict(zip(BOTH, scalars, strict=True)))
-        for i, scalars in enumerate(falling * np.exp(noise))
+        RunRecord(f"curve {i}", range(1, STEPS + 1), dict(zip(BOTH, pair, strict=True)), *NOTHING)
+        for i, pair in enumerate(falling * np.exp(noise))
     ]
 
 
