@@ -29,7 +29,7 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import RankError
 from titan_moe.training.trainer import Trainer
-from titan_moe.verify.compare.records import Curve
+from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
 ROWS, SEQ_LEN, LAST = 16, 64, "mtp.layers.0"
@@ -53,7 +53,7 @@ def run(
     replay: Path | None = None,
     alter: Callable[[Trainer], None] | None = None,
     **keys: Any,
-) -> Curve:
+) -> RunRecord:
     """Trains, records to the folder's `record`, and maybe follows another record. Keys without a
     table are those of [debug]."""
     named = {"routing_record": folder / "record", **keys}
@@ -73,7 +73,7 @@ def flips(folder: Path) -> dict[str, list[int]]:
 
 class Recorded(NamedTuple):
     record: Path
-    curve: Curve
+    curve: RunRecord
 
 
 Records = Callable[[str], Recorded]
@@ -168,7 +168,7 @@ class Engine(NamedTuple):
 
     folder: Path
     """The folder of the training, which also has a record for each form."""
-    curve: Curve
+    curve: RunRecord
     expected: dict[tuple[int, SequenceName, int], np.ndarray]
     """Experts by step, sequence and position."""
 

@@ -11,8 +11,7 @@ from tests.support.planting import plant
 from tests.support.trainings import train_here
 from titan_moe.config.parse import load_job
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import read_run
+from titan_moe.verify.compare.records import Verdict, read_run
 from titan_moe.verify.compare.verdict import compare_runs
 
 CONTROLS = 8

@@ -9,7 +9,7 @@ import pytest
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
 from tests.support.trainings import train_curve
-from titan_moe.verify.compare.records import Curve
+from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
 KEYS = {
@@ -23,7 +23,7 @@ KEYS = {
     "validation.seq_len": "32",
     "validation.steps": "3",
 }
-Train = Callable[[str, str], Curve]
+Train = Callable[[str, str], RunRecord]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def curve_of(tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Trains each family in each layout once."""
 
     @cache
-    def curve(family: str, layout: str) -> Curve:
+    def curve(family: str, layout: str) -> RunRecord:
         config = DEBUG_CONFIGS / f"gate_{family}.toml"
         spec = RunSpec(config=config, overrides=tuple(KEYS.items()))
         own = parse_run_spec(layout and f"layout={layout}", spec)

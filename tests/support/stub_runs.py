@@ -60,7 +60,8 @@ if "metrics.log_initial_weights" in keys:
 facts = {"tokens_per_step": 8, "world_size": int(os.environ["NGPU"]), "torch": "2"}
 facts |= {"device": "cpu", "capability": CAPABILITY, "code": {"sha256": SHA256}}
 folder.joinpath("run.json").write_text(json.dumps(facts))
-folder.joinpath("config.toml").write_text("[model]\\nname = 'deepseek_v3'\\n")
+config = "[job]\\ndescription = 'x'\\n[model]\\nname = 'deepseek_v3'\\n"
+folder.joinpath("config.toml").write_text(config)
 """
 
 

@@ -22,7 +22,7 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.training.trainer import Trainer
 from titan_moe.verify.compare.control_runs import batch_words
-from titan_moe.verify.compare.records import Curve, read_run
+from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 
 STEPS = 20
@@ -186,7 +186,7 @@ def train_leaving_out_update(job: JobConfig, step: int) -> bool:
 
 def train_curve(
     spec: RunSpec, folder: Path, words: Words = (), alter: Callable[[Trainer], None] | None = None
-) -> Curve:
+) -> RunRecord:
     """Returns a run's loss, the norms of all parameters ("norm of NAME") and loads of all experts.
 
     Args:
@@ -197,7 +197,7 @@ def train_curve(
     keys |= {"metrics.log_freq": "1", "job.dump_folder": str(folder)}
     job = resolve(load_job([*spec.file(), *spec.arguments(*keys.items())]), spec.world_size)
     run_on_ranks(partial(train_here, alter=alter), spec.world_size, job)
-    curve = read_run(folder).curve
+    curve = read_run(folder)
     lines = read_json_lines(folder / "parameter_norms.jsonl")
     names = lines[0].keys() - {"step"}
     norms = {f"norm of {name}": np.array([line[name] for line in lines]) for name in names}

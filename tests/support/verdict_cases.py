@@ -1,13 +1,12 @@
 """Records of runs whose curves are known."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from titan_moe.verify.compare.records import Curve, RunRecord
+from titan_moe.verify.compare.records import RunRecord
 
 STEPS = list(range(1, 21))
 
@@ -17,7 +16,9 @@ FACTS = {
     "device": "cpu",
     "capability": "AVX512",
     "tokens_per_step": 512,
+    "code": {},
     "data": {"fingerprint": "1 x synthetic", "seed": 0},
+    "layout": dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp"), 1),
 }
 
 
@@ -50,13 +51,10 @@ def run(
         rows_SE[:, 0] += moved
         rows_SE[:, 1] -= moved
         loads[f"layers.{layer}"] = rows_SE
-    curve = Curve(name, list(steps), scalars, loads, [7 * step for step in steps])
-    return RunRecord(name, curve, FACTS | facts, config)
+    data = [7 * step for step in steps]
+    config = {"training": {"steps": STEPS[-1]}, **config}
+    return RunRecord(name, list(steps), scalars, loads, data, FACTS | facts, config)
 
 
 def controls() -> list[RunRecord]:
     return [run(f"repeat {i}", 1e-4, seed=i) for i in range(1, 13)]
-
-
-def changed(record: RunRecord, **curve) -> RunRecord:
-    return replace(record, curve=replace(record.curve, **curve))

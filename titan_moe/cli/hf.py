@@ -79,11 +79,11 @@ def _compared(convert: Callable[..., str], options: argparse.Namespace) -> Answe
         return answer
     if (options.out / "adapter_config.json").exists():
         return Answer(answer.data, [*answer.lines, "logits: not compared, of adapters alone"])
-    from titan_moe.verify.parity.exported import BOUND, logits_difference
+    from titan_moe.verify.parity.check import EXPORT_BOUND, logits_difference
 
     difference = logits_difference(options.out)
-    line = f"logits: at most {difference:.1e} from those of transformers (bound {BOUND})"
-    lines, failed = [*answer.lines, line], not difference <= BOUND
+    line = f"logits: at most {difference:.1e} from those of transformers (bound {EXPORT_BOUND})"
+    lines, failed = [*answer.lines, line], not difference <= EXPORT_BOUND
     return Answer({**answer.data, "logits": difference}, lines, exit_code=int(failed))
 
 

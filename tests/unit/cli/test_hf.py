@@ -17,7 +17,7 @@ from titan_moe.cli.hf import COMMANDS, converted
 from titan_moe.models.mixtral import hf as mixtral
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process_pool import in_fresh_processes
-from titan_moe.verify.parity.exported import logits_difference
+from titan_moe.verify.parity.check import logits_difference
 
 
 @pytest.fixture

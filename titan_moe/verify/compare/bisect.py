@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
 from titan_moe.training.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
-from titan_moe.verify.compare.records import COMPARED, Curve, relative_difference
+from titan_moe.verify.compare.records import COMPARED
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
-from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
+from titan_moe.verify.compare.verdict import common_steps, first_beyond, first_other_bits
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.localize import Finding, locate, uncompared
@@ -82,32 +80,34 @@ class Bisection(Runner):
 
     def check(self, *more: str) -> None:
         """Raises ConfigError with a line for everything wrong that is known before a run."""
-        for spec in (self.trial.baseline, self.trial.candidate):
-            if spec.path is not None:
-                remedy = f"config={spec.path / 'config.toml'} ranks=N"
-                raise ConfigError(f"{spec.path} is a finished run: train it again, as {remedy}")
+        for path in self.trial.finished:
+            remedy = f"config={path / 'config.toml'} ranks=N"
+            raise ConfigError(f"{path} is a finished run: train it again, as {remedy}")
         super().check(*more)
 
     def steps(self) -> list[int]:
         """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
-        baseline, candidate = self.baseline(), self.candidate()
-        bits = first_other_bits(baseline.curve, candidate.curve)
+        runs = self.runs()
+        common = sorted(set(runs[0].steps) & set(runs[1].steps))
+        baseline, candidate = (run.at(common) for run in runs)
+        bits = first_other_bits(baseline, candidate)
         if bits is None:
-            common_steps(baseline.curve, candidate.curve)  # Raises: equal NaN are no equal runs.
+            common_steps(baseline, candidate)  # Raises: equal NaN are no equal runs.
             return []
         self.progress(
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
             f"{bits.candidate!r}"
         )
-        beyond = _first_beyond(baseline.curve, candidate.curve, self._bound())
-        return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond])]))
+        bounds = dict.fromkeys(COMPARED, self._bound())
+        beyond = first_beyond(baseline, candidate, bounds)
+        return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond.step])]))
 
     def at(self, step: int) -> StepFinding:
         """Train this step of both runs from the baseline's state before it, and compare."""
         job, until = self._job(self.trial.baseline), self._until(step)
 
         def train(spec: RunSpec, name: str, *words: tuple[str, str]) -> Path:
-            folder = self._run(spec, f"step-{step}/{name}", *until, *words).folder
+            folder = self._run(spec, f"step-{step}/{name}", (*until, *words)).folder
             assert folder is not None
             return folder
 
@@ -144,7 +144,7 @@ class Bisection(Runner):
         """Returns the keys that end a run with this step, at the learning rate it has in the whole
         one."""
         job = self._job(self.trial.baseline)
-        total = job.lr_scheduler.total_steps or self.trial.steps or job.training.steps
+        total = job.lr_scheduler.total_steps or job.training.steps
         return (
             ("training.steps", str(step)),
             ("lr_scheduler.total_steps", str(total)),
@@ -178,13 +178,3 @@ def _loaded(folder: Path, step: int) -> Words:
         ("checkpoint.initial_load_model_only", "false"),
         ("checkpoint.initial_load_in_hf", "false"),
     )
-
-
-def _first_beyond(ours: Curve, theirs: Curve, bound: float) -> int | None:
-    """The first step at which the loss or the gradient norm is off by more than this share."""
-    steps = sorted(set(ours.steps) & set(theirs.steps))
-    a, b = on_steps(ours, steps), on_steps(theirs, steps)
-    beyond_S = np.zeros(len(steps), bool)
-    for key in COMPARED:
-        beyond_S |= ~(relative_difference(a.scalars[key], b.scalars[key]) <= bound)
-    return steps[int(beyond_S.argmax())] if beyond_S.any() else None

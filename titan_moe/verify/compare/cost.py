@@ -14,8 +14,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import RunRecord
+from titan_moe.verify.compare.records import RunRecord, Verdict
 
 WARM_UP = 5
 """First steps that are left out: they compile, and fill caches of the allocator."""

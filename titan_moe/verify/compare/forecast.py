@@ -57,17 +57,14 @@ class Forecast:
     @contextmanager
     def training(self, place: Place) -> Iterator[str]:
         """Measures a training. Yields its number, and the time that it and the rest may take; "" if
-        it is finished already, or not counted."""
+        it is not counted."""
         todo, started = self._all, time.perf_counter()
-        training = next((each for each in todo if each.place.folder == place.folder), None)
-        if place.seconds is not None or training is None:
-            yield ""
-            return
         left = self._time(todo[self._begun :])
-        self._begun += 1
         left = f" ({left} to go at most)" if left else ""
-        yield f"training {self._begun} of at most {len(todo)}{left}, "
-        self._measured.append((training, time.perf_counter() - started))
+        counted = [each for each in todo if each.place.folder == place.folder]
+        self._begun += len(counted)
+        yield f"training {self._begun} of at most {len(todo)}{left}, " if counted else ""
+        self._measured += [(each, time.perf_counter() - started) for each in counted]
 
     def line(self) -> str:
         """Returns the number of trainings, an estimate of their time, and what it rests on."""

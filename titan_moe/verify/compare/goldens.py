@@ -20,9 +20,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device, pick_device
 from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.verify.compare.noise.band import Band, quantities_of
-from titan_moe.verify.compare.records import COMPARED, Curve, RunRecord
-
-_FORMAT = 1
+from titan_moe.verify.compare.records import COMPARED, RunRecord
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Golden:
     path: Path
     run: RunRecord
     """The run that the file holds, with its resolved configuration and its facts."""
-    controls: list[Curve]
-    """Curves of the golden's control runs."""
+    controls: list[RunRecord]
+    """Curves of its control runs."""
     history: list[dict[str, str]]
     """Why it was made and changed: {"date", "reason", "code", "torch"}, the latest last."""
 
@@ -87,40 +85,40 @@ def find_golden(path: Path) -> Golden:
     return _read(path)
 
 
-def save_golden(folder: Path, run: RunRecord, controls: Sequence[Curve], *, reason: str) -> Path:
+def save_golden(
+    folder: Path, run: RunRecord, controls: Sequence[RunRecord], *, reason: str
+) -> Path:
     """Write or replace a golden's file for this machine; its earlier reasons are kept.
 
     Raises ConfigError without what a golden must hold.
     """
-    if run.curve.data is None or not run.config:
-        raise ConfigError(f"{run.name}: a golden wants a run that recorded its data and config")
-    ran = run.facts.get("device"), run.facts.get("capability")
+    ran = run.facts["device"], run.facts["capability"]
     here = tuple(describe_device(this_device()).values())
     if ran != here:
         raise ConfigError(
             f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"
         )
-    Band([run.curve, *controls], quantities_of(run.curve))  # Raises for runs that make no band.
+    Band([run, *controls], quantities_of(run))  # Raises for runs that make no band.
     path = folder / f"{golden_key()}.json"
     history = _read(path).history if path.is_file() else []
     entry = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "reason": reason.strip(),
-        "code": str((run.facts.get("code") or {}).get("commit", "unknown")),
+        "code": str(run.facts["code"].get("commit", "unknown")),
         "torch": torch.__version__,
     }
     config = {table: dict(keys) for table, keys in run.config.items()}
-    config["job"] = {"description": config.get("job", {}).get("description", run.name)}
+    config["job"] = {"description": config["job"]["description"]}
     config.pop("checkpoint", None)  # It names folders of another machine.
     facts = {key: run.facts[key] for key in sorted(run.facts) if key not in ("code", "told")}
     found = {
-        "format": _FORMAT,
+        "format": 1,
         "history": [*history, entry],
         "config": config,
         "facts": facts,
-        "steps": list(run.curve.steps),
-        "data": list(run.curve.data),
-        "curve": _as_json(run.curve),
+        "steps": list(run.steps),
+        "data": list(run.data),
+        "curve": _as_json(run),
         "repeats": [_as_json(control) for control in controls],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,35 +129,30 @@ def save_golden(folder: Path, run: RunRecord, controls: Sequence[Curve], *, reas
 def _read(path: Path) -> Golden:
     try:
         found = json.loads(path.read_bytes())
-        if found["format"] != _FORMAT:
-            raise ConfigError(f"{path}: format {found['format']}, this code reads {_FORMAT}")
-        steps, data = found["steps"], found["data"]
-        curve = _curve(found["curve"], path.parent.name, steps, data)
+        name = path.parent.name
+        run = _curves(found, found["curve"], f"golden {name}")
         controls = [
-            _curve(each, f"control {number}", steps, data)
+            _curves(found, each, f"control {number}")
             for number, each in enumerate(found["repeats"], 1)
         ]
-        run = RunRecord(f"golden {path.parent.name}", curve, found["facts"], found["config"])
         return Golden(path, run, controls, found["history"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no golden file: {type(error).__name__}: {error}") from None
 
 
-def _as_json(curve: Curve) -> dict[str, Any]:
+def _as_json(run: RunRecord) -> dict[str, Any]:
     return {
-        **{key: curve.scalars[key].tolist() for key in COMPARED},
-        "loads": {layer: rows.astype(int).tolist() for layer, rows in curve.loads.items()},
+        **{key: run.scalars[key].tolist() for key in COMPARED},
+        "loads": {layer: rows.astype(int).tolist() for layer, rows in run.loads.items()},
     }
 
 
-def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) -> Curve:
-    return Curve(
-        name,
-        steps,
-        {key: np.array(found[key]) for key in COMPARED},
-        {layer: np.array(rows, dtype=np.float64) for layer, rows in found["loads"].items()},
-        data,
-    )
+def _curves(file: dict[str, Any], curves: dict[str, Any], name: str) -> RunRecord:
+    """Makes a record of the curves of one run in a golden file."""
+    scalars = {key: np.array(curves[key]) for key in COMPARED}
+    loads = {layer: np.array(rows, dtype=np.float64) for layer, rows in curves["loads"].items()}
+    about = file["data"], file["facts"], file["config"]
+    return RunRecord(name, file["steps"], scalars, loads, *about)
 
 
 def _compact(found: dict[str, Any]) -> str:

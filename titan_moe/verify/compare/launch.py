@@ -109,31 +109,26 @@ class Launcher:
         seconds = None if fresh else _seconds(folder, mark)
         return Place(spec, name, folder.resolve(), mark, arguments, seconds)
 
-    def run(self, place: Place) -> RunRecord:
-        """Trains, unless it has been done, and reads the run.
-
-        Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
-        """
-        self.ensure(place)
+    def read(self, place: Place) -> RunRecord:
+        """Reads a finished run. Raises TrainingError for one that is not what was asked for."""
         name, spec = place.name, place.spec
         record = read_run(place.folder, name=name)
-        ranks = record.facts.get("world_size")
-        if None not in (ranks, spec.ranks) and ranks != spec.ranks:
+        if spec.ranks not in (None, ranks := record.facts["world_size"]):
             raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
         code = self.code(spec)
-        if problem := code.problem(record.facts.get("code") or {}):
+        if problem := code.problem(record.facts["code"]):
             raise TrainingError(f"{name} is not what was asked for: {problem}")
         return replace(record, facts={**record.facts, "told": code.description})
 
-    def ensure(self, place: Place) -> None:
-        """Trains in a place, unless it has been done."""
-        if place.seconds is None:
-            _clear(place.folder)
-            _note(place, seconds=None)
-            started = time.perf_counter()
-            self._train(place)
-            self.code(place.spec)
-            _note(place, seconds=time.perf_counter() - started)
+    def train(self, place: Place) -> None:
+        """Trains. Raises TrainingError, or KeyboardInterrupt after the run has ended on the same
+        signal."""
+        _clear(place.folder)
+        _note(place, seconds=None)
+        started = time.perf_counter()
+        self._train(place)
+        self.code(place.spec)
+        _note(place, seconds=time.perf_counter() - started)
 
     def _train(self, place: Place) -> None:
         spec, code, folder = place.spec, self.code(place.spec), place.folder

@@ -95,12 +95,10 @@ class Flips:
         return FlipSummary(int(number), float(number / total), float(mean), float(largest))
 
 
-def read_flips(run: RunRecord) -> Flips | None:
-    """Reads a run's flips; None if its code counts no margins."""
+def read_flips(run: RunRecord) -> Flips:
+    """Reads a run's flips."""
     assert run.folder is not None
     lines = read_json_lines(run.folder / FLIPS_FILE)
-    if "margins" not in lines[0]:
-        return None
     layers = list(lines[0]["margins"])
     flipped_SL = np.array([[line["tokens"][layer] for layer in layers] for line in lines])
     margins_SL2 = np.array([[line["margins"][layer] for layer in layers] for line in lines])

@@ -1,8 +1,9 @@
-"""Files of a run, as comparisons and reports read them."""
+"""Runs as comparisons and reports read them from their files, and outcomes of a comparison."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +25,96 @@ BUSIEST = "/max_over_mean"
 """The end of the scalars "moe/LAYER/max_over_mean"."""
 
 
+class Verdict(Enum):
+    """The outcome of a comparison, and the exit code of a command that ends with it."""
+
+    IDENTICAL = "identical bits", 0
+    INSIDE = "inside the noise band", 3
+    WITHIN = "within the tolerance that was given", 3
+    DIFFERENT = "different", 1
+    UNJUDGED = "not judged: other bits, and nothing says how much rounding may do", 5
+    TOO_SLOW = "too slow", 6
+    TOO_LARGE = "too large", 6
+    COST_UNJUDGED = "its cost cannot be told from noise", 5
+
+    def __init__(self, words: str, exit_code: int) -> None:
+        self.words, self.exit_code = words, exit_code
+
+    @property
+    def passes(self) -> bool:
+        return self.exit_code in (0, 3)
+
+
 @dataclass(frozen=True)
-class Curve:
-    """Measurements of one training at its logged steps."""
+class RunRecord:
+    """A run: what it measured at its logged steps, its configuration, and where it ran."""
 
     name: str
     steps: Sequence[int]
     scalars: Mapping[str, Array]
     """"loss", "grad_norm" and what else there is, [S] each; NaN where a step has none."""
-    loads: Mapping[str, Array] = field(default_factory=dict)
-    """Rows of each expert by MoE layer, [S, E]."""
-    data: Sequence[int] | None = None
+    loads: Mapping[str, Array]
+    """Rows of each expert by MoE layer, [S, E]; empty without metrics.log_expert_counts."""
+    data: Sequence[int]
     """The fingerprint of each step's global batch."""
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """A run: its curve, its resolved configuration, and where and with what it ran."""
-
-    name: str
-    curve: Curve
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data, stages;
-    empty for runs that have none."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """config.toml, nested tables; empty for runs that have none."""
+    facts: Mapping[str, Any]
+    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data, ..."""
+    config: Mapping[str, Any]
+    """config.toml, nested tables."""
     folder: Path | None = None
     events: Sequence[Mapping[str, Any]] = ()
     """events.jsonl: decisions about spikes and NaN."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the initial weights by tensor; empty for runs that recorded none."""
 
+    def at(self, steps: Sequence[int]) -> "RunRecord":
+        """Returns this run at some of its steps. Raises ConfigError if it lacks one."""
+        places = {step: place for place, step in enumerate(self.steps)}
+        if missing := [step for step in steps if step not in places]:
+            raise ConfigError(f"{self.name}: step {missing[0]} is not logged there")
+        own = [places[step] for step in steps]
+        return replace(
+            self,
+            steps=list(steps),
+            scalars={key: values[own] for key, values in self.scalars.items()},
+            loads={key: values[own] for key, values in self.loads.items()},
+            data=[self.data[place] for place in own],
+        )
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The step at which the candidate first left the band; without a band, the baseline's bits."""
+
+    step: int
+    quantity: str
+    """"loss", "grad_norm", "load of layers.1", ..."""
+    baseline: float
+    """The baseline's value; with a band, the middle of the band."""
+    candidate: float
+    mean_over: int = 1
+    """Steps, this one the last, whose mean is what left the band."""
+    distance: float | None = None
+    """Distance at this step, in limits of the band; None without a band."""
+    tolerance: float | None = None
+    """The relative difference that was allowed; None if none was given."""
+
+    def line(self) -> str:
+        mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
+        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
+        if self.tolerance is not None:
+            return f"first beyond {self.tolerance:g} {here}, {self.baseline:.8g} in the baseline"
+        if self.distance is None:
+            return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
+        return (
+            f"first outside {here}, the control runs have {self.baseline:.8g}; that is "
+            f"{self.distance:,.3g} times as far as rounding takes it"
+        )
+
 
 def moved_share(first_SE: Array, second_SE: Array) -> Array:
     """The share of rows that went to other experts, [S], if experts' rows are the same."""
     return np.abs(second_SE - first_SE).sum(1) / (2 * np.maximum(first_SE.sum(1), 1.0))
-
-
-def compared(ours: Curve, theirs: Curve) -> list[str]:
-    """Returns the scalars to compare: loss, and the gradient norm if it is in both. Raises
-    ConfigError without a common loss."""
-    both = [key for key in COMPARED if key in ours.scalars and key in theirs.scalars]
-    if "loss" not in both:
-        raise ConfigError(f"{ours.name} and {theirs.name} have no loss in common")
-    return both
 
 
 def relative_difference(first: Array, second: Array) -> Array:
@@ -85,55 +132,42 @@ def relative_difference(first: Array, second: Array) -> Array:
 def read_run(path: Path, *, name: str = "") -> RunRecord:
     """Reads a run by its folder or its metrics.jsonl.
 
-    Raises ConfigError where there are no metrics, or a file is damaged.
+    Raises ConfigError where a file is missing or damaged.
     """
     folder = path.parent if path.name == "metrics.jsonl" else path
-    name = name or folder.resolve().name
-    if not (folder / "metrics.jsonl").is_file():
-        raise ConfigError(f"{path}: there is no metrics.jsonl")
+    for file in ("metrics.jsonl", "run.json", "config.toml"):
+        if not (folder / file).is_file():
+            raise ConfigError(f"{path}: there is no {file}")
     try:
-        curve = _read_curve(folder, name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder}: its metrics are damaged: {reason(error)}") from None
-    if not len(curve.steps):
-        raise ConfigError(f"{path}: no step is logged")
+        return _read(folder, name or folder.resolve().name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{folder}: a file of the run is damaged: {reason(error)}") from None
+
+
+def _read(folder: Path, name: str) -> RunRecord:
+    lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
+    if not (steps := sorted(lines)):
+        raise ConfigError(f"{folder}: no step is logged")
+    logged = dict.fromkeys(key for line in lines.values() for key in line)
+    counts = {line.pop("step"): line for line in _steps(folder / "expert_counts.jsonl")}
+    layers = counts[steps[0]] if counts.keys() >= set(steps) else ()
+    weights = folder / INITIAL_WEIGHTS
     return RunRecord(
         name,
-        curve,
-        _read_table(folder / "run.json", json.loads),
-        _read_table(folder / "config.toml", tomllib.loads),
+        steps,
+        {
+            key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
+            for key in (*COMPARED, *logged)
+            if key in _SCALARS or key.endswith(BUSIEST)
+        },
+        {layer: np.array([counts[s][layer] for s in steps], dtype=np.float64) for layer in layers},
+        [lines[step]["data"] for step in steps],
+        json.loads((folder / "run.json").read_bytes()),
+        tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")),
         folder,
         _steps(folder / EVENTS),
-        _read_table(folder / INITIAL_WEIGHTS, json.loads),
+        json.loads(weights.read_bytes()) if weights.is_file() else {},
     )
-
-
-def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns a table of a run; empty where there is no file. Raises ConfigError for a damaged
-    one."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(parse(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {reason(error)}") from None
-
-
-def _read_curve(folder: Path, name: str) -> Curve:
-    lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
-    steps = sorted(lines)
-    scalars = {
-        key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
-        for key in dict.fromkeys(key for line in lines.values() for key in line)
-        if key in _SCALARS or key.endswith(BUSIEST)
-    }
-    data = [lines[step]["data"] for step in steps if "data" in lines[step]]
-    loads: dict[str, Array] = {}
-    counts = {line.pop("step"): line for line in _steps(folder / "expert_counts.jsonl")}
-    if steps and counts.keys() >= set(steps):
-        for layer in counts[steps[0]]:
-            loads[layer] = np.array([counts[step][layer] for step in steps], dtype=np.float64)
-    return Curve(name, steps, scalars, loads, data if len(data) == len(steps) else None)
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -17,31 +17,26 @@ from titan_moe.prepare.job import check_all
 from titan_moe.runtime import launch
 from titan_moe.training.run_log import model_flops_per_token
 from titan_moe.verify.compare import cost
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.compare.launch import Launcher, Place, num_nodes
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
-from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import (
     ROUTES,
     read_flips,
     record_bytes,
     routing_problems,
 )
-from titan_moe.verify.compare.records import RunRecord, read_run
+from titan_moe.verify.compare.records import RunRecord, Verdict, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
-from titan_moe.verify.compare.trial import Trial
-from titan_moe.verify.compare.trial_checks import (
-    control_problems,
-    cost_problems,
-    place_problems,
-)
-from titan_moe.verify.compare.verdict import ENOUGH, compare_runs
+from titan_moe.verify.compare.trial import Trial, cost_problems, place_problems, trial_problems
+from titan_moe.verify.compare.verdict import ENOUGH, Comparison, compare_runs
 
 Progress = Callable[[str], None]
 """Prints a line of progress."""
+Run = tuple[RunSpec, str, Words]
+"""A run of a comparison: its spec, its name there, and keys besides those that all runs get."""
 
 
 def compare(trial: Trial, launcher: Launcher, progress: Progress = print) -> Comparison:
@@ -67,23 +62,13 @@ def update_golden(
         raise ConfigError("--update-golden compares nothing: leave --pin-routing and limits out")
     runner = Runner(trial, launcher, progress)
     runner.check()
-    run = runner.baseline()
+    run = runner._run(*runner._pairs()[0])
     *_, controls = [], *runner.control_runs()
     # A CPU's name and capability do not say how fast it is.
-    if run.facts["device"] != "cpu" and len(run.curve.steps) >= cost.FEWEST_STEPS:
+    if run.facts["device"] != "cpu" and len(run.steps) >= cost.FEWEST_STEPS:
         alike = [each for each in (run, *controls) if each.facts["layout"] == run.facts["layout"]]
         run = replace(run, facts={**run.facts, "costs": cost.measure(alike[: cost.PAIRS])})
-    return save_golden(folder, run, [each.curve for each in controls], reason=reason)
-
-
-def _too_few_gpus(ranks: int, job: JobConfig) -> list[str]:
-    """Returns a line where an allocation, or this machine, has GPUs but fewer than ranks."""
-    nodes = num_nodes()
-    gpus = nodes * launch.count_gpus(os.environ)
-    if not 0 < gpus < ranks or job.comm.share_gpus:
-        return []
-    remedy = "choose a smaller layout, or set comm.share_gpus=true to test one"
-    return [f"ranks={ranks}: {gpus} GPUs on {nodes} node(s): {remedy}"]
+    return save_golden(folder, run, controls, reason=reason)
 
 
 class Runner:
@@ -103,8 +88,8 @@ class Runner:
         self.trial = trial
 
     def prepare(self, forecast: Forecast) -> None:
-        """Check the comparison, and add its trainings to a forecast. Raises ConfigError with a line
-        for everything wrong."""
+        """Checks the comparison, and adds its trainings to a forecast. Raises ConfigError with a
+        line for everything wrong."""
         trial, lines = self.trial, []
         if 0 < trial.num_control_runs < FEWEST_CONTROLS:
             lines.append(f"repeats={trial.num_control_runs}: 0, or {FEWEST_CONTROLS} or more")
@@ -117,6 +102,8 @@ class Runner:
         if 0 < (few := trial.num_control_runs) < ENOUGH and trial.baseline.path is None:
             wide = "if the bits differ, their band may be too wide for a verdict"
             self.progress(f"{trial.title}: repeats={few}: {wide}: take {ENOUGH} or more")
+        elif trial.num_control_runs and trial.baseline.path is not None and self.golden is None:
+            self.progress("the baseline is a finished run: only bits are compared")
         trainings = list(self._trainings())
         if lines := place_problems(trial, [each.place.folder for each in trainings]):
             raise ConfigError(lines)
@@ -129,54 +116,66 @@ class Runner:
         Args:
             more: lines of the caller's.
         """
-        lines, pair = list(more), (self.trial.baseline, self.trial.candidate)
-        tokens: dict[str, None] = {}
-        steps: set[int] = set()
-        checked: list[JobConfig] = []
-        for spec in [spec for spec in pair if spec.path is None]:
+        lines, jobs = [*more, *trial_problems(self.trial)], []
+        specs = [s for s in (self.trial.baseline, self.trial.candidate) if s.path is None]
+        for spec in specs:
             try:
-                code = self.launcher.code(spec)
-                job = self._job(spec)
-                steps.add(job.training.steps)
-                tokens[tokens_in_words(tokens_per_step(job))] = None
-                lines += _too_few_gpus(spec.world_size, job)
-                if not spec.revision:
-                    words = [*spec.file(), *spec.arguments(*self._words(spec))]
-                    words += ["--job.dump_folder", str(self.launcher.folder.resolve() / "none")]
-                    before = Path.cwd()
-                    os.chdir(code.folder)  # As the run: relative paths begin there.
-                    try:
-                        check_all(words, spec.world_size, 1, os.environ)
-                    finally:
-                        os.chdir(before)
-                checked.append(job)
+                jobs.append(self._checked(spec))
             except ConfigError as error:
                 lines += [line for line in error.lines if line not in lines]
-        if len(steps) > 1 and self.trial.steps is None:
-            different = " and ".join(map(str, sorted(steps)))
+        if len(jobs) == len(specs):
+            lines += self._pair_problems(jobs)
+        if lines:
+            raise ConfigError(lines)
+
+    def _checked(self, spec: RunSpec) -> JobConfig:
+        """Returns the job of a run that its own checks pass; those of another revision are left to
+        its code."""
+        code, job, ranks = self.launcher.code(spec), self._job(spec), spec.world_size
+        nodes = num_nodes()
+        gpus = nodes * launch.count_gpus(os.environ)
+        if 0 < gpus < ranks and not job.comm.share_gpus:
+            remedy = "choose a smaller layout, or set comm.share_gpus=true to test one"
+            raise ConfigError(f"ranks={ranks}: {gpus} GPUs on {nodes} node(s): {remedy}")
+        if not spec.revision:
+            words = [*spec.file(), *spec.arguments(*self._words(spec))]
+            words += ["--job.dump_folder", str(self.launcher.folder.resolve() / "none")]
+            before = Path.cwd()
+            os.chdir(code.folder)  # As the run: relative paths begin there.
+            try:
+                check_all(words, ranks, 1, os.environ)
+            finally:
+                os.chdir(before)
+        return job
+
+    def _pair_problems(self, jobs: Sequence[JobConfig]) -> list[str]:
+        """Returns lines on why the trial's trainings cannot be compared.
+
+        Args:
+            jobs: those of the runs to be trained, none for a finished one.
+        """
+        trial, lines = self.trial, []
+        steps = sorted({job.training.steps for job in jobs})
+        if len(steps) > 1:
+            different = " and ".join(map(str, steps))
             lines.append(f"training.steps: {different}: the learning rate follows it; use --steps")
+        tokens = dict.fromkeys(tokens_in_words(tokens_per_step(job)) for job in jobs)
         if len(tokens) > 1:
             lines.append(
                 f"tokens per step: {' and '.join(tokens)}: set training.global_batch_size and "
                 "training.seq_len alike"
             )
-        if self.golden is not None:
-            own = len(self.golden.run.curve.steps)
-            if self.trial.steps not in (None, own):
-                lines.append(f"--steps {self.trial.steps}: the golden has {own}")
-        elif self.trial.baseline.path is not None and self.trial.num_control_runs:
-            self.progress("the baseline is a finished run: only bits are compared")
-        lines += control_problems(self.trial)
-        if self.trial.limits and (self.trial.steps or steps):
-            lines += cost_problems(
-                self.trial, self.golden, self.trial.steps or min(steps, default=0)
-            )
-        if self.trial.pin_routing and any(spec.path is not None for spec in pair):
-            lines.append("--pin-routing trains both runs: name no finished run and no golden")
-        elif self.trial.pin_routing and len(checked) == len(pair):
-            lines += self._routing_problems(*checked)
-        if lines:
-            raise ConfigError(lines)
+        if self.golden is not None and trial.steps not in (None, own := len(self.golden.run.steps)):
+            lines.append(f"--steps {trial.steps}: the golden has {own}")
+        if trial.limits:
+            lines += cost_problems(trial, self.golden, min(steps, default=0))
+        if trial.pin_routing and len(jobs) > 1:
+            out = self.launcher.folder
+            out.mkdir(parents=True, exist_ok=True)
+            todo = sum(self._place(*run).seconds is None for run in self._pairs())
+            baseline, candidate = jobs
+            lines += routing_problems(baseline, candidate, steps[0], todo, out)
+        return lines
 
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ. With pinned routes
@@ -184,23 +183,24 @@ class Runner:
         if self.trial.pin_routing:
             size_mb = record_bytes(self._job(self.trial.baseline)) / 1e6
             self.progress(f"both runs record their routes: {size_mb:,.3g} MB a step")
-        pairs = [(self.baseline(at), self.candidate(at)) for at in self._folders()]
-        baseline, candidate = pairs[0]
-        costs = self._costs(pairs)
+        runs = self.runs()
+        baseline, candidate, *_ = runs
         free, _ = self._judge(baseline, candidate)
+        if limits := self.trial.limits:
+            ours, theirs = cost.measure(runs[::2]), cost.measure(runs[1::2])
+            costs = [cost.CostCheck(key, ours[key], theirs[key], limits[key]) for key in limits]
+            free = replace(free, costs=costs)
         if not self.trial.pin_routing:
-            return replace(free, costs=costs)
+            return free
         if free.verdict is Verdict.IDENTICAL:
-            return replace(free, free=free, costs=costs)
-        candidate = self._run(self.trial.candidate, "pinned/candidate", *self._routes)
-        found, controls = self._judge(baseline, candidate, *self._routes)
+            return replace(free, free=free)
+        candidate = self._run(self.trial.candidate, "pinned/candidate", self._routes)
+        found, controls = self._judge(baseline, candidate, self._routes)
         flips = [read_flips(run) for run in (candidate, *controls)]
-        # Of all or none: the first are the candidate's.
-        known = [each for each in flips if each is not None and None not in flips]
-        return replace(found, free=free, flips=known, costs=costs)
+        return replace(found, free=free, flips=flips, costs=free.costs)
 
     def _judge(
-        self, baseline: RunRecord, candidate: RunRecord, *routes: tuple[str, str]
+        self, baseline: RunRecord, candidate: RunRecord, routes: Words = ()
     ) -> tuple[Comparison, list[RunRecord]]:
         """Returns the verdict and its control runs, which follow `routes` if there are any."""
         pair, controls = (baseline, candidate), list[RunRecord]()
@@ -208,75 +208,36 @@ class Runner:
         tolerance = self.trial.tolerance
         found = compare_runs(self.trial.title, *pair, tolerance=tolerance, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
-            for controls in self.control_runs(*routes):
+            for controls in self.control_runs(routes):
                 found = compare_runs(self.trial.title, *pair, controls=controls, caveats=caveats)
                 if found.band_check is not None and found.band_check.clear:
                     break
         return found, controls
 
-    def baseline(self, folder: str = "") -> RunRecord:
-        if self.golden is not None:
-            return self.golden.run
-        return self._run(self.trial.baseline, f"{folder}baseline", *self._recorded)
+    def runs(self) -> list[RunRecord]:
+        """Trains or reads baseline and candidate; three times in turn where time is judged."""
+        return [self._run(*each) for each in self._pairs()]
 
-    def candidate(self, folder: str = "") -> RunRecord:
-        # Recorded too, for routers run alike in both, compiled or not.
-        return self._run(self.trial.candidate, f"{folder}candidate", *self._recorded)
-
-    def _folders(self) -> list[str]:
-        """The folder of each pair of runs, with a slash at its end."""
-        again = cost.PAIRS if cost.TIME in self.trial.limits else 1
-        return ["", *(f"timed/{number}/" for number in range(2, again + 1))]
-
-    def _costs(self, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> list[cost.CostCheck]:
-        if not (limits := self.trial.limits):
-            return []
-        ours, theirs = (cost.measure(runs) for runs in zip(*pairs, strict=True))
-        return [cost.CostCheck(key, ours[key], theirs[key], limits[key]) for key in limits]
-
-    @property
-    def _recorded(self) -> Words:
-        """Keys of runs that record their routes."""
-        if not self.trial.pin_routing:
-            return ()
-        return ("debug.routing_record", ROUTES), ("debug.routing_record_gb", "1e6")
-
-    @cached_property
-    def _routes(self) -> Words:
-        """Keys of runs that follow the baseline's routes."""
-        start = self._initial_weights(write=False)
-        place = self._place(self.trial.baseline, "baseline", *start, *self._recorded)
-        return (("debug.routing_replay", str(place.folder / ROUTES)),)
-
-    def _routing_problems(self, baseline: JobConfig, candidate: JobConfig) -> list[str]:
-        """Returns lines on why the candidate cannot follow the baseline's routes."""
-        out, start = self.launcher.folder, self._initial_weights(write=False)
-        out.mkdir(parents=True, exist_ok=True)
-        places = [self._place(spec, name, *start, *words) for spec, name, words in self._pairs()]
-        todo = sum(place.seconds is None for place in places)
-        steps = self.trial.steps or baseline.training.steps
-        return routing_problems(baseline, candidate, steps, todo, out)
-
-    def control_runs(self, *routes: tuple[str, str]) -> Iterator[list[RunRecord]]:
+    def control_runs(self, routes: Words = ()) -> Iterator[list[RunRecord]]:
         """Yields the trial's control runs so far at each early look, and at last all of them; those
         of a golden at once."""
         number = self.trial.num_control_runs
         if self.trial.controls:
             yield [read_run(path, name=path.name) for path in self.trial.controls]
         elif self.golden is not None:
-            yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
+            yield self.golden.controls
         elif self.trial.baseline.path is None and number:
             self.progress(
                 f"the bits differ: up to {number} control runs measure how much rounding may do"
             )
             controls: list[RunRecord] = []
-            for spec, name, words in self.control_trainings(*routes):
-                controls.append(self._run(spec, name, *words))
+            for run in self.control_trainings(routes):
+                controls.append(self._run(*run))
                 if len(controls) in (*EARLY_LOOKS, number):
                     yield controls
 
-    def control_trainings(self, *routes: tuple[str, str]) -> list[tuple[RunSpec, str, Words]]:
-        """Returns spec, name and keys of each control run."""
+    def control_trainings(self, routes: Words = ()) -> list[Run]:
+        """Returns the control runs to be trained."""
         found = control_specs(
             self.trial.baseline,
             self.trial.num_control_runs,
@@ -289,91 +250,104 @@ class Runner:
             for number, (spec, words) in enumerate(found, 1)
         ]
 
-    def _pairs(self) -> list[tuple[RunSpec, str, Words]]:
-        """Returns spec, name and keys of each run that is compared, with free routes."""
+    def _pairs(self) -> list[Run]:
+        """Returns baseline and candidate with free routes, which both record if they are pinned
+        later: routers run alike in both, compiled or not."""
+        recorded = ("debug.routing_record", ROUTES), ("debug.routing_record_gb", "1e6")
+        keys = recorded if self.trial.pin_routing else ()
+        again = cost.PAIRS if cost.TIME in self.trial.limits else 1
         both = (self.trial.baseline, "baseline"), (self.trial.candidate, "candidate")
-        keys, folders = self._recorded, self._folders()
+        folders = ["", *(f"timed/{number}/" for number in range(2, again + 1))]
         return [(spec, f"{folder}{name}", keys) for folder in folders for spec, name in both]
+
+    @cached_property
+    def _routes(self) -> Words:
+        """Keys of runs that follow the baseline's routes."""
+        return (("debug.routing_replay", str(self._place(*self._pairs()[0]).folder / ROUTES)),)
 
     def _trainings(self) -> Iterator[Training]:
         """Yields every training that the verdict may need; the seed checkpoint is none."""
-        trial, start, runs = self.trial, self._initial_weights(write=False), self._pairs()
+        trial, runs = self.trial, self._pairs()
         if trial.baseline.path is None:
             runs += self.control_trainings()
         if trial.pin_routing:
             runs.append((trial.candidate, "pinned/candidate", self._routes))
-            runs += self.control_trainings(*self._routes)
+            runs += self.control_trainings(self._routes)
         for spec, name, words in runs:
             if spec.path is None:
                 job = self._job(spec)
-                steps = trial.steps or job.training.steps
+                steps = job.training.steps
                 flops = model_flops_per_token(model_of_job(job.model), job.training.seq_len)
                 tokens = tokens_per_step(job)[1] * steps
-                yield Training(self._place(spec, name, *start, *words), steps, flops * tokens)
+                yield Training(self._place(spec, name, words), steps, flops * tokens)
 
-    def _place(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> Place:
+    def _place(self, spec: RunSpec, name: str, words: Words) -> Place:
         """Returns where a run of this name trains. Where time is judged it is trained in any case,
         and so is one that follows the routes of a timed one."""
         fresh = cost.TIME in self.trial.limits and not name.startswith("control/")
-        return self.launcher.place(spec, name, *self._words(spec), *words, fresh=fresh)
+        words = (*self._words(spec), *self._start, *words)
+        return self.launcher.place(spec, name, *words, fresh=fresh)
 
-    def _run(self, spec: RunSpec, name: str, *words: tuple[str, str]) -> RunRecord:
+    def _run(self, spec: RunSpec, name: str, words: Words) -> RunRecord:
+        if self.golden is not None and spec is self.trial.baseline:
+            return self.golden.run
         if spec.path is not None:
             return read_run(spec.path)
-        order = " (sequences in another order)" if "debug.permute_rows" in dict(words) else ""
-        place = self._place(spec, name, *self._seed, *words)
-        with self.forecast.training(place) as number:
-            self.progress(f"{number}{name}: {spec.text or 'working tree'}{order}")
-            return self.launcher.run(place)
+        self._write_seed()
+        place = self._place(spec, name, words)
+        if place.seconds is None:
+            order = " (sequences in another order)" if "debug.permute_rows" in dict(words) else ""
+            with self.forecast.training(place) as number:
+                self.progress(f"{number}{name}: {spec.text or 'working tree'}{order}")
+                self.launcher.train(place)
+        return self.launcher.read(place)
 
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""
         job = self._job(spec)
         # A configuration's own start stays; nothing is saved.
-        loads = bool(job.checkpoint.initial_load_path or job.checkpoint.initial_load_in_hf)
+        loads = str(_loads(job)).lower()
         steps = () if self.trial.steps is None else (("training.steps", str(self.trial.steps)),)
         return (
             *batch_words(spec, job),
             *steps,
             ("metrics.log_freq", "1"),
             ("metrics.log_expert_counts", "true"),
-            ("checkpoint.enable", str(loads).lower()),
-            ("checkpoint.load_only", str(loads).lower()),
+            ("checkpoint.enable", loads),
+            ("checkpoint.load_only", loads),
         )
 
     def _job(self, spec: RunSpec) -> JobConfig:
-        """The job of a spec; where it leaves the global batch open, with the baseline's."""
+        """Returns the job of a spec over the trial's steps; where it leaves the global batch open,
+        with the baseline's."""
         first = self.trial.baseline if self.trial.baseline.path is None else spec
-        return spec.job(global_batch=first.job().training.global_batch_size)
+        job = spec.job(global_batch=first.job().training.global_batch_size)
+        return job.with_values(training={"steps": self.trial.steps or job.training.steps})
 
     @cached_property
-    def _seed(self) -> Words:
-        """Writes the runs' seed checkpoint, if they need one; returns the keys that load it."""
-        return self._initial_weights(write=True)
-
-    def _initial_weights(self, *, write: bool) -> Words:
-        """One seed checkpoint for both runs, unless the configuration names another start, or one
-        of them is finished: initial weights are the same bits in any layout anyway.
-
-        Args:
-            write: the seed checkpoint, if it is not there.
-        """
-        baseline, candidate = self.trial.baseline, self.trial.candidate
+    def _start(self) -> Words:
+        """Keys of one seed checkpoint for both runs, unless the configuration names another start,
+        or one of them is finished: initial weights are the same bits in any layout anyway."""
+        pair = self.trial.baseline, self.trial.candidate
         if not self.trial.seed:
             return (("metrics.log_initial_weights", "true"),)
-        if baseline.path is not None or candidate.path is not None:
+        if any(spec.path is not None or _loads(self._job(spec)) for spec in pair):
             return ()
+        path = self._seed().folder / "checkpoint" / "step-0"
         load_only = ("checkpoint.enable", "true"), ("checkpoint.load_only", "true")
-        sections = [self._job(spec).checkpoint for spec in (baseline, candidate)]
-        if any(each.initial_load_path or each.initial_load_in_hf for each in sections):
-            return ()
-        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
-        place = self.launcher.place(baseline, "seed", *self._words(baseline), *switches)
-        if write:
-            self.progress("seed checkpoint")
-            self.launcher.ensure(place)
-        path = place.folder / "checkpoint" / "step-0"
         return (*load_only, ("checkpoint.initial_load_path", str(path)))
+
+    def _seed(self) -> Place:
+        spec = self.trial.baseline
+        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
+        return self.launcher.place(spec, "seed", *self._words(spec), *switches)
+
+    def _write_seed(self) -> None:
+        """Writes the seed checkpoint, if runs start from one and it is not there."""
+        is_read = "checkpoint.initial_load_path" in dict(self._start)
+        if is_read and (place := self._seed()).seconds is None:
+            self.progress("seed checkpoint")
+            self.launcher.train(place)
 
     def _with_config_of(self, golden: Golden, trial: Trial) -> Trial:
         """The candidate trains the golden's configuration, but for the keys that it names."""
@@ -384,3 +358,8 @@ class Runner:
                 f"{golden.path} has its own configuration: leave {candidate.config} out"
             )
         return replace(trial, candidate=replace(candidate, config=config))
+
+
+def _loads(job: JobConfig) -> bool:
+    """Says whether a configuration names weights to begin with."""
+    return bool(job.checkpoint.initial_load_path or job.checkpoint.initial_load_in_hf)

@@ -15,8 +15,7 @@ from titan_moe.config.job_config import Section
 from titan_moe.config.parse import known_keys, mistake, tomllib
 from titan_moe.verify.compare.forecast import Forecast, duration
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import COMPARED, RunRecord
+from titan_moe.verify.compare.records import COMPARED, RunRecord, Verdict
 from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial, trial_of
@@ -102,8 +101,8 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
         found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8-sig"))
         more = {} if config is None else {"config": existing(config, "--config ")}
         with suppress(KeyError, TypeError):  # The validation names what is wrong.
-            defaults = found.get("defaults", {})
-            found["comparison"] = [defaults | each | more for each in found["comparison"]]
+            defaults, given = found.get("defaults", {}), found["comparison"]
+            found["comparison"] = [defaults | each | more for each in given]
         return Suite.model_validate(found)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
@@ -112,10 +111,12 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
         for each in error.errors():
             source, place = str(path), tuple[Any, ...](each["loc"])
             if place[0] == "comparison" and len(place) > 2:
-                name = found["comparison"][place[1]].get("name", place[1] + 1)
-                source, each["loc"] = f"{path}, comparison {name!r}", place[2:]
+                own = given[place[1]]
+                by_default = place[2] in defaults and place[2] not in own
+                name = "defaults" if by_default else f"comparison {own.get('name', place[1] + 1)!r}"
+                source, each["loc"] = f"{path}, {name}", place[2:]
             lines.append(mistake(each, source, known_keys(Entry)))
-        raise ConfigError(lines) from None
+        raise ConfigError(list(dict.fromkeys(lines))) from None
 
 
 def entry_trial(entry: Entry) -> Trial:

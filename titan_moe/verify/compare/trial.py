@@ -1,4 +1,5 @@
-"""A trial is what a comparison is asked for: two runs, their control runs, and limits."""
+"""A trial is what a comparison is asked for: two runs, their control runs, and limits; and what is
+wrong with one before anything runs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,9 @@ from typing import Any
 
 from titan_moe.runtime import launch
 from titan_moe.verify.compare import cost
+from titan_moe.verify.compare.goldens import Golden
 from titan_moe.verify.compare.launch import num_nodes
+from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
 
@@ -45,6 +48,11 @@ class Trial:
         both = {cost.TIME: self.max_slowdown, cost.MEMORY: self.max_memory_growth}
         return {quantity: limit for quantity, limit in both.items() if limit is not None}
 
+    @property
+    def finished(self) -> list[Path]:
+        """Folders of the finished runs among these."""
+        return [p for p in (self.baseline.path, self.candidate.path, *self.controls) if p]
+
 
 def trial_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Trial:
     """Makes the trial of two runs as a user writes them. Raises ConfigError.
@@ -61,3 +69,55 @@ def trial_of(title: str, common: RunSpec, baseline: str, candidate: str, **optio
         parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)
     )
     return Trial(title, first, second, **options)
+
+
+def trial_problems(trial: Trial) -> list[str]:
+    """Returns lines on why finished runs cannot be compared, or cannot judge as a tolerance can."""
+    lines, seen = [], dict[bytes, Path]()
+    if 0 < len(trial.controls) < FEWEST_CONTROLS:
+        named = f"--controls: {len(trial.controls)} finished runs"
+        lines.append(f"{named}: name {FEWEST_CONTROLS} or more")
+    for path in trial.finished:
+        file = path if path.is_file() else path / "metrics.jsonl"
+        held = file.read_bytes() if file.is_file() else b""
+        # Steps of two runs never take the same times: equal files are copies.
+        held = held if b'"time/step"' in held else bytes(path.resolve())
+        if held in seen:
+            lines.append(f"{path} is the same run as {seen[held]}, or its copy: name another one")
+        seen[held] = path
+    if trial.controls and trial.tolerance:
+        lines.append("--controls and --tolerance: both judge: leave one out")
+    if trial.pin_routing and (trial.baseline.path or trial.candidate.path):
+        lines.append("--pin-routing trains both runs: name no finished run and no golden")
+    return lines
+
+
+def place_problems(trial: Trial, folders: Sequence[Path]) -> list[str]:
+    """Returns a line for each finished run that lies in a folder in which a run is trained."""
+    return [
+        f"{path}: this comparison trains there: choose another --out"
+        for path in trial.finished
+        if any(path.resolve().is_relative_to(folder) for folder in folders)
+    ]
+
+
+def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> list[str]:
+    """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
+    lines = []
+    what = "max_slowdown and max_memory_growth"
+    if trial.candidate.path is not None or (trial.baseline.path is not None and golden is None):
+        return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
+    ours, theirs = trial.baseline.world_size, trial.candidate.world_size
+    if golden is not None:
+        ours = golden.run.facts["world_size"]
+        if "costs" not in golden.run.facts:
+            lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
+        other = "name this machine's golden, or make it with --update-golden"
+        lines += [f"{what}: {caveat}: {other}" for caveat in golden.caveats()]
+    if ours != theirs:
+        lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
+    if steps < cost.FEWEST_STEPS:
+        lines.append(f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps")
+    if not all(0 < limit < 1 for limit in trial.limits.values()):
+        lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
+    return lines

@@ -26,10 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.read import HFSource
+from titan_moe.checkpoint.hf.read import HFSource, load_alone
 from titan_moe.checkpoint.hf.source import Source
 from titan_moe.checkpoint.hf.write import export
 from titan_moe.data.batch import Batch
@@ -38,16 +37,20 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
+from titan_moe.runtime.errors import RunError, reason
 from titan_moe.training.capture.hooks import choice_margins
 from titan_moe.training.train_step import look_ahead
 from titan_moe.verify.gradients.compare import worst
-from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
+from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in, their_model
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 NUM_STEPS = 3
 NUM_SEQUENCES, SEQ_LEN = 2, 40
 SMALLEST_MARGIN = 1e-5
 """Scores nearer to each other than this may be ranked differently by two right computations."""
+EXPORT_BOUND = 1e-4
+"""Largest difference of the logits of an exported folder that counts as equal."""
+_NUM_TOKENS, _DRAWS = 16, 20
 _IGNORED = -100
 _LEARNING_RATE = 1e-3
 
@@ -304,15 +307,38 @@ def _export_distance(decoder: Decoder, model: HFModel, batch: LocalBatch) -> flo
             export(Source(model, shapes, read), target, torch.float32)
         finally:
             dist.destroy_process_group()
-        theirs = AutoModelForCausalLM.from_pretrained(
-            target,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            experts_implementation="eager",
-        )
+        theirs = their_model(target)
     ours = decoder.eval()(batch.tokens_BS, batch.documents_BS, batch.positions_BS)
     with FirstOfEqual():
-        return distance(ours, theirs.eval()(batch.tokens_BS, use_cache=False).logits)
+        return distance(ours, theirs(batch.tokens_BS, use_cache=False).logits)
+
+
+def logits_difference(folder: Path) -> float:
+    """Returns the largest difference of a position's logits between an exported folder's model here
+    and in transformers, relative to the norm of the latter.
+
+    Both run whole, in float32 on the CPU, on random tokens. These are drawn anew where scores of
+    experts nearly tie: two right computations may then choose otherwise. Raises RunError where
+    transformers does not know the model.
+    """
+    ours = load_alone(folder, dtype=torch.float32, device=torch.device("cpu")).model
+    try:
+        theirs = their_model(folder)
+    except ValueError as error:
+        why = reason(error).partition(". ")[0]
+        raise RunError(f"{folder} is written, but transformers cannot open it: {why}") from None
+    margins: list[float] = []
+    watch_margins(ours, margins)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), FirstOfEqual():
+        for _ in range(_DRAWS):
+            margins.clear()
+            tokens_BS = torch.randint(ours.config.vocab_size, (1, _NUM_TOKENS), generator=generator)
+            logits_BSV = ours(tokens_BS)
+            if min(margins, default=1.0) > SMALLEST_MARGIN:
+                break
+        rows = zip(logits_BSV[0], theirs(tokens_BS, use_cache=False).logits[0], strict=True)
+        return max(distance(mine, other) for mine, other in rows)
 
 
 def watch_margins(model: Decoder, margins: list[float]) -> None:

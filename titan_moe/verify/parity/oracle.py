@@ -5,6 +5,7 @@ Imported where parity is checked only: `transformers` is a test dependency.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def their_model(folder: Path) -> Any:
+    """Returns the model that transformers loads of a folder, in float32 and evaluation. Raises
+    ValueError for a model that it does not know."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
 
 
 class Oracle(nn.Module):

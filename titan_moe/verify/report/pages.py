@@ -13,17 +13,16 @@ import numpy as np
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import flat_keys
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
-from titan_moe.verify.compare.comparison import Comparison
-from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.compare.records import (
     COMPARED,
     LOAD_OF,
     RunRecord,
-    compared,
+    Verdict,
     moved_share,
     relative_difference,
 )
+from titan_moe.verify.compare.verdict import Comparison
 from titan_moe.verify.report import plots
 from titan_moe.verify.report.plots import Panel, charts
 from titan_moe.verify.report.render import Table, render
@@ -58,7 +57,7 @@ def comparison_page(comparison: Comparison) -> str:
         run if run.name == role else replace(run, name=f"{role} {run.name}")
         for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
     ]
-    flips, (first, second) = comparison.flips, (run.curve.scalars for run in pair)
+    flips, (first, second) = comparison.flips, (run.scalars for run in pair)
     curves = partial(plots.draw_curves, runs=pair, band=comparison.band, first=comparison.first)
     panels: dict[str, Panel] = {}
     more: dict[str, Panel] = {
@@ -72,8 +71,7 @@ def comparison_page(comparison: Comparison) -> str:
             differ = partial(plots.draw_difference, quantity=key, comparison=comparison)
             panels[f"{key}, difference on a log scale"] = differ
     runs = "; ".join(
-        f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
-        for run in pair
+        f"{run.name} ({layout_words(run)}, steps {run.steps[0]} to {run.steps[-1]})" for run in pair
     )
     return render(
         "comparison.html",
@@ -94,7 +92,7 @@ def comparison_page(comparison: Comparison) -> str:
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
     """Curves, expert load, layouts, configurations and environments of the runs; nothing is
     compared."""
-    logged = dict.fromkeys(key for run in runs for key in run.curve.scalars)
+    logged = dict.fromkeys(key for run in runs for key in run.scalars)
     panels: dict[str, Panel] = {
         key: partial(plots.draw_curves, runs=runs, quantity=key)
         for key in logged
@@ -118,23 +116,22 @@ def _detail(comparison: Comparison) -> str:
     """The reasons of the verdict, as the command prints them; or what was compared."""
     words = [f"{line[0].upper()}{line[1:]}." for line in comparison.reasons()]
     if comparison.verdict is Verdict.IDENTICAL:
-        first, second = comparison.baseline.curve, comparison.candidate.curve
+        first, second = comparison.baseline, comparison.candidate
         loads = sum(layer in second.loads for layer in first.loads)
-        known = compared(first, second)
-        known += [f"loads of {loads} layers"] if loads else []
+        known = [*COMPARED, *([f"loads of {loads} layers"] if loads else [])]
         words.append(f"Compared in {len(first.steps)} steps: {', '.join(known)}.")
     return " ".join(words)
 
 
 def _last(run: RunRecord) -> str:
     """The latest step and its metrics."""
-    known = [f"step {run.curve.steps[-1]}"]
+    known = [f"step {run.steps[-1]}"]
     for key in ("loss", "grad_norm", "validation_loss"):
-        at = np.flatnonzero(np.isfinite(run.curve.scalars.get(key, [])))
+        at = np.flatnonzero(np.isfinite(run.scalars.get(key, [])))
         if len(at):
-            value = f"{key.replace('_', ' ')} {run.curve.scalars[key][at[-1]]:.5g}"
-            late = at[-1] == len(run.curve.steps) - 1
-            known.append(value if late else f"{value} in step {run.curve.steps[at[-1]]}")
+            value = f"{key.replace('_', ' ')} {run.scalars[key][at[-1]]:.5g}"
+            late = at[-1] == len(run.steps) - 1
+            known.append(value if late else f"{value} in step {run.steps[at[-1]]}")
     return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
 
 
@@ -154,52 +151,36 @@ def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def _notes(run: RunRecord) -> list[str]:
     """Returns lines that a reader must know before trusting the run's curves."""
     found = []
-    curve, planned = run.curve, run.config.get("training", {}).get("steps")
-    if planned is not None and curve.steps[-1] < planned:
-        found.append(f"{run.name}: its last step is {curve.steps[-1]} of {planned}")
+    planned = run.config["training"]["steps"]
+    if run.steps[-1] < planned:
+        found.append(f"{run.name}: its last step is {run.steps[-1]} of {planned}")
     for quantity in COMPARED:
-        if quantity not in curve.scalars:
-            found.append(f"{run.name}: no {quantity} was logged")
-            continue
-        broken = np.flatnonzero(~np.isfinite(curve.scalars[quantity]))
+        broken = np.flatnonzero(~np.isfinite(run.scalars[quantity]))
         if len(broken):
             found.append(
                 f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
-                f"{len(curve.steps)} steps, first in step {curve.steps[int(broken[0])]}"
+                f"{len(run.steps)} steps, first in step {run.steps[int(broken[0])]}"
             )
-    files = {"run.json": run.facts, "config.toml": run.config}
-    if missing := [file for file, content in files.items() if not content]:
-        found.append(f"{run.name}: left no {' and no '.join(missing)}")
     return found
 
 
 def layout_words(run: RunRecord) -> str:
     """The axes that are larger than 1."""
-    sizes = run.facts.get("layout")
-    if not sizes:
-        return f"{_UNKNOWN} layout"
-    words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    words = [f"{axis}={size}" for axis, size in run.facts["layout"].items() if size > 1]
     return ", ".join(words) or "one rank"
 
 
 def _configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The keys that are not the same in all runs; of one run, those that are not the defaults."""
-    lines = [
-        f"{run.name}: the configuration is unknown, for there is no config.toml."
-        for run in runs
-        if not run.config
-    ]
-    known = [run for run in runs if run.config]
-    if is_one := len(known) == 1:
+    if is_one := len(runs) == 1:
         defaults = JobConfig().model_dump(mode="json", exclude_none=True)
-        known.append(replace(known[0], name="default", config=defaults))
-    rows = [row for row in differing_keys(known) if not is_one or row[1] != ABSENT]
+        runs = [*runs, replace(runs[0], name="default", config=defaults)]
+    rows = [row for row in differing_keys(runs) if not is_one or row[1] != ABSENT]
     kinds = ["quiet" if row[0].startswith(_QUIET) else "" for row in rows]
     quiet = kinds.count("quiet")
-    if known:
-        lines.append(f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}.")
-    table = Table(["key", *(run.name for run in known)], rows, kinds=kinds) if rows else None
-    return {"lines": lines, "table": table}
+    line = f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}."
+    table = Table(["key", *(run.name for run in runs)], rows, kinds=kinds) if rows else None
+    return {"line": line, "table": table}
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
@@ -219,7 +200,7 @@ def _environment(runs: Sequence[RunRecord]) -> Table:
     keys = dict.fromkeys(key for facts in tables for key in facts)
     rows = [["layout", *map(layout_words, runs)]]
     rows += [[key, *(facts.get(key, _UNKNOWN) for facts in tables)] for key in keys]
-    steps = [run.curve.steps for run in runs]
+    steps = [run.steps for run in runs]
     rows.append(["steps logged", *(f"{len(s)}: {s[0]} to {s[-1]}" for s in steps)])
     kinds = ["differs" if len(set(row[1:])) > 1 else "" for row in rows]
     rows.append(["folder", *(str(run.folder or _UNKNOWN) for run in runs)])
@@ -241,9 +222,9 @@ def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         groups.setdefault(layout_words(run), []).append(run)
     found = []
     for words, alike in groups.items():
-        sizes, views = alike[0].facts.get("layout") or {}, []
-        for name, (axes, modules) in _VIEWS.items() if sizes else ():
-            larger = [(axis, sizes[axis]) for axis in axes if sizes.get(axis, 1) > 1]
+        sizes, views = alike[0].facts["layout"], []
+        for name, (axes, modules) in _VIEWS.items():
+            larger = [(axis, sizes[axis]) for axis in axes if sizes[axis] > 1]
             world = prod(size for _, size in larger)
             views.append({"name": name, "modules": modules, "axes": larger, "world": world})
         names = ", ".join(run.name for run in alike)
@@ -269,7 +250,7 @@ class Deviation(NamedTuple):
 
 def deviations(comparison: Comparison) -> list[Deviation]:
     """Every quantity that both runs have, the one furthest out first."""
-    first, second = comparison.baseline.curve, comparison.candidate.curve
+    first, second = comparison.baseline, comparison.candidate
     reaches = {} if comparison.band is None else comparison.band.reaches(second)
     nothing_S = np.full(len(first.steps), np.nan)
     pairs = {

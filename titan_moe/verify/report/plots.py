@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import Band
-from titan_moe.verify.compare.outcome import FirstDifference
 from titan_moe.verify.compare.pinned_routes import Flips
-from titan_moe.verify.compare.records import BUSIEST, Array, RunRecord, relative_difference
+from titan_moe.verify.compare.records import (
+    BUSIEST,
+    Array,
+    FirstDifference,
+    RunRecord,
+    relative_difference,
+)
+from titan_moe.verify.compare.verdict import Comparison
 from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:
@@ -108,9 +113,9 @@ def draw_curves(
         axes.fill_between(band.steps, low, high, label="noise band", **_BAND_STYLE)
     known: list[float] = []
     for i, run in enumerate(runs):
-        if quantity not in run.curve.scalars:
+        if quantity not in run.scalars:
             continue
-        steps, values = np.asarray(run.curve.steps), run.curve.scalars[quantity]
+        steps, values = np.asarray(run.steps), run.scalars[quantity]
         color, finite = SERIES[i % len(SERIES)], np.isfinite(values)
         known += values[finite].tolist()
         if quantity not in _UNITS:  # Logged in some steps only.
@@ -134,7 +139,7 @@ def draw_difference(axes: "Axes", *, quantity: str, comparison: Comparison) -> N
     """Draws |candidate - baseline| / baseline on a log scale; with a band, distances from its
     middle, those of the control runs too."""
     _frame(axes, f"{_TITLES.get(quantity, quantity)}: relative difference", "share of the value")
-    first, second = comparison.baseline.curve, comparison.candidate.curve
+    first, second = comparison.baseline, comparison.candidate
     ours, label = first.scalars[quantity], "candidate from baseline"
     band = comparison.band
     if band is not None and quantity in band.quantities:
@@ -182,18 +187,17 @@ class Load:
 
 def load_of(run: RunRecord) -> Load:
     """Expert load from the counts of rows if the run wrote them, else from its metrics."""
-    curve = run.curve
     layers = {
         name: (load_SE / np.maximum(load_SE.mean(1, keepdims=True), 1e-9)).T
-        for name, load_SE in curve.loads.items()
+        for name, load_SE in run.loads.items()
     }
     if layers and sum(map(len, layers.values())) <= _MOST_ROWS:
-        return Load(run.name, "expert load", curve.steps, layers)
+        return Load(run.name, "expert load", run.steps, layers)
     busiest = {name: rows_ES.max(0, keepdims=True) for name, rows_ES in layers.items()}
-    for key, values in curve.scalars.items():
+    for key, values in run.scalars.items():
         if key.endswith(BUSIEST):
             busiest.setdefault(key.removeprefix("moe/").removesuffix(BUSIEST), values[None])
-    return Load(run.name, "busiest experts", curve.steps, busiest)
+    return Load(run.name, "busiest experts", run.steps, busiest)
 
 
 def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:

@@ -12,8 +12,7 @@ from titan_moe.checkpoint.hf import merge as merging
 from titan_moe.checkpoint.hf.merge import merge
 from titan_moe.checkpoint.hf.read import import_folder, load_alone
 from titan_moe.models.lora import pairs_of
-from titan_moe.verify.parity.check import cases, distance
-from titan_moe.verify.parity.exported import BOUND, logits_difference
+from titan_moe.verify.parity.check import BOUND, cases, distance, logits_difference
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from tests.support.stub_runs import CAPABILITY, Stubbed, calls, num_counted, sil
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare import goldens
 from titan_moe.verify.compare.cost import MEMORY, PAIRS, TIME, CostCheck, measure
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import read_run
+from titan_moe.verify.compare.records import Verdict, read_run
 from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare, update_golden
 
@@ -57,10 +56,12 @@ def test_noise_of_any_size_rarely_gives_a_wrong_verdict(noise: float):
 def test_a_slow_step_and_the_warm_up_leave_a_run_s_figures_as_they_are(tmp_path: Path):
     seconds = [90.0, 2, 2, 2, 2] + [0.5] * 5 + [40.0]
     lines = [
-        {"step": n, "loss": 1, "tokens": 64 * n, "tokens_per_second": 64 / s, "memory/peak_gib": s}
+        {"step": n, "data": 1, "tokens": 64 * n, "tokens_per_second": 64 / s, "memory/peak_gib": s}
         for n, s in enumerate(seconds, 1)
     ]
     path = tmp_path / "metrics.jsonl"
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.toml").touch()
     path.write_text("\n".join(map(json.dumps, lines)))
     assert measure([read_run(tmp_path)]) == {TIME: [0.5], MEMORY: [0.5]}
     path.write_text(path.read_text().replace("memory/", "other/"))

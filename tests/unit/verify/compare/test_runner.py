@@ -15,7 +15,7 @@ from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.launch import Launcher, TrainingError
-from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.records import Verdict
 from titan_moe.verify.compare.runner import compare
 from titan_moe.verify.compare.trial import trial_of
 
@@ -108,7 +108,7 @@ def test_data_that_change_in_place_are_trained_on_again(launcher, tmp_path: Path
     ("right", "wrong", "said"),
     [
         ("loss = 5", "loss = float('nan') * 5", "baseline: loss of step 1 is not finite"),
-        ('"loss": loss, "grad_norm": loss, ', "", "have no loss in common"),
+        ('"loss": loss, "grad_norm": loss, ', "", "baseline: loss of step 1 is not finite"),
     ],
 )
 def test_runs_without_a_finite_loss_do_not_pass(launcher, right: str, wrong: str, said: str):

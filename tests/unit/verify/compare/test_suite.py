@@ -21,15 +21,15 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare import forecast as forecast_module
 from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.code_trees import CodeTree
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.forecast import Forecast, Training
 from titan_moe.verify.compare.launch import Launcher, Place, TrainingError
-from titan_moe.verify.compare.outcome import Verdict
+from titan_moe.verify.compare.records import Verdict
 from titan_moe.verify.compare.run_spec import RunSpec
 from titan_moe.verify.compare.runner import compare
 from titan_moe.verify.compare.suite import Suite, entry_trial, load_suite, run_suite
+from titan_moe.verify.compare.verdict import Comparison
 
 COSTS = {
     Verdict.TOO_SLOW: CostCheck(TIME, [1.0], [1.3], 0.05),
@@ -76,12 +76,13 @@ NAMED = '[[comparison]]\nname = "a"\n'
             "max_slowdown = 5 (s.toml, comparison 'a'): must be less than",
         ),
         ("[[comparison]]\nsteps = 1", "name (s.toml, comparison 1): is required"),
+        (f"defaults.x = 1\n{2 * NAMED}", "x = 1 (s.toml, defaults): no such key"),
     ],
 )
-def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
+def test_each_mistake_in_a_suite_is_named_once(tmp_path: Path, text: str, told: str):
     (tmp_path / "s.toml").write_text(text)
     lines = [line.replace(f"{tmp_path}/", "") for line in refusals(load_suite, tmp_path / "s.toml")]
-    assert any(told in line for line in lines), lines
+    assert sum(told in line for line in lines) == 1, lines
 
 
 def make_suite(**expects: str) -> Suite:

@@ -2,16 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.verdict_cases import STEPS, changed, controls, run
+from tests.support.verdict_cases import STEPS, controls, run
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.outcome import Verdict
-from titan_moe.verify.compare.records import read_run
-from titan_moe.verify.compare.verdict import compare_runs, on_steps
+from titan_moe.verify.compare.records import Verdict, read_run
+from titan_moe.verify.compare.verdict import compare_runs
 
 
 def test_equal_bits_are_identical_with_and_without_controls():
@@ -25,10 +25,10 @@ def test_equal_bits_are_identical_with_and_without_controls():
 def test_one_other_bit_is_not_identical(what: str):
     other = run("b")
     if what == "load":
-        other.curve.loads["layers.1"][4, :2] += [1, -1]
+        other.loads["layers.1"][4, :2] += [1, -1]
         what = "load of layers.1"
     else:
-        other.curve.scalars[what][4] = np.nextafter(other.curve.scalars[what][4], 9)
+        other.scalars[what][4] = np.nextafter(other.scalars[what][4], 9)
     found = compare_runs("bit", run("a"), other)
     assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
     assert found.first is not None and (found.first.step, found.first.quantity) == (5, what)
@@ -38,7 +38,7 @@ def test_noise_is_inside_and_a_shift_is_different():
     inside = compare_runs("noise", run("a"), run("b", 1e-4, seed=99), controls=controls())
     assert inside.verdict is Verdict.INSIDE and inside.first is None and inside.band is not None
     shifted = run("c", 1e-4, seed=98)
-    shifted.curve.scalars["grad_norm"][10:] *= 1.01
+    shifted.scalars["grad_norm"][10:] *= 1.01
     found = compare_runs("shift", run("a"), shifted, controls=controls())
     assert found.verdict is Verdict.DIFFERENT and found.verdict.exit_code == 1
     assert found.first is not None
@@ -50,8 +50,8 @@ def test_noise_is_inside_and_a_shift_is_different():
 
 def test_largest_differences_are_said_whatever_the_verdict():
     other = run("b")
-    other.curve.scalars["loss"][6] *= 1.02
-    other.curve.scalars["grad_norm"][2] *= 0.9
+    other.scalars["loss"][6] *= 1.02
+    other.scalars["grad_norm"][2] *= 0.9
     found = compare_runs("two runs", run("a"), other)
     line = "largest relative difference: loss 0.02 at step 7, grad_norm 0.1 at step 3"
     assert line in found.lines() and found.verdict is Verdict.UNJUDGED
@@ -59,7 +59,7 @@ def test_largest_differences_are_said_whatever_the_verdict():
     assert largest["loss"] == {"step": 7, "relative": pytest.approx(0.02)}
     same = compare_runs("same", run("a"), run("b"))
     assert "largest relative difference: loss 0 at step 1, grad_norm 0 at" in same.lines()[1]
-    other.curve.scalars["loss"][9] = math.nan
+    other.scalars["loss"][9] = math.nan
     found = compare_runs("broken", run("a"), other, controls=controls())
     assert found.largest()["loss"] == (10, math.inf)
     assert found.as_json()["largest"]["loss"]["relative"] is None
@@ -71,35 +71,33 @@ def test_other_tokens_and_other_data_are_refused():
     stages = [{"from_step": 5, "tokens_per_step": 1024}]
     with pytest.raises(ConfigError, match="a has 512, b 512, from step 5 on 1,024"):
         compare_runs("tokens", run("a"), run("b", stages=stages))
-    other = changed(run("b"), data=[7 * step + (step > 3) for step in STEPS])
+    other = replace(run("b"), data=[7 * step + (step > 3) for step in STEPS])
     with pytest.raises(ConfigError, match="different tokens at step 4"):
         compare_runs("data", run("a"), other)
 
 
 def test_what_is_unknown_or_missing_is_a_caveat():
-    short = changed(run("b"), **vars(on_steps(run("b").curve, STEPS[:12])))
+    short = run("b").at(STEPS[:12])
     found = compare_runs("short", run("a"), short, controls=controls())
-    assert found.verdict is Verdict.IDENTICAL and found.candidate.curve.steps == STEPS[:12]
+    assert found.verdict is Verdict.IDENTICAL and found.candidate.steps == STEPS[:12]
     assert any("only 12 steps are in both" in line for line in found.caveats)
-    blind = changed(run("b"), data=None, loads={})
-    found = compare_runs("blind", run("a"), blind)
-    assert any("same data is unknown: b" in line for line in found.caveats)
+    found = compare_runs("blind", run("a"), replace(run("b"), loads={}))
     assert any("not compared: load of layers.1: b did not" in line for line in found.caveats)
     found = compare_runs("device", run("a"), run("b", device="NVIDIA H100", capability="9.0"))
     assert [line.split(":")[0] for line in found.caveats] == ["device", "capability"]
 
 
 def test_no_common_step_and_other_experts_are_refused():
-    later = changed(run("b"), steps=[step + 100 for step in STEPS])
+    later = replace(run("b"), steps=[step + 100 for step in STEPS])
     with pytest.raises(ConfigError, match="no logged step in common"):
         compare_runs("later", run("a"), later)
-    fewer = changed(run("b"), loads={"layers.1": np.ones((20, 3))})
+    fewer = replace(run("b"), loads={"layers.1": np.ones((20, 3))})
     with pytest.raises(ConfigError, match="4 experts in one run, 3 in the other"):
         compare_runs("fewer", run("a"), fewer)
 
 
 def test_control_runs_of_other_data_are_refused():
-    other = [changed(each, data=[1] * 20) for each in controls()]
+    other = [replace(each, data=[1] * 20) for each in controls()]
     with pytest.raises(ConfigError, match="different tokens"):
         compare_runs("data", run("a"), run("b", 1e-4, seed=99), controls=other)
 
@@ -110,9 +108,9 @@ def test_a_band_that_says_nothing_gives_no_verdict():
     assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
     wide = "the band of the loss is too wide for a verdict: take more --repeats, 12 at least, or "
     assert found.caveats == [f"{wide}fewer --steps"]
-    blind = [changed(each, loads={}) for each in controls()]
+    blind = [replace(each, loads={}) for each in controls()]
     moved = run("b")
-    moved.curve.loads["layers.1"][4:, :2] += [50, -50]
+    moved.loads["layers.1"][4:, :2] += [50, -50]
     found = compare_runs("blind", run("a"), moved, controls=blind)
     assert found.verdict is Verdict.UNJUDGED and "load of layers.1" in found.caveats[-1]
 
@@ -120,7 +118,7 @@ def test_a_band_that_says_nothing_gives_no_verdict():
 def test_runs_that_are_not_finite_are_not_simply_identical():
     a, b = run("a"), run("b")
     for each in (a, b):
-        each.curve.scalars["loss"][4:] = math.nan
+        each.scalars["loss"][4:] = math.nan
     with pytest.raises(ConfigError, match="a: loss of step 5 is not finite"):
         compare_runs("nan", a, b)
     with pytest.raises(ConfigError, match="a: loss of step 5 is not finite"):
@@ -129,13 +127,13 @@ def test_runs_that_are_not_finite_are_not_simply_identical():
 
 def test_the_first_step_has_its_own_distance_and_the_largest_its_own_step():
     shifted = run("c", 1e-4, seed=98)
-    shifted.curve.scalars["loss"][2] *= 1.01
-    shifted.curve.scalars["loss"][9] *= 1.5
+    shifted.scalars["loss"][2] *= 1.01
+    shifted.scalars["loss"][9] *= 1.5
     found = compare_runs("shift", run("a"), shifted, controls=controls())
     band, check = found.band, found.band_check
     assert band is not None and check is not None and found.first is not None
     assert (found.first.step, check.furthest) == (3, (10, "loss"))
-    at_step = band.reaches(found.candidate.curve)["loss"] * band.limit
+    at_step = band.reaches(found.candidate)["loss"] * band.limit
     assert found.first.distance == pytest.approx(at_step[2])
     assert check.statistic == pytest.approx(at_step[9])
     first, largest, unseen = found.lines()[1:4]
@@ -146,12 +144,12 @@ def test_the_first_step_has_its_own_distance_and_the_largest_its_own_step():
 
 
 def test_renamed_layers_and_more_rows_do_not_pass_in_silence():
-    renamed = changed(run("b", 1e-4, seed=99), loads={"layers.2": run("b").curve.loads["layers.1"]})
+    renamed = replace(run("b", 1e-4, seed=99), loads={"layers.2": run("b").loads["layers.1"]})
     found = compare_runs("renamed", run("a"), renamed, controls=controls())
     assert found.verdict is Verdict.INSIDE and found.band is not None
     assert found.band.quantities == ("loss", "grad_norm")
     assert any("not compared: load of layers.1 and 1 more" in line for line in found.caveats)
-    twice = changed(run("b"), loads={"layers.1": 2 * run("b").curve.loads["layers.1"]})
+    twice = replace(run("b"), loads={"layers.1": 2 * run("b").loads["layers.1"]})
     with pytest.raises(ConfigError, match="a sent 1,000 rows to experts, b 2,000"):
         compare_runs("twice", run("a"), twice)
 
@@ -164,14 +162,17 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
     counts = [{"step": step, "layers.1": [step, 2, 3]} for step in range(1, 4)]
     (folder / "expert_counts.jsonl").write_text("\n".join(map(json.dumps, counts)))
     (folder / "config.toml").write_text("[training]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=r"run: there is no run\.json"):
+        read_run(folder)
+    (folder / "run.json").write_text("{}")
     for path in (folder, folder / "metrics.jsonl"):
         found = read_run(path)
-        assert found.name == "run" and found.curve.steps == [1, 2, 3]
-        assert found.curve.data == [5, 5, 5] and found.config == {"training": {"steps": 3}}
-        assert np.isnan(found.curve.scalars["grad_norm"]).all()
-        assert found.curve.loads["layers.1"].tolist()[2] == [3, 2, 3]
+        assert found.name == "run" and found.steps == [1, 2, 3]
+        assert found.data == [5, 5, 5] and found.config == {"training": {"steps": 3}}
+        assert np.isnan(found.scalars["grad_norm"]).all()
+        assert found.loads["layers.1"].tolist()[2] == [3, 2, 3]
     (folder / "expert_counts.jsonl").write_text(json.dumps(counts[0]) + "\n")
-    assert not read_run(folder).curve.loads, "they lack a step"
+    assert not read_run(folder).loads, "they lack a step"
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no step is logged"):
         read_run(folder)
@@ -180,7 +181,7 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
 @pytest.mark.parametrize("quantity", ["loss", "grad_norm", "layers.1"])
 def test_nan_of_any_quantity_is_never_inside_the_band(quantity: str):
     broken = run("b", 1e-4, 90)
-    held = {**broken.curve.scalars, **broken.curve.loads}[quantity]
+    held = {**broken.scalars, **broken.loads}[quantity]
     held[6] = math.nan
     found = compare_runs("nan", run("a"), broken, controls=controls())
     assert found.verdict is Verdict.DIFFERENT and found.first is not None and found.first.step == 7

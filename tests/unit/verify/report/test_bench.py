@@ -23,7 +23,7 @@ def _folder(path: Path, *overrides: str, ranks: int = 16, device: str = "NVIDIA 
     (path / "run.json").write_text(json.dumps(facts))
     rates = {1: 1.0, 2: 2.0, 3: 9_109.0, 4: 9_109.0}
     lines = [
-        {"step": step, "loss": 1.0, "tokens_per_second": 16 * rate, "memory/peak_gib": 60.0}
+        {"step": step, "data": 7, "tokens_per_second": 16 * rate, "memory/peak_gib": 60.0}
         | {"tokens_per_second_per_device": rate, "tflops_per_device": 210.0, "mfu": 0.21}
         for step, rate in rates.items()
     ]
@@ -74,7 +74,7 @@ def test_card_of_a_run_on_a_cpu(tmp_path: Path):
     ("missing", "line"),
     [
         ("metrics.jsonl", "a: there is no metrics.jsonl"),
-        ("run.json", "a: a card needs run.json and config.toml beside the metrics"),
+        ("run.json", "a: there is no run.json"),
     ],
 )
 def test_card_of_an_incomplete_run_is_a_line(tmp_path: Path, missing: str, line: str):

@@ -9,12 +9,10 @@ import pytest
 
 from tests.support.report_cases import Page, facts
 from tests.support.verdict_cases import run
-from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
-from titan_moe.verify.compare.outcome import Verdict
 from titan_moe.verify.compare.pinned_routes import Flips
-from titan_moe.verify.compare.records import Curve, RunRecord
-from titan_moe.verify.compare.verdict import compare_runs
+from titan_moe.verify.compare.records import RunRecord, Verdict
+from titan_moe.verify.compare.verdict import Comparison, compare_runs
 from titan_moe.verify.report.pages import comparison_page, runs_page
 from titan_moe.verify.report.plots import Load, charts, load_panels
 
@@ -30,9 +28,9 @@ def against(candidate: RunRecord, *, controls: bool = True, **others: object) ->
 
 
 def scaled(record: RunRecord, quantity: str, factor: float, first: int = 0) -> RunRecord:
-    scalars = {key: values.copy() for key, values in record.curve.scalars.items()}
+    scalars = {key: values.copy() for key, values in record.scalars.items()}
     scalars[quantity][first:] *= factor
-    return replace(record, curve=replace(record.curve, scalars=scalars))
+    return replace(record, scalars=scalars)
 
 
 def assert_alone(page: Page) -> None:
@@ -109,19 +107,6 @@ def test_quantity_outside_the_band_is_first():
     assert float(worst["relative difference"]) == pytest.approx(0.01, rel=1e-2)
 
 
-def test_comparison_page_names_unknown_facts():
-    bare = RunRecord("curves only", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])}))
-    page = Page(comparison_page(against(bare, controls=False)))
-    assert "Not judged: other bits, and nothing says how much rounding may do" in page.text[""]
-    assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]
-    assert "candidate curves only: no grad_norm was logged" in page.text[""]
-    assert "left no run.json and no config.toml" in page.text[""]
-    assert "the layout is unknown" in page.text["layouts"]
-    assert "the configuration is unknown" in page.text["configuration"]
-    assert "no band" in page.text["band"]
-    assert_alone(page)
-
-
 def test_names_are_escaped():
     evil = replace(run("<b>x</b>&", **EIGHT, code="<script>1</script>"), folder=Path("/a<i>b"))
     html = comparison_page(against(evil, title="<u>title", caveats=["1 < 2 <s>"]))
@@ -146,8 +131,8 @@ def test_layouts_draw_each_rank_once_in_each_view(degrees: dict[str, int]):
 
 def test_layouts_of_large_world_draw_two_of_each_axis():
     there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
-    page = Page(runs_page("Large", [run("large", **there), run("unknown")]))
-    assert len(page.ranks["dense"]) == 2**5 and "unknown: the layout is" in page.text["layouts"]
+    page = Page(runs_page("Large", [run("large", **there)]))
+    assert len(page.ranks["dense"]) == 2**5
     assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
 
 

@@ -18,20 +18,22 @@ from titan_moe.verify.report.pages import runs_page
 def write(folder: Path, steps: int, *, tail: str = "") -> Path:
     folder.mkdir(parents=True)
     lines = [
-        {"step": step, "loss": 6 / step, "grad_norm": None if step == 3 else 1.0, "lr": 1e-3}
+        {"step": step, "loss": 6 / step, "grad_norm": None if step == 3 else 1.0, "data": 7}
+        | {"lr": 1e-3}
         | {f"moe/layers.{layer}/max_over_mean": 1 + layer / step for layer in (1, 2)}
         for step in range(1, steps + 1)
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + tail)
     (folder / "config.toml").write_text("[training]\nsteps = 30\n")
+    (folder / "run.json").write_text(json.dumps(facts(world_size=1)))
     return folder
 
 
-def test_runs_page_of_metrics_alone(tmp_path: Path):
+def test_runs_page_of_a_run_without_expert_counts(tmp_path: Path):
     # Its last line is being written.
     record = read_run(write(tmp_path / "a <run>", 5, tail='{"step": 6, "lo'))
-    busiest = record.curve.scalars["moe/layers.2/max_over_mean"]
+    busiest = record.scalars["moe/layers.2/max_over_mean"]
     assert busiest == pytest.approx([3, 2, 5 / 3, 1.5, 1.4])
     html = runs_page("One run", [record])
     page = Page(html)
@@ -39,7 +41,7 @@ def test_runs_page_of_metrics_alone(tmp_path: Path):
     assert "grad_norm is not finite, or missing, in 1 of 5 steps, first in step 3" in page.text[""]
     assert "busiest experts" in page.text["load"] and "A row is a layer: its " in page.text["load"]
     assert page.text["curves"].count("learning rate") == 2, "title and unit"
-    assert "<run>" not in html and "a <run>: the layout is unknown" in page.text["layouts"]
+    assert "<run>" not in html and "a <run>: one rank" in page.text["layouts"]
     assert page.tables["configuration"][1:] == [["training.steps", "30", "10000"]]
     assert all(each.startswith(("#", "data:")) for each in page.loads)
     assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}

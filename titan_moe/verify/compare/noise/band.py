@@ -39,8 +39,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.noise.fit import RESOLUTION, Array, Loads, Quantities, Scalar, shares
-from titan_moe.verify.compare.outcome import FirstDifference
-from titan_moe.verify.compare.records import COMPARED, LOAD_OF, Curve
+from titan_moe.verify.compare.records import COMPARED, LOAD_OF, FirstDifference, RunRecord
 
 FEWEST_CONTROLS = 4
 EARLY_LOOKS = (6, 12)
@@ -84,7 +83,7 @@ class Band:
     Raises ConfigError for curves that are too few, not finite, or have none of the quantities.
     """
 
-    def __init__(self, curves: Sequence[Curve], quantities: Sequence[str]) -> None:
+    def __init__(self, curves: Sequence[RunRecord], quantities: Sequence[str]) -> None:
         if len(curves) <= FEWEST_CONTROLS:
             raise ConfigError(
                 f"{len(curves) - 1} control runs: a band needs {FEWEST_CONTROLS} or more"
@@ -117,7 +116,7 @@ class Band:
         """The statistic of each of the curves, measured against the others."""
         self.limit = max(1.0, *self.statistics)
 
-    def check(self, candidate: Curve) -> BandCheck:
+    def check(self, candidate: RunRecord) -> BandCheck:
         """Compares a curve that is not among the band's own, has their steps and all quantities of
         the band; a value that is not finite is outside."""
         statistic, furthest = 0.0, (self.steps[0], self.quantities[0])
@@ -149,7 +148,7 @@ class Band:
             )
         return BandCheck(statistic, self.limit, first, furthest)
 
-    def reaches(self, curve: Curve) -> dict[str, Array]:
+    def reaches(self, curve: RunRecord) -> dict[str, Array]:
         """The distance of each of the band's quantities at each step alone, [S] each: above 1 is
         outside."""
         found: dict[str, Array] = {}
@@ -159,7 +158,7 @@ class Band:
             found |= dict(zip(self._names[kind], reach_QS, strict=True))
         return found
 
-    def values(self, curve: Curve, quantity: str) -> Array:
+    def values(self, curve: RunRecord, quantity: str) -> Array:
         """The compared values at each step, [S]: the scalar, or for a load the share of rows that
         went to other experts than in the controls' mean."""
         if (kind := _kind(quantity)) != "load":
@@ -207,7 +206,7 @@ class Band:
         num_rows = max(float(np.max(counts[0].sum())) for counts in self.curves[0].loads.values())
         return Loads(np.stack(values), 1 / num_rows)
 
-    def _compared(self, curve: Curve, kind: str) -> Array:
+    def _compared(self, curve: RunRecord, kind: str) -> Array:
         """The logarithm of a scalar, [1, 1, S], or all layers' shares, [L, E, S]."""
         if kind != "load":
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -219,10 +218,9 @@ class Band:
         return np.stack([shares(counts_SE).T for counts_SE in counts])
 
 
-def quantities_of(curve: Curve) -> list[str]:
+def quantities_of(curve: RunRecord) -> list[str]:
     """Returns the quantities of a curve that a band can compare."""
-    scalars = [q for q in COMPARED if q in curve.scalars]
-    return [*scalars, *(LOAD_OF + layer for layer in curve.loads)]
+    return [*COMPARED, *(LOAD_OF + layer for layer in curve.loads)]
 
 
 def _kind(quantity: str) -> str:

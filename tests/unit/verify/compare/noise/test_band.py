@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.noise.band import Band, student_t
-from titan_moe.verify.compare.records import Curve
+from titan_moe.verify.compare.records import RunRecord
 
 STEPS = 24
 BOTH = ("loss", "grad_norm")
 LOADS = ("load of layers.1", "load of layers.2")
 ALL = (*BOTH, *LOADS)
+NOTHING: Any = ({}, [], {}, {})
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
 
@@ -36,12 +38,12 @@ def flipping(rng: np.random.Generator, number: int) -> np.ndarray:
     return noise
 
 
-def curves(noise: np.ndarray) -> list[Curve]:
+def curves(noise: np.ndarray) -> list[RunRecord]:
     """Noise on the logarithms of two falling curves."""
     falling = np.stack([6 * np.exp(-np.arange(STEPS) / 20), 3 / (1 + np.arange(STEPS))])
     return [
-        Curve(f"curve {i}", range(1, STEPS + 1), dict(zip(BOTH, scalars, strict=True)))
-        for i, scalars in enumerate(falling * np.exp(noise))
+        RunRecord(f"curve {i}", range(1, STEPS + 1), dict(zip(BOTH, pair, strict=True)), *NOTHING)
+        for i, pair in enumerate(falling * np.exp(noise))
     ]
 
 
@@ -97,7 +99,7 @@ def test_quantiles_of_students_t_are_those_of_the_tables(degrees: int, value: fl
     assert student_t(0.01, degrees) == pytest.approx(value, abs=5e-4)
 
 
-def load_curves(rng: np.random.Generator, number: int, flips: float = 1.0) -> list[Curve]:
+def load_curves(rng: np.random.Generator, number: int, flips: float = 1.0) -> list[RunRecord]:
     """Two layers of 8 experts and 512 rows, of which a few go elsewhere in each curve and step."""
     found = []
     for curve in curves(white(rng, number)):
