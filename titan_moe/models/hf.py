@@ -18,7 +18,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
 from titan_moe.config.parse import flat_keys
 from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.models.hf_family import HFKeys
+from titan_moe.models.hf_names import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
 

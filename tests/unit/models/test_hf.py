@@ -146,7 +146,7 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (MINIMAX, {"sliding_window": 4096}, "sliding_window=4096 is not supported: only None"),
         (SCOUT, {"moe_layers": [0, 3]}, "moe_layers must repeat"),
         (SCOUT, {"no_rope_layers": [1, 0, 0, 1] * 2}, "no_rope_layers must repeat"),
-        (NEXT, {"layer_types": ["linear_attention"] * 7 + ["full_attention"] * 9}, "must repeat"),
+        (NEXT, {"layer_types": ["full_attention"] * 7 + ["linear_attention"]}, "must repeat"),
         (NEXT, {"layer_types": ["sliding_attention"] * 8}, "only linear_attention or full_att"),
         (NEXT, {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         (NEXT, {"shared_expert_intermediate_size": 40}, "must be a multiple of moe_intermediate"),
@@ -252,7 +252,7 @@ def test_kimi_linear_is_read_as_transformers_writes_it(renamed, tmp_path):
     theirs = transformers.KimiLinearConfig(**settings)
     attends = [kind == "full_attention" for kind in theirs.layer_types]
     assert attends == [not config.recurs(layer) for layer in range(config.num_layers)]
-    both = {"linear_attn_config", "first_k_dense_replace", *kimi_linear._FIXED}
+    both = {"linear_attn_config", "first_k_dense_replace", *kimi_linear._FORM.fixed, "hidden_act"}
     plain = {key: value for key, value in settings.items() if key not in both}
     transformers.KimiLinearConfig(**plain, mlp_layer_types=theirs.mlp_layer_types).save_pretrained(
         tmp_path
@@ -260,7 +260,7 @@ def test_kimi_linear_is_read_as_transformers_writes_it(renamed, tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     assert not both & settings.keys() - {"hidden_act"}
     if renamed:
-        names = {ours: name for name, ours in kimi_linear._ALIASES.items()}
+        names = {ours: name for name, ours in kimi_linear._FORM.aliases.items()}
         settings = {names.get(key, key): value for key, value in settings.items()}
         assert "num_local_experts" in settings and "num_experts" not in settings
     assert differences(config, model_of(write(tmp_path, settings)).config) == []

@@ -17,7 +17,7 @@ from titan_moe.config.job_config import Lora
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of, wrapper_of
-from titan_moe.models.hf_family import HFWeight
+from titan_moe.models.hf_names import HFWeight
 from titan_moe.models.lora import adapt
 from titan_moe.runtime.errors import RunError, listed
 

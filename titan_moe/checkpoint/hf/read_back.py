@@ -13,7 +13,7 @@ that are equal when they are rounded are read once more.
 
 import json
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from filecmp import cmp
 from math import prod
@@ -100,6 +100,12 @@ def is_stack(name: str) -> bool:
     return ".experts." in name
 
 
+def boxes(name: str, shape: tuple[int, ...]) -> Iterable[Box]:
+    """The boxes that a tensor of ours is read in: all of it, or of a stack some experts at a time,
+    as many as LARGEST_BOX elements hold."""
+    return cut(shape, LARGEST_BOX) if is_stack(name) else [whole(shape)]
+
+
 def _fingerprints(name: str, box: Box, values: Tensor) -> Sums:
     parts, first = (values.unbind(), box[0].start) if is_stack(name) else ((values,), 0)
     return {(name, number): _fingerprint(part) for number, part in enumerate(parts, first)}
@@ -162,7 +168,7 @@ def _read_share(back: HFFolder, source: HFSource, original: Original) -> Sums:
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     for name in sorted(source.found.keys() - original.model.first_of_group)[mine]:
         shape = source.found[name].shape
-        for box in cut(shape, LARGEST_BOX) if is_stack(name) else [whole(shape)]:
+        for box in boxes(name, shape):
             sums |= _fingerprints(name, box, source.read(name, box))
     rest = back.rest()
     for theirs in sorted(original.rest)[mine]:

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.read import HFSource
-from titan_moe.checkpoint.hf.source import Source
+from titan_moe.checkpoint.hf.read import HFSource, Source
 from titan_moe.checkpoint.hf.write import export
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
