@@ -264,8 +264,8 @@ def period(key: str, layers: Sequence[bool]) -> int:
     raise ConfigError(f"config.json: {key} must repeat with a fixed step: {list(layers)}")
 
 
-ORIGINAL = "original_max_position_embeddings"
-SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+_ORIGINAL = "original_max_position_embeddings"
+_SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
     "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
 }
@@ -277,15 +277,15 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     scaling = rope.scaling
     if scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
-    is_yarn = isinstance(scaling, YarnScaling)
-    kind = "yarn" if is_yarn else "llama3"
-    table: dict[str, Any] = {"type": kind} if is_yarn else {}
-    table |= {"rope_type": kind, "factor": scaling.factor, ORIGINAL: scaling.original_max_seq_len}
-    table |= {name: getattr(scaling, name) for name in SCALINGS[kind][1]}
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        table["truncate"] = False
+    kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"
+    table: dict[str, Any] = {"rope_type": kind, _ORIGINAL: scaling.original_max_seq_len}
+    table |= {name: getattr(scaling, name) for name in _SCALINGS[kind][1]}
+    if isinstance(scaling, YarnScaling):
+        table["type"] = kind
+        if scaling.mscale_all_dim:
+            table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+        if not scaling.truncate:
+            table["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": table}
 
 
@@ -316,16 +316,16 @@ def rope_from_hf(
     kind = given(parameters, "rope_type", given(parameters, "type", "default"))
     if kind == "default":
         return RopeConfig(theta, pairing)
-    only({"rope_type": kind}, rope_type=tuple(SCALINGS))
+    only({"rope_type": kind}, rope_type=tuple(_SCALINGS))
     if not partial:
         factor = of_rope(settings, "partial_rotary_factor", 1.0)
         only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
-    scaling, names = SCALINGS[kind]
+    scaling, names = _SCALINGS[kind]
     needed(parameters, "factor")
     numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
     more = _yarn(parameters, latent=latent) if kind == "yarn" else {}
-    longest = given(parameters, ORIGINAL, settings.get("max_position_embeddings"))
-    original = given(settings, ORIGINAL, longest)
+    longest = given(parameters, _ORIGINAL, settings.get("max_position_embeddings"))
+    original = given(settings, _ORIGINAL, longest)
     return RopeConfig(
         theta, pairing, scaling(original_max_seq_len=int(original), **numbers, **more)
     )

@@ -57,6 +57,16 @@ def either(*forms: HFKeys) -> HFKeys:
     }
 
 
+def sections(ours: str, theirs: str, **sizes: int) -> HFKeys:
+    """Tensors that share one whose rows are groups of these sections; * stands for a section."""
+    found, first, size = {}, 0, sum(sizes.values())
+    for section, rows in sizes.items():
+        way = HFWeight(theirs, rows=Rows(first, first + rows, size))
+        found[ours.replace("*", section)] = (way,)
+        first += rows
+    return found
+
+
 def stacks(
     module: str,
     *,

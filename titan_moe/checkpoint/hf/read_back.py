@@ -131,8 +131,7 @@ def _check_files(folder: Path, model: HFModel) -> None:
         if (told := index["metadata"]["total_size"]) != size:
             _refuse([f"{INDEX} says {told} bytes, but the tensors have {size}"])
     unlike = held.keys() ^ index["weight_map"].items()
-    copies = {way.name for copy in model.first_of_group for way in model.keys.get(copy, ())}
-    twice = [name for name, _ in held if name in copies]
+    twice = [name for name, _ in held if name in model.tied]
     _refuse([f"{INDEX} and {file} do not agree on {name}" for name, file in sorted(unlike)])
     _refuse([f"{name}, a tied weight, is there twice" for name in twice])
 

@@ -157,14 +157,7 @@ _BLOCK = {
 def keys(config: ModelConfig) -> names.HFKeys:
     """Names of each tensor."""
     recurrent = hf.recurrent_of(config, _FORM.family)
-    width = recurrent.num_key_heads * recurrent.key_dim
-    convolutions: names.HFKeys = {
-        f"attention.conv.{x}.weight": (
-            names.HFWeight(f"self_attn.{x}_conv1d.weight"),
-            names.HFWeight(
-                "self_attn.conv1d.weight", rows=names.Rows(n * width, (n + 1) * width, 3 * width)
-            ),
-        )
-        for n, x in enumerate("qkv")
-    }
-    return names.in_model({**_BLOCK, **convolutions})
+    width, conv = recurrent.num_key_heads * recurrent.key_dim, "attention.conv.*.weight"
+    own = names.renamed(conv, "self_attn.*_conv1d.weight", {x: x for x in "qkv"})
+    joined = names.sections(conv, "self_attn.conv1d.weight", q=width, k=width, v=width)
+    return names.in_model({**_BLOCK, **names.either(own, joined)})

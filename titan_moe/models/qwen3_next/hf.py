@@ -144,26 +144,21 @@ def _recurrent(config: GatedDeltaConfig) -> names.HFKeys:
     each = values // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads
     all_keys = keys * config.num_key_heads
+    in_proj, gates, conv = (f"attention.{x}.*.weight" for x in ("in_proj", "gates", "conv"))
     mixed = {
-        **_sections("in_proj", "in_proj_qkvz", q=keys, k=keys, v=each, z=each),
-        **_sections("gates", "in_proj_ba", b=heads, a=heads),
+        **names.sections(
+            in_proj, "linear_attn.in_proj_qkvz.weight", q=keys, k=keys, v=each, z=each
+        ),
+        **names.sections(gates, "linear_attn.in_proj_ba.weight", b=heads, a=heads),
     }
     own = {
-        **_sections("in_proj", "in_proj_qkv", q=all_keys, k=all_keys, v=values),
+        **names.sections(
+            in_proj, "linear_attn.in_proj_qkv.weight", q=all_keys, k=all_keys, v=values
+        ),
         **names.renamed("attention.*.weight", "linear_attn.*.weight", _GATES),
     }
     forms = (mixed, own) if config.files_join_heads else (own, mixed)
-    conv = _sections("conv", "conv1d", q=all_keys, k=all_keys, v=values)
-    return {**_RECURRENT, **names.either(*forms), **conv}
-
-
-def _sections(ours: str, theirs: str, **sizes: int) -> names.HFKeys:
-    """The parts of a tensor whose rows are groups of these sections."""
-    found, first, size = {}, 0, sum(sizes.values())
-    for section, rows in sizes.items():
-        way = names.HFWeight(
-            f"linear_attn.{theirs}.weight", rows=names.Rows(first, first + rows, size)
-        )
-        found[f"attention.{ours}.{section}.weight"] = (way,)
-        first += rows
-    return found
+    convolutions = names.sections(
+        conv, "linear_attn.conv1d.weight", q=all_keys, k=all_keys, v=values
+    )
+    return {**_RECURRENT, **names.either(*forms), **convolutions}
