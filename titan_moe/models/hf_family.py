@@ -96,10 +96,9 @@ _DEFAULTS = {
     "initializer_range": 0.02,
     "num_nextn_predict_layers": 0,
 }
+_ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 LATENT_ROPE: Mapping[str, Any] = {"pairing": "neighbours", "latent": True}
 """Positions of DeepSeek's attention."""
-MTP_ALIAS = {"num_mtp_layers": "num_nextn_predict_layers"}
-"""transformers' name of the number of multi-token prediction layers."""
 FULL = "full_attention"
 
 
@@ -123,11 +122,12 @@ class Form:
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `rope_from_hf`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys that other code writes -> the published keys, which go before them."""
+    """Keys that transformers writes -> the published keys, which go before them; and `_ALIASES`."""
 
     def read(self, settings: Settings) -> Fields:
         """Returns the fields. Raises ConfigError for what is missing, or is not supported."""
-        aliases = {key: settings.get(alias) for alias, key in self.aliases.items()}
+        names = {**_ALIASES, **self.aliases}
+        aliases = {key: settings.get(alias) for alias, key in names.items()}
         settings = aliases | {key: value for key, value in settings.items() if value is not None}
         only(settings, hidden_act=("silu",), **{key: (it,) for key, it in self.fixed.items()})
         is_latent = self.attention is MLAConfig

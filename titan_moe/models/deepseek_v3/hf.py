@@ -17,14 +17,13 @@ from titan_moe.models.config import MLAConfig, ModelConfig
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 
 _DENSE = hf.Form(
-    "deepseek_v3",
-    "deepseek_v3",
-    "DeepseekV3",
-    MLAConfig,
-    hf.MLA_KEYS,
+    family="deepseek_v3",
+    model_type="deepseek_v3",
+    architecture="DeepseekV3",
+    attention=MLAConfig,
+    keys=hf.MLA_KEYS,
     defaults={"q_lora_rank": None, "max_position_embeddings": 4096},
     rope=hf.LATENT_ROPE,
-    aliases=hf.MTP_ALIAS,
 )
 _V3 = replace(
     _DENSE,

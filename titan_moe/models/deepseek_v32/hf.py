@@ -16,11 +16,11 @@ from titan_moe.models.config import MLAConfig, ModelConfig
 
 _FULL, _SHARED = "full", "shared"
 _FORM = hf.Form(
-    "deepseek_v32",
-    "deepseek_v32",
-    "DeepseekV32",
-    MLAConfig,
-    {
+    family="deepseek_v32",
+    model_type="deepseek_v32",
+    architecture="DeepseekV32",
+    attention=MLAConfig,
+    keys={
         **hf.MLA_KEYS,
         **hf.ROUTER_KEYS,
         "attention.indexer.num_heads": "index_n_heads",
@@ -39,7 +39,6 @@ _FORM = hf.Form(
     fixed={"indexer_rope_interleave": False},
     fields={"attention.indexer.pairing": "halves", "moe.score": "sigmoid"},
     rope=hf.LATENT_ROPE,
-    aliases=hf.MTP_ALIAS,
 )
 _GLM = replace(
     _FORM,

@@ -26,11 +26,11 @@ _DEFAULTS = {
     "partial_rotary_factor": 0.5,
 }
 _FORM = hf.Form(
-    "glm4_moe",
-    "glm4_moe",
-    "Glm4Moe",
-    GQAConfig,
-    {
+    family="glm4_moe",
+    model_type="glm4_moe",
+    architecture="Glm4Moe",
+    attention=GQAConfig,
+    keys={
         **hf.GQA_KEYS,
         **hf.ROUTER_KEYS,
         "num_mtp_layers": "num_nextn_predict_layers",
@@ -39,19 +39,17 @@ _FORM = hf.Form(
     defaults=_DEFAULTS,
     fields={"attention.output_bias": False, "moe.score": "sigmoid"},
     rope={"partial": True},
-    aliases=hf.MTP_ALIAS,
 )
 _LATENT = hf.Form(
-    "glm4_moe",
-    "glm4_moe_lite",
-    "Glm4MoeLite",
-    MLAConfig,
-    {**hf.MLA_KEYS, **hf.ROUTER_KEYS},
+    family="glm4_moe",
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLite",
+    attention=MLAConfig,
+    keys={**hf.MLA_KEYS, **hf.ROUTER_KEYS},
     defaults=_DEFAULTS
     | {"max_position_embeddings": 202_752, "routed_scaling_factor": 1.8, "q_lora_rank": None},
     fields={"moe.score": "sigmoid"},
     rope=hf.LATENT_ROPE,
-    aliases=hf.MTP_ALIAS,
 )
 MODEL_TYPES = (_FORM.model_type, _LATENT.model_type, "glm4v_moe_text")
 

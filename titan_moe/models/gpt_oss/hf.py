@@ -13,11 +13,11 @@ MODEL_TYPES = ("gpt_oss",)
 
 _SLIDING = "sliding_attention"
 _FORM = hf.Form(
-    "gpt_oss",
-    "gpt_oss",
-    "GptOss",
-    GQAConfig,
-    hf.LOCAL_EXPERT_KEYS,
+    family="gpt_oss",
+    model_type="gpt_oss",
+    architecture="GptOss",
+    attention=GQAConfig,
+    keys=hf.LOCAL_EXPERT_KEYS,
     defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "attention_bias": True},
     fixed={"swiglu_limit": 7.0},
     fields={

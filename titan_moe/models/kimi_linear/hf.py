@@ -14,11 +14,11 @@ from titan_moe.models.config import GatedDeltaConfig, MLAConfig, ModelConfig
 MODEL_TYPES = ("kimi_linear",)
 
 _FORM = hf.Form(
-    "kimi_linear",
-    "kimi_linear",
-    "KimiLinear",
-    MLAConfig,
-    {
+    family="kimi_linear",
+    model_type="kimi_linear",
+    architecture="KimiLinear",
+    attention=MLAConfig,
+    keys={
         **hf.MLA_KEYS,
         **hf.ROUTER_KEYS,
         "max_seq_len": "model_max_length",
@@ -64,7 +64,8 @@ _LINEAR = "linear_attention"
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     # transformers' own Kimi Linear never ties its embedding.
-    hf.only(settings, num_nextn_predict_layers=(0,), tie_word_embeddings=(False,))
+    hf.only(settings, tie_word_embeddings=(False,))
+    hf.only(settings, num_nextn_predict_layers=(0,), num_mtp_layers=(0,))
     fields = _FORM.read(settings)
     return _FORM.config(fields | {"recurrent": _recurrent_layers(settings, fields["num_layers"])})
 

@@ -16,11 +16,11 @@ from titan_moe.ops.local_attention import LocalAttention
 MODEL_TYPES = ("llama4_text",)
 
 _FORM = hf.Form(
-    "llama4",
-    "llama4_text",
-    "Llama4",
-    GQAConfig,
-    hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"},
+    family="llama4",
+    model_type="llama4_text",
+    architecture="Llama4",
+    attention=GQAConfig,
+    keys=hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"},
     defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
     fixed={"router_jitter_noise": 0.0},
     fields={"moe.num_shared_experts": 1, "moe.score": "sigmoid", "moe.weights_scale": "inputs"},

@@ -13,11 +13,11 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 MODEL_TYPES = ("minimax_m2",)
 
 _FORM = hf.Form(
-    "minimax_m2",
-    "minimax_m2",
-    "MiniMaxM2",
-    GQAConfig,
-    hf.BLOCK_SPARSE_KEYS,
+    family="minimax_m2",
+    model_type="minimax_m2",
+    architecture="MiniMaxM2",
+    attention=GQAConfig,
+    keys=hf.BLOCK_SPARSE_KEYS,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608},
     fixed={
         "scoring_func": "sigmoid",

@@ -11,11 +11,11 @@ from titan_moe.ops.local_attention import LocalAttention
 MODEL_TYPES = ("mixtral",)
 
 _FORM = hf.Form(
-    "mixtral",
-    "mixtral",
-    "Mixtral",
-    GQAConfig,
-    hf.BLOCK_SPARSE_KEYS,
+    family="mixtral",
+    model_type="mixtral",
+    architecture="Mixtral",
+    attention=GQAConfig,
+    keys=hf.BLOCK_SPARSE_KEYS,
     defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
     fixed={"router_jitter_noise": 0.0},
     fields={"moe.normalize_top_k": True},

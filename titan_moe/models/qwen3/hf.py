@@ -13,11 +13,11 @@ _WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
 
 _DENSE = hf.Form(
-    "qwen3",
-    "qwen3",
-    "Qwen3",
-    GQAConfig,
-    hf.GQA_KEYS,
+    family="qwen3",
+    model_type="qwen3",
+    architecture="Qwen3",
+    attention=GQAConfig,
+    keys=hf.GQA_KEYS,
     defaults={"max_position_embeddings": 32_768, "head_dim": 128},
     fixed={"use_sliding_window": False},
     fields={"attention.qk_norm": "learned"},

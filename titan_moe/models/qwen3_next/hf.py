@@ -18,11 +18,11 @@ from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
 
 _LINEAR = "linear_attention"
 _FORM = hf.Form(
-    "qwen3_next",
-    "qwen3_next",
-    "Qwen3Next",
-    GQAConfig,
-    {
+    family="qwen3_next",
+    model_type="qwen3_next",
+    architecture="Qwen3Next",
+    attention=GQAConfig,
+    keys={
         **hf.GQA_KEYS,
         **hf.QWEN_EXPERT_KEYS,
         "num_mtp_layers": "mtp_num_hidden_layers",
