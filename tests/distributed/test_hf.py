@@ -15,7 +15,7 @@ from tests.support.hf_folders import assert_same_bits, make_folder, read_folder,
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer
 from tests.support.tiers import tiered
-from titan_moe.checkpoint.hf import shards, write
+from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.read import import_folder, load_hf
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
@@ -58,7 +58,7 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     checkpointer = plain_checkpointer(target.parent, parts, model=model, job_record=record)
     checkpointer.save(1, {})
     # More files than ranks, and not as many for each of them.
-    with mock.patch.multiple(shards, LARGEST_FILE=40_000, LARGEST_PUBLISHED=0):
+    with mock.patch.multiple(write, LARGEST_FILE=40_000, LARGEST_PUBLISHED=0):
         saved = step_folder(checkpointer.folder, 1)
         write.export_checkpoint(saved, target, getattr(torch, dtype))
 

@@ -18,7 +18,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
 from titan_moe.config.parse import flat_keys
 from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.models.hf_family import HFKeys
+from titan_moe.models.hf_names import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
 
@@ -74,9 +74,13 @@ class HFModel:
         """Maps Hugging Face's names of tensors that are published in multi-token prediction layers
         as copies to our names of what they copy. They may be missing on import, and are not read.
         """
-        copied = ("tok_embeddings.weight", "output.weight")
-        ahead = {ours: self.keys.get(f"mtp.layers.{{layer}}.{ours}") for ours in copied}
-        return {ways[0].name: ours for ours, ways in ahead.items() if ways}
+        first, found = self.config.num_layers, {}
+        for ours in ("tok_embeddings.weight", "output.weight"):
+            for way in self.keys.get(f"mtp.layers.{{layer}}.{ours}", ())[:1]:
+                for layer in range(first, first + self.config.num_mtp_layers):
+                    name = way.name.replace("{layer}", str(layer))
+                    found[name] = self.first_of_group.get(ours, ours)
+        return found
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -90,6 +94,13 @@ class HFModel:
     def first_of_group(self) -> dict[str, str]:
         """Maps each copy of a tied weight to the parameter that it copies."""
         return {copy: first for first, *others in tied_weights(self.config) for copy in others}
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Maps Hugging Face's names of tied weights to our names of what they copy. They may be
+        there on import, and are not written."""
+        copies = self.first_of_group.items()
+        return {way.name: first for copy, first in copies for way in self.keys.get(copy, ())}
 
     def settings(self) -> dict[str, Any]:
         """Returns its config.json, in the published form.

@@ -1,28 +1,28 @@
-"""Helpers of the families' `hf.py`: config.json's keys and weights' names as data.
+"""config.json of the families as data: its keys, what they may say, and fields that no key tells.
 
 No torch. A family's `hf.py` has
 
     MODEL_TYPES     the model_type values of config.json that it reads
     from_hf, to_hf  dimensions from config.json, and config.json from dimensions
-    keys            our tensors' names -> theirs, and how each is laid out
+    keys            our tensors' names -> theirs, and how each is laid out (`hf_names.py`)
 
-`from_hf` and `to_hf` share tables of our fields and their keys. Two forms of config.json are read:
-that of published models (`rope_theta`, `rope_scaling`), and what transformers 5 writes
+`from_hf` and `to_hf` share a `Form`, a table of our fields and their keys. Positions are read in
+two forms: that of published models (`rope_theta`, `rope_scaling`), and what transformers 5 writes
 (`rope_parameters`). The first is written, which all readers know.
-
-In names, `{layer}` stands for a number on both sides; theirs counts multi-token prediction layers
-on after the others, ours from 0 under `mtp.layers`.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import (
     GatedDeltaConfig,
+    IndexerConfig,
     Llama3Scaling,
+    MLAConfig,
     ModelConfig,
     RopeConfig,
     YarnScaling,
@@ -34,10 +34,9 @@ Settings = Mapping[str, Any]
 """A config.json."""
 Fields = dict[str, Any]
 """Fields of a ModelConfig by path: {"dim": 256, "attention.num_heads": 8, "moe.top_k": 2}."""
-A = TypeVar("A")
 
 # Paths of our fields -> the keys of config.json that hold them, in every family.
-DECODER_KEYS = {
+_DECODER_KEYS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -50,9 +49,18 @@ DECODER_KEYS = {
     "init_std": "initializer_range",
 }
 GQA_KEYS = {
-    **DECODER_KEYS,
+    **_DECODER_KEYS,
     "attention.num_kv_heads": "num_key_value_heads",
     "attention.head_dim": "head_dim",
+}
+MLA_KEYS = {
+    **_DECODER_KEYS,
+    "attention.q_rank": "q_lora_rank",
+    "attention.kv_rank": "kv_lora_rank",
+    "attention.nope_dim": "qk_nope_head_dim",
+    "attention.rope_dim": "qk_rope_head_dim",
+    "attention.v_dim": "v_head_dim",
+    "num_mtp_layers": "num_nextn_predict_layers",
 }
 # Keys of routers with sigmoid scores and a bias, and of DeepSeek-V2's.
 ROUTER_KEYS = {
@@ -81,13 +89,98 @@ LOCAL_EXPERT_KEYS = {
     "moe.hidden_dim": "intermediate_size",
 }
 BLOCK_SPARSE_KEYS = {path: key for path, key in LOCAL_EXPERT_KEYS.items() if "bias" not in path}
-DEFAULTS = {
+_DEFAULTS = {
     "attention_bias": False,
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
+    "num_nextn_predict_layers": 0,
 }
-"""Values of keys that config.json may leave out."""
+_ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
+LATENT_ROPE: Mapping[str, Any] = {"pairing": "neighbours", "latent": True}
+"""Positions of DeepSeek's attention."""
+FULL = "full_attention"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of config.json in which models of a family are published."""
+
+    family: str
+    model_type: str
+    architecture: str
+    """Name of the class in transformers, without ForCausalLM."""
+    attention: type[Any]
+    keys: Mapping[str, str]
+    """Paths of our fields -> keys."""
+    defaults: dict[str, Any]
+    """Values of keys that config.json may leave out."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Keys that are read with this value alone, and written."""
+    fields: Fields = field(default_factory=dict)
+    """Fields that no key tells."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `rope_from_hf`."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys that transformers writes -> the published keys, which go before them; and `_ALIASES`."""
+
+    def read(self, settings: Settings) -> Fields:
+        """Returns the fields. Raises ConfigError for what is missing, or is not supported."""
+        names = {**_ALIASES, **self.aliases}
+        aliases = {key: settings.get(alias) for alias, key in names.items()}
+        settings = aliases | {key: value for key, value in settings.items() if value is not None}
+        only(settings, hidden_act=("silu",), **{key: (it,) for key, it in self.fixed.items()})
+        is_latent = self.attention is MLAConfig
+        defaults = {**({} if is_latent else _gqa_defaults(settings)), **_DEFAULTS, **self.defaults}
+        fields = {
+            path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
+            for path, key in self.keys.items()
+        }
+        fields = checked(fields, self.keys) | {"rope": rope_from_hf(settings, **self.rope)}
+        if fields.get("moe.num_groups", 1) > 1:  # The best two experts tell a group's score.
+            fields["moe.group_score_top"] = 2
+        rotated = "attention.partial_rotary_factor"
+        if rotated in fields:
+            fields[rotated] = rotary_factor(settings, fields["attention.head_dim"], fields[rotated])
+        if is_latent:
+            fields |= _latent(settings)
+        return fields | self.fields
+
+    def config(self, fields: Fields) -> ModelConfig:
+        """The dimensions with these fields, dense where none of them is under `moe`."""
+        tables: dict[str, dict[str, Any]] = defaultdict(dict)
+        for path, value in fields.items():
+            table, _, name = path.rpartition(".")
+            tables[table][name] = value
+        if "attention.indexer" in tables:
+            tables["attention"]["indexer"] = IndexerConfig(**tables["attention.indexer"])
+        kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": GatedDeltaConfig}
+        made = {name: kind(**tables[name]) for name, kind in kinds.items() if name in tables}
+        return ModelConfig(**{"moe": None, **tables[""], **made})
+
+    def attention_of(self, config: ModelConfig) -> Any:
+        """The attention, which is of the one kind that the published code has. Raises ConfigError
+        for any other."""
+        if isinstance(config.attention, self.attention):
+            return config.attention
+        raise ConfigError(
+            f"the Hugging Face form of {self.family} has no place for attention of a "
+            f"{type(config.attention).__name__}, only of a {self.attention.__name__}: add it "
+            f"to titan_moe/models/{self.family}/hf.py"
+        )
+
+    def write(self, config: ModelConfig, **own: Any) -> dict[str, Any]:
+        """A config.json of these dimensions, with the family's `own` keys."""
+        return {
+            "architectures": [f"{self.architecture}ForCausalLM"],
+            "model_type": self.model_type,
+            "hidden_act": "silu",
+            "num_key_value_heads": self.attention_of(config).num_kv_heads,
+            **self.fixed,
+            **own,
+            **{key: attrgetter(path)(config) for path, key in self.keys.items()},
+            **rope_to_hf(config.rope),
+        }
 
 
 def needed(settings: Settings, key: str) -> Any:
@@ -115,67 +208,24 @@ def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
         raise ConfigError(lines)
 
 
-def read_fields(settings: Settings, keys: Mapping[str, str], defaults: Settings) -> Fields:
-    """The fields of a table. Raises ConfigError for a missing value, or one of another kind."""
-    found = {
-        path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
-        for path, key in keys.items()
-    }
-    return checked(found, keys)
-
-
-def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The keys of a table; the inverse of `read_fields`."""
-    return {key: attrgetter(path)(config) for path, key in keys.items()}
-
-
-def settings_of(
-    config: ModelConfig, architecture: str, model_type: str, keys: Mapping[str, str], **own: Any
-) -> dict[str, Any]:
-    """A config.json of these dimensions: what every family says, its `own` settings, and `keys`."""
-    return {
-        "architectures": [f"{architecture}ForCausalLM"],
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "num_key_value_heads": config.attention.num_kv_heads,
-        **own,
-        **write_fields(config, keys),
-        **rope_to_hf(config.rope),
-    }
-
-
-def gqa_defaults(settings: Settings) -> dict[str, Any]:
+def _gqa_defaults(settings: Settings) -> dict[str, Any]:
     """Defaults of the heads that share keys and values, and of their channels."""
     keys = {"attention.num_heads": "num_attention_heads", "dim": "hidden_size"}
-    heads, dim = read_fields(settings, keys, {}).values()
+    heads, dim = checked({path: needed(settings, key) for path, key in keys.items()}, keys).values()
     return {"num_key_value_heads": heads, "head_dim": dim // heads}
 
 
-def make_config(fields: Fields, attention: type[Any]) -> ModelConfig:
-    """The dimensions with these fields, dense where none of them is under `moe`."""
-    tables: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "moe": {}}
-    for path, value in fields.items():
-        table, _, name = path.rpartition(".")
-        tables[table][name] = value
-    return ModelConfig(
-        **tables[""],
-        attention=attention(**tables["attention"]),
-        moe=MoEConfig(**tables["moe"]) if tables["moe"] else None,
-    )
-
-
-def attention_of(config: ModelConfig, kind: type[A], family: str) -> A:
-    """The attention, of the one kind that a family's published code has.
-
-    Raises ConfigError for any other.
-    """
-    if isinstance(config.attention, kind):
-        return config.attention
-    raise ConfigError(
-        f"the Hugging Face form of {family} has no place for attention of a "
-        f"{type(config.attention).__name__}, only of a {kind.__name__}: add it to "
-        f"titan_moe/models/{family}/hf.py"
-    )
+def _latent(settings: Settings) -> Fields:
+    """Returns the number of dense layers if `mlp_layer_types` says it. Raises ConfigError for heads
+    that share keys, and for layers without experts among others."""
+    only(settings, num_key_value_heads=(needed(settings, "num_attention_heads"),))
+    only(settings, mlp_bias=(False,), moe_layer_freq=(1,), rope_interleave=(True,))
+    if (kinds := settings.get("mlp_layer_types")) is None:
+        return {}
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise ConfigError(f"config.json: mlp_layer_types: only dense layers first, not {kinds}")
+    return {"num_dense_layers": dense}
 
 
 def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
@@ -185,29 +235,22 @@ def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
     return config.recurrent
 
 
-ORIGINAL = "original_max_position_embeddings"
-SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
-    "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
-}
-"""Scalings of positions by rope_type, with the numbers that config.json names alike."""
+def attending(settings: Settings, other: str, num_layers: int) -> list[bool] | None:
+    """Returns which layers see the whole sequence, by `layer_types`; None without that key.
+
+    Raises ConfigError unless each layer is such a layer, or of the `other` kind.
+    """
+    kinds = settings.get("layer_types")
+    if kinds is not None and (len(kinds) < num_layers or set(kinds) - {other, FULL}):
+        raise ConfigError(
+            f"config.json: layer_types: only {other} or {FULL}, {num_layers} times: {kinds}"
+        )
+    return kinds and [kind == FULL for kind in kinds[:num_layers]]
 
 
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The keys rope_theta and rope_scaling."""
-    scaling = rope.scaling
-    if scaling is None:
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    is_yarn = isinstance(scaling, YarnScaling)
-    kind = "yarn" if is_yarn else "llama3"
-    table: dict[str, Any] = {"type": kind} if is_yarn else {}
-    table |= {"rope_type": kind, "factor": scaling.factor, ORIGINAL: scaling.original_max_seq_len}
-    table |= {name: getattr(scaling, name) for name in SCALINGS[kind][1]}
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
-        table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        table["truncate"] = False
-    return {"rope_theta": rope.theta, "rope_scaling": table}
+def kinds_of(attends: Sequence[bool], other: str) -> list[str]:
+    """The `layer_types` of layers, of which these see the whole sequence."""
+    return [FULL if each else other for each in attends]
 
 
 def period(key: str, layers: Sequence[bool]) -> int:
@@ -221,124 +264,106 @@ def period(key: str, layers: Sequence[bool]) -> int:
     raise ConfigError(f"config.json: {key} must repeat with a fixed step: {list(layers)}")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows `first` to `last` of each group of `size` rows of theirs, one group after another."""
-
-    first: int
-    last: int
-    size: int
-
-
-@dataclass(frozen=True)
-class HFWeight:
-    """One way in which a tensor of ours is stored."""
-
-    name: str
-    """Name with {layer}, and with {expert} if each expert of a stack has a tensor of its own; else
-    a stack is stored whole, experts first, like ours."""
-    transposed: bool = False
-    """Their last two dims are ours swapped."""
-    rows: Literal["whole", "first half", "second half", "even", "odd"] | Rows = "whole"
-    """The stored rows that are ours, if projections share a tensor: of a matrix, its second last
-    dim in our order; of a bias, its last; `Rows` of the first dim."""
-    ones: tuple[int, int] = (0, 0)
-    """Dims of size 1 that are stored before and after ours."""
-
-
-# Our name -> the ways it may be stored; the first is how it is published, and exported. What is
-# stored nowhere (the previous load; a bias that the family's published code has not) is left out,
-# and so are copies of tied weights, which take what the first of their group takes.
-HFKeys = Mapping[str, tuple[HFWeight, ...]]
-
-
-def renamed(ours: str, theirs: str, names: Mapping[str, str]) -> HFKeys:
-    """Tensors that are stored like ours; in both patterns * stands for a name of the table."""
-    return {
-        ours.replace("*", name): (HFWeight(theirs.replace("*", other)),)
-        for name, other in names.items()
-    }
-
-
-# Names of the weights that all descendants of Llama have; of one layer.
-EMBEDDINGS = renamed(
-    "*.weight",
-    "*.weight",
-    {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
-)
-BLOCK_NORMS = renamed(
-    "*_norm.weight", "*_layernorm.weight", {"attention": "input", "ffn": "post_attention"}
-)
-_HEADS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-GQA_BLOCK: HFKeys = {
-    **BLOCK_NORMS,
-    **renamed("attention.*.weight", "self_attn.*.weight", _HEADS),
-    **renamed("attention.*.bias", "self_attn.*.bias", _HEADS),
+_ORIGINAL = "original_max_position_embeddings"
+_SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
+    "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
 }
-QK_NORMS = renamed("attention.*_norm.weight", "self_attn.*_norm.weight", {"q": "q", "k": "k"})
-PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-FEED_FORWARD = renamed("feed_forward.*.weight", "mlp.*.weight", PROJECTIONS)
-SHARED_EXPERTS = renamed("moe.shared_experts.*.weight", "mlp.shared_experts.*.weight", PROJECTIONS)
-# The form that Qwen and DeepSeek publish, or that of transformers 5 in memory.
-EXPERTS: HFKeys = {
-    "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
-    "moe.experts.w1": (
-        HFWeight("mlp.experts.{expert}.gate_proj.weight"),
-        HFWeight("mlp.experts.gate_up_proj", rows="first half"),
-    ),
-    "moe.experts.w2": (
-        HFWeight("mlp.experts.{expert}.down_proj.weight"),
-        HFWeight("mlp.experts.down_proj"),
-    ),
-    "moe.experts.w3": (
-        HFWeight("mlp.experts.{expert}.up_proj.weight"),
-        HFWeight("mlp.experts.gate_up_proj", rows="second half"),
-    ),
-}
-ROUTING_BIAS: HFKeys = {
-    "moe.router.expert_bias": (HFWeight("mlp.gate.e_score_correction_bias"),),
-}
-# The form that Mistral and MiniMax publish: one tensor per expert.
-BLOCK_SPARSE_EXPERTS: HFKeys = {
-    name: (HFWeight(f"block_sparse_moe.{theirs}.weight"), *EXPERTS[name])
-    for name, theirs in (
-        ("moe.router.gate.weight", "gate"),
-        ("moe.experts.w1", "experts.{expert}.w1"),
-        ("moe.experts.w2", "experts.{expert}.w2"),
-        ("moe.experts.w3", "experts.{expert}.w3"),
+"""Scalings of positions by rope_type, with the numbers that config.json names alike."""
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The keys rope_theta and rope_scaling."""
+    scaling = rope.scaling
+    if scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"
+    table: dict[str, Any] = {"rope_type": kind, _ORIGINAL: scaling.original_max_seq_len}
+    table |= {name: getattr(scaling, name) for name in _SCALINGS[kind][1]}
+    if isinstance(scaling, YarnScaling):
+        table["type"] = kind
+        if scaling.mscale_all_dim:
+            table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+        if not scaling.truncate:
+            table["truncate"] = False
+    return {"rope_theta": rope.theta, "rope_scaling": table}
+
+
+def rope_from_hf(
+    settings: Settings,
+    *,
+    theta: float = 10_000.0,
+    pairing: Literal["halves", "neighbours"] = "halves",
+    latent: bool = False,
+    partial: bool = False,
+) -> RopeConfig:
+    """Rotary positions. Raises ConfigError for a scaling that is not known.
+
+    Args:
+        theta: used where config.json has none.
+        latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
+            YaRN as transformers has it: cosines and sines alone are scaled.
+        partial: the family reads `partial_rotary_factor`. In others transformers reads it too, but
+            only where positions are scaled.
+    """
+    parameters = _rope_table(settings)
+    if layers := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
+        raise ConfigError(
+            f"config.json: rotary positions by kind of layer ({', '.join(layers)}) are not "
+            "supported: only one table for all layers"
+        )
+    theta = float(of_rope(settings, "rope_theta", theta))
+    kind = given(parameters, "rope_type", given(parameters, "type", "default"))
+    if kind == "default":
+        return RopeConfig(theta, pairing)
+    only({"rope_type": kind}, rope_type=tuple(_SCALINGS))
+    if not partial:
+        factor = of_rope(settings, "partial_rotary_factor", 1.0)
+        only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
+    scaling, names = _SCALINGS[kind]
+    needed(parameters, "factor")
+    numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
+    more = _yarn(parameters, latent=latent) if kind == "yarn" else {}
+    longest = given(parameters, _ORIGINAL, settings.get("max_position_embeddings"))
+    original = given(settings, _ORIGINAL, longest)
+    return RopeConfig(
+        theta, pairing, scaling(original_max_seq_len=int(original), **numbers, **more)
     )
-}
-# Around the block of a multi-token prediction layer, as published by DeepSeek and Z.ai.
-_MTP = renamed(
-    "*.weight",
-    "*.weight",
-    {
-        "embedding_norm": "enorm",
-        "hidden_norm": "hnorm",
-        "projection": "eh_proj",
-        "norm": "shared_head.norm",
-        "tok_embeddings": "embed_tokens",  # This and the next are copies (`HFModel.copies`).
-        "output": "shared_head.head",
-    },
-)
 
 
-def in_model(block: HFKeys) -> dict[str, tuple[HFWeight, ...]]:
-    """The keys of a model with this block in each layer."""
-    return {**EMBEDDINGS, **in_layers(block)}
+def rotary_factor(settings: Settings, head_dim: int, default: float) -> float:
+    """The share of a head's channels that rotate, by either form of config.json.
+
+    Raises ConfigError for an odd number of channels.
+    """
+    factor = of_rope(settings, "partial_rotary_factor", default)
+    if (rotated := int(head_dim * factor)) % 2:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
+            "channels: only an even number is supported"
+        )
+    return factor
 
 
-def in_model_with_mtp(block: HFKeys) -> HFKeys:
-    """The keys of a model with this block in each layer, multi-token prediction's too."""
-    ahead = in_layers(block, ours="mtp.layers.{layer}.block.")
-    return {**in_model(block), **ahead, **in_layers(_MTP, ours="mtp.layers.{layer}.")}
+def _rope_table(settings: Settings) -> Settings:
+    """Returns the table of rotary positions. rope_scaling replaces the whole of rope_parameters, as
+    transformers has it."""
+    return settings.get("rope_scaling") or settings.get("rope_parameters") or {}
 
 
-def in_layers(
-    block: HFKeys, ours: str = "layers.{layer}.", theirs: str = "model.layers.{layer}."
-) -> HFKeys:
-    """The keys of one block, for all blocks under a prefix."""
+def of_rope(settings: Settings, key: str, default: float) -> float:
+    """A number of the table of rotary positions, or of config.json's first level."""
+    return given(_rope_table(settings), key, given(settings, key, default))
+
+
+def _yarn(parameters: Settings, *, latent: bool) -> dict[str, Any]:
+    only(parameters, attention_factor=())
+    both = given(parameters, "mscale", 0) and given(parameters, "mscale_all_dim", 0)
+    if not (both and latent):
+        only(parameters, mscale_all_dim=(0, 0.0))
     return {
-        ours + name: tuple(replace(way, name=theirs + way.name) for way in ways)
-        for name, ways in block.items()
+        # transformers scales cosines and sines by the plain rule unless both are given.
+        "mscale": float(parameters["mscale"]) if both else 1.0,
+        "mscale_all_dim": float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
+        "truncate": bool(given(parameters, "truncate", True)),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.models.config import Llama3Scaling, YarnScaling
-from titan_moe.models.hf_family import HFWeight
+from titan_moe.models.hf_names import HFWeight
 
 TEMPLATES = "additional_chat_templates"
 """Folder beside chat_template.jinja of the templates that have names, such as tool_use."""

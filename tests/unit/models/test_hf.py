@@ -16,7 +16,6 @@ from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Model
 from titan_moe.models import registry
-from titan_moe.models.config import YarnScaling
 from titan_moe.models.deepseek_v32 import hf as deepseek_v32
 from titan_moe.models.hf import (
     HFModel,
@@ -93,14 +92,6 @@ def test_keys_that_no_shape_shows_are_by_default_those_of_transformers(kind, tmp
         assert differences(expected, found) == [], key
 
 
-def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(tmp_path):
-    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-    both = {"rope_theta": 7.0, "rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 9.0}}
-    write(tmp_path, settings_of("qwen3", "gate") | both)
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
-    assert model_of(tmp_path).config.rope.theta == theirs["rope_theta"] == 7.0
-
-
 V3, V2, QWEN3 = ("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("qwen3", "30B-A3B")
 OSS, SCOUT, MIXTRAL = ("gpt_oss", "20b"), ("llama4", "gate"), ("mixtral", "8x7B")
 NEXT = ("qwen3_next", "gate")
@@ -131,6 +122,7 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (V3, {"rope_theta": float("inf")}, "makes no sense: rope.theta=inf must be 0 or more, an"),
         (NEXT, {"linear_conv_kernel_dim": -4}, "linear_conv_kernel_dim=-4 must be a whole number"),
         (OSS, {"sliding_window": -128}, "makes no sense: local.size=-128 must be 0 or more, and"),
+        (QWEN3, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by kind of layer"),
         (V3, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         (V2, {"norm_topk_prob": True}, "norm_topk_prob=True"),
         (V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
@@ -146,7 +138,7 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (MINIMAX, {"sliding_window": 4096}, "sliding_window=4096 is not supported: only None"),
         (SCOUT, {"moe_layers": [0, 3]}, "moe_layers must repeat"),
         (SCOUT, {"no_rope_layers": [1, 0, 0, 1] * 2}, "no_rope_layers must repeat"),
-        (NEXT, {"layer_types": ["linear_attention"] * 7 + ["full_attention"] * 9}, "must repeat"),
+        (NEXT, {"layer_types": ["full_attention"] * 7 + ["linear_attention"]}, "must repeat"),
         (NEXT, {"layer_types": ["sliding_attention"] * 8}, "only linear_attention or full_att"),
         (NEXT, {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         (NEXT, {"shared_expert_intermediate_size": 40}, "must be a multiple of moe_intermediate"),
@@ -201,13 +193,6 @@ def test_a_key_of_another_kind_is_refused_wherever_config_json_is_read(
         assert f"config.json: {key}={value!r} must be a" in refusal(read, tmp_path)
 
 
-def test_yarn_outside_of_deepseek_scales_cosines_alone(tmp_path):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    settings = settings_of("qwen3", "0.6B") | {"rope_scaling": yarn}
-    found = model_of(write(tmp_path, settings)).config.rope
-    assert found.scaling == YarnScaling(4.0, 32768, mscale=1.0, mscale_all_dim=0.0)
-
-
 def test_differences_name_both_values():
     config = model_config("qwen3", "gate")
     assert config.moe is not None
@@ -252,7 +237,7 @@ def test_kimi_linear_is_read_as_transformers_writes_it(renamed, tmp_path):
     theirs = transformers.KimiLinearConfig(**settings)
     attends = [kind == "full_attention" for kind in theirs.layer_types]
     assert attends == [not config.recurs(layer) for layer in range(config.num_layers)]
-    both = {"linear_attn_config", "first_k_dense_replace", *kimi_linear._FIXED}
+    both = {"linear_attn_config", "first_k_dense_replace", *kimi_linear._FORM.fixed, "hidden_act"}
     plain = {key: value for key, value in settings.items() if key not in both}
     transformers.KimiLinearConfig(**plain, mlp_layer_types=theirs.mlp_layer_types).save_pretrained(
         tmp_path
@@ -260,7 +245,7 @@ def test_kimi_linear_is_read_as_transformers_writes_it(renamed, tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     assert not both & settings.keys() - {"hidden_act"}
     if renamed:
-        names = {ours: name for name, ours in kimi_linear._ALIASES.items()}
+        names = {ours: name for name, ours in kimi_linear._FORM.aliases.items()}
         settings = {names.get(key, key): value for key, value in settings.items()}
         assert "num_local_experts" in settings and "num_experts" not in settings
     assert differences(config, model_of(write(tmp_path, settings)).config) == []

@@ -104,12 +104,3 @@ def test_positions_of_drawn_keys_are_those_of_transformers_or_refused(
                 scale = width**-0.5 * softmax_factor(rope)
                 assert model.layers[0].self_attn.scaling == pytest.approx(scale, rel=1e-12)
     assert num_read >= 5
-
-
-def test_positions_by_kind_of_layer_are_refused(tmp_path: Path) -> None:
-    table = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    with pytest.raises(ConfigError, match="by kind of layer"):
-        (tmp_path / "config.json").write_text(
-            json.dumps(_PLAIN["qwen3"] | {"rope_parameters": table})
-        )
-        model_of(tmp_path)

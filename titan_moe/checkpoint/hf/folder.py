@@ -37,13 +37,12 @@ WIDER = "export a wider type, or an earlier step"
 """The remedy for an export whose values are not finite."""
 REST = "rest.safetensors"
 """Beside an imported checkpoint: the tensors of the published model around its text model."""
-SCALE_INV = "_scale_inv"
-BLOCKS, SCALES = "_blocks", "_scales"
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
+_SCALE_INV = "_scale_inv"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
 
 _TEXT = "text"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-_FP8 = ("F8_E4M3", "F8_E5M2")
 # The 16 values of a 4-bit float with 2 bits of exponent and 1 of mantissa; OCP Microscaling
 # Formats specification 1.0, section 5.3.3.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -51,6 +50,8 @@ _GROUP = 32
 _EXPONENT_BIAS = 127
 
 Read = Callable[[str, Box], Tensor]
+Shape = tuple[int, ...]
+Block = tuple[int, int] | None
 
 
 class Float8(NamedTuple):
@@ -62,12 +63,27 @@ class Float8(NamedTuple):
     dtype: torch.dtype = torch.float32
     """The type of the values that `read` returns."""
 
+    @classmethod
+    def of(cls, name: str, shape: Shape, scales: Shape, block: Block) -> "Float8":
+        """Raises RunError for scales that are not of these values."""
+        if block is None:
+            raise RunError(
+                f"{name} is float8, and config.json's quantization_config has no weight_block_size"
+            )
+        blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
+        if scales != (*shape[:-2], *blocks):
+            raise RunError(
+                f"{name}{_SCALE_INV} has shape {list(scales)}, but {list(shape)} in blocks of "
+                f"{list(block)} needs {[*shape[:-2], *blocks]}"
+            )
+        return cls(name, shape, block)
+
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
         *outer, rows, columns = box
         height, width = self.block
         blocks = (*outer, _groups(rows, height), _groups(columns, width))
-        scales = read(self.name + SCALE_INV, blocks).float()
+        scales = read(self.name + _SCALE_INV, blocks).float()
         scales = _spread(_spread(scales, -2, rows, height), -1, columns, width)
         return read(self.name, box).float().mul_(scales)
 
@@ -80,12 +96,23 @@ class MXFP4(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     """The type of the values that `read` returns."""
 
+    @classmethod
+    def of(cls, name: str, shape: Shape, scales: Shape, block: Block) -> "MXFP4":
+        """Raises RunError for scales that are not of these values."""
+        if len(shape) != 4 or shape[-1] != _GROUP // 2 or scales != shape[:-1]:
+            raise RunError(
+                f"{name}: {_BLOCKS} {list(shape)} and {_SCALES} {list(scales)} are not those of "
+                "MXFP4"
+            )
+        experts, rows, groups, _ = shape
+        return cls(name, (experts, groups * _GROUP, rows))
+
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box, exactly."""
         experts, inner, rows = box
         groups = _groups(inner, _GROUP)
-        scales = read(self.name + SCALES, (experts, rows, groups))
-        packed = read(self.name + BLOCKS, (experts, rows, groups, slice(0, _GROUP // 2)))
+        scales = read(self.name + _SCALES, (experts, rows, groups))
+        packed = read(self.name + _BLOCKS, (experts, rows, groups, slice(0, _GROUP // 2)))
         # Each byte holds two values, the first of them in its lower half.
         table = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])
         values = table[packed.int()].flatten(-2)
@@ -105,17 +132,37 @@ class Int4(NamedTuple):
     dtype: torch.dtype = torch.float32
     """The type of the values that `read` returns."""
 
+    @classmethod
+    def of(cls, name: str, shape: Shape, scales: Shape, block: Block) -> "Int4":
+        """Raises RunError for scales that are not of these values."""
+        rows, numbers = shape
+        if len(scales) != 2 or scales[0] != rows or numbers * 8 % scales[1]:
+            raise RunError(
+                f"{name}: {_PACKED} {list(shape)} and {_SCALE} {list(scales)} do not belong "
+                "together"
+            )
+        return cls(name, (rows, numbers * 8), numbers * 8 // scales[1])
+
     def read(self, box: Box, read: Read) -> Tensor:
         """Returns the values of a box."""
         rows, columns = box
         packed = _groups(columns, 8)
-        numbers = read(self.name + PACKED, (rows, packed))
+        numbers = read(self.name + _PACKED, (rows, packed))
         # The first value is in the lowest bits; all are 8 too large.
         values = ((numbers[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
         first = packed.start * 8
-        scales = read(self.name + SCALE, (rows, _groups(columns, self.group))).float()
+        scales = read(self.name + _SCALE, (rows, _groups(columns, self.group))).float()
         inside = values[:, columns.start - first : columns.stop - first]
         return inside.float().mul_(_spread(scales, -1, columns, self.group))
+
+
+# Endings of the names of quantised values -> their types, and endings of what belongs to them, the
+# scales first.
+_QUANTIZED: dict[str, tuple[tuple[str, ...], tuple[str, ...], type[Float8 | MXFP4 | Int4]]] = {
+    "": (("F8_E4M3", "F8_E5M2"), (_SCALE_INV,), Float8),
+    _BLOCKS: (("U8",), (_SCALES,), MXFP4),
+    _PACKED: (("I32",), (_SCALE, _SHAPE), Int4),
+}
 
 
 def _groups(values: slice, size: int) -> slice:
@@ -151,20 +198,14 @@ class HFFolder:
         block = weight_block(self.settings, path / CONFIG)
         self._quantized: dict[str, Float8 | MXFP4 | Int4] = {}
         hidden: set[str] = set()
-        for name, stored in self._slices.items():
-            if stored.get_dtype() in _FP8:
-                self._quantized[name] = self._float8(name, block)
-                hidden |= {name, name + SCALE_INV}
-            elif name.endswith(BLOCKS) and stored.get_dtype() == "U8":
-                plain = name.removesuffix(BLOCKS)
-                self._quantized[plain] = self._mxfp4(plain)
-                self._files[plain] = self._files[name]
-                hidden |= {name, plain + SCALES}
-            elif name.endswith(PACKED) and stored.get_dtype() == "I32":
-                plain = name.removesuffix(PACKED)
-                self._quantized[plain] = self._int4(plain)
-                self._files[plain] = self._files[name]
-                hidden |= {name, plain + SCALE, plain + SHAPE}
+        for stored, values in self._slices.items():
+            for ending, (types, others, kind) in _QUANTIZED.items():
+                if stored.endswith(ending) and values.get_dtype() in types:
+                    name = stored.removesuffix(ending)
+                    scales = self._scales(name, stored, others[0])
+                    self._quantized[name] = kind.of(name, self._shape(stored), scales, block)
+                    self._files[name] = self._files[stored]
+                    hidden |= {stored, *(name + other for other in others)}
         self.shapes = {name: self._shape(name) for name in self._slices if name not in hidden}
         self.shapes |= {name: tensor.shape for name, tensor in self._quantized.items()}
         """Shapes of all tensors by name."""
@@ -213,41 +254,6 @@ class HFFolder:
             return self._slices[name][box]
         except SafetensorError as error:
             raise RunError(f"{self.path}: {name} cannot be read: {reason(error)}") from None
-
-    def _float8(self, name: str, block: tuple[int, int] | None) -> Float8:
-        scales, shape = self._scales(name, name, SCALE_INV), self._shape(name)
-        if block is None:
-            raise RunError(
-                f"{name} is float8, and config.json's quantization_config has no weight_block_size"
-            )
-        blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
-        if scales != (*shape[:-2], *blocks):
-            raise RunError(
-                f"{name}{SCALE_INV} has shape {list(scales)}, but {list(shape)} in blocks of "
-                f"{list(block)} needs {[*shape[:-2], *blocks]}"
-            )
-        return Float8(name, shape, block)
-
-    def _mxfp4(self, name: str) -> MXFP4:
-        scales = self._scales(name, name + BLOCKS, SCALES)
-        *outer, half = self._shape(name + BLOCKS)
-        if len(outer) != 3 or half != _GROUP // 2 or scales != tuple(outer):
-            raise RunError(
-                f"{name}: {BLOCKS} {[*outer, half]} and {SCALES} {list(scales)} are not those of "
-                "MXFP4"
-            )
-        experts, rows, groups = outer
-        return MXFP4(name, (experts, groups * _GROUP, rows))
-
-    def _int4(self, name: str) -> Int4:
-        scales = self._scales(name, name + PACKED, SCALE)
-        rows, numbers = self._shape(name + PACKED)
-        if len(scales) != 2 or scales[0] != rows or numbers * 8 % scales[1]:
-            raise RunError(
-                f"{name}: {PACKED} {[rows, numbers]} and {SCALE} {list(scales)} do not belong "
-                "together"
-            )
-        return Int4(name, (rows, numbers * 8), numbers * 8 // scales[1])
 
     def _scales(self, name: str, stored: str, suffix: str) -> tuple[int, ...]:
         """Returns the shape of the scales of a tensor, `stored` under another name or its own.

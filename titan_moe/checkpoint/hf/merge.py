@@ -14,10 +14,14 @@ from titan_moe.checkpoint.hf.folder import is_hf_folder
 from titan_moe.checkpoint.hf.names import empty_model
 from titan_moe.checkpoint.hf.peft import base_of
 from titan_moe.checkpoint.hf.pieces import cut, whole
-from titan_moe.checkpoint.hf.read import LARGEST_CHUNK, speed_line
-from titan_moe.checkpoint.hf.shards import published_type
-from titan_moe.checkpoint.hf.source import Source, checkpoint_source, folder_source
-from titan_moe.checkpoint.hf.write import export
+from titan_moe.checkpoint.hf.read import (
+    LARGEST_CHUNK,
+    Source,
+    checkpoint_source,
+    folder_source,
+    speed_line,
+)
+from titan_moe.checkpoint.hf.write import export, published_type
 from titan_moe.checkpoint.manifest import Manifest, read_manifest, refuse_adapters
 from titan_moe.checkpoint.tensors import MODEL, Chunk
 from titan_moe.config.job_config import Lora, Training

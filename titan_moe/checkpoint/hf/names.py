@@ -17,7 +17,7 @@ from titan_moe.config.job_config import Lora
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of, wrapper_of
-from titan_moe.models.hf_family import HFWeight
+from titan_moe.models.hf_names import HFWeight
 from titan_moe.models.lora import adapt
 from titan_moe.runtime.errors import RunError, listed
 
@@ -94,7 +94,7 @@ def write_as(
     for name, shape in shapes.items():
         if name not in model.first_of_group and (ways := _ways(model, name)):
             targets[name] = [_nearest([Stored(name, shape, way) for way in ways], stored)]
-    for copy, ours in _mtp_copies(model).items():
+    for copy, ours in model.copies.items():
         targets[ours].append(Stored(ours, shapes[ours], HFWeight(copy)))
     return targets
 
@@ -150,7 +150,7 @@ def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> lis
     """Names but for copies, ignored ones, and layers that only multi-token prediction has."""
     first, own = model.config.num_layers, model.config.num_mtp_layers
     theirs = model_of(folder.path).config.num_mtp_layers
-    layers, copies = range(first + own, first + theirs), _copies(model)
+    layers, copies = range(first + own, first + theirs), model.copies | model.tied
     prefixes = {way.name.partition("{layer}")[0] for ways in model.keys.values() for way in ways}
     expected = {
         "of multi-token prediction layers are left out": [
@@ -166,30 +166,11 @@ def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> lis
     return rest
 
 
-def _copies(model: HFModel) -> dict[str, str]:
-    """Their names of tensors that are stored as copies -> our names of what each must equal."""
-    tied = {
-        way.name: first
-        for ours, first in model.first_of_group.items()
-        for way in model.keys.get(ours, ())
-    }
-    return _mtp_copies(model) | tied
-
-
-def _mtp_copies(model: HFModel) -> dict[str, str]:
-    first = model.config.num_layers
-    return {
-        copy.replace("{layer}", str(layer)): model.first_of_group.get(ours, ours)
-        for copy, ours in model.copies.items()
-        for layer in range(first, first + model.config.num_mtp_layers)
-    }
-
-
 def _refuse_other_copies(model: HFModel, folder: HFFolder, places: Mapping[str, Stored]) -> None:
     """Raises RunError for a stored copy with other values, which would not be read. Each rank
     compares its share: together they read each copy, and what it must equal, once."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for name, ours in _copies(model).items():
+    for name, ours in (model.copies | model.tied).items():
         if name not in folder.shapes:
             continue
         first, shape = places[ours].way.name, folder.shapes[name]

@@ -25,7 +25,7 @@ from titan_moe.checkpoint.hf.assets import asset_folders, origin_of
 from titan_moe.checkpoint.hf.folder import WIDER, opened, refuse_not_finite, save
 from titan_moe.checkpoint.hf.names import Shapes, compare_shapes, model_shapes, way_in_memory
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
-from titan_moe.checkpoint.hf.source import Source
+from titan_moe.checkpoint.hf.read import Source
 from titan_moe.checkpoint.tensors import MODEL
 from titan_moe.config.job_config import Lora
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from titan_moe.distributed.boxes import Box
-from titan_moe.models.hf_family import HFWeight, Rows
+from titan_moe.models.hf_names import HFWeight, Rows
 
 
 class Piece(NamedTuple):

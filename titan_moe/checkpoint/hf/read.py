@@ -6,28 +6,31 @@ another. All but `load_alone` is collective, over one process or many.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.checksums import box_sum, total_sums
+from titan_moe.checkpoint.checksums import box_sum, gather_sums, total_sums
 from titan_moe.checkpoint.digests import MANIFEST, check_sums
 from titan_moe.checkpoint.folder import new_folder
-from titan_moe.checkpoint.hf.ahead import ahead
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
-from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
-from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, find, model_shapes
+from titan_moe.checkpoint.hf.folder import HFFolder, Read, is_hf_folder
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find, model_shapes
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.manifest import (
     Manifest,
     TensorSpec,
+    compare_checksums,
     read_manifest,
     refuse_adapters,
     write_manifest,
@@ -40,6 +43,7 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import ADAPTER, Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
+from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.log import progress
 
@@ -82,10 +86,81 @@ class HFSource:
         """Fill this rank's shards of tensors, plain or DTensors. Those that the folder does not
         have stay."""
         stored = {name: tensor for name, tensor in tensors.items() if name in self.found}
-        with progress_bar("load", len(stored), "tensor") as bar:
-            for name, tensor in stored.items():
-                self.copy(name, local_slices(tensor), local_part(tensor).detach())
-                bar.update()
+        for name, tensor in shown("load", stored.items(), "tensor"):
+            self.copy(name, local_slices(tensor), local_part(tensor).detach())
+
+
+class Source(NamedTuple):
+    """A model, and its tensors by our names."""
+
+    model: HFModel
+    shapes: Shapes
+    """Shapes of all whole tensors; the same on every rank."""
+    read: Read
+    """Returns a box of a tensor, on the CPU."""
+    folders: Sequence[Path] = ()
+    """Folders that may hold config.json and the tokenizer's files, the likeliest first."""
+    job: Mapping[str, Any] = MappingProxyType({})
+    """The configuration of the run that made it, if one did."""
+    verify: Callable[..., None] = lambda doing: None
+    """Raises RunError if what has been read cannot be trusted; collective."""
+    texts: TextFormat = TextFormat()
+
+
+def checkpoint_source(path: Path, manifest: Manifest) -> Source:
+    """The model of a checkpoint, or its adapters. Raises RunError if the model is not known."""
+    stored = StoredTensors(path)
+    sums: dict[tuple[str, str], int] = {}
+
+    def read(name: str, box: Box) -> Tensor:
+        spec = manifest.tensors[MODEL + name]
+        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
+        values = stored.read(chunk)
+        # A tensor that is written twice, as a copy too, is read twice: it counts once.
+        sums[chunk.name, str(box)] = int(box_sum(values, chunk))
+        return values
+
+    def verify(*, doing: str) -> None:
+        if damaged := compare_checksums(manifest, gather_sums(sums, doing=doing)):
+            raise RunError(
+                f"checkpoint {path} is damaged: wrong checksum of {', '.join(damaged[:4])}"
+            )
+
+    model, shapes = model_of_manifest(manifest, path), shapes_of_manifest(manifest)
+    folders = asset_folders(path, manifest.job)
+    return Source(model, shapes, read, folders, manifest.job, verify, manifest.texts)
+
+
+def folder_source(path: Path) -> Source:
+    """The model of a Hugging Face folder. Raises RunError or ConfigError."""
+    model = model_of(path)
+    source = HFSource(HFFolder(path), model)
+    shapes = {name: place.shape for name, place in source.found.items()}
+    return Source(model, shapes, source.read, [path], verify=partial(check_sums, path))
+
+
+def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
+    """Returns the family and dimensions of a checkpoint. Raises RunError if it has none."""
+    if not manifest.model:
+        raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
+    try:
+        return HFModel(manifest.family, from_record(manifest.model))
+    except ValueError as error:
+        imports = manifest.job.get("job", {}).get("imports")
+        raise RunError(
+            f"{checkpoint / MANIFEST} names dimensions that are not known here ({reason(error)}); "
+            f"its run had job.imports={imports}: import these modules in Python first"
+        ) from None
+
+
+def shapes_of_manifest(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's model, or of its adapters, by our names. Adapters in a
+    seed checkpoint are left out: they have not trained, and change nothing."""
+    return {
+        name.removeprefix(MODEL): spec.shape
+        for name, spec in manifest.tensors.items()
+        if name.startswith(MODEL) and (manifest.base or ADAPTER not in name)
+    }
 
 
 def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor]) -> None:
@@ -160,23 +235,25 @@ def _write_share(
     checksums of all tensors. Collective."""
     mine = chunks[dist.get_rank() :: dist.get_world_size()]
     sums: list[tuple[str, int]] = []
-    written: list[Tensor] = []
 
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
         sums.append((chunk.name, int(box_sum(values, chunk))))
-        bar.update()
         return values
 
-    def take(chunk: Chunk) -> Tensor:
-        while written:  # DCP would keep its memory until the file is closed.
-            written.pop().untyped_storage().resize_(0)
-        written.append(next(made))
-        return written[0]
+    def ahead() -> Iterator[Tensor]:
+        """Yields the values of each chunk, and reads the next meanwhile, in a thread."""
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(make, mine[0])
+            for following in shown("import", [*mine[1:], None], "chunk"):
+                values = later.result()
+                if following is not None:
+                    later = thread.submit(make, following)
+                yield values
+                values.untyped_storage().resize_(0)  # DCP keeps it until the file is closed.
 
-    made = ahead(make, mine)
-    with progress_bar("import", len(mine), "chunk") as bar:
-        write_chunks(aside, mine, take, doing=doing)
+    made = ahead()
+    write_chunks(aside, mine, lambda chunk: next(made), doing=doing)
     return total_sums(chain.from_iterable(from_every_rank(lambda: sums, doing=doing)))
 
 
@@ -189,30 +266,6 @@ def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:
         return values.fill_(1 / config.moe.num_experts if name.endswith(PREVIOUS_LOAD) else 0.0)
     source.copy(name, chunk.box, values)
     return values
-
-
-def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
-    """Returns the family and dimensions of a checkpoint. Raises RunError if it has none."""
-    if not manifest.model:
-        raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
-    try:
-        return HFModel(manifest.family, from_record(manifest.model))
-    except ValueError as error:
-        imports = manifest.job.get("job", {}).get("imports")
-        raise RunError(
-            f"{checkpoint / MANIFEST} names dimensions that are not known here ({reason(error)}); "
-            f"its run had job.imports={imports}: import these modules in Python first"
-        ) from None
-
-
-def shapes_of_manifest(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's model, or of its adapters, by our names. Adapters in a
-    seed checkpoint are left out: they have not trained, and change nothing."""
-    return {
-        name.removeprefix(MODEL): spec.shape
-        for name, spec in manifest.tensors.items()
-        if name.startswith(MODEL) and (manifest.base or ADAPTER not in name)
-    }
 
 
 def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:
@@ -293,10 +346,11 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return model
 
 
-def progress_bar(what: str, total: int, unit: str) -> Any:
-    """Returns the bar of this rank's own work, which rank 0 alone shows."""
+def shown(what: str, items: Iterable[Any], unit: str) -> Iterable[Any]:
+    """Returns items of this rank's own work; rank 0 shows a bar as they are taken."""
     others = dist.is_initialized() and dist.get_rank() != 0
-    return progress(desc=what, total=total, unit=unit, leave=False, disable=others)
+    bar: Iterable[Any] = progress(items, desc=what, unit=unit, leave=False, disable=others)
+    return bar
 
 
 def speed_line(what: str, num_bytes: int, started: float) -> str:

@@ -8,14 +8,15 @@ Values are rounded once, to the type in which they are written, and must come ba
 They are compared by fingerprints: checksums of whole tensors, and of each expert of a stack as if
 it were alone, so that equal experts have equal ones. All is streamed: a rank holds one tensor, or
 of a stack some experts. The price is two passes over the bytes, at 5 GB a second on a core. Experts
-that are equal when they are rounded are read once more.
+that are equal when they are rounded are read again.
 """
 
 import json
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from filecmp import cmp
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,6 @@ class Original:
         self.rounded |= _fingerprints(name, box, values)
         return values
 
-    def exact(self, name: str, expert: int, shape: tuple[int, ...]) -> Sums:
-        """Returns the fingerprint of an expert as it was before it was rounded."""
-        box = (slice(expert, expert + 1), *whole(shape[1:]))
-        return _fingerprints(name, box, self.source(name, box))
-
 
 def compare(folder: Path, original: Original, carried: Carried, *, doing: str) -> None:
     """Raises RunError if a written folder is not what it was made of: an index that its files do
@@ -100,6 +96,12 @@ def is_stack(name: str) -> bool:
     return ".experts." in name
 
 
+def boxes(name: str, shape: tuple[int, ...]) -> Iterable[Box]:
+    """The boxes that a tensor of ours is read in: all of it, or of a stack some experts at a time,
+    as many as LARGEST_BOX elements hold."""
+    return cut(shape, LARGEST_BOX) if is_stack(name) else [whole(shape)]
+
+
 def _fingerprints(name: str, box: Box, values: Tensor) -> Sums:
     parts, first = (values.unbind(), box[0].start) if is_stack(name) else ((values,), 0)
     return {(name, number): _fingerprint(part) for number, part in enumerate(parts, first)}
@@ -125,8 +127,7 @@ def _check_files(folder: Path, model: HFModel) -> None:
         if (told := index["metadata"]["total_size"]) != size:
             _refuse([f"{INDEX} says {told} bytes, but the tensors have {size}"])
     unlike = held.keys() ^ index["weight_map"].items()
-    copies = {way.name for copy in model.first_of_group for way in model.keys.get(copy, ())}
-    twice = [name for name, _ in held if name in copies]
+    twice = [name for name, _ in held if name in model.tied]
     _refuse([f"{INDEX} and {file} do not agree on {name}" for name, file in sorted(unlike)])
     _refuse([f"{name}, a tied weight, is there twice" for name in twice])
 
@@ -162,7 +163,7 @@ def _read_share(back: HFFolder, source: HFSource, original: Original) -> Sums:
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     for name in sorted(source.found.keys() - original.model.first_of_group)[mine]:
         shape = source.found[name].shape
-        for box in cut(shape, LARGEST_BOX) if is_stack(name) else [whole(shape)]:
+        for box in boxes(name, shape):
             sums |= _fingerprints(name, box, source.read(name, box))
     rest = back.rest()
     for theirs in sorted(original.rest)[mine]:
@@ -187,7 +188,7 @@ def _unlike(wanted: Sums, found: Sums) -> list[str]:
 
 def _made_equal(rounded: Sums, shapes: Shapes, original: Original, *, doing: str) -> list[str]:
     """Returns one line per group of experts of a layer that rounding has made equal: those that are
-    equal now are read again as they were. Collective."""
+    equal now are compared as they were. Collective."""
     parts: dict[tuple[str, int], list[str]] = defaultdict(list)
     for name, number in sorted(filter(lambda key: is_stack(key[0]), rounded)):
         parts[name.rpartition(".")[0], number].append(name)
@@ -195,20 +196,19 @@ def _made_equal(rounded: Sums, shapes: Shapes, original: Original, *, doing: str
     for (layer, number), names in parts.items():
         groups[layer, tuple(rounded[name, number] for name in names)].append(number)
     twins = [(layer, numbers) for (layer, _), numbers in groups.items() if len(numbers) > 1]
-    keys = [(name, n) for layer, numbers in twins for n in numbers for name in parts[layer, n]]
-    mine = keys[dist.get_rank() :: dist.get_world_size()]
-    exact: Sums = {}
-    for read in from_every_rank(
-        lambda: [original.exact(*key, shapes[key[0]]) for key in mine], doing=doing
-    ):
-        exact |= ChainMap(*read)
-    lines = []
-    for layer, numbers in twins:
-        before: dict[Any, str] = {}
-        for number in numbers:
-            values = tuple(exact[name, number] for name in parts[layer, number])
-            before.setdefault(values, str(number))
-        if len(before) > 1:
-            says = "are equal, but not in the checkpoint: export float32"
-            lines.append(f"{layer}: experts {listed([*before.values()])} {says}")
-    return lines
+
+    def exact(name: str, number: int) -> Tensor:
+        return original.source(name, (slice(number, number + 1), *whole(shapes[name][1:])))
+
+    def were_equal(layer: str, one: int, other: int) -> bool:
+        return all(torch.equal(exact(x, one), exact(x, other)) for x in parts[layer, one])
+
+    def look() -> list[str]:
+        lines = []
+        for layer, (first, *others) in twins[dist.get_rank() :: dist.get_world_size()]:
+            if unlike := [str(n) for n in others if not were_equal(layer, first, n)]:
+                says = "are equal, but not in the checkpoint: export float32"
+                lines.append(f"{layer}: experts {listed([str(first), *unlike])} {says}")
+        return lines
+
+    return [*chain.from_iterable(from_every_rank(look, doing=doing))]

@@ -7,20 +7,19 @@ folder gets its name when everything in it is on disk, has been read back and is
 import json
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
-from titan_moe.checkpoint.hf.assets import HF, Carried, origin_of, write_assets
+from titan_moe.checkpoint.hf.assets import HF, TYPE_KEYS, Carried, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import (
     INDEX,
     REST,
@@ -28,30 +27,54 @@ from titan_moe.checkpoint.hf.folder import (
     WIDER,
     HFFolder,
     Read,
+    dtype_of,
+    published_files,
     refuse_not_finite,
     save,
 )
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
-from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
-from titan_moe.checkpoint.hf.read import progress_bar, speed_line
-from titan_moe.checkpoint.hf.read_back import LARGEST_BOX, Original, compare, is_stack
-from titan_moe.checkpoint.hf.shards import (
-    File,
-    published_type,
-    split_files,
-    tensors_of,
-    written_types,
-)
-from titan_moe.checkpoint.hf.source import Source, checkpoint_source
+from titan_moe.checkpoint.hf.pieces import Stored, whole
+from titan_moe.checkpoint.hf.read import Source, checkpoint_source, shown, speed_line
+from titan_moe.checkpoint.hf.read_back import Original, boxes, compare
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
-from titan_moe.distributed.boxes import Box, inside, sizes
+from titan_moe.distributed.boxes import inside
+from titan_moe.models.decoder import is_wide
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
+from titan_moe.models.hf_settings import text_of
 from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
+
+LARGEST_FILE = 2 * 10**9
+"""Bytes of a file, but of one with a single larger tensor: the memory that writing it takes."""
+LARGEST_PUBLISHED = 10**10
+"""Bytes of a file of the published folder that an export has too."""
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Targets = Mapping[str, list[Stored]]
+"""The forms in which each of our tensors is written, by our name."""
+
+
+class Written(NamedTuple):
+    """A Hugging Face tensor of an export."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ours: list[str]
+    """Names of our tensors that it is made of."""
+    rest: Any = None
+    """A slice of safetensors that is written whole and unchanged, in place of ours."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+File = dict[str, Written]
 
 
 def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype | None) -> str:
@@ -96,11 +119,17 @@ def export(source: Source, target: Path, dtype: torch.dtype | None) -> int:
     targets = write_as(model, shapes, stored)
     on_every_rank(lambda: _refuse_lost_bias(model, shapes, targets, read), doing=doing)
     dtype = dtype or on_every_rank(lambda: published_type(origin), doing=doing)
-    types = written_types(targets, dtype)
-    tensors = tensors_of(targets, types, rest)
-    split = on_every_rank(lambda: split_files(tensors, origin), doing=doing)
+    types = _written_types(targets, dtype)
+    tensors = _tensors_of(targets, types, rest)
+    split = on_every_rank(lambda: _split_files(tensors, origin), doing=doing)
     original = Original(model, types, read, origin, rest)
     with new_folder(target, split.metadata["total_size"], doing=doing) as aside:
+
+        def write_share() -> None:
+            mine = list(split.filename_to_tensors)[dist.get_rank() :: dist.get_world_size()]
+            for file in shown("export", mine, "file"):
+                named = {name: tensors[name] for name in split.filename_to_tensors[file]}
+                _write(aside / file, named, targets, original.read)
 
         def write_beside() -> Carried:
             if [*split.filename_to_tensors] != [SINGLE]:
@@ -109,21 +138,12 @@ def export(source: Source, target: Path, dtype: torch.dtype | None) -> int:
             tokenizer = job.get("model", {}).get("tokenizer_path")
             return write_assets(model, origin, folders, texts, dtype, aside, tokenizer)
 
-        on_every_rank(lambda: _write_share(aside, split, tensors, original.read), doing=doing)
+        on_every_rank(write_share, doing=doing)
         verify(doing=doing)
         carried = on_rank_zero(write_beside, doing=doing)
         compare(aside, original, carried, doing=doing)
         write_sums(aside, doing=doing)
     return split.metadata["total_size"]
-
-
-def _write_share(aside: Path, split: Any, tensors: File, read: Read) -> None:
-    """Writes this rank's share of the files."""
-    files = list(split.filename_to_tensors.items())[dist.get_rank() :: dist.get_world_size()]
-    with progress_bar("export", len(files), "file") as bar:
-        for file, names in files:
-            _write(aside / file, {name: tensors[name] for name in names}, read)
-            bar.update()
 
 
 def _check_rest(origin: Path | None) -> None:
@@ -150,24 +170,23 @@ def _around(origin: Path | None) -> HFFolder | None:
     return folder if folder.rest() else None
 
 
-def _write(path: Path, file: File, read: Read) -> None:
+def _write(path: Path, file: File, targets: Targets, read: Read) -> None:
+    """Writes one file. A stack of experts is read some experts at a time."""
     tensors = {
         theirs: torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.rest is None
         else tensor.rest[()]
         for theirs, tensor in file.items()
     }
-    parts: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-    for theirs, tensor in file.items():
-        for name, piece in tensor.pieces:
-            parts[name].append((theirs, piece))
-    for name, pieces in parts.items():
-        for box, inner in _boxes(name, pieces):
-            values = read(name, box)
-            for theirs, piece in inner:
+    for name in dict.fromkeys(chain.from_iterable(tensor.ours for tensor in file.values())):
+        ways = targets[name]
+        for box in boxes(name, ways[0].shape):
+            pieces = [piece for way in ways for piece in way.pieces(box) if piece.tensor in file]
+            values = read(name, box) if pieces else torch.empty(0)
+            for piece in pieces:
                 ours = values[inside(piece.ours, box)]
                 ours = ours.transpose(-1, -2) if piece.transposed else ours
-                place = tensors[theirs][piece.theirs]
+                place = tensors[piece.tensor][piece.theirs]
                 place.copy_(ours.reshape(place.shape))
     for theirs, tensor in file.items():
         if tensor.rest is None:
@@ -175,18 +194,65 @@ def _write(path: Path, file: File, read: Read) -> None:
     save(tensors, path, {})
 
 
-def _boxes(
-    name: str, pieces: list[tuple[str, Piece]]
-) -> Iterator[tuple[Box, list[tuple[str, Piece]]]]:
-    """Yields the boxes of our tensor that a file's pieces are read in, with the pieces of each: all
-    of it, or of a stack some experts at a time, as many as LARGEST_BOX elements hold."""
-    step = max(1, LARGEST_BOX // prod(sizes(pieces[0][1].ours)[1:])) if is_stack(name) else None
-    ordered = sorted(pieces, key=lambda part: part[1].ours[0].start)
-    for _, group in groupby(ordered, lambda part: step and part[1].ours[0].start // step):
-        inner = list(group)
-        first, *others = inner[0][1].ours
-        stop = max(piece.ours[0].stop for _, piece in inner)
-        yield (slice(first.start, stop), *others), inner
+def published_type(origin: Path | None) -> torch.dtype:
+    """The type that the config.json of published weights names; bfloat16 if it names none that is
+    written here."""
+    settings = {} if origin is None else read_settings(origin)
+    named = [table.get(key) for table in (settings, text_of(settings)) for key in TYPE_KEYS]
+    return next((_TYPES[name] for name in named if name in _TYPES), torch.bfloat16)
+
+
+def _written_types(targets: Targets, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type that each of our tensors is written in: `dtype`, but at least float32 where
+    published code keeps that: routing biases, decay rates, and the weights of routers that have a
+    routing bias."""
+    types = {}
+    for name in targets:
+        layer, is_router, _ = name.partition(".router.gate.weight")
+        wide = is_wide(name) or (bool(is_router) and layer + EXPERT_BIAS in targets)
+        types[name] = torch.promote_types(dtype, torch.float32) if wide else dtype
+        if name.endswith(EXPERT_BIAS):
+            types[name] = torch.float32
+    return types
+
+
+def _tensors_of(
+    targets: Targets, types: Mapping[str, torch.dtype], rest: Mapping[str, Any]
+) -> File:
+    """Returns all tensors of an export by name.
+
+    Args:
+        rest: further tensors, as `HFFolder.rest` returns them.
+    """
+    tensors: File = {}
+    for name, ways in targets.items():
+        for theirs, shape in (item for way in ways for item in way.tensors().items()):
+            tensors.setdefault(theirs, Written(shape, types[name], [])).ours.append(name)
+    for name, stored in rest.items():
+        tensors[name] = Written(tuple(stored.get_shape()), dtype_of(stored), [], stored)
+    return tensors
+
+
+def _split_files(tensors: File, origin: Path | None) -> Any:
+    """Returns the names of tensors by file: as the published folder has them, if its index names
+    the same tensors and no file is larger than LARGEST_PUBLISHED; else files of at most
+    LARGEST_FILE bytes. A file of one larger tensor holds it alone."""
+    # It takes a while.
+    from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+
+    files: dict[str, list[str]] = {}
+    index = {} if origin is None else published_files(origin)
+    for name in tensors:
+        files.setdefault(index.get(name, ""), []).append(name)
+    sizes = {file: sum(tensors[name].nbytes for name in names) for file, names in files.items()}
+    if index.keys() == tensors.keys() and max(sizes.values()) <= LARGEST_PUBLISHED:
+        return StateDictSplit({"total_size": sum(sizes.values())}, files, dict(index))
+    return split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=LARGEST_FILE,
+    )
 
 
 def _refuse_lost_bias(

@@ -6,64 +6,65 @@ neighbours in GLM-5. Attention itself rotates neighbours in both. GLM-5.2 has la
 indexer, which see the keys that the layer before sees.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
-from titan_moe.models.config import IndexerConfig, MLAConfig, ModelConfig
-from titan_moe.models.hf_mla import MLA_BLOCK, MLA_KEYS, read_mla
-
-_FAMILY = "deepseek_v32"
-_GLM = "glm_moe_dsa"
-MODEL_TYPES = (_FAMILY, _GLM)
+from titan_moe.models import hf_names as names
+from titan_moe.models.config import MLAConfig, ModelConfig
 
 _FULL, _SHARED = "full", "shared"
-
-_KEYS = {**MLA_KEYS, **hf.ROUTER_KEYS}
-_INDEXER_KEYS = {
-    "attention.indexer.num_heads": "index_n_heads",
-    "attention.indexer.head_dim": "index_head_dim",
-    "attention.indexer.top_k": "index_topk",
-}
-_DEFAULTS = hf.DEFAULTS | {
-    "max_position_embeddings": 163_840,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-}
-_GLM_DEFAULTS = {
-    "max_position_embeddings": 202_752,
-    "rms_norm_eps": 1e-5,
-    "n_group": 1,
-    "topk_group": 1,
-}
+_FORM = hf.Form(
+    family="deepseek_v32",
+    model_type="deepseek_v32",
+    architecture="DeepseekV32",
+    attention=MLAConfig,
+    keys={
+        **hf.MLA_KEYS,
+        **hf.ROUTER_KEYS,
+        "attention.indexer.num_heads": "index_n_heads",
+        "attention.indexer.head_dim": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
+    defaults={
+        "max_position_embeddings": 163_840,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
+    fixed={"indexer_rope_interleave": False},
+    fields={"attention.indexer.pairing": "halves", "moe.score": "sigmoid"},
+    rope=hf.LATENT_ROPE,
+)
+_GLM = replace(
+    _FORM,
+    model_type="glm_moe_dsa",
+    architecture="GlmMoeDsa",
+    defaults=_FORM.defaults
+    | {"max_position_embeddings": 202_752, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
+    fixed={"indexer_rope_interleave": True},
+    fields={"attention.indexer.pairing": "neighbours", "moe.score": "sigmoid"},
+)
+MODEL_TYPES = (_FORM.model_type, _GLM.model_type)
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    glm = settings.get("model_type") == _GLM
-    hf.only(settings, hidden_act=("silu",), scoring_func=("sigmoid",), topk_method=("noaux_tc",))
-    hf.only(settings, indexer_rope_interleave=(glm,), index_topk_pattern=())
-    if not glm:
-        hf.only(settings, index_topk_freq=(1,), indexer_types=())
+    form = _GLM if settings.get("model_type") == _GLM.model_type else _FORM
+    hf.only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",), index_topk_pattern=())
     if other := set(hf.given(settings, "layer_types", [])) - {"indexed_attention"}:
         only = "only indexed_attention is supported"
         raise ConfigError(f"config.json: layer_types: {only}, not {other.pop()}")
-    fields = read_mla(settings, _KEYS, _DEFAULTS | (_GLM_DEFAULTS if glm else {}))
-    indexer = hf.read_fields(settings, _INDEXER_KEYS, {})
-    fields |= {
-        "attention.indexer": IndexerConfig(
-            **{path.rpartition(".")[2]: value for path, value in indexer.items()},
-            pairing="neighbours" if glm else "halves",
-            shared_in=_shared(settings, fields["num_layers"]) if glm else (),
-        ),
-        "moe.score": "sigmoid",
-        "moe.group_score_top": 2 if fields["moe.num_groups"] > 1 else 1,
-    }
-    return hf.make_config(fields, MLAConfig)
+    fields = form.read(settings)
+    if form is _GLM:
+        fields["attention.indexer.shared_in"] = _shared(settings, fields["num_layers"])
+    else:
+        hf.only(settings, index_topk_freq=(1,), indexer_types=())
+    return form.config(fields)
 
 
 def _shared(settings: hf.Settings, num_layers: int) -> tuple[int, ...]:
@@ -80,18 +81,16 @@ def _shared(settings: hf.Settings, num_layers: int) -> tuple[int, ...]:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    indexer = hf.attention_of(config, MLAConfig, _FAMILY).indexer
+    indexer = _FORM.attention_of(config).indexer
     if indexer is None or config.moe is None:
-        raise ConfigError(f"the Hugging Face form of {_FAMILY} has an indexer and experts")
-    glm = indexer.pairing == "neighbours"
-    own: dict[str, Any] = {"indexer_rope_interleave": glm}
+        raise ConfigError(f"the Hugging Face form of {_FORM.family} has an indexer and experts")
+    own: dict[str, Any] = {}
     if indexer.shared_in:
         layers = range(config.num_layers)
         own["indexer_types"] = [_SHARED if n in indexer.shared_in else _FULL for n in layers]
-    names = ("GlmMoeDsa", _GLM) if glm else ("DeepseekV32", _FAMILY)
-    return hf.settings_of(config, *names, _KEYS | _INDEXER_KEYS, **own)
+    return (_GLM if indexer.pairing == "neighbours" else _FORM).write(config, **own)
 
 
-def keys(config: ModelConfig) -> hf.HFKeys:
+def keys(config: ModelConfig) -> names.HFKeys:
     """Names of each tensor."""
-    return hf.in_model_with_mtp({**MLA_BLOCK, **hf.ROUTING_BIAS})
+    return names.in_model_with_mtp({**names.MLA_BLOCK, **names.ROUTING_BIAS})

@@ -9,31 +9,34 @@ model is read alone (`llama4_text`), or inside the published one (`llama4`).
 from typing import Any
 
 from titan_moe.models import hf_family as hf
+from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
-from titan_moe.models.hf_rope import rope_from_hf
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("llama4_text",)
 
-_KEYS = hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"}
-_DEFAULTS = hf.DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+_FORM = hf.Form(
+    family="llama4",
+    model_type="llama4_text",
+    architecture="Llama4",
+    attention=GQAConfig,
+    keys=hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"},
+    defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
+    fixed={"router_jitter_noise": 0.0},
+    fields={"moe.num_shared_experts": 1, "moe.score": "sigmoid", "moe.weights_scale": "inputs"},
+    rope={"theta": 5e5, "pairing": "neighbours"},
+)
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    hf.only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
-    fields = hf.read_fields(settings, _KEYS, _DEFAULTS | hf.gqa_defaults(settings))
-    fields |= {
+    fields = _FORM.read(settings) | {
         "attention.qk_norm": "unweighted" if hf.given(settings, "use_qk_norm", True) else "none",
         "attention.temperature": _temperature(settings),
-        "rope": rope_from_hf({"rope_theta": 5e5, **settings}, "neighbours"),
         "local": _local(settings),
         "moe_every": _moe_every(settings),
-        "moe.num_shared_experts": 1,
-        "moe.score": "sigmoid",
-        "moe.weights_scale": "inputs",
     }
-    return hf.make_config(fields, GQAConfig)
+    return _FORM.config(fields)
 
 
 def _temperature(settings: hf.Settings) -> PositionTemperature | None:
@@ -54,8 +57,7 @@ def _local(settings: hf.Settings) -> LocalAttention:
         (layer + 1) % every != 0 for layer in range(num_layers)
     ]
     sees_all = [not each for each in rotates[:num_layers]]
-    kinds = ["full_attention" if each else "chunked_attention" for each in sees_all]
-    hf.only(settings, layer_types=(kinds,))
+    hf.only(settings, layer_types=(hf.kinds_of(sees_all, "chunked_attention"),))
     return LocalAttention(
         "chunk",
         hf.given(settings, "attention_chunk_size", 8192),
@@ -74,41 +76,32 @@ def _moe_every(settings: hf.Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention = hf.attention_of(config, GQAConfig, "llama4")
-    layers = range(config.num_layers)
+    attention, layers = _FORM.attention_of(config), range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
-    own = {
-        "router_jitter_noise": 0.0,
-        "attention_chunk_size": config.max_seq_len if config.local is None else config.local.size,
-        "no_rope_layers": [int(config.rotates(layer)) for layer in layers],
-        "use_qk_norm": attention.qk_norm == "unweighted",
-        "attn_temperature_tuning": attention.temperature is not None,
-        "attn_scale": temperature.scale,
-        "floor_scale": temperature.floor,
-        "interleave_moe_layer_step": config.moe_every,
-        "moe_layers": [layer for layer in layers if config.is_moe_layer(layer)],
-    }
-    return hf.settings_of(config, "Llama4", "llama4_text", _KEYS, **own)
+    return _FORM.write(
+        config,
+        attention_chunk_size=config.max_seq_len if config.local is None else config.local.size,
+        no_rope_layers=[int(config.rotates(layer)) for layer in layers],
+        use_qk_norm=attention.qk_norm == "unweighted",
+        attn_temperature_tuning=attention.temperature is not None,
+        attn_scale=temperature.scale,
+        floor_scale=temperature.floor,
+        interleave_moe_layer_step=config.moe_every,
+        moe_layers=[layer for layer in layers if config.is_moe_layer(layer)],
+    )
 
 
-_FEED_FORWARD = {
-    **hf.renamed("feed_forward.*.weight", "feed_forward.*.weight", hf.PROJECTIONS),
-    **hf.renamed(
-        "moe.shared_experts.*.weight", "feed_forward.shared_expert.*.weight", hf.PROJECTIONS
+_BLOCK: names.HFKeys = {
+    **names.GQA_BLOCK,
+    **names.renamed("feed_forward.*.weight", "feed_forward.*.weight", names.PROJECTIONS),
+    **names.renamed(
+        "moe.shared_experts.*.weight", "feed_forward.shared_expert.*.weight", names.PROJECTIONS
     ),
-}
-_EXPERTS: hf.HFKeys = {
-    "moe.router.gate.weight": (hf.HFWeight("feed_forward.router.weight"),),
-    "moe.experts.w1": (
-        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, rows="first half"),
-    ),
-    "moe.experts.w3": (
-        hf.HFWeight("feed_forward.experts.gate_up_proj", transposed=True, rows="second half"),
-    ),
-    "moe.experts.w2": (hf.HFWeight("feed_forward.experts.down_proj", transposed=True),),
+    **names.renamed("moe.*.weight", "feed_forward.*.weight", {"router.gate": "router"}),
+    **names.stacks("feed_forward", transposed=True),
 }
 
 
-def keys(config: ModelConfig) -> hf.HFKeys:
+def keys(config: ModelConfig) -> names.HFKeys:
     """Names of each tensor. Biases of the routing have no place."""
-    return hf.in_model({**hf.GQA_BLOCK, **_FEED_FORWARD, **_EXPERTS})
+    return names.in_model(_BLOCK)

@@ -28,8 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.read import HFSource, load_alone
-from titan_moe.checkpoint.hf.source import Source
+from titan_moe.checkpoint.hf.read import HFSource, Source, load_alone
 from titan_moe.checkpoint.hf.write import export
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch

@@ -65,21 +65,27 @@ def test_export_keeps_what_config_json_says_beyond_dimensions(inside, tmp_path):
     assert found["torch_dtype"] == "bfloat16" and "quantization_config" not in found
 
 
-def test_positions_stay_in_the_published_table(tmp_path):
-    model = small_model("qwen3")
-    positions = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-    settings = model.settings() | positions | {"rope_scaling": None}
-    _write(tmp_path / "in", config=settings)
-    _written(model, [tmp_path / "in"], tmp_path / "out")
-    assert _settings(tmp_path / "out").items() >= positions.items()
+_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+_OTHER = {"num_hidden_layers": 2, "mlp_only_layers": [], "max_window_layers": 2, "eos_token_id": 9}
 
 
-def test_ends_of_texts_follow_from_generation_config_json(tmp_path):
+@pytest.mark.parametrize(
+    ("published", "generation", "kept"),
+    [
+        (_POSITIONS | {"rope_scaling": None}, {}, _POSITIONS),
+        ({}, {"eos_token_id": [1, 4]}, {"eos_token_id": [1, 4]}),
+        (_OTHER, {}, {"max_window_layers": None, "eos_token_id": None}),
+    ],
+    ids=["table of positions", "end of texts", "other dimensions"],
+)
+def test_keys_of_the_published_folder_stay_if_it_is_of_the_model(
+    published, generation, kept, tmp_path
+):
     model = small_model("qwen3")
-    make_folder(tmp_path / "in", model, torch.bfloat16)
-    _write(tmp_path / "in", config=model.settings(), generation_config={"eos_token_id": [1, 4]})
+    _write(tmp_path / "in", config=model.settings() | published, generation_config=generation)
     _written(model, [tmp_path / "in"], tmp_path / "out")
-    assert _settings(tmp_path / "out")["eos_token_id"] == [1, 4]
+    found = _settings(tmp_path / "out")
+    assert {key: found.get(key) for key in kept} == kept
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,7 @@ def test_an_export_carries_the_tokenizer_that_the_model_was_trained_with(kind, t
     assert kind != "same" or (found["tokenizer"] == {"a": 1} and "generation_config" in found)
 
 
-def test_what_ends_a_turn_ends_a_text_of_a_model_that_also_sees(tmp_path):
+def test_end_of_a_turn_ends_texts_of_a_published_model_around_a_text_model(tmp_path):
     """Inside of text_config and beside it; a run on bytes has no files to change."""
     model = replace(small_model("qwen3"), wrapper=WRAPPERS["llama4"])
     text = model.settings() | {"eos_token_id": [5, 6]}
@@ -143,14 +149,6 @@ def test_what_ends_a_turn_ends_a_text_of_a_model_that_also_sees(tmp_path):
 def test_an_export_without_a_known_end_of_text_says_so(tmp_path, caplog):
     _written(small_model("qwen3"), [], tmp_path)
     assert any("no eos_token_id is known" in line for line in caplog.messages)
-
-
-def test_keys_of_a_model_of_other_dimensions_are_not_taken(tmp_path):
-    other = small_model("qwen3", num_layers=2).settings()
-    _write(tmp_path / "words", config=other | {"max_window_layers": 2, "eos_token_id": 9})
-    _written(small_model("qwen3"), [tmp_path / "words"], tmp_path / "out")
-    found = _settings(tmp_path / "out")
-    assert "max_window_layers" not in found and found["eos_token_id"] is None
 
 
 def test_python_files_that_a_folder_names_come_along_or_are_named(tmp_path, caplog):

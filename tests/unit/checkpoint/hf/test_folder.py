@@ -1,5 +1,7 @@
 """De-quantising, value by value and against transformers."""
 
+from itertools import product
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,18 +22,28 @@ def _folder(path, tensors, settings="{}"):
     return HFFolder(path)
 
 
-def test_block_float8(tmp_path):
+def _assert_means(folder, name, dtype, meaning, *boxes):
+    """Compares a tensor, and boxes of it, with what each value means, one by one."""
+    shape = folder.shapes[name]
+    slow = torch.empty(shape, dtype=dtype)
+    for index in product(*map(range, shape)):
+        slow[index] = meaning(*index)
+    for box in (whole(shape), *boxes):
+        found = folder.read(name, box)
+        assert found.dtype == dtype and torch.equal(found, slow[box])
+
+
+def test_block_float8_is_each_value_times_the_scale_of_its_block(tmp_path):
     weight, scales = torch.randn(10, 13).to(torch.float8_e4m3fn), torch.rand(3, 3) + 0.5
     tensors = {"w.weight": weight, "w.weight_scale_inv": scales, "norm": torch.ones(3)}
     folder = _folder(tmp_path, tensors, _BLOCKS)
-    slow = torch.empty(10, 13)
-    for row in range(10):
-        for column in range(13):
-            slow[row, column] = weight[row, column].float() * scales[row // 4, column // 5]
-    assert folder.shapes.keys() == {"w.weight", "norm"}
-    assert folder.read("w.weight", whole((10, 13))).dtype == torch.float32
-    for box in (whole((10, 13)), (slice(3, 9), slice(4, 11)), (slice(9, 10), slice(0, 13, 2))):
-        assert torch.equal(folder.read("w.weight", box), slow[box])
+    assert folder.shapes == {"w.weight": (10, 13), "norm": (3,)}
+
+    def meaning(row, column):
+        return weight[row, column].float() * scales[row // 4, column // 5]
+
+    boxes = (slice(3, 9), slice(4, 11)), (slice(9, 10), slice(0, 13, 2))
+    _assert_means(folder, "w.weight", torch.float32, meaning, *boxes)
 
 
 def _mxfp4(path, experts=2, rows=6, groups=3):
@@ -41,29 +53,24 @@ def _mxfp4(path, experts=2, rows=6, groups=3):
     return blocks, scales, _folder(path, tensors)
 
 
-def test_mxfp4(tmp_path):
+def test_mxfp4_is_two_values_a_byte_times_a_power_of_two(tmp_path):
     blocks, scales, folder = _mxfp4(tmp_path)
-    slow = torch.empty(2, 6, 96, dtype=torch.bfloat16)
-    for e in range(2):
-        for row in range(6):
-            for column in range(96):
-                byte = int(blocks[e, row, column // 32, column % 32 // 2])
-                nibble = byte >> 4 if column % 2 else byte & 15
-                value = FP4[nibble & 7] * (-1 if nibble & 8 else 1)
-                slow[e, row, column] = value * 2.0 ** (int(scales[e, row, column // 32]) - 127)
-    slow = slow.transpose(1, 2)
     assert folder.shapes == {"e.down_proj": (2, 96, 6)}
-    boxes = [
-        whole((2, 96, 6)),
+
+    def meaning(expert, column, row):
+        byte = int(blocks[expert, row, column // 32, column % 32 // 2])
+        nibble = byte >> 4 if column % 2 else byte & 15
+        value = FP4[nibble & 7] * (-1 if nibble & 8 else 1)
+        return value * 2.0 ** (int(scales[expert, row, column // 32]) - 127)
+
+    boxes = (
         (slice(1, 2), slice(5, 70), slice(1, 5)),
         (slice(0, 2), slice(33, 34), slice(1, 6, 2)),
-    ]
-    for box in boxes:
-        found = folder.read("e.down_proj", box)
-        assert found.dtype == torch.bfloat16 and torch.equal(found, slow[box])
+    )
+    _assert_means(folder, "e.down_proj", torch.bfloat16, meaning, *boxes)
 
 
-def test_mxfp4_as_transformers(tmp_path):
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
     from transformers.integrations import mxfp4
 
     blocks, scales, folder = _mxfp4(tmp_path, rows=64, groups=4)
@@ -78,19 +85,19 @@ _INT4 = (
 _INT4 += '"config_groups": {"group_0": {"weights": %s}}}}'
 
 
-def test_packed_int4(tmp_path):
+def test_packed_int4_is_eight_values_a_number_times_the_scale_of_their_group(tmp_path):
     numbers = torch.randint(-(2**31), 2**31, (3, 8), dtype=torch.int32)
     scales = (torch.rand(3, 2) + 0.5).bfloat16()
     tensors = {"w_packed": numbers, "w_scale": scales, "w_shape": torch.tensor([3, 64])}
     folder = _folder(tmp_path, tensors, f'{{"text_config": {_INT4 % _WEIGHTS}}}')
-    slow = torch.empty(3, 64)
-    for row in range(3):
-        for column in range(64):
-            bits = (int(numbers[row, column // 8]) % 2**32) >> (column % 8 * 4)
-            slow[row, column] = (bits % 16 - 8) * float(scales[row, column // 32])
     assert folder.shapes == {"w": (3, 64)}
-    for box in (whole((3, 64)), (slice(1, 3), slice(13, 50)), (slice(0, 1), slice(1, 64, 2))):
-        assert torch.equal(folder.read("w", box), slow[box])
+
+    def meaning(row, column):
+        bits = (int(numbers[row, column // 8]) % 2**32) >> (column % 8 * 4)
+        return (bits % 16 - 8) * float(scales[row, column // 32])
+
+    boxes = (slice(1, 3), slice(13, 50)), (slice(0, 1), slice(1, 64, 2))
+    _assert_means(folder, "w", torch.float32, meaning, *boxes)
 
 
 _NUMBERS = torch.zeros(3, 8, dtype=torch.int32)

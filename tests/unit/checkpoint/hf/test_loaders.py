@@ -11,7 +11,7 @@ import torch
 
 from tests.support.hf_folders import read_folder, small_model
 from titan_moe.checkpoint.hf.names import model_shapes
-from titan_moe.checkpoint.hf.source import Source
+from titan_moe.checkpoint.hf.read import Source
 from titan_moe.checkpoint.hf.write import export
 from titan_moe.models.registry import FAMILIES
 

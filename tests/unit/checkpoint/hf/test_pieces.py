@@ -9,7 +9,7 @@ import pytest
 
 from titan_moe.checkpoint.hf.pieces import Stored, cut, whole
 from titan_moe.distributed.boxes import inside, sizes
-from titan_moe.models.hf_family import HFWeight, Rows
+from titan_moe.models.hf_names import HFWeight, Rows
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 6
 KINDS = ("whole", "first half", "second half", "even", "odd")

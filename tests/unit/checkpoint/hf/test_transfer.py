@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import weakref
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.support.packing import filled
 from tests.support.refusals import failure
 from tests.support.saved_runs import plain_checkpointer, saved_model
 from titan_moe.checkpoint.digests import read_sums
-from titan_moe.checkpoint.hf import read, read_back, shards, write
+from titan_moe.checkpoint.hf import read, read_back, write
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf
@@ -39,8 +38,7 @@ def _imported(folder, model):
 def small_pieces(monkeypatch):
     """Everything is cut often, and there are several files."""
     monkeypatch.setattr(read, "LARGEST_CHUNK", 700)
-    monkeypatch.setattr(shards, "LARGEST_FILE", 100_000)
-    monkeypatch.setattr(write, "LARGEST_BOX", 3000)
+    monkeypatch.setattr(write, "LARGEST_FILE", 100_000)
     monkeypatch.setattr(read_back, "LARGEST_BOX", 3000)
 
 
@@ -232,20 +230,3 @@ def test_weights_that_are_not_finite_are_not_exported(value, tmp_path):
     line = failure(export_checkpoint, step, tmp_path / "out", torch.float16)
     assert "model.norm.weight has values that are NaN or infinite in float16: export a" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_import_holds_a_few_chunks_in_memory(tmp_path, monkeypatch):
-    make_folder(tmp_path / "in", small_model("qwen3", num_layers=2), torch.bfloat16)
-    alive, most, count = weakref.WeakSet(), 0, 0
-    read_chunk = read.read_chunk
-
-    def counted(*arguments):
-        nonlocal most, count
-        values = read_chunk(*arguments)
-        alive.add(values)
-        most, count = max(most, len(alive)), count + 1
-        return values
-
-    monkeypatch.setattr(read, "read_chunk", counted)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
-    assert count > 20 and 1 <= most <= 4

@@ -1,38 +1,14 @@
-"""Conversions hold little memory: one result ahead, some experts at a time."""
+"""Conversions hold little memory: one chunk ahead, some experts at a time."""
 
-import threading
-
-import pytest
 import torch
 
 from tests.support.hf_folders import make_folder, small_model
 from titan_moe.checkpoint.hf import read, read_back, write
-from titan_moe.checkpoint.hf.ahead import ahead
 from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.checkpoint.hf.write import export_checkpoint
 
 
-def test_items_are_made_one_ahead_of_their_use():
-    begun, second = [], threading.Event()
-
-    def make(item):
-        begun.append(item)
-        if item == 1:
-            second.set()
-        if item == 4:
-            raise ValueError("the fifth")
-        return item
-
-    made = ahead(make, range(9))
-    assert next(made) == 0
-    assert second.wait(10), "the second is made while the first is used"
-    assert begun == [0, 1]
-    assert [next(made) for _ in range(3)] == [1, 2, 3]
-    with pytest.raises(ValueError, match="the fifth"):
-        next(made)
-
-
-def test_an_import_holds_two_chunks_at_most(tmp_path, monkeypatch):
+def test_an_import_reads_one_chunk_ahead_and_holds_two_at_most(tmp_path, monkeypatch):
     made, held = [], []
 
     def watched(*arguments):
@@ -66,10 +42,8 @@ def test_an_export_reads_some_experts_at_a_time(tmp_path, monkeypatch):
         return found._replace(read=read_box)
 
     monkeypatch.setattr(write, "checkpoint_source", watched)
-    for module in (write, read_back):
-        monkeypatch.setattr(
-            module, "LARGEST_BOX", 2 * model.config.dim * model.config.moe.hidden_dim
-        )
+    two_experts = 2 * model.config.dim * model.config.moe.hidden_dim
+    monkeypatch.setattr(read_back, "LARGEST_BOX", two_experts)
     export_checkpoint(tmp_path / "step-0", tmp_path / "out", torch.bfloat16)
     rows = [rows for name, rows in boxes if name == "layers.1.moe.experts.w1"]
     assert rows == [slice(n, n + 2) for n in range(0, model.config.moe.num_experts, 2)]
