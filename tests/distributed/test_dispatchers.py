@@ -92,18 +92,17 @@ def _travel(case: Case) -> Seen:
     w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared)
 
     counts_E = count_experts(experts_TK, EXPERTS)
-    draft = dispatcher.start_counts(experts_TK, counts_E)
-    gathered = dispatcher.gather(x_TD, weights_TK, draft)
-    plan = dispatcher.sizes(draft)
-    sent, order = dispatcher.send(gathered, plan), dispatcher.order(plan)
-    rows = dispatcher.receive(sent, plan, order)
+    route = dispatcher.route(experts_TK, counts_E)
+    sent = dispatcher.send(x_TD, weights_TK, route)
+    dispatcher.order(route)
+    rows = dispatcher.receive(sent, route)
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
     share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
     y_RD = _experts(rows, share * w_EDD[first:])
-    y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, plan, order), draft)
+    y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, route), route)
     kept_TK = torch.ones_like(weights_TK).bool()
     if case.name == CAPACITY:
-        kept_TK = draft.rows.rows_TK >= 0
+        kept_TK = route.rows.rows_TK >= 0
     expected_TD = sum(
         (weights_TK * kept_TK)[:, k, None]
         * torch.einsum("td,tde->te", x_TD, w_EDD[experts_TK[:, k]])
@@ -116,7 +115,7 @@ def _travel(case: Case) -> Seen:
     return Seen(
         max(errors),
         *dispatcher.traffic(experts_TK, counts_E).tolist(),
-        None if plan.dropped is None else plan.dropped.item(),
+        None if route.dropped is None else route.dropped.item(),
         int((~kept_TK).sum()),
     )
 

@@ -135,7 +135,7 @@ WAYS = [*product(["standard", "deduplicated", "nodes"], ["none", "full", "op"])]
 )
 def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recompute: str):
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
-    place = "all_to_all.py:sizes" if dispatch == "standard" else "deduplicated.py:_sizes"
+    place = "all_to_all.py:plan" if dispatch == "standard" else "deduplicated.py:plan"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
     assert seen == {**SUMS, f"moe/dispatch/{place}": LAYERS}
 

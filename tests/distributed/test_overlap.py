@@ -122,11 +122,15 @@ def log_of_a_step(
 
 def _wait_at_once(dispatcher) -> None:
     """The serial order: rows have arrived before anything else is begun."""
-    send, receive = dispatcher.send, dispatcher.receive
-    dispatcher.send = lambda gathered, plan: receive(
-        send(gathered, plan), plan, dispatcher.order(plan)
-    )
-    dispatcher.receive = lambda sent, plan, order: sent
+    send, order, receive = dispatcher.send, dispatcher.order, dispatcher.receive
+
+    def send_and_receive(x_TD: Tensor, weights_TK: Tensor, route: Any) -> Any:
+        sent = send(x_TD, weights_TK, route)
+        order(route)
+        return receive(sent, route)
+
+    dispatcher.send, dispatcher.order = send_and_receive, lambda route: None
+    dispatcher.receive = lambda received, route: received
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,7 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.models.decoder import FeedForward
     from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.dispatch import all_to_all
     from titan_moe.moe.layer import MoE
 
     layer = MoE(DIM, MoEConfig(num_experts=4, top_k=2, hidden_dim=4), FeedForward(DIM, 4))
@@ -164,9 +169,11 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     log.watch_exchanges(_named)
     log.mark(layer.shared_experts, "shared experts")
     log.mark(layer.experts.compute, "experts")
-    for name in ("gather", "order"):
-        call = partial(_marked_call, log, name, getattr(layer.dispatcher, name))
-        setattr(layer.dispatcher, name, call)
+    for owner, name, what in (
+        (all_to_all, "copy_rows", "gather"),
+        (layer.dispatcher, "order", "order"),
+    ):
+        setattr(owner, name, partial(_marked_call, log, what, getattr(owner, name)))
     layer(torch.randn(1, 6, DIM, requires_grad=True)).sum().backward()
     both = ([e.what for e in log.events if e.phase == p] for p in ("forward", "backward"))
     return _outputs_named(next(both), last=True), _outputs_named(next(both), last=False)
@@ -192,9 +199,9 @@ def _outputs_named(events: list[str], *, last: bool) -> list[str]:
 
 
 def test_a_layer_issues_its_work_in_the_order_of_the_table():
-    from titan_moe.moe.dispatch import exchange
+    from titan_moe.moe.dispatch import all_to_all
 
-    lines = [line.split("|")[1:3] for line in exchange.__doc__.splitlines() if "|" in line][2:]
+    lines = [line.split("|")[1:3] for line in all_to_all.__doc__.splitlines() if "|" in line][2:]
     forward, backward = ([row[column].strip() for row in lines] for column in (0, 1))
     for seen in run_on_ranks(order_of_a_layer, 2):
         assert seen == (forward, [each for each in reversed(backward) if each])

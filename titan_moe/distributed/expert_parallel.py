@@ -22,8 +22,8 @@ from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
-from titan_moe.moe.experts import Experts, ExpertWeights
-from titan_moe.moe.layer import MoE
+from titan_moe.moe.experts import ExpertWeights
+from titan_moe.moe.layer import Experts, MoE
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
 # F that the ranks share, it is D: each rank adds it to a slice. Stacks of adapters that have no F

@@ -14,9 +14,8 @@ from titan_moe.comm.collectives import AllToAll, InFlight
 from titan_moe.distributed.compile import _compile_pieces
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
-from titan_moe.moe.experts import Experts
-from titan_moe.moe.layer import MoE
+from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher, Route
+from titan_moe.moe.layer import Experts, MoE
 from titan_moe.ops.grouped_mm import grouped_mm
 from titan_moe.verify.gradients.poison import Poison
 
@@ -169,18 +168,19 @@ def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():
 class _Exchange(LocalDispatcher):
     """Hands over copies of the received rows, as one that orders them by expert does."""
 
-    def send(self, gathered: ExpertRows, plan: Any) -> Any:
-        self.received = weakref.ref(gathered.x_RD)
-        here = AllToAll([len(gathered.x_RD)], [len(gathered.x_RD)], None)
-        return InFlight(gathered.x_RD, here), gathered._replace(x_RD=None)
+    def send(self, x_TD: Tensor, weights_TK: Tensor, route: Route) -> Any:
+        rows = super().send(x_TD, weights_TK, route)
+        self.received = weakref.ref(rows.x_RD)
+        here = AllToAll([len(rows.x_RD)], [len(rows.x_RD)], None)
+        return InFlight(rows.x_RD, here), rows._replace(x_RD=None)
 
-    def receive(self, sent: Any, plan: Any, order: None) -> ExpertRows:
+    def receive(self, sent: Any, route: Route) -> ExpertRows:
         handle, rows = sent
         return rows._replace(x_RD=handle.wait().clone())
 
-    def send_home(self, y_RD: Tensor, plan: Any, order: None) -> Tensor:
+    def send_home(self, y_RD: Tensor, route: Route) -> Tensor:
         assert self.received() is None
-        return super().send_home(y_RD, plan, order)
+        return super().send_home(y_RD, route)
 
 
 def test_received_rows_are_freed_before_outputs_are_sent_back() -> None:
