@@ -85,7 +85,7 @@ def phase() -> str:
     return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
 
 
-# --- shared experts beside rows ---
+# --- shared experts, or those of one half of a microbatch, beside rows ---
 
 
 def build(tables: dict, family: str = "deepseek_v3", num_layers: int = 3):
@@ -133,18 +133,32 @@ def _wait_at_once(dispatcher) -> None:
     dispatcher.receive = lambda received, route: received
 
 
+_BOTH_TRAVEL = 2 * 2
+"""Tokens and their weights, in each of two layers."""
+_ONE_HALF = 2 * 3
+"""In each of two layers the second half's rows and their weights on the way to the experts, and the
+first half's outputs on the way back; in the backward the gradients of the same three."""
+
+
 @pytest.mark.parametrize(
-    "recompute, planted", tiered([("none", False), ("none", True)], slow=[("full", False)])
+    "module, options, forward, backward",
+    tiered(
+        [
+            ("shared_experts", {}, _BOTH_TRAVEL, _BOTH_TRAVEL),
+            ("shared_experts", {"planted": True}, 0, 0),
+            ("experts.compute", {"overlap": True}, _ONE_HALF, _ONE_HALF),
+            ("experts.compute", {}, 0, 0),
+        ],
+        # A recomputation counts as the backward.
+        slow=[("shared_experts", {"recompute": "full"}, _BOTH_TRAVEL, 2 * _BOTH_TRAVEL)],
+    ),
 )
-def test_shared_experts_are_computed_while_rows_travel_but_in_the_serial_order(
-    recompute: str, planted: bool
+def test_rows_travel_while_shared_experts_or_the_experts_of_the_other_half_compute(
+    module: str, options: dict, forward: int, backward: int
 ):
-    for flights in run_on_ranks(log_of_a_step, 2, "shared_experts", False, recompute, planted):
-        beside = [phase for phase, inside in flights if "shared_experts" in inside]
-        # Tokens and their weights, in each of two layers; recomputation counts as the backward.
-        each = 0 if planted else 2 * 2
-        assert beside.count("forward") == each
-        assert beside.count("backward") == each * (2 if recompute == "full" else 1)
+    for flights in run_on_ranks(partial(log_of_a_step, **options), 2, module):
+        beside = [phase for phase, inside in flights if module in inside]
+        assert (beside.count("forward"), beside.count("backward")) == (forward, backward)
 
 
 # --- the order of issue in a layer ---
@@ -205,19 +219,6 @@ def test_a_layer_issues_its_work_in_the_order_of_the_table():
     forward, backward = ([row[column].strip() for row in lines] for column in (0, 1))
     for seen in run_on_ranks(order_of_a_layer, 2):
         assert seen == (forward, [each for each in reversed(backward) if each])
-
-
-# --- one half of a microbatch beside the other's experts ---
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_one_half_travels_while_the_experts_compute_the_other(overlap: bool):
-    for flights in run_on_ranks(log_of_a_step, 2, "experts.compute", overlap):
-        beside = [phase for phase, inside in flights if "experts.compute" in inside]
-        # In each of two layers the second half's rows and their weights on the way to the experts,
-        # and the first half's outputs on the way back; in the backward gradients, of which one is
-        # that of the second half's rows, its weights' included, and one of the first's outputs.
-        assert beside.count("forward") == beside.count("backward") == (2 * 3 if overlap else 0)
 
 
 # --- a forward beside another chunk's backward ---

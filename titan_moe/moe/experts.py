@@ -50,7 +50,7 @@ class ExpertAdapter(nn.Module):
 
 
 class ExpertOutputs(nn.Module):
-    """The weighted output of its expert for each row, y_RD:
+    """Computes the weighted output of each row's expert, y_RD:
 
         weight * (w2 activation(w1 x + b1, w3 x + b3) + b2), or with `scale_inputs`
         w2 activation(w1 (weight * x) + b1, w3 (weight * x) + b3) + b2
@@ -88,7 +88,7 @@ class ExpertOutputs(nn.Module):
 
 
 class AdaptedOutputs(ExpertOutputs):
-    """The outputs of experts whose weights are w + scale * w_b w_a.
+    """Computes the outputs of experts whose weights are w + scale * w_b w_a.
 
     Beside gate and up, the rows before w2 are kept for the backward: F more values of a row.
     """

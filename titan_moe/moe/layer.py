@@ -34,13 +34,14 @@ class Choice(NamedTuple):
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    `dispatcher` is a strategy, which expert parallelism sets. `memo` replays routing in a
-    recomputation. `to_experts` and `from_experts` pass on the tokens that the dispatcher is given
-    and the sums that it returns: places for hooks. `sequence_group` are the ranks that hold parts
-    of the same sequences, None: this one alone.
+    `dispatcher` is a strategy, which expert parallelism sets. It moves the tokens in `num_chunks`
+    parts: one travels while the experts compute another. `memo` repeats routing in a recomputation.
+    `to_experts` and `from_experts` pass on the tokens that the dispatcher is given and the sums
+    that it returns: places for hooks. `sequence_group` holds the ranks that share sequences; None:
+    this rank has whole ones.
 
-    `counts_traffic` says whether this step's traffic is measured, which only a log reads; where a
-    graph holds the whole layer it is measured always.
+    `counts_traffic` is False in steps that no log reads: their traffic is not measured. A graph of
+    the whole layer measures it always.
 
     Buffers: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens; `rows_dropped` []
     the (token, expert) choices that exceeded the capacity, in training or in validation.
@@ -56,6 +57,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, config)
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
+        self.num_chunks = 1
         self.sequence_group: ProcessGroup | None = None
         self.to_experts, self.from_experts = nn.Identity(), nn.Identity()
         self.memo = DecisionMemo()
@@ -65,7 +67,7 @@ class MoE(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Values of a run that begins; also called after the module leaves the meta device."""
+        """Sets the buffers to their first values; also called after the meta device."""
         self.rows_sent.zero_()
         self.rows_dropped.zero_()
 
@@ -88,7 +90,7 @@ class MoE(nn.Module):
             routed_TD = self.to_experts(x_TD)
             chunks = self._chunks(routed_TD), self._chunks(weights_TK), choice.routes
             sent = [self.dispatcher.send(*chunk) for chunk in zip(*chunks, strict=True)]
-        # While rows travel, here and in the backward.
+        # Shared experts compute while rows travel, in the forward and in the backward.
         shared_TD = None
         if self.shared_experts is not None:
             with region("shared_experts"):
@@ -113,9 +115,8 @@ class MoE(nn.Module):
             self.rows_dropped += route.dropped
 
     def _chunks(self, x_T: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of the tokens, [T, ...], by chunk; a token or more in each."""
-        chunks = self.dispatcher.num_chunks
-        return (x_T,) if chunks == 1 else x_T.tensor_split(chunks)
+        """Cuts a tensor of the tokens, [T, ...], into chunks of a token or more."""
+        return (x_T,) if self.num_chunks == 1 else x_T.tensor_split(self.num_chunks)
 
     def choose(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
@@ -125,7 +126,7 @@ class MoE(nn.Module):
             (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
             for chunk_TK in self._chunks(experts_TK)
         ]
-        with region("dispatch"):  # First: what it sends is under way.
+        with region("dispatch"):  # Before all else: counts travel meanwhile.
             routes = [self.dispatcher.route(*chunk) for chunk in chunks]
         chosen_BE = None
         if self.training:
@@ -140,8 +141,9 @@ class MoE(nn.Module):
         return Choice(experts_TK, chosen_BE, routes)
 
     def _counts_per_sequence(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
-        """Returns the choices of each expert by sequence, chosen_BE; of whole sequences if a loss
-        needs them. Adds this rank's to `tokens_per_expert` where not all tokens count."""
+        """Returns the choices of each expert by sequence, chosen_BE, and if a loss needs them sums
+        them over the ranks that share sequences. Adds this rank's choices to `tokens_per_expert`
+        if not all tokens count."""
         num_experts = self.config.num_experts
         if counted_BS is not None:  # A number beyond the experts' is counted nowhere.
             experts_BSK = experts_BSK.masked_fill(~counted_BS[..., None], num_experts)
@@ -172,8 +174,8 @@ class MoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """The stacked weights of all experts, as `ExpertWeights` names them, and what `compute`s with
-    them, to which expert parallelism hands each rank's shards alone."""
+    """Holds the stacked weights of all experts under the names of `ExpertWeights`. `compute` is the
+    strategy that multiplies with them; expert parallelism gives it this rank's shards alone."""
 
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()

@@ -56,9 +56,6 @@ class Dispatcher(Protocol):
 
     waits_for_host: bool = True
     """True if the host must know sizes that routing decides, which no compiled graph can."""
-    num_chunks: int = 1
-    """Parts of the tokens that travel apart, so that one does while the experts compute another;
-    set once."""
     turns: Turns | None = None
     """Shared by a forward and a backward that run beside each other, so that one computes while the
     other's rows travel; set once."""

@@ -57,7 +57,8 @@ class CapacityDispatcher(AllToAllDispatcher):
             rows_P = torch.cat([sent_PE.sum(1), counts_E[-1:]])
         counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = self._buffers(sort_by_expert(experts_TK, num_experts), rows_P, capacity)
-        route = ExchangeRoute(tokens, slots, sent_PE, counts)  # Of places of the buffers.
+        # Rows that leave are the places of the buffers, free ones among them.
+        route = ExchangeRoute(tokens, slots, sent_PE, counts)
         route.dropped = dropped
         return route
 
@@ -80,7 +81,7 @@ class CapacityDispatcher(AllToAllDispatcher):
         return min(math.ceil(self.capacity_factor * share), most)
 
     def _first_come(self, rank_TK: Tensor, sent_P: Tensor, capacity: int) -> Tensor:
-        """Returns which choices are within the capacity, [T, K]; all first choices come first."""
+        """Returns True for choices within the capacity, [T, K]; all first choices come first."""
         # A radix sort passes over all bytes of its keys: two hold a rank's number.
         rank_N, slot_N = rank_TK.t().flatten().short().sort(stable=True)
         nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N.int()]

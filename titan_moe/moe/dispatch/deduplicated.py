@@ -41,7 +41,7 @@ class Nodes(NamedTuple):
     """The ranks of this node."""
 
     def by_node(self, x_TP: Tensor) -> Tensor:
-        """[T, P] -> [T, A, G]."""
+        """Views ranks by node: [T, P] -> [T, A, G]."""
         return x_TP.unflatten(1, (-1, self.within.size()))
 
     def counts_to_send(self, reached_TP: Tensor) -> Tensor:
@@ -54,12 +54,12 @@ class Nodes(NamedTuple):
         return sent_AG.flatten(0, 1)
 
     def counts_received(self, received_P: Tensor, rows_P: Tensor) -> list[Tensor]:
-        """Rows that come from each node [A]; of these, how many go on to each rank here [G]; rows
-        that come here by way of each rank [G].
+        """Returns the rows that come from each node [A]; how many of them go on to each rank of
+        this node [G]; and the rows that come here through each rank of this node [G].
 
         Args:
             received_P: the `counts_to_send` of all ranks.
-            rows_P: rows of each rank that are for this one.
+            rows_P: rows that each rank sends to this one.
         """
         size = self.within.size()
         received_A = received_P.unflatten(0, (-1, size))[:, self.within.rank()]
