@@ -14,7 +14,7 @@ from titan_moe.comm.collectives import recomputing
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
-from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher, Route
+from titan_moe.moe.dispatch.base import Dispatcher, Route
 from titan_moe.moe.experts import ExpertAdapter, ExpertOutputs
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
@@ -56,7 +56,7 @@ class MoE(nn.Module):
         self.router = Router(dim, config)
         self.experts = Experts(dim, config)
         self.shared_experts = shared_experts
-        self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
+        self.dispatcher = Dispatcher(config.row_alignment)
         self.num_chunks = 1
         self.sequence_group: ProcessGroup | None = None
         self.to_experts, self.from_experts = nn.Identity(), nn.Identity()

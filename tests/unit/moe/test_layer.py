@@ -15,7 +15,7 @@ from titan_moe.distributed.compile import _compile_pieces
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
-from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher, Route
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, Route
 from titan_moe.moe.layer import Experts, MoE
 from titan_moe.ops.grouped_mm import grouped_mm
 from titan_moe.verify.gradients.poison import Poison
@@ -156,7 +156,7 @@ def test_a_recomputation_repeats_the_decision_of_its_own_forward():
     assert memo.decide(lambda given: object(), None) not in decisions
 
 
-class _Exchange(LocalDispatcher):
+class _Exchange(Dispatcher):
     """Hands over copies of the received rows, as one that orders them by expert does."""
 
     def send(self, x_TD: Tensor, weights_TK: Tensor, route: Route) -> Any:

@@ -94,6 +94,7 @@ class AllToAllDispatcher(Dispatcher):
     ep_group: ProcessGroup
     etp_group: ProcessGroup
     config: MoEConfig
+    waits_for_host = True
 
     def __post_init__(self) -> None:
         self.num_local = self.config.num_experts // self.ep_group.size()

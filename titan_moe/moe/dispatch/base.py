@@ -1,4 +1,4 @@
-"""The calls that move tokens to their experts and back, and the dispatcher of local experts.
+"""The calls that move tokens to their experts and back, for experts that are all on this rank.
 
 `MoE.forward` makes them in this order, for each chunk of the tokens around one `Route`:
 
@@ -12,7 +12,7 @@ waits for sizes again. The other calls move rows and are differentiable. What is
 so does its backward.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -50,55 +50,32 @@ class Route:
         """Maps (token, k) slots to the routing weights that leave."""
 
 
-class Dispatcher(Protocol):
-    """Moves tokens to experts and back. One between ranks derives from `AllToAllDispatcher`, writes
-    `route`, `plan` and `traffic`, and is named in `expert_parallel.DISPATCHERS`."""
+class Dispatcher:
+    """Moves tokens to experts that are all on this rank, and back: one gather into padded
+    expert-major order, one back. Never waits.
 
-    waits_for_host: bool = True
+    A dispatcher between ranks derives from `AllToAllDispatcher`, writes `route`, `plan` and
+    `traffic`, and is named in `expert_parallel.DISPATCHERS`.
+    """
+
+    waits_for_host = False
     """True if the host must know sizes that routing decides, which no compiled graph can."""
     turns: Turns | None = None
     """Shared by a forward and a backward that run beside each other, so that one computes while the
     other's rows travel; set once."""
 
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """Returns the rows that this rank's tokens send to other ranks, one way, and the fewest
-        that would do, the distinct (token, destination rank) pairs: [2] int64, without a wait for
-        the device."""
-
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        """Returns the `Route` of tokens to their experts, and starts the exchange of counts.
-        `counts_E`: rows of each expert."""
-
-    def send(self, x_TD: Tensor, weights_TK: Tensor, route: Any) -> Any:
-        """Gathers the rows that leave, while counts travel, and starts their exchange: returns what
-        `receive` takes. In a forward it waits for the counts, the only wait of the host."""
-
-    def order(self, route: Any) -> None:
-        """Orders the rows that come by expert, while they travel. Not called again in a
-        recomputation."""
-
-    def receive(self, sent: Any, route: Any) -> ExpertRows:
-        """Returns the rows of this rank's experts, once they are here."""
-
-    def send_home(self, y_RD: Tensor, route: Any) -> Any:
-        """Starts to send the experts' outputs back: returns what `add_up` takes."""
-
-    def add_up(self, home: Any, route: Any) -> Tensor:
-        """Returns the sum of each token's K rows, once they are here: y_TD."""
-
-
-class LocalDispatcher(Dispatcher):
-    """All experts are here: one gather into padded expert-major order, one back. Never waits."""
-
-    waits_for_host = False
-
     def __init__(self, row_alignment: int) -> None:
         self.row_alignment = row_alignment
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """Returns the rows that this rank's tokens send to other ranks, one way, and the fewest
+        that would do, the distinct (token, destination rank) pairs: [2] int64, without a wait for
+        the device."""
         return counts_E.new_zeros(2)
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> Route:
+    def route(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
+        """Returns the `Route` of tokens to their experts, and starts the exchange of counts.
+        `counts_E`: rows of each expert."""
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         permuted = permute_indices(counts_E[None], experts_TK.numel(), self.row_alignment)
         rows_TK = permuted.position_R[tokens.rows_TK]
@@ -109,21 +86,27 @@ class LocalDispatcher(Dispatcher):
         route.offsets_E = permuted.offsets_E
         return route
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor, route: Route) -> ExpertRows:
+    def send(self, x_TD: Tensor, weights_TK: Tensor, route: Any) -> Any:
+        """Gathers the rows that leave, while counts travel, and starts their exchange: returns what
+        `receive` takes. In a forward it waits for the counts, the only wait of the host."""
         return ExpertRows(
             x_RD=gather_rows(x_TD, route.rows),
             weights_R=gather_rows(weights_TK.reshape(-1, 1), route.weights).flatten(),
             offsets_E=route.offsets_E,
         )
 
-    def order(self, route: Route) -> None:
-        """Does nothing: rows are gathered in order."""
+    def order(self, route: Any) -> None:
+        """Orders the rows that come by expert, while they travel. Not called again in a
+        recomputation."""
 
-    def receive(self, sent: ExpertRows, route: Route) -> ExpertRows:
+    def receive(self, sent: Any, route: Any) -> ExpertRows:
+        """Returns the rows of this rank's experts, once they are here."""
         return sent
 
-    def send_home(self, y_RD: Tensor, route: Route) -> Tensor:
+    def send_home(self, y_RD: Tensor, route: Any) -> Any:
+        """Starts to send the experts' outputs back: returns what `add_up` takes."""
         return combine_rows(y_RD, route.rows)
 
-    def add_up(self, home: Tensor, route: Route) -> Tensor:
+    def add_up(self, home: Any, route: Any) -> Tensor:
+        """Returns the sum of each token's K rows, once they are here: y_TD."""
         return home

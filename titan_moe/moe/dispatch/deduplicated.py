@@ -131,7 +131,7 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
         assert isinstance(route, DeduplicatedRoute)
         num_local, table_PX = self.num_local, route.counts.wait()
         choices_PE, copies_P1, nodes_PX = table_PX.tensor_split([num_local, num_local + 1], 1)
-        gathered_QPX = self.gather_counts(table_PX[:, : num_local + 1])
+        copies_P, gathered_QPX = copies_P1[:, 0], self.gather_counts(table_PX[:, : num_local + 1])
         counts_QPE, copies_QP = gathered_QPX[..., :-1], gathered_QPX[..., -1]
         if self.ep_group.size() == 1:  # All etp ranks have equally many tokens.
             copies, choices = [len(route.rows.rows_TK)], [len(route.slot_N)]
@@ -140,11 +140,11 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
         else:
             by_nodes: list[Tensor] = []
             if self.nodes is not None:
-                by_nodes = self.nodes.counts_received(nodes_PX, copies_P1[:, 0])
+                by_nodes = self.nodes.counts_received(nodes_PX, copies_P)
             # Host sync, once per layer: collectives of rows take their sizes as Python ints.
             sizes = to_host(
                 route.copies_P,
-                copies_P1[:, 0],
+                copies_P,
                 route.sent_PE.sum(1),
                 choices_PE.sum(1),
                 copies_QP.sum(1),
