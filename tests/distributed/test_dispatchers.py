@@ -1,7 +1,5 @@
-"""Every dispatcher against one expression: each token's experts, weighed and added up.
-
-Outputs and gradients of tokens and of routing weights, with NaN in every row that is no token's.
-"""
+"""Every dispatcher gives the outputs and gradients of one expression: each token's experts, weighed
+and added up. Rows that are no token's hold NaN."""
 
 from typing import NamedTuple
 
@@ -150,7 +148,7 @@ def _experts(rows, w_EDD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", tiered([2], slow=[4], full=[8]))
-def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
+def test_each_dispatcher_returns_weighted_sums_and_their_gradients(world_size: int):
     for seen in run_on_ranks(travel, world_size, CASES[world_size]):
         for case, one in zip(CASES[world_size], seen, strict=True):
             assert one.error <= 1e-13, (case, one)
@@ -165,7 +163,7 @@ def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
                 assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
 
 
-def test_what_exceeds_the_capacity_is_left_out_and_counted():
+def test_choices_beyond_the_capacity_are_left_out_and_counted():
     for seen in run_on_ranks(travel, 4, SMALL):
         for case, one in zip(SMALL, seen, strict=True):
             assert one.error <= 1e-13, (case, one)

@@ -133,7 +133,9 @@ WAYS = [*product(["standard", "deduplicated", "nodes"], ["none", "full", "op"])]
 @pytest.mark.parametrize(
     "dispatch, recompute", split(WAYS, [("standard", "full"), ("deduplicated", "op")])
 )
-def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recompute: str):
+def test_a_moe_layer_waits_for_the_device_once_and_not_in_recompute_or_backward(
+    dispatch: str, recompute: str
+):
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
     place = "all_to_all.py:plan" if dispatch == "standard" else "deduplicated.py:plan"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
@@ -158,12 +160,12 @@ _DROPPED = {"expert_parallel_capacity_factor": 1.1, "expert_parallel_overflow": 
         ],
     ),
 )
-def test_layers_wait_for_nothing_without_ep_or_in_bounded_buffers(layout: str, tables: dict):
+def test_moe_layers_do_not_wait_without_ep_or_with_bounded_buffers(layout: str, tables: dict):
     assert count(layout, tables=tables) == SUMS
 
 
 @pytest.mark.parametrize(
     "bug", tiered(["a truth is asked for"], slow=["rows chosen by a mask", "a gradient is read"])
 )
-def test_a_planted_wait_is_seen(bug: str):
+def test_a_planted_wait_for_the_device_is_counted(bug: str):
     assert sum(count("dp_shard=1", bug).values()) >= LAYERS + 1

@@ -1,7 +1,7 @@
-"""Overlaps, by the order of issue: shared experts beside rows, parts of a batch beside others, a
-unit beside the gathering of the next one's parameters.
+"""Work is issued in an order that lets it overlap: shared experts beside rows, parts of a batch
+beside others, a unit beside the gathering of the next one's parameters.
 
-Logs of the order in which a process issues its work; how long it takes is no test's matter.
+The tests read logs of the order of issue. They measure no time.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from titan_moe.training.train_step import local_batch
 
 class Event(NamedTuple):
     what: str
-    """ "start" or "wait" of an exchange of rows, or what was marked or gathered."""
+    """ "start" or "wait" of an exchange of rows, or the name of a mark or of a gathered unit."""
     phase: str
     """ "forward" or "backward", by what autograd does in this thread."""
     flight: int = -1
@@ -69,8 +69,8 @@ class Log:
             x.register_hook(lambda grad: self.mark_now(name))
 
     def inside(self, other: bool = False) -> list[tuple[str, list[str]]]:
-        """The phase of each exchange, and what happened between its start and its wait; with
-        `other` only what happened in the other phase."""
+        """Returns the phase of each exchange and the events between its start and its wait; with
+        `other` only events of the other phase."""
         found = []
         for place, event in enumerate(self.events):
             if event.what == "start":
@@ -104,8 +104,8 @@ def train_once(sharded, reader: int | None = None, rows: int = 1) -> None:
 def log_of_a_step(
     module: str, overlap: bool = False, recompute: str = "none", planted: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Each exchange of rows or weights by its phase, and what was issued meanwhile, where a module
-    of an MoE layer is marked."""
+    """Returns the phase of each exchange of rows or weights, and the work that was issued
+    meanwhile; `module` of each MoE layer is marked."""
     if overlap:  # Otherwise the log's own marks are views.
         warnings.filterwarnings("error", message=".*view tensor")
     degrees = {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}
@@ -252,7 +252,7 @@ def run_pairs(log: Log, overlap: bool) -> list[Tensor]:
     return [parameter.grad.to_local() for _, parameter in sharded.named_parameters()]
 
 
-def test_one_chunk_travels_while_the_experts_compute_another_chunk():
+def test_dualpipev_exchanges_rows_of_one_chunk_while_experts_compute_the_other():
     ranks = run_on_ranks(logs_of_pairs, 4)
     for overlapped, serial, same_gradients in ranks:
         # Of each layer the outputs, and the gradients of the outputs.
