@@ -107,14 +107,14 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
     return seen.places
 
 
-def _sent_wrongly(send_home: Callable[..., Any], bug: str, y_RD: Tensor, *plan: Any) -> Any:
+def _sent_wrongly(send_home: Callable[..., Any], bug: str, y_RD: Tensor, route: Any) -> Any:
     if bug == "a truth is asked for":
         y_RD = y_RD * bool(torch.ones(()) != 0)
     elif bug == "rows chosen by a mask":
         y_RD = y_RD[torch.ones(len(y_RD), dtype=torch.bool)]
     else:  # A gradient is read.
         y_RD.register_hook(lambda grad: grad * (grad.new_ones(()).item() == 1))
-    return send_home(y_RD, *plan)
+    return send_home(y_RD, route)
 
 
 def count(
