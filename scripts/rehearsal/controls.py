@@ -136,7 +136,7 @@ CONTROLS = [
     Control(
         "sizes read twice a layer",
         "wait",
-        "all_to_all.py:sizes",
+        "all_to_all.py:plan",
         _wrapped("titan_moe.moe.dispatch.all_to_all:to_host", _twice),
     ),
     Control(

@@ -62,8 +62,8 @@ WAITS: Mapping[str, Allowance] = {
     "distributed/pipeline/schedule.py:_run": Allowance(
         "stages agree how a schedule of torch's begins, in its first run", "schedule"
     ),
-    "moe/dispatch/all_to_all.py:sizes": _SIZES,
-    "moe/dispatch/deduplicated.py:_sizes": _SIZES,
+    "moe/dispatch/all_to_all.py:plan": _SIZES,
+    "moe/dispatch/deduplicated.py:plan": _SIZES,
     # These need CPU offload.
     f"{_FSDP_PATH}_fsdp_param_group.py:finalize_backward": Allowance(
         "the optimizer reads offloaded gradients on the host", "parameter"

@@ -46,11 +46,11 @@ def make_job(layout: str) -> JobConfig:
     return resolve(apply_layout(job, parsed, {"training": training}), parsed.world_size)
 
 
-def _sent_thrice(dispatcher: Any, y_RD: Tensor, *plan: Any) -> Any:
+def _sent_thrice(dispatcher: Any, y_RD: Tensor, route: Any) -> Any:
     send_home = type(dispatcher).send_home
     for _ in range(2):  # The backward's exchanges are not repeated.
-        send_home(dispatcher, y_RD, *plan).handle.wait()
-    return send_home(dispatcher, y_RD, *plan)
+        send_home(dispatcher, y_RD, route).handle.wait()
+    return send_home(dispatcher, y_RD, route)
 
 
 def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:

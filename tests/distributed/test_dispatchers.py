@@ -1,7 +1,5 @@
-"""Every dispatcher against one expression: each token's experts, weighed and added up.
-
-Outputs and gradients of tokens and of routing weights, with NaN in every row that is no token's.
-"""
+"""Every dispatcher gives the outputs and gradients of one expression: each token's experts, weighed
+and added up. Rows that are no token's hold NaN."""
 
 from typing import NamedTuple
 
@@ -92,18 +90,17 @@ def _travel(case: Case) -> Seen:
     w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared)
 
     counts_E = count_experts(experts_TK, EXPERTS)
-    draft = dispatcher.start_counts(experts_TK, counts_E)
-    gathered = dispatcher.gather(x_TD, weights_TK, draft)
-    plan = dispatcher.sizes(draft)
-    sent, order = dispatcher.send(gathered, plan), dispatcher.order(plan)
-    rows = dispatcher.receive(sent, plan, order)
+    route = dispatcher.route(experts_TK, counts_E)
+    sent = dispatcher.send(x_TD, weights_TK, route)
+    dispatcher.order(route)
+    rows = dispatcher.receive(sent, route)
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
     share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
     y_RD = _experts(rows, share * w_EDD[first:])
-    y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, plan, order), draft)
+    y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, route), route)
     kept_TK = torch.ones_like(weights_TK).bool()
     if case.name == CAPACITY:
-        kept_TK = draft.rows.rows_TK >= 0
+        kept_TK = route.rows.rows_TK >= 0
     expected_TD = sum(
         (weights_TK * kept_TK)[:, k, None]
         * torch.einsum("td,tde->te", x_TD, w_EDD[experts_TK[:, k]])
@@ -116,7 +113,7 @@ def _travel(case: Case) -> Seen:
     return Seen(
         max(errors),
         *dispatcher.traffic(experts_TK, counts_E).tolist(),
-        None if plan.dropped is None else plan.dropped.item(),
+        None if route.dropped is None else route.dropped.item(),
         int((~kept_TK).sum()),
     )
 
@@ -151,7 +148,7 @@ def _experts(rows, w_EDD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", tiered([2], slow=[4], full=[8]))
-def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
+def test_each_dispatcher_returns_weighted_sums_and_their_gradients(world_size: int):
     for seen in run_on_ranks(travel, world_size, CASES[world_size]):
         for case, one in zip(CASES[world_size], seen, strict=True):
             assert one.error <= 1e-13, (case, one)
@@ -166,7 +163,7 @@ def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
                 assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
 
 
-def test_what_exceeds_the_capacity_is_left_out_and_counted():
+def test_choices_beyond_the_capacity_are_left_out_and_counted():
     for seen in run_on_ranks(travel, 4, SMALL):
         for case, one in zip(SMALL, seen, strict=True):
             assert one.error <= 1e-13, (case, one)

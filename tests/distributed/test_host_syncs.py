@@ -107,14 +107,14 @@ def train_on_rank(layout: str, tables: dict[str, Any], planted: str | None) -> C
     return seen.places
 
 
-def _sent_wrongly(send_home: Callable[..., Any], bug: str, y_RD: Tensor, *plan: Any) -> Any:
+def _sent_wrongly(send_home: Callable[..., Any], bug: str, y_RD: Tensor, route: Any) -> Any:
     if bug == "a truth is asked for":
         y_RD = y_RD * bool(torch.ones(()) != 0)
     elif bug == "rows chosen by a mask":
         y_RD = y_RD[torch.ones(len(y_RD), dtype=torch.bool)]
     else:  # A gradient is read.
         y_RD.register_hook(lambda grad: grad * (grad.new_ones(()).item() == 1))
-    return send_home(y_RD, *plan)
+    return send_home(y_RD, route)
 
 
 def count(
@@ -133,9 +133,11 @@ WAYS = [*product(["standard", "deduplicated", "nodes"], ["none", "full", "op"])]
 @pytest.mark.parametrize(
     "dispatch, recompute", split(WAYS, [("standard", "full"), ("deduplicated", "op")])
 )
-def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recompute: str):
+def test_a_moe_layer_waits_for_the_device_once_and_not_in_recompute_or_backward(
+    dispatch: str, recompute: str
+):
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
-    place = "all_to_all.py:sizes" if dispatch == "standard" else "deduplicated.py:_sizes"
+    place = "all_to_all.py:plan" if dispatch == "standard" else "deduplicated.py:plan"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
     assert seen == {**SUMS, f"moe/dispatch/{place}": LAYERS}
 
@@ -158,12 +160,12 @@ _DROPPED = {"expert_parallel_capacity_factor": 1.1, "expert_parallel_overflow": 
         ],
     ),
 )
-def test_layers_wait_for_nothing_without_ep_or_in_bounded_buffers(layout: str, tables: dict):
+def test_moe_layers_do_not_wait_without_ep_or_with_bounded_buffers(layout: str, tables: dict):
     assert count(layout, tables=tables) == SUMS
 
 
 @pytest.mark.parametrize(
     "bug", tiered(["a truth is asked for"], slow=["rows chosen by a mask", "a gradient is read"])
 )
-def test_a_planted_wait_is_seen(bug: str):
+def test_a_planted_wait_for_the_device_is_counted(bug: str):
     assert sum(count("dp_shard=1", bug).values()) >= LAYERS + 1

@@ -1,7 +1,7 @@
-"""Overlaps, by the order of issue: shared experts beside rows, parts of a batch beside others, a
-unit beside the gathering of the next one's parameters.
+"""Work is issued in an order that lets it overlap: shared experts beside rows, parts of a batch
+beside others, a unit beside the gathering of the next one's parameters.
 
-Logs of the order in which a process issues its work; how long it takes is no test's matter.
+The tests read logs of the order of issue. They measure no time.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from titan_moe.training.train_step import local_batch
 
 class Event(NamedTuple):
     what: str
-    """ "start" or "wait" of an exchange of rows, or what was marked or gathered."""
+    """ "start" or "wait" of an exchange of rows, or the name of a mark or of a gathered unit."""
     phase: str
     """ "forward" or "backward", by what autograd does in this thread."""
     flight: int = -1
@@ -69,8 +69,8 @@ class Log:
             x.register_hook(lambda grad: self.mark_now(name))
 
     def inside(self, other: bool = False) -> list[tuple[str, list[str]]]:
-        """The phase of each exchange, and what happened between its start and its wait; with
-        `other` only what happened in the other phase."""
+        """Returns the phase of each exchange and the events between its start and its wait; with
+        `other` only events of the other phase."""
         found = []
         for place, event in enumerate(self.events):
             if event.what == "start":
@@ -85,7 +85,7 @@ def phase() -> str:
     return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
 
 
-# --- shared experts beside rows ---
+# --- shared experts, or those of one half of a microbatch, beside rows ---
 
 
 def build(tables: dict, family: str = "deepseek_v3", num_layers: int = 3):
@@ -104,8 +104,8 @@ def train_once(sharded, reader: int | None = None, rows: int = 1) -> None:
 def log_of_a_step(
     module: str, overlap: bool = False, recompute: str = "none", planted: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Each exchange of rows or weights by its phase, and what was issued meanwhile, where a module
-    of an MoE layer is marked."""
+    """Returns the phase of each exchange of rows or weights, and the work that was issued
+    meanwhile; `module` of each MoE layer is marked."""
     if overlap:  # Otherwise the log's own marks are views.
         warnings.filterwarnings("error", message=".*view tensor")
     degrees = {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}
@@ -122,25 +122,43 @@ def log_of_a_step(
 
 def _wait_at_once(dispatcher) -> None:
     """The serial order: rows have arrived before anything else is begun."""
-    send, receive = dispatcher.send, dispatcher.receive
-    dispatcher.send = lambda gathered, plan: receive(
-        send(gathered, plan), plan, dispatcher.order(plan)
-    )
-    dispatcher.receive = lambda sent, plan, order: sent
+    send, order, receive = dispatcher.send, dispatcher.order, dispatcher.receive
+
+    def send_and_receive(x_TD: Tensor, weights_TK: Tensor, route: Any) -> Any:
+        sent = send(x_TD, weights_TK, route)
+        order(route)
+        return receive(sent, route)
+
+    dispatcher.send, dispatcher.order = send_and_receive, lambda route: None
+    dispatcher.receive = lambda received, route: received
+
+
+_BOTH_TRAVEL = 2 * 2
+"""Tokens and their weights, in each of two layers."""
+_ONE_HALF = 2 * 3
+"""In each of two layers the second half's rows and their weights on the way to the experts, and the
+first half's outputs on the way back; in the backward the gradients of the same three."""
 
 
 @pytest.mark.parametrize(
-    "recompute, planted", tiered([("none", False), ("none", True)], slow=[("full", False)])
+    "module, options, forward, backward",
+    tiered(
+        [
+            ("shared_experts", {}, _BOTH_TRAVEL, _BOTH_TRAVEL),
+            ("shared_experts", {"planted": True}, 0, 0),
+            ("experts.compute", {"overlap": True}, _ONE_HALF, _ONE_HALF),
+            ("experts.compute", {}, 0, 0),
+        ],
+        # A recomputation counts as the backward.
+        slow=[("shared_experts", {"recompute": "full"}, _BOTH_TRAVEL, 2 * _BOTH_TRAVEL)],
+    ),
 )
-def test_shared_experts_are_computed_while_rows_travel_but_in_the_serial_order(
-    recompute: str, planted: bool
+def test_rows_travel_while_shared_experts_or_the_experts_of_the_other_half_compute(
+    module: str, options: dict, forward: int, backward: int
 ):
-    for flights in run_on_ranks(log_of_a_step, 2, "shared_experts", False, recompute, planted):
-        beside = [phase for phase, inside in flights if "shared_experts" in inside]
-        # Tokens and their weights, in each of two layers; recomputation counts as the backward.
-        each = 0 if planted else 2 * 2
-        assert beside.count("forward") == each
-        assert beside.count("backward") == each * (2 if recompute == "full" else 1)
+    for flights in run_on_ranks(partial(log_of_a_step, **options), 2, module):
+        beside = [phase for phase, inside in flights if module in inside]
+        assert (beside.count("forward"), beside.count("backward")) == (forward, backward)
 
 
 # --- the order of issue in a layer ---
@@ -154,6 +172,7 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.models.decoder import FeedForward
     from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.dispatch import all_to_all
     from titan_moe.moe.layer import MoE
 
     layer = MoE(DIM, MoEConfig(num_experts=4, top_k=2, hidden_dim=4), FeedForward(DIM, 4))
@@ -164,9 +183,11 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     log.watch_exchanges(_named)
     log.mark(layer.shared_experts, "shared experts")
     log.mark(layer.experts.compute, "experts")
-    for name in ("gather", "order"):
-        call = partial(_marked_call, log, name, getattr(layer.dispatcher, name))
-        setattr(layer.dispatcher, name, call)
+    for owner, name, what in (
+        (all_to_all, "copy_rows", "gather"),
+        (layer.dispatcher, "order", "order"),
+    ):
+        setattr(owner, name, partial(_marked_call, log, what, getattr(owner, name)))
     layer(torch.randn(1, 6, DIM, requires_grad=True)).sum().backward()
     both = ([e.what for e in log.events if e.phase == p] for p in ("forward", "backward"))
     return _outputs_named(next(both), last=True), _outputs_named(next(both), last=False)
@@ -192,25 +213,12 @@ def _outputs_named(events: list[str], *, last: bool) -> list[str]:
 
 
 def test_a_layer_issues_its_work_in_the_order_of_the_table():
-    from titan_moe.moe.dispatch import exchange
+    from titan_moe.moe.dispatch import all_to_all
 
-    lines = [line.split("|")[1:3] for line in exchange.__doc__.splitlines() if "|" in line][2:]
+    lines = [line.split("|")[1:3] for line in all_to_all.__doc__.splitlines() if "|" in line][2:]
     forward, backward = ([row[column].strip() for row in lines] for column in (0, 1))
     for seen in run_on_ranks(order_of_a_layer, 2):
         assert seen == (forward, [each for each in reversed(backward) if each])
-
-
-# --- one half of a microbatch beside the other's experts ---
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_one_half_travels_while_the_experts_compute_the_other(overlap: bool):
-    for flights in run_on_ranks(log_of_a_step, 2, "experts.compute", overlap):
-        beside = [phase for phase, inside in flights if "experts.compute" in inside]
-        # In each of two layers the second half's rows and their weights on the way to the experts,
-        # and the first half's outputs on the way back; in the backward gradients, of which one is
-        # that of the second half's rows, its weights' included, and one of the first's outputs.
-        assert beside.count("forward") == beside.count("backward") == (2 * 3 if overlap else 0)
 
 
 # --- a forward beside another chunk's backward ---
@@ -244,7 +252,7 @@ def run_pairs(log: Log, overlap: bool) -> list[Tensor]:
     return [parameter.grad.to_local() for _, parameter in sharded.named_parameters()]
 
 
-def test_one_chunk_travels_while_the_experts_compute_another_chunk():
+def test_dualpipev_exchanges_rows_of_one_chunk_while_experts_compute_the_other():
     ranks = run_on_ranks(logs_of_pairs, 4)
     for overlapped, serial, same_gradients in ranks:
         # Of each layer the outputs, and the gradients of the outputs.

@@ -63,8 +63,8 @@ def test_launcher_and_ranks_know_what_a_package_registers(package: Path) -> None
 
 _WRONG = """
 class Wrong(Mine):
-    def add_up(self, home, draft):
-        return 2 * super().add_up(home, draft)
+    def add_up(self, home, route):
+        return 2 * super().add_up(home, route)
 
 
 DISPATCHERS["wrong"] = lambda config, meshes, options: Wrong(

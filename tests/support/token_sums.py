@@ -15,8 +15,8 @@ from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.output import Embedding, LayerNorm, ZeroCentredRMSNorm
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
-from titan_moe.moe.experts import Chunk, Experts
+from titan_moe.moe.dispatch.base import ExpertRows
+from titan_moe.moe.layer import Experts
 from titan_moe.moe.router import Router
 from titan_moe.ops.attention import Sdpa, sdpa
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule, short_convolution
@@ -148,22 +148,14 @@ def _rule(draw: Draw) -> Case:
 
 
 def _experts(draw: Draw, **options: Any) -> Case:
-    experts = Experts(D, MoEConfig(num_experts=E, top_k=1, hidden_dim=24, **options))
+    experts = _ExpertsOfRows(D, MoEConfig(num_experts=E, top_k=1, hidden_dim=24, **options))
     inputs, ends = [draw(TOKENS, D), draw(TOKENS, dtype=torch.float32)], draw.ends()
-
-    def rows_to_themselves(x: Tensor, r: Tensor) -> tuple[LocalDispatcher, list[Chunk]]:
-        return _Unmoved(1), [Chunk(ExpertRows(x, r, ends), None, None)]
-
-    return of_module(
-        draw, experts, *inputs, arguments=rows_to_themselves, pick=lambda home: home[0]
-    )
+    return of_module(draw, experts, *inputs, arguments=lambda x, r: (ExpertRows(x, r, ends),))
 
 
-class _Unmoved(LocalDispatcher):
-    """Rows stay in the order of experts."""
-
-    def send_home(self, y_RD: Tensor, plan: None, order: None) -> Tensor:
-        return y_RD
+class _ExpertsOfRows(Experts):
+    def forward(self, rows: ExpertRows) -> Tensor:  # type: ignore[override]
+        return self.compute(rows, dict(self.named_parameters()))
 
 
 def _loss(draw: Draw) -> Case:

@@ -22,8 +22,8 @@ from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
-from titan_moe.moe.experts import Experts, ExpertWeights
-from titan_moe.moe.layer import MoE
+from titan_moe.moe.experts import ExpertWeights
+from titan_moe.moe.layer import Experts, MoE
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
 # F that the ranks share, it is D: each rank adds it to a slice. Stacks of adapters that have no F
@@ -33,8 +33,8 @@ _CUT_BY_ETP |= {"w1_b": 1, "w3_b": 1, "w2_a": 2}
 
 
 def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
-    """Let losses over sequences see whole sequences, which cp and tp cut; tokens that count are
-    those of this rank, where tp cuts."""
+    """Let balance losses see whole sequences, which cp and tp cut, and give each tp rank its own
+    part of the mask of counted tokens."""
     group = meshes.group("sequence")
     if group.size() == 1:
         return
@@ -58,7 +58,7 @@ class DispatchOptions(NamedTuple):
     ranks_per_node: int | None = None
     """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
     num_chunks: int = 1
-    """Value of `Dispatcher.num_chunks`."""
+    """Value of `MoE.num_chunks`."""
 
 
 def choose_dispatcher(
@@ -91,7 +91,7 @@ def apply_expert_parallel(
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
         moe.dispatcher = DISPATCHERS[options.name](moe.config, meshes, options)
-        moe.dispatcher.num_chunks = options.num_chunks
+        moe.num_chunks = options.num_chunks
 
 
 def partial_over_etp(model: nn.Module, meshes: Meshes) -> set[str]:
@@ -147,8 +147,8 @@ def _cut_experts(experts: Experts, meshes: Meshes) -> None:
 def _own_shards(
     module: Any, args: tuple[ExpertRows, ExpertWeights], etp_group: ProcessGroup
 ) -> tuple[ExpertRows, ExpertWeights]:
-    """Hands over each weight's local shard instead of the DTensor; b2 with zeros for the slices of
-    D that other ranks add."""
+    """Replaces each weight by this rank's shard, and fills b2 up with zeros for the slices of D
+    that other ranks add."""
     rows, weights = args
     place, slices = etp_group.rank(), etp_group.size()
     own = {name: local_part(weight) for name, weight in weights.items()}
@@ -169,8 +169,8 @@ def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:
     if size is None:
         return None
     ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
-    tokens, first = (True, meshes.groups.comm.axes.get("ep")), place // size * size
+    kind, first = (True, meshes.groups.comm.axes.get("ep")), place // size * size
     return Nodes(
-        across=meshes.groups.get(ranks[place % size :: size], tokens, "ep across nodes"),
-        within=meshes.groups.get(ranks[first : first + size], tokens, "ep within a node"),
+        across=meshes.groups.get(ranks[place % size :: size], kind, "ep across nodes"),
+        within=meshes.groups.get(ranks[first : first + size], kind, "ep within a node"),
     )

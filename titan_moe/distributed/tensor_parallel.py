@@ -37,8 +37,7 @@ from titan_moe.comm.collectives import gather_tokens, scatter_tokens, sum_over_r
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.parallel_dims import Meshes
-from titan_moe.moe.experts import Experts
-from titan_moe.moe.layer import MoE
+from titan_moe.moe.layer import Experts, MoE
 from titan_moe.ops.cross_entropy import IGNORE_INDEX, block_statistics, gradient_in_place
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear

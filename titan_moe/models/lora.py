@@ -14,7 +14,8 @@ from titan_moe.models.config import matches
 from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
-from titan_moe.moe.experts import AdaptedOutputs, ExpertAdapter, Experts
+from titan_moe.moe.experts import AdaptedOutputs, ExpertAdapter
+from titan_moe.moe.layer import Experts
 from titan_moe.moe.router import Router
 from titan_moe.ops.low_rank import AdaptedLinear, Adapter
 

@@ -24,8 +24,8 @@ def sequence_loss(scores_BSE: Tensor, chosen_BE: Tensor) -> Tensor:
     scores_bse). Linear in the scores, so a part of a sequence adds its part of the loss.
 
     Args:
-        scores_BSE: of all tokens of each sequence, or of some.
-        chosen_BE: how often each *whole* sequence chose each expert.
+        scores_BSE: scores of all or some tokens of each sequence.
+        chosen_BE: choices of each expert by each *whole* sequence.
     """
     chosen_BE = chosen_BE.to(scores_BSE.dtype)
     total_B1 = chosen_BE.sum(-1, keepdim=True).clamp(min=1)  # A sequence without a choice adds 0.
@@ -39,7 +39,7 @@ def global_loss(scores_BSE: Tensor, load_E: Tensor) -> Tensor:
 
 
 def z_loss(logits_TE: Tensor, counted_BS: Tensor | None = None) -> Tensor:
-    """Router z-loss (arXiv 2202.08906, eq. 5): keeps the logits small, of the counted tokens."""
+    """Router z-loss of the counted tokens (arXiv 2202.08906, eq. 5): keeps the logits small."""
     squares_T = logits_TE.logsumexp(-1).square()
     return (squares_T if counted_BS is None else squares_T * counted_BS.flatten()).sum()
 

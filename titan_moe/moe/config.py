@@ -27,7 +27,7 @@ class MoEConfig:
     """Equal groups of experts, of which a token may use top_groups (arXiv 2405.04434, 2.1.3)."""
     top_groups: int = 1
     group_score_top: int = 1
-    """A group's score is the sum of its this many best scores: 1 in DeepSeek-V2, 2 in V3."""
+    """Number of a group's best scores whose sum is its score: 1 in DeepSeek-V2, 2 in V3."""
     router_bias: bool = False
     """The router's logits have a bias (gpt-oss)."""
     projection_bias: bool = False
@@ -66,11 +66,11 @@ def deduplication_pays(top_k: int, places: int, ranks: int) -> bool:
 def rows_of_buffers(
     num_tokens: int, top_k: int, num_experts: int, ep: int, capacity_factor: float | None
 ) -> int:
-    """Rows that a rank's buffer in symmetric memory holds, received from all ranks together.
+    """Returns how many rows a rank's buffer in symmetric memory holds, from all ranks together.
 
     Args:
         capacity_factor: as a multiple of the num_tokens * top_k that a rank of a balanced router
-            receives; never more than all that can come. None: as many.
+            receives; never more than all rows that can come. None: room for all of them.
     """
     most = ep * num_tokens * min(top_k, num_experts // ep)
     share = num_tokens * top_k

@@ -8,15 +8,13 @@ same).
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.comm.collectives import recomputing
-from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
+from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.ops.gated import gated_rows, gated_rows_backward
 from titan_moe.ops.grouped_mm import (
     GroupedMM,
@@ -26,7 +24,6 @@ from titan_moe.ops.grouped_mm import (
     grouped_mm_grad_rows,
     grouped_mm_grad_weights,
 )
-from titan_moe.runtime.regions import region
 
 ExpertWeights = Mapping[str, Tensor]
 """The experts' weights by the names of the parameters of `Experts`: w1, w3 [E, F, D], w2 [E, D, F];
@@ -53,7 +50,7 @@ class ExpertAdapter(nn.Module):
 
 
 class ExpertOutputs(nn.Module):
-    """The weighted output of its expert for each row, y_RD:
+    """Computes the weighted output of each row's expert, y_RD:
 
         weight * (w2 activation(w1 x + b1, w3 x + b3) + b2), or with `scale_inputs`
         w2 activation(w1 (weight * x) + b1, w3 (weight * x) + b3) + b2
@@ -91,7 +88,7 @@ class ExpertOutputs(nn.Module):
 
 
 class AdaptedOutputs(ExpertOutputs):
-    """The outputs of experts whose weights are w + scale * w_b w_a.
+    """Computes the outputs of experts whose weights are w + scale * w_b w_a.
 
     Beside gate and up, the rows before w2 are kept for the backward: F more values of a row.
     """
@@ -119,59 +116,6 @@ class AdaptedOutputs(ExpertOutputs):
         hidden_RF = _Activated.apply(gate_RF, up_RF, after_R1, self.activation)
         low_Rr = self.scale * grouped_mm(hidden_RF, w["adapter.w2_a"], offsets_E)
         return add_bias(product(hidden_RF, low_Rr, "w2"), w.get("b2"), offsets_E, after_R1)
-
-
-class Chunk(NamedTuple):
-    """A chunk of a microbatch on its way to the experts."""
-
-    sent: Any
-    """Result of `Dispatcher.send`; `plan` and `order` are those of `sizes` and `order`."""
-    plan: Any
-    order: Any
-
-
-class Experts(nn.Module):
-    """The stacked weights of all experts, as `ExpertWeights` names them, and what `compute`s with
-    them, to which expert parallelism hands each rank's shards alone."""
-
-    def __init__(self, dim: int, config: MoEConfig) -> None:
-        super().__init__()
-        num_experts, hidden_dim = config.num_experts, config.hidden_dim
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
-        self.b1 = self.b2 = self.b3 = None
-        if config.projection_bias:
-            self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim))
-            self.b2 = nn.Parameter(torch.empty(num_experts, dim))
-            self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
-        self.adapter: ExpertAdapter | None = None
-        self.compute = ExpertOutputs(
-            config.activation, scale_inputs=config.weights_scale == "inputs"
-        )
-
-    def forward(self, dispatcher: Dispatcher, chunks: list[Chunk]) -> list[Any]:
-        """Receives each chunk, computes it and sends its outputs home, while the next one travels.
-        Returns what `Dispatcher.add_up` takes, one for each chunk.
-
-        One call for all chunks, for which FSDP gathers the weights once.
-        """
-        weights = dict(self.named_parameters())
-        home, late = [], []
-        for sent, plan, order in chunks:
-            with region("dispatch"):
-                rows = dispatcher.receive(sent, plan, order)
-            with region("experts"):
-                y_RD = self.compute(rows, weights)
-            del rows  # From here on a backward alone holds rows that have been received.
-            # A recomputation ends in the last chunk, unless something after the layer is kept.
-            if recomputing():
-                late.append((y_RD, plan, order))
-            else:
-                with region("combine"):
-                    home.append(dispatcher.send_home(y_RD, plan, order))
-            del y_RD
-        return [*home, *(dispatcher.send_home(*each) for each in late)]
 
 
 def activated_projection(

@@ -1,4 +1,5 @@
-"""The mixture-of-experts layer."""
+"""The mixture-of-experts layer: a token's way to its experts and back, whose moves are those of
+`moe/dispatch/`."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -9,36 +10,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from titan_moe.comm.collectives import recomputing
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
-from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
-from titan_moe.moe.experts import Chunk, Experts
+from titan_moe.moe.dispatch.base import Dispatcher, Route
+from titan_moe.moe.experts import ExpertAdapter, ExpertOutputs
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
 from titan_moe.runtime.regions import region
 
 
 class Choice(NamedTuple):
-    """The selected experts, and how their rows begin to travel."""
+    """The selected experts, and the routes of the tokens there."""
 
     experts_TK: Tensor
     chosen_BE: Tensor | None
     """Choices of each expert by sequence; None if no loss needs them."""
-    drafts: list[Any]
-    """Results of `Dispatcher.start_counts`, one for each chunk of the tokens."""
+    routes: list[Route]
+    """One for each chunk of the tokens."""
 
 
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    `dispatcher` is a strategy, which expert parallelism sets. `memo` replays routing in a
-    recomputation. `to_experts` and `from_experts` pass on the tokens that the dispatcher is given
-    and the sums that it returns: places for hooks. `sequence_group` are the ranks that hold parts
-    of the same sequences, None: this one alone.
+    `dispatcher` is a strategy, which expert parallelism sets. It moves the tokens in `num_chunks`
+    parts: one travels while the experts compute another. `memo` repeats routing in a recomputation.
+    `to_experts` and `from_experts` pass on the tokens that the dispatcher is given and the sums
+    that it returns: places for hooks. `sequence_group` holds the ranks that share sequences; None:
+    this rank has whole ones.
 
-    `counts_traffic` says whether this step's traffic is measured, which only a log reads; where a
-    graph holds the whole layer it is measured always.
+    `counts_traffic` is False in steps that no log reads: their traffic is not measured. A graph of
+    the whole layer measures it always.
 
     Buffers: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens; `rows_dropped` []
     the (token, expert) choices that exceeded the capacity, in training or in validation.
@@ -53,7 +56,8 @@ class MoE(nn.Module):
         self.router = Router(dim, config)
         self.experts = Experts(dim, config)
         self.shared_experts = shared_experts
-        self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
+        self.dispatcher = Dispatcher(config.row_alignment)
+        self.num_chunks = 1
         self.sequence_group: ProcessGroup | None = None
         self.to_experts, self.from_experts = nn.Identity(), nn.Identity()
         self.memo = DecisionMemo()
@@ -63,7 +67,7 @@ class MoE(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Values of a run that begins; also called after the module leaves the meta device."""
+        """Sets the buffers to their first values; also called after the meta device."""
         self.rows_sent.zero_()
         self.rows_dropped.zero_()
 
@@ -84,37 +88,35 @@ class MoE(nn.Module):
 
         with region("dispatch"):
             routed_TD = self.to_experts(x_TD)
-            chunks = zip(
-                self._chunks(routed_TD), self._chunks(weights_TK), choice.drafts, strict=True
-            )
-            sent = [self._send(*chunk) for chunk in chunks]
-        # While rows travel, here and in the backward.
+            chunks = self._chunks(routed_TD), self._chunks(weights_TK), choice.routes
+            sent = [self.dispatcher.send(*chunk) for chunk in zip(*chunks, strict=True)]
+        # Shared experts compute while rows travel, in the forward and in the backward.
         shared_TD = None
         if self.shared_experts is not None:
             with region("shared_experts"):
                 shared_TD = self.shared_experts(x_TD)
         with region("dispatch"):
-            orders = [self.memo.decide(self.dispatcher.order, plan) for _, plan in sent]
-        home = self.experts(
-            self.dispatcher,
-            [Chunk(*chunk, order) for chunk, order in zip(sent, orders, strict=True)],
-        )
+            for route in choice.routes:
+                self._complete(route)
+        home = self.experts(self.dispatcher, sent, choice.routes)
         with region("combine"):
-            pairs = zip(home, choice.drafts, strict=True)
+            pairs = zip(home, choice.routes, strict=True)
             sums = [self.dispatcher.add_up(*pair) for pair in pairs]
             y_TD = self.from_experts(sums[0] if len(sums) == 1 else torch.cat(sums))
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
-    def _send(self, x_TD: Tensor, weights_TK: Tensor, draft: Any) -> tuple[Any, Any]:
-        """Returns a chunk's rows on their way, and its plan."""
-        gathered = self.dispatcher.gather(x_TD, weights_TK, draft)  # While counts travel.
-        plan = self.memo.decide(self.sizes, draft)
-        return self.dispatcher.send(gathered, plan), plan
+    def _complete(self, route: Route) -> None:
+        """Orders the rows that come and counts those that were dropped; in the forward alone."""
+        if route.complete:
+            return
+        self.dispatcher.order(route)
+        route.complete = True
+        if route.dropped is not None:
+            self.rows_dropped += route.dropped
 
     def _chunks(self, x_T: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of the tokens, [T, ...], by chunk; a token or more in each."""
-        chunks = self.dispatcher.num_chunks
-        return (x_T,) if chunks == 1 else x_T.tensor_split(chunks)
+        """Cuts a tensor of the tokens, [T, ...], into chunks of a token or more."""
+        return (x_T,) if self.num_chunks == 1 else x_T.tensor_split(self.num_chunks)
 
     def choose(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
@@ -124,8 +126,8 @@ class MoE(nn.Module):
             (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
             for chunk_TK in self._chunks(experts_TK)
         ]
-        with region("dispatch"):  # First: what it sends is under way.
-            drafts = [self.dispatcher.start_counts(*chunk) for chunk in chunks]
+        with region("dispatch"):  # Before all else: counts travel meanwhile.
+            routes = [self.dispatcher.route(*chunk) for chunk in chunks]
         chosen_BE = None
         if self.training:
             for chunk_TK, counts_E in chunks:
@@ -136,18 +138,12 @@ class MoE(nn.Module):
             if self.config.sequence_aux_loss_weight or counted_BS is not None:
                 experts_BSK = experts_TK.view(*scores_BSE.shape[:2], -1)
                 chosen_BE = self._counts_per_sequence(experts_BSK, counted_BS)
-        return Choice(experts_TK, chosen_BE, drafts)
-
-    def sizes(self, draft: Any) -> Any:
-        """Returns the plan of a chunk's exchanges; waits for the counts of other ranks."""
-        plan = self.dispatcher.sizes(draft)
-        if plan.dropped is not None:
-            self.rows_dropped += plan.dropped
-        return plan
+        return Choice(experts_TK, chosen_BE, routes)
 
     def _counts_per_sequence(self, experts_BSK: Tensor, counted_BS: Tensor | None) -> Tensor:
-        """Returns the choices of each expert by sequence, chosen_BE; of whole sequences if a loss
-        needs them. Adds this rank's to `tokens_per_expert` where not all tokens count."""
+        """Returns the choices of each expert by sequence, chosen_BE, and if a loss needs them sums
+        them over the ranks that share sequences. Adds this rank's choices to `tokens_per_expert`
+        if not all tokens count."""
         num_experts = self.config.num_experts
         if counted_BS is not None:  # A number beyond the experts' is counted nowhere.
             experts_BSK = experts_BSK.masked_fill(~counted_BS[..., None], num_experts)
@@ -175,6 +171,50 @@ class MoE(nn.Module):
         if config.z_loss_weight:
             terms.append(config.z_loss_weight * balance.z_loss(scores.logits_TE, counted_BS))
         return sum(terms[1:], terms[0]) if terms else None
+
+
+class Experts(nn.Module):
+    """Holds the stacked weights of all experts under the names of `ExpertWeights`. `compute` is the
+    strategy that multiplies with them; expert parallelism gives it this rank's shards alone."""
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        num_experts, hidden_dim = config.num_experts, config.hidden_dim
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.b1 = self.b2 = self.b3 = None
+        if config.projection_bias:
+            self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim))
+            self.b2 = nn.Parameter(torch.empty(num_experts, dim))
+            self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
+        self.adapter: ExpertAdapter | None = None
+        self.compute = ExpertOutputs(
+            config.activation, scale_inputs=config.weights_scale == "inputs"
+        )
+
+    def forward(self, dispatcher: Dispatcher, sent: list[Any], routes: list[Route]) -> list[Any]:
+        """Receives each chunk, computes it and sends its outputs home, while the next one travels.
+        Returns the outputs on their way, by chunk.
+
+        One call for all chunks, for which FSDP gathers the weights once.
+        """
+        weights = dict(self.named_parameters())
+        home, late = [], []
+        for chunk, route in zip(sent, routes, strict=True):
+            with region("dispatch"):
+                rows = dispatcher.receive(chunk, route)
+            with region("experts"):
+                y_RD = self.compute(rows, weights)
+            del rows  # From here on a backward alone holds rows that have been received.
+            # A recomputation ends in the last chunk, unless something after the layer is kept.
+            if recomputing():
+                late.append((y_RD, route))
+            else:
+                with region("combine"):
+                    home.append(dispatcher.send_home(y_RD, route))
+            del y_RD
+        return [*home, *(dispatcher.send_home(*each) for each in late)]
 
 
 def take_dropped(moe_layers: Iterable[MoE], device: torch.device) -> Tensor:

@@ -73,7 +73,7 @@ class Router(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Values of a run that begins; also called after the module leaves the meta device."""
+        """Sets the buffers to their first values; also called after the meta device."""
         self.expert_bias.zero_()
         self.previous_load.fill_(1 / self.config.num_experts)
         self.tokens_per_expert.zero_()
@@ -113,7 +113,7 @@ class GivenExperts(nn.Module):
     """Takes the place of `BestExperts`: scores have no say in where tokens go.
 
     Args:
-        name: says in a printed model where they go.
+        name: tells in a printed model where tokens go.
         choose: takes scores_TE, for their number and device, and returns experts_TK.
     """
 
@@ -200,9 +200,11 @@ def local_expert_counts(
     num_experts: int,
     device: torch.device,
 ) -> Tensor:
-    """Tokens per expert that this rank has counted since the last call, and start anew: counts_LE.
+    """Returns the tokens per expert that this rank has counted since the last call, counts_LE, and
+    sets its counters to 0.
 
-    A row for each of `all_layers`; zeros for those of other ranks. To be summed over the world.
+    A layer of `all_layers` that another rank holds has a row of zeros: the caller sums over the
+    world.
     """
     counts = {name: router.tokens_per_expert for name, router in routers.items()}
     nothing = torch.zeros(num_experts, dtype=torch.int64, device=device)
@@ -219,8 +221,8 @@ def update_routers(
     """Move each layer's routing bias towards an even load, and remember the load.
 
     Called before the optimizer step, once for all of its microbatches; a few launches, however many
-    layers there are. `counts_LE` has a row for each of `all_layers`; those of other ranks are left
-    to them.
+    layers there are. `counts_LE` has a row for each of `all_layers`, of which this rank moves its
+    own.
     """
     rows = [row for row, name in enumerate(all_layers) if name in routers]
     if not rows:
@@ -229,7 +231,7 @@ def update_routers(
     if len(rows) < len(all_layers):
         counts_LE = torch.stack([counts_LE[row] for row in rows])
     loads, total_L1 = [router.previous_load for router in local], counts_LE.sum(-1, keepdim=True)
-    # A layer without a counted token, of prediction beyond short documents, keeps its load.
+    # A layer that has counted no token keeps its load: prediction beyond short documents.
     loads_LE = (counts_LE / total_L1).where(total_L1 > 0, torch.stack(loads))
     torch._foreach_copy_(loads, list(loads_LE.to(loads[0].dtype).unbind()))
     # The bias of a frozen router stays as it is.

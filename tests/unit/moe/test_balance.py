@@ -50,7 +50,7 @@ def test_counts_per_sequence_with_experts_nobody_chose(num_experts: int):
         ({"sequence_aux_loss_weight": 0.1}, False),
     ],
 )
-def test_experts_that_nothing_balances_get_one_line(given, warns, caplog, monkeypatch):
+def test_experts_that_nothing_balances_are_warned_of_in_one_line(given, warns, caplog, monkeypatch):
     monkeypatch.setattr(policies.dist, "get_rank", lambda: 0)
     moe = MoEConfig(num_experts=4, top_k=1, hidden_dim=4, **given)
     config, layer = replace(model_config("qwen3", "gate"), moe=moe), MoE(4, moe, None)

@@ -70,7 +70,7 @@ def expected(rows: int) -> Counter:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("ep", [1, 2])
-def test_of_a_routed_row_x_gate_and_up_are_kept(ep: int, name: str):
+def test_backward_keeps_x_gate_and_up_of_each_routed_row_once(ep: int, name: str):
     arguments = ep, SETTINGS[name]
     for sizes, rows in [kept(*arguments)] if ep == 1 else run_on_ranks(kept, ep, *arguments):
         wanted = expected(rows)

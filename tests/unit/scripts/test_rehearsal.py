@@ -28,8 +28,8 @@ def test_place_that_may_copy_or_wait_exists(where: str):
     [
         ("comm/collectives.py:read", 1, False),  # Once a step.
         ("comm/collectives.py:read", 2, True),
-        ("moe/dispatch/all_to_all.py:sizes", 6, False),  # Once a layer and microbatch.
-        ("moe/dispatch/all_to_all.py:sizes", 7, True),
+        ("moe/dispatch/all_to_all.py:plan", 6, False),  # Once a layer and microbatch.
+        ("moe/dispatch/all_to_all.py:plan", 7, True),
         ("moe/layer.py:forward", 1, True),
     ],
 )

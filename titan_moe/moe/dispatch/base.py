@@ -1,18 +1,18 @@
-"""The protocol that moves tokens to their experts and back, and the dispatcher of local experts.
+"""The calls that move tokens to their experts and back, for experts that are all on this rank.
 
-A dispatch is a row of plain calls, which `MoE.forward` and `Experts.forward` make in this order:
+`MoE.forward` makes them in this order, for each chunk of the tokens around one `Route`:
 
-    start_counts -> gather -> sizes -> send -> order -> receive -> (experts) -> send_home -> add_up
+    route -> send -> order -> receive -> (experts) -> send_home -> add_up
 
-`start_counts`, `sizes` and `order` decide, without gradients, where rows go. Each returns a record
-with named fields, which recomputation replays instead of deciding anew; an exchange of numbers that
-a record holds under way is waited for by the next of the three, in the forward alone. The others
-move rows along these decisions and are differentiable. What is computed between `send` and
-`receive`, and between `send_home` and `add_up`, overlaps with the exchange of rows, and so does its
-backward.
+`route` decides, without gradients, where rows go. The exchanges that follow from it, which `send`
+plans once the counts of other ranks are here, and the order of the rows that come are kept in the
+route. A recomputation is given the complete route of its forward, and neither exchanges counts nor
+waits for sizes again. The other calls move rows and are differentiable. What is computed between
+`send` and `receive`, and between `send_home` and `add_up`, overlaps with the exchange of rows, and
+so does its backward.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,102 +31,82 @@ class ExpertRows(NamedTuple):
     """int32: where each local expert's rows end."""
 
 
-class Dispatcher(Protocol):
-    """Moves tokens to experts and back. One between ranks derives from `ExchangeDispatcher`, writes
-    `start_counts`, `sizes` and `traffic`, and is named in `expert_parallel.DISPATCHERS`."""
+class Route:
+    """The way of some tokens to their experts and back. No tuple: FSDP would look for tensors in
+    it."""
 
-    waits_for_host: bool = True
+    offsets_E: Tensor
+    """int32: where each local expert's rows end, once the rows are ordered."""
+    dropped: Tensor | None = None
+    """Number of the T*K rows that exceed the capacity, [] int64, once it is known; None if none
+    can."""
+    complete: bool = False
+    """True if the rows that come are ordered: in a recomputation."""
+
+    def __init__(self, rows: RowMap, weights: RowMap) -> None:
+        self.rows = rows
+        """Maps tokens to the rows that leave; `source_R` may be longer than the number of rows."""
+        self.weights = weights
+        """Maps (token, k) slots to the routing weights that leave."""
+
+
+class Dispatcher:
+    """Moves tokens to experts that are all on this rank, and back: one gather into padded
+    expert-major order, one back. Never waits.
+
+    A dispatcher between ranks derives from `AllToAllDispatcher`, writes `route`, `plan` and
+    `traffic`, and is named in `expert_parallel.DISPATCHERS`.
+    """
+
+    waits_for_host = False
     """True if the host must know sizes that routing decides, which no compiled graph can."""
-    num_chunks: int = 1
-    """Parts of the tokens that travel apart, so that one does while the experts compute another;
-    set once."""
     turns: Turns | None = None
     """Shared by a forward and a backward that run beside each other, so that one computes while the
     other's rows travel; set once."""
-
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows that this rank's tokens send to other ranks, one way, and the fewest that would do:
-        the distinct (token, destination rank) pairs. [2] int64, without a wait for the device."""
-
-    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        """Returns the draft of a dispatch: the rows that leave, and the exchange of counts under
-        way. `counts_E`: rows of each expert."""
-
-    def gather(self, x_TD: Tensor, weights_TK: Tensor, draft: Any) -> Any:
-        """Gathers the rows that leave, while counts travel: what `send` takes."""
-
-    def sizes(self, draft: Any) -> Any:
-        """Returns the plan of the exchanges, once the counts are here: the only wait of the host,
-        for sizes that are numbers of Python. A plan's `dropped` is the number of the T*K rows that
-        exceed the capacity, [] int64; None if none can."""
-
-    def send(self, gathered: Any, plan: Any) -> Any:
-        """Starts the exchange of rows: what `receive` takes."""
-
-    def order(self, plan: Any) -> Any:
-        """Returns the order of the received rows, made while they travel."""
-
-    def receive(self, sent: Any, plan: Any, order: Any) -> ExpertRows:
-        """Returns the rows of this rank's experts, once they are here."""
-
-    def send_home(self, y_RD: Tensor, plan: Any, order: Any) -> Any:
-        """Starts to send the experts' outputs back: what `add_up` takes."""
-
-    def add_up(self, home: Any, draft: Any) -> Tensor:
-        """Returns the sum of each token's K rows, once they are here: y_TD."""
-
-
-class LocalDraft(NamedTuple):
-    """Holds the row maps to and from experts that are all on this rank: all there is to know."""
-
-    tokens: RowMap
-    slots: RowMap
-    offsets_E: Tensor
-    dropped: None = None
-
-
-class LocalDispatcher(Dispatcher):
-    """All experts are here: one gather into padded expert-major order, one back. Never waits."""
-
-    waits_for_host = False
 
     def __init__(self, row_alignment: int) -> None:
         self.row_alignment = row_alignment
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """Returns the rows that this rank's tokens send to other ranks, one way, and the fewest
+        that would do, the distinct (token, destination rank) pairs: [2] int64, without a wait for
+        the device."""
         return counts_E.new_zeros(2)
 
-    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> LocalDraft:
+    def route(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
+        """Returns the `Route` of tokens to their experts, and starts the exchange of counts.
+        `counts_E`: rows of each expert."""
         tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         permuted = permute_indices(counts_E[None], experts_TK.numel(), self.row_alignment)
         rows_TK = permuted.position_R[tokens.rows_TK]
-        return LocalDraft(
-            tokens=RowMap(follow(tokens.source_R, permuted.source_R), rows_TK),
-            slots=RowMap(follow(slots.source_R, permuted.source_R), rows_TK.view(-1, 1)),
-            offsets_E=permuted.offsets_E,
+        route = Route(
+            RowMap(follow(tokens.source_R, permuted.source_R), rows_TK),
+            RowMap(follow(slots.source_R, permuted.source_R), rows_TK.view(-1, 1)),
         )
+        route.offsets_E = permuted.offsets_E
+        return route
 
-    def gather(self, x_TD: Tensor, weights_TK: Tensor, draft: LocalDraft) -> ExpertRows:
+    def send(self, x_TD: Tensor, weights_TK: Tensor, route: Any) -> Any:
+        """Gathers the rows that leave, while counts travel, and starts their exchange: returns what
+        `receive` takes. In a forward it waits for the counts, the only wait of the host."""
         return ExpertRows(
-            x_RD=gather_rows(x_TD, draft.tokens),
-            weights_R=gather_rows(weights_TK.reshape(-1, 1), draft.slots).flatten(),
-            offsets_E=draft.offsets_E,
+            x_RD=gather_rows(x_TD, route.rows),
+            weights_R=gather_rows(weights_TK.reshape(-1, 1), route.weights).flatten(),
+            offsets_E=route.offsets_E,
         )
 
-    def sizes(self, draft: LocalDraft) -> LocalDraft:
-        return draft
+    def order(self, route: Any) -> None:
+        """Orders the rows that come by expert, while they travel. Not called again in a
+        recomputation."""
 
-    def send(self, gathered: ExpertRows, plan: LocalDraft) -> ExpertRows:
-        return gathered
-
-    def order(self, plan: LocalDraft) -> None:
-        return None
-
-    def receive(self, sent: ExpertRows, plan: LocalDraft, order: None) -> ExpertRows:
+    def receive(self, sent: Any, route: Any) -> ExpertRows:
+        """Returns the rows of this rank's experts, once they are here."""
         return sent
 
-    def send_home(self, y_RD: Tensor, plan: LocalDraft, order: None) -> Tensor:
-        return combine_rows(y_RD, plan.tokens)
+    def send_home(self, y_RD: Tensor, route: Any) -> Any:
+        """Starts to send the experts' outputs back: returns what `add_up` takes."""
+        return combine_rows(y_RD, route.rows)
 
-    def add_up(self, home: Tensor, draft: LocalDraft) -> Tensor:
+    def add_up(self, home: Any, route: Any) -> Tensor:
+        """Returns the sum of each token's K rows, once they are here: y_TD."""
         return home

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.comm.collectives import AllToAll, start_numbers
-from titan_moe.moe.dispatch.exchange import Draft, ExchangeDispatcher, Plan
+from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
     SortedRows,
@@ -25,15 +25,8 @@ from titan_moe.ops.permute_indices import (
 )
 
 
-@dataclass(frozen=True)
-class CapacityDraft(Draft):
-    """Rows of a draft are places of the buffers, free ones among them."""
-
-    dropped: Tensor | None
-
-
 @dataclass(eq=False)
-class CapacityDispatcher(ExchangeDispatcher):
+class CapacityDispatcher(AllToAllDispatcher):
     """Exchanges rows like `AllToAllDispatcher`, in buffers sized by T, K and the number of ranks.
 
     Args:
@@ -46,13 +39,12 @@ class CapacityDispatcher(ExchangeDispatcher):
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Counts rows sent to other ranks, unused buffer rows included, and the fewest needed."""
-        degree, slices = self.ep_group.size(), self.etp_group.size()
-        buffer = self._capacity(len(experts_TK))
-        rows_P = reached_ranks(experts_TK, self.num_local, degree).sum(0)
-        fewest = slices * rows_P.sum() - rows_P[self.ep_group.rank()]
-        return torch.stack([torch.full_like(fewest, buffer * (slices * degree - 1)), fewest])
+        ranks, capacity = self.ep_group.size(), self._capacity(len(experts_TK))
+        fewest = self.to_others(reached_ranks(experts_TK, self.num_local, ranks).sum(0))
+        sent = capacity * (self.etp_group.size() * ranks - 1)
+        return torch.stack([torch.full_like(fewest, sent), fewest])
 
-    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> CapacityDraft:
+    def route(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangeRoute:
         capacity, dropped = self._capacity(len(experts_TK)), None
         sent_PE, num_experts = counts_E.view(self.ep_group.size(), -1), len(counts_E)
         rows_P = sent_PE.sum(1)  # By rank; dropped choices are those of one rank more.
@@ -65,19 +57,22 @@ class CapacityDispatcher(ExchangeDispatcher):
             rows_P = torch.cat([sent_PE.sum(1), counts_E[-1:]])
         counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
         tokens, slots = self._buffers(sort_by_expert(experts_TK, num_experts), rows_P, capacity)
-        return CapacityDraft(tokens, slots, sent_PE, counts, dropped)
+        # Rows that leave are the places of the buffers, free ones among them.
+        route = ExchangeRoute(tokens, slots, sent_PE, counts)
+        route.dropped = dropped
+        return route
 
-    def sizes(self, draft: CapacityDraft) -> Plan:
-        received_PE, degree = draft.counts.wait(), self.ep_group.size()
-        capacity = len(draft.rows.source_R) // degree
+    def plan(self, route: ExchangeRoute) -> None:
+        received_PE, degree = route.counts.wait(), self.ep_group.size()
+        route.num_rows = len(route.rows.source_R)
+        capacity = route.num_rows // degree
         # Filling rows count for one more expert, after the last, which nothing reads.
         filling_P1 = capacity - received_PE.sum(1, keepdim=True)
         counts_QPE = self.gather_counts(torch.cat([received_PE, filling_P1], 1))
-        exchange = AllToAll([capacity] * degree, [capacity] * degree, self.ep_group)
-        num_rows = degree * capacity
-        gathered = [num_rows] * len(counts_QPE)
-        counts_PE = counts_QPE.flatten(0, 1)
-        return Plan(num_rows, exchange, exchange, gathered, gathered, counts_PE, draft.dropped)
+        buffers = [capacity] * degree
+        route.exchange = route.weights_exchange = AllToAll(buffers, buffers, self.ep_group)
+        route.gathered = route.weights_gathered = [route.num_rows] * len(counts_QPE)
+        route.counts_PE = counts_QPE.flatten(0, 1)
 
     def _capacity(self, num_tokens: int) -> int:
         """Rows of the buffer for one rank."""
@@ -86,7 +81,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         return min(math.ceil(self.capacity_factor * share), most)
 
     def _first_come(self, rank_TK: Tensor, sent_P: Tensor, capacity: int) -> Tensor:
-        """Returns which choices are within the capacity, [T, K]; all first choices come first."""
+        """Returns True for choices within the capacity, [T, K]; all first choices come first."""
         # A radix sort passes over all bytes of its keys: two hold a rank's number.
         rank_N, slot_N = rank_TK.t().flatten().short().sort(stable=True)
         nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N.int()]

@@ -16,8 +16,7 @@ from torch import Tensor
 from titan_moe.comm.collectives import AllToAll, start_numbers
 from titan_moe.comm.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import rows_of_buffers
-from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-from titan_moe.moe.dispatch.exchange import Draft, Plan
+from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
 from titan_moe.ops.permute_indices import sort_by_expert
 
 
@@ -35,29 +34,30 @@ class SymmetricDispatcher(AllToAllDispatcher):
     capacity_factor: float | None
     channels: Channels = field(init=False)
 
-    def start_counts(self, experts_TK: Tensor, counts_E: Tensor) -> Draft:
+    def route(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangeRoute:
         ranks = self.ep_group.size()
         table_PE = counts_E.expand(ranks, -1).contiguous()
         all_counts = start_numbers(table_PE, AllToAll.of_table(self.ep_group))
-        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
-        return Draft(tokens, slots, counts_E.view(ranks, -1), all_counts)
+        rows = sort_by_expert(experts_TK, len(counts_E))
+        return ExchangeRoute(*rows, counts_E.view(ranks, -1), all_counts)
 
-    def sizes(self, draft: Draft) -> Plan:
+    def plan(self, route: ExchangeRoute) -> None:
         ranks, own, slices = self.ep_group.size(), self.ep_group.rank(), self.etp_group.size()
-        num_rows, num_tokens = len(draft.rows.source_R), len(draft.rows.rows_TK)
+        route.num_rows, num_tokens = len(route.rows.source_R), len(route.rows.rows_TK)
         most_received = rows_of_buffers(
             num_tokens, self.top_k, self.config.num_experts, ranks, self.capacity_factor
         )
-        counts_PPE = draft.counts.wait().view(ranks, ranks, -1)  # The device waits.
+        counts_PPE = route.counts.wait().view(ranks, ranks, -1)  # The device waits.
         over_P = (counts_PPE.sum((0, 2)) - most_received).clamp(min=0)
         counts_PPE = counts_PPE * (over_P == 0).all()
         sent_P, received_PE = counts_PPE[own].sum(1), counts_PPE[:, own]
         # Places behind the last row count for one more expert, which nothing reads.
         filled_PE = F.pad(received_PE, (0, 1))
         filled_PE[-1, -1] = most_received - received_PE.sum()
-        rows, weights = (
-            DeviceAllToAll(channel, sent_P, received_PE.sum(1), num_rows, most_received)
+        route.exchange, route.weights_exchange = (
+            DeviceAllToAll(channel, sent_P, received_PE.sum(1), route.num_rows, most_received)
             for channel in self.channels
         )
-        gathered, counts_PE = [most_received] * slices, self.gather_counts(filled_PE).flatten(0, 1)
-        return Plan(num_rows, rows, weights, gathered, gathered, counts_PE, over_P[own])
+        route.gathered = route.weights_gathered = [most_received] * slices
+        route.counts_PE = self.gather_counts(filled_PE).flatten(0, 1)
+        route.dropped = over_P[own]

@@ -22,8 +22,8 @@ from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.moe.experts import Experts, ExpertWeights
-from titan_moe.moe.layer import MoE
+from titan_moe.moe.experts import ExpertWeights
+from titan_moe.moe.layer import Experts, MoE
 from titan_moe.moe.router import Scores
 from titan_moe.ops.sparse_attention import unpack_keys
 from titan_moe.parallelize.parallelize import ShardedModel
