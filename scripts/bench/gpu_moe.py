@@ -23,14 +23,13 @@ from torch import Tensor
 from scripts.bench.measure import (
     Goal,
     describe,
-    finish,
     gpu_options,
     is_toy,
     keep,
     medians,
     parse_gpu,
     print_facts,
-    print_table,
+    print_goals,
 )
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
@@ -91,35 +90,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for shape in TOY_SHAPES if is_toy(arguments) else SHAPES:
         for routing in ("balanced", "natural"):
-            rows += measure(shape, routing, arguments.repeats, arguments.device)
-            goals = [goal for row in rows for goal in row.goals()]
-            figures = [figures_of(row, arguments.device) for row in rows]
-            keep(arguments, figures, goals)
-    heads = ["T", "D", "F", "E", "K", "routing", "busiest", "direction"]
-    heads += ["layer ms", "GEMMs ms", "over GEMMs", "TFLOP/s", "published"]
-    print_table(
-        heads,
-        [
-            [
-                *row.shape,
-                row.routing,
-                row.busiest,
-                row.direction,
-                row.layer_ms,
-                row.gemms_ms,
-                row.over_gemms,
-                row.tflops,
-                ", ".join(f"{name} {tflops}" for name, tflops in row.published().items()),
-            ]
-            for row in rows
-        ],
-    )
-    finish(arguments, figures, goals)
+            for row in measure(shape, routing, arguments.repeats, arguments.device):
+                rows.append(row)
+                goals = [goal for row in rows for goal in row.goals()]
+                keep(arguments, [figures_of(row, arguments.device) for row in rows], goals)
+    print_goals(arguments, goals)
 
 
 def figures_of(row: Row, device: str) -> dict[str, Any]:
     """Returns a row for JSON, with the shares of the device's peak that layer and GEMMs reach."""
-    figures = asdict(row) | {"over_gemms": row.over_gemms}
+    figures = asdict(row) | {"over_gemms": row.over_gemms, "published": row.published()}
     if peak := peak_flops(torch.device(device)):
         share = row.tflops * 1e12 / peak
         figures |= {"of_peak": share, "gemms_of_peak": share * row.over_gemms}

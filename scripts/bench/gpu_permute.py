@@ -16,14 +16,13 @@ import torch
 from scripts.bench.measure import (
     Goal,
     describe,
-    finish,
     gpu_options,
     is_toy,
     keep,
     medians,
     parse_gpu,
     print_facts,
-    print_table,
+    print_goals,
 )
 from titan_moe.ops.move_rows import add_rows, copy_rows
 from titan_moe.ops.permute_indices import invert, permute_indices
@@ -49,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in TOY_CASES if toy else CASES:
         rows.append(measure(case, copy_rate, arguments.repeats, device))
         keep(arguments, rows, [goal for row in rows for goal in goals_of(row)])
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
-    finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+    print_goals(arguments, [goal for row in rows for goal in goals_of(row)])
 
 
 def goals_of(row: dict[str, Any]) -> list[Goal]:

@@ -28,13 +28,12 @@ import torch
 from scripts.bench.measure import (
     Goal,
     describe,
-    finish,
     gpu_options,
     is_toy,
     keep,
     parse_gpu,
     print_facts,
-    print_table,
+    print_goals,
     take_turns,
     wall_seconds,
 )
@@ -78,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             compare_with_balanced(rows)
             keep(arguments, rows, [goal for row in rows for goal in goals_of(row)])
     print_facts(describe(arguments.device))
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
-    finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+    print_goals(arguments, [goal for row in rows for goal in goals_of(row)])
 
 
 def compare_with_balanced(rows: list[dict[str, Any]]) -> None:

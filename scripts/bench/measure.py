@@ -29,9 +29,7 @@ Run = Callable[[], object]
 # --- options and results --------------------------------------------------------------------------
 
 
-def options(
-    doc: str | None, *, repeats: int | None, seeded: bool = False
-) -> argparse.ArgumentParser:
+def options(doc: str | None, *, repeats: int | None) -> argparse.ArgumentParser:
     """Returns a parser with the options of all benchmarks; `repeats` None: no --repeats."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -40,14 +38,13 @@ def options(
         counted = "counted runs of each; default: %(default)s"
         parser.add_argument("--repeats", type=int, default=repeats, help=counted)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
-    if seeded:
-        parser.add_argument("--seed", type=int, default=0, help="seed of random inputs; default: 0")
     return parser
 
 
 def gpu_options(doc: str | None, *, repeats: int = 10) -> argparse.ArgumentParser:
-    """Returns the parser of `options` with --device added, for `parse_gpu`."""
-    parser = options(doc, repeats=repeats, seeded=True)
+    """Returns the parser of `options` with --seed and --device added, for `parse_gpu`."""
+    parser = options(doc, repeats=repeats)
+    parser.add_argument("--seed", type=int, default=0, help="seed of random inputs; default: 0")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     return parser
 
@@ -146,22 +143,16 @@ class Goal(NamedTuple):
         return f"{verdict} {self.name}: {self.value:.3g} {sign} {self.limit:.3g}"
 
 
-def finish(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
-    """Print the goals of a GPU benchmark, and write all of it if asked to."""
+def print_goals(arguments: argparse.Namespace, goals: Sequence[Goal]) -> None:
     print("\ngoals (toy sizes: they mean nothing)" if is_toy(arguments) else "\ngoals")
     for goal in goals:
         print(f"  {goal}")
-    write_goals(arguments, rows, goals)
 
 
 def keep(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
-    """Prints the last row, and writes all so far: a limit of time may stop the next one."""
+    """Prints the last row of a GPU benchmark, and writes all figures so far, if asked for: a limit
+    of time may stop the next row."""
     print_facts(rows[-1])
-    write_goals(arguments, rows, goals)
-
-
-def write_goals(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
-    """Writes all figures of a GPU benchmark so far, if asked for."""
     found = [goal.as_dict() for goal in goals]
     figures = {"toy": is_toy(arguments), "rows": list(rows), "goals": found}
     write_json(arguments.json, figures, arguments.device)

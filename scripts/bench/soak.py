@@ -3,10 +3,10 @@
     python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--even] [--json FILE]
 
 Trains a model of one layer on the sources of Python's library. Every 20 steps it saves in the
-background, keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read
-from outside, once a second: of every process of the job its memory (what several share counts once,
-mapped files do not), open files and threads; zombies and processes that have lost their parent too.
-Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl; processor time
+background, keeps three checkpoints, validates, compares replicas and logs. At each logged step it
+is looked at from outside, by /proc: every process's memory (what several share counts once, mapped
+files do not), open files and threads; zombies and processes that have lost their parent too. Files
+in /dev/shm are those of the whole machine. Times are those of metrics.jsonl; processor time
 depends less on what else the machine does.
 
 A rank's memory keeps the most that a step has needed, and with long documents and uneven routing
@@ -25,11 +25,11 @@ Exit codes: 0 if all is flat and no process is left, else 1.
 
 import json
 import os
+import re
 import secrets
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,44 +85,7 @@ _JOB = {
 _EVEN = {"training.dataset": "synthetic", "debug.moe_force_load_balance": "true"}
 
 
-class Watch:
-    """Samples of a job, taken in a thread until the block ends.
-
-    Args:
-        seconds: between two samples.
-    """
-
-    def __init__(self, folder: Path, mark: str, seconds: float) -> None:
-        self.samples: list[dict[str, Any]] = []
-        self._folder, self._mark, self._seconds = folder, mark, seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(self._seconds):
-            seconds = time.monotonic() - began
-            # Before the log: the reverse would give a job that ends meanwhile as one in training.
-            usage = usage_of_job(self._mark)
-            lines = self._folder / "metrics.jsonl"
-            logged = read_json_lines(lines) if lines.exists() else []
-            sample = {
-                "seconds": seconds,
-                "logged": logged[-1]["step"] if logged else 0,
-                "usage": {part: list(each) for part, each in usage.items()},
-                "files": sum(len(names) for _, _, names in os.walk(self._folder)),
-                "shm": len(os.listdir("/dev/shm")),
-                "load": os.getloadavg()[0],
-            }
-            self.samples.append(sample)
+_STEP = re.compile(r"\bstep +(\d+)/")
 
 
 def soak(
@@ -131,7 +94,6 @@ def soak(
     steps: int,
     ranks: int,
     interval: int,
-    seconds: float,
     even: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -156,8 +118,17 @@ def soak(
     command += [f"--{key}={value}" for key, value in keys.items()]
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    with Watch(folder, mark, seconds) as watch:
-        run_job(command, {MARK: mark, **environment})
+    samples: list[dict[str, Any]] = []
+
+    def watch(line: str, seconds: float, pid: int) -> None:
+        if match := _STEP.search(line):
+            usage = {part: list(each) for part, each in usage_of_job(mark).items()}
+            sample = {"seconds": seconds, "step": int(match[1]), "usage": usage}
+            sample["files"] = sum(len(names) for _, _, names in os.walk(folder))
+            sample["shm"], sample["load"] = len(os.listdir("/dev/shm")), os.getloadavg()[0]
+            samples.append(sample)
+
+    run_job(command, {MARK: mark, **environment}, watch)
     deadline = time.monotonic() + _GRACE_S
     while (left := usage_of_job(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -167,7 +138,7 @@ def soak(
         "ranks": ranks,
         "interval": interval,
         "even": even,
-        "samples": watch.samples,
+        "samples": samples,
         "lines": read_json_lines(folder / "metrics.jsonl"),
         "left": sorted(left),
     }
@@ -195,8 +166,8 @@ def judge(record: Mapping[str, Any]) -> list[Slope]:
 
 def all_series(record: Mapping[str, Any]) -> list[Series]:
     """Returns all quantities that are judged and drawn."""
-    seen = _while_training(record)
-    steps = _steps_of(seen)
+    seen = [sample for sample in record["samples"] if sample["step"] < record["steps"]]
+    steps = [float(sample["step"]) for sample in seen]
     parts = sorted(set.intersection(*(set(sample["usage"]) for sample in seen[len(seen) // 2 :])))
     memory = [
         Series(f"memory, {part}", "MiB", _MIB, steps, [_memory(sample, part) for sample in seen])
@@ -210,20 +181,14 @@ def all_series(record: Mapping[str, Any]) -> list[Series]:
     return [*memory, *counts, *processor, *_times(record)]
 
 
-def _while_training(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the samples before the last step's line, after which curves are drawn."""
-    return [each for each in record["samples"] if 0 < each["logged"] < record["steps"]]
-
-
 def _processor_time(samples: Sequence[Mapping[str, Any]], part: str) -> Series:
     """Returns the processor time of a step and its share of saves and validations. The load of the
     machine does not enter it."""
-    at_line = {sample["logged"]: sample for sample in reversed(samples) if part in sample["usage"]}
-    steps = sorted(at_line)
-    spent = np.array([at_line[step]["usage"][part][3] for step in steps])
+    steps = np.array([float(sample["step"]) for sample in samples if part in sample["usage"]])
+    spent = [sample["usage"][part][3] for sample in samples if part in sample["usage"]]
     ms = 1e3 * np.diff(spent) / np.diff(steps)
     bound = _STEP_TIME * float(np.median(ms))
-    return Series(f"processor, {part}", "ms", bound, [float(s) for s in steps[1:]], ms.tolist())
+    return Series(f"processor, {part}", "ms", bound, steps[1:].tolist(), ms.tolist())
 
 
 def _times(record: Mapping[str, Any]) -> Iterator[Series]:
@@ -255,15 +220,6 @@ _COUNTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
 }
 
 
-def _steps_of(samples: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The step that the run was in at each sample, between those that were logged."""
-    seen: dict[float, float] = {}
-    for sample in samples:
-        seen.setdefault(sample["logged"], sample["seconds"])
-    seconds = [sample["seconds"] for sample in samples]
-    return np.interp(seconds, list(seen.values()), list(seen)).tolist()
-
-
 def main() -> int:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
@@ -272,7 +228,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         chosen = {name: getattr(arguments, name) for name in ("steps", "ranks", "even")}
-        record = soak(Path(folder), interval=20, seconds=1.0, **chosen)
+        record = soak(Path(folder), interval=20, **chosen)
     rows = judge(record)
     write_json(arguments.json, {**record, "rows": [row._asdict() for row in rows]})
     print(code_in_words(record["code"]))

@@ -59,17 +59,12 @@ def new_training(
     device: torch.device,
     *,
     num_layers: int | None = None,
-    vocab_size: int | None = None,
     seed: int = 0,
 ) -> Training:
     """Build as a run would; `num_layers` keeps the flavor's first layers alone."""
     job = JobConfig.model_validate(tables)
     config = model_config(job.model.name, job.model.flavor)
-    config = replace(
-        config,
-        num_layers=num_layers or config.num_layers,
-        vocab_size=vocab_size or config.vocab_size,
-    )
+    config = replace(config, num_layers=num_layers or config.num_layers)
     sharded, optimizer, step = build_step(job, config, device=device)
     sharded.train(True)
     training = job.training

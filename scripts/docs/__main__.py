@@ -3,31 +3,61 @@
     python -m scripts.docs            rewrite what is out of date
     python -m scripts.docs --check    name it instead: exit code 1
 
-A page says where: what stands between `<!-- generated: NAME -->` and `<!-- end -->` is written by
-REGIONS[NAME] of scripts/docs/generated.py.
+What stands in a page between `<!-- generated: NAME -->` and `<!-- end -->` is written by
+REGIONS[NAME].
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs.generated import outdated
+from scripts.docs import commands, configuration, forms, models, published, torchtitan
 
 REPO = Path(__file__).parents[2]
+REGIONS: dict[str, Callable[[], str | None]] = {
+    "commands": commands.sections,
+    "configuration": configuration.tables,
+    "forms": forms.table,
+    "models": models.tables,
+    "published": published.table,
+    "torchtitan": torchtitan.table,
+    "torchtitan metrics": torchtitan.metrics,
+}
+"""The text of a region, by its name in the page; None leaves it as it is."""
+_REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.docs", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--check", action="store_true", help="change nothing")
-    check = parser.parse_args(argv).check
-    texts = outdated(REPO / "docs")
-    for path, text in texts.items():
-        print(path.relative_to(REPO), "is out of date" if check else "is rewritten")
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    return 1 if check and texts else 0
+    check, is_outdated = parser.parse_args(argv).check, False
+    for path in sorted((REPO / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if (new := filled(text, REGIONS)) != text:
+            is_outdated = True
+            print(path.relative_to(REPO), "is out of date" if check else "is rewritten")
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    return 1 if check and is_outdated else 0
+
+
+def filled(text: str, regions: Mapping[str, Callable[[], str | None]]) -> str:
+    """Returns a page with its regions written anew.
+
+    KeyError names a region that nothing generates; ValueError: a region has no end.
+    """
+    if text.count("<!-- generated: ") != len(_REGION.findall(text)):
+        raise ValueError("a '<!-- generated: NAME -->' without an end")
+
+    def replace(region: re.Match[str]) -> str:
+        opening, name, _, end = region.groups()
+        new = regions[name]()
+        return region[0] if new is None else f"{opening}\n{new.strip(chr(10))}\n\n{end}"
+
+    return _REGION.sub(replace, text)
 
 
 if __name__ == "__main__":

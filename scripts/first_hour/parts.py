@@ -230,14 +230,16 @@ def benchmark_kernels(session: Session, words: Sequence[str]) -> Seen:
 
 
 def _kernel_benchmarks() -> Iterator[Part]:
-    for name in (
-        "gpu_permute",
-        "gpu_moe",
-        "gpu_slice --only qwen3",
-        "gpu_slice --only deepseek_v3",
-    ):
-        run = partial(benchmark_kernels, words=f"scripts.bench.{name}".split())
+    for name, run in KERNEL_BENCHMARKS.items():
         yield Part(name, "How near are kernels to what the GPU can do?", run, 600)
+
+
+KERNEL_BENCHMARKS = {
+    name: partial(benchmark_kernels, words=f"scripts.bench.{name}".split())
+    for name in (
+        "gpu_permute", "gpu_moe", "gpu_slice --only qwen3", "gpu_slice --only deepseek_v3",
+    )
+}  # fmt: skip
 
 
 def _benchmarks(machine: Machine) -> Iterator[Part]:

@@ -6,9 +6,9 @@ import sys
 from functools import partial
 
 from scripts.first_hour.parts import (
+    KERNEL_BENCHMARKS,
     Part,
     Seen,
-    benchmark_kernels,
     resume,
     run_tests,
     verify_gate,
@@ -36,15 +36,7 @@ def all_stages() -> list[Part]:
         name: partial(run_tests, files=[f"tests/gpu/test_{file}.py" for file in files])
         for name, files in GPU_FILES.items()
     }
-    bench = {
-        words: partial(benchmark_kernels, words=f"scripts.bench.{words}".split())
-        for words in (
-            "gpu_permute",
-            "gpu_moe",
-            "gpu_slice --only qwen3",
-            "gpu_slice --only deepseek_v3",
-        )
-    }
+    bench = KERNEL_BENCHMARKS
     gate = partial(verify_gate, ranks=SHARING_RANKS, layouts=GATE_LAYOUTS)
     gate_s = 2 * GATE_LAYOUTS * _WORLD_S  # Each layout in float64 and in float32.
     families_s = (len(FAMILIES) + 1) * _FAMILY_S  # A family has two cases.

@@ -1,6 +1,6 @@
 """Rehearse CUDA without a GPU; scripts/rehearse.sh starts it and prepares its environment.
 
-    ./scripts/rehearse.sh                        all cases and the kernels that they launch
+    ./scripts/rehearse.sh                        all cases
     ./scripts/rehearse.sh --only qwen3           cases whose name has the word
     ./scripts/rehearse.sh --controls             planted mistakes: each must be found
     ./scripts/rehearse.sh --counts counts.json   what a layer of the shipped models costs
@@ -13,18 +13,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.rehearsal.cases import CONFIGS, Case, all_cases
-from scripts.rehearsal.compiled import compiled_cases, missed_break, trace
 from scripts.rehearsal.controls import CONTROLS, missed
 from scripts.rehearsal.counts import count_layers, counted_cases, in_words
-from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import rehearse_all
-from scripts.rehearsal.sm90 import kernel_findings
-from scripts.rehearsal.standins import Launch
 from titan_moe.runtime.process_pool import in_fresh_processes
 
 _CASES_PER_PROCESS = 12
@@ -39,30 +35,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--counts", type=Path, metavar="FILE", help="count layers, as JSON there")
     options = parser.parse_args(argv)
     cases = [case for case in all_cases() if options.only in case.name]
-    traced = compiled_cases(options.only)
     if options.list:
-        print("\n".join([*(case.name for case in cases), *traced]))
+        print("\n".join(case.name for case in cases))
         return 0
     if options.controls:
         return _plant(options.only)
     if options.counts is not None:
         return _count(options.counts, options.only)
     started = time.perf_counter()
-    num_findings, num_kernels = _rehearse(cases)
-    num_findings += _trace(traced)
-    num_cases = len(cases) + len(traced)
-    print(
-        f"{num_cases} cases, {num_kernels} kernels of ours, {num_findings} findings, "
-        f"{time.perf_counter() - started:.0f} s"
-    )
+    num_findings = _rehearse(cases)
+    print(f"{len(cases)} cases, {num_findings} findings, {time.perf_counter() - started:.0f} s")
     return 1 if num_findings else 0
 
 
 def _plant(word: str) -> int:
     controls = [control for control in CONTROLS if word in control.name]
     lines = _run(missed, [(control.name,) for control in controls])
-    if word in "a graph break":
-        lines += _run(missed_break, [()])
     for line in filter(None, lines):
         print(line)
     found = sum(not line for line in lines)
@@ -82,36 +70,17 @@ def _count(path: Path, word: str) -> int:
     return 0
 
 
-def _rehearse(cases: list[Case]) -> tuple[int, int]:
-    """Prints all findings; returns their number and that of our kernels that the cases launch."""
-    launches: set[Launch] = set()
+def _rehearse(cases: list[Case]) -> int:
+    """Prints all findings; returns their number."""
     num_findings = num_done = 0
     for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
-        for name, result in results:
-            launches |= result.launches
-            num_findings += _tell(name, result.findings)
+        for name, findings in results:
+            for finding in findings:
+                print(f"{finding} [{name}]", flush=True)
+            num_findings += len(findings)
         num_done += len(results)
         print(f"{num_done} of {len(cases)} layouts", flush=True)
-    for finding in kernel_findings(launches):
-        print(finding, flush=True)
-        num_findings += 1
-    return num_findings, len(launches)
-
-
-def _trace(cases: Mapping[str, tuple[str, int]]) -> int:
-    num_findings = 0
-    for index, (graphs, findings) in in_fresh_processes(trace, list(cases.values()), num_workers=1):
-        name = list(cases)[index]
-        print(f"{name}: {graphs} graphs", flush=True)
-        num_findings += _tell(name, findings)
     return num_findings
-
-
-def _tell(name: str, findings: Sequence[Finding]) -> int:
-    """Prints findings; returns their number."""
-    for finding in findings:
-        print(f"{finding} [{name}]", flush=True)
-    return len(findings)
 
 
 def _run(function: Callable[..., Any], tasks: Sequence[tuple]) -> list[Any]:

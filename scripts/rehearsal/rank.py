@@ -11,7 +11,7 @@ from scripts.rehearsal.cases import Case
 from scripts.rehearsal.fake_cuda import CUDA, FakeCuda, fake_cuda
 from scripts.rehearsal.ledger import Counts, Finding
 from scripts.rehearsal.places import Place, here, place_of
-from scripts.rehearsal.standins import Launch, stand_ins
+from scripts.rehearsal.standins import stand_ins
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
@@ -25,20 +25,17 @@ _MICROBATCHES = 2
 
 @dataclass
 class Rehearsal:
-    """The findings about one rank, its counts and its kernels."""
+    """The findings about one rank, and its counts."""
 
     findings: list[Finding] = field(default_factory=list)
     microbatches: list[Counts] = field(default_factory=list)
     """Counts of the second step's microbatches: a schedule's first use costs more."""
-    launches: set[Launch] = field(default_factory=set)
-    """Our Triton kernels, as they were specialised."""
 
 
 def rehearse(case: Case, microbatches: int = _MICROBATCHES) -> Rehearsal:
     """Trains two steps. Raises ConfigError if the case's job is refused."""
     found, job = Rehearsal(), case.resolved()
-    with fake_world(case.rank, case.world_size), fake_cuda() as mode, stand_ins(mode) as noted:
-        found.launches = noted
+    with fake_world(case.rank, case.world_size), fake_cuda() as mode, stand_ins(mode):
         try:
             _train(job, case, mode, found, microbatches)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
@@ -124,7 +121,7 @@ class Marks:
         return [after - before for before, after in pairwise(self._seen)]
 
 
-def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:
+def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, list[Finding]]]:
     """Rehearses cases of one rank. Needs a process that has not been another rank."""
     torch.set_num_threads(1)
-    return [(case.name, rehearse(case)) for case in cases]
+    return [(case.name, rehearse(case).findings) for case in cases]

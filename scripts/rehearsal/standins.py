@@ -1,13 +1,9 @@
-"""Stand-ins for kernels that are compiled when they are called: Triton's and flex attention.
-
-A launch is noted with the types it is specialised for, so that the very kernels of a rehearsal can
-be compiled for sm_90 afterwards.
-"""
+"""Stand-ins for kernels that are compiled when they are called: Triton's and flex attention."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,44 +26,22 @@ from titan_moe.ops.permute_indices import (
     sort_by_expert_reference,
 )
 
-_TRITON_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
-
-
-class Launch(NamedTuple):
-    """A Triton kernel with the types and constants that it is compiled for."""
-
-    module: str
-    name: str
-    types: tuple[tuple[str, str], ...]
-    """Types by argument, a tensor's with "*" before it."""
-    constants: tuple[tuple[str, Any], ...]
-    num_warps: int
-
 
 @contextmanager
-def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
-    """Notes launches of Triton kernels and flex attention instead of compiling them."""
+def stand_ins(mode: FakeCuda) -> Iterator[None]:
+    """Counts and checks launches of Triton kernels and flex attention instead of compiling them."""
     import torch.distributed._symmetric_memory as symm_mem
     from torch.nn.attention import flex_attention as flex
     from triton.runtime.jit import JITFunction
 
-    noted: set[Launch] = set()
-
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        named = inspect.signature(self.fn).bind(*args, **kwargs_of_kernel(self, kwargs)).arguments
+        # Other keywords, such as num_warps, are for Triton.
+        own = {name: value for name, value in kwargs.items() if name in self.arg_names}
+        named = inspect.signature(self.fn).bind(*args, **own).arguments
         tensors = [x for x in named.values() if isinstance(x, Tensor)]
-        _check(mode, self.fn.__name__, tensors)
-        moved = sum(x.numel() * x.element_size() for x in tensors)
-        mode.ledger.kernel(moved)
-        noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
+        takes_strides = any(name.endswith("_stride") for name in named)
+        _check(mode, self.fn.__name__, tensors, contiguous=not takes_strides)
+        mode.ledger.kernel(sum(x.nbytes for x in tensors))
         if compute := _VALUES.get(self.fn.__name__):
             values = {k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()}
             with _disable_current_modes():  # Not to be counted.
@@ -89,15 +63,10 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         mock.patch.object(symm_mem, "get_symm_mem_workspace"),
         _without_nvshmem(),
     ):
-        yield noted
+        yield
 
 
-def kwargs_of_kernel(kernel: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a launch's keywords without those that are for Triton, such as num_warps."""
-    return {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-
-
-def _check(mode: FakeCuda, name: str, tensors: list[Tensor], *, contiguous: bool = True) -> None:
+def _check(mode: FakeCuda, name: str, tensors: list[Tensor], *, contiguous: bool) -> None:
     """Notes tensors of the host and tensors with gaps: a kernel would read other memory."""
     for x in tensors:
         if not x.is_cuda or not isinstance(x, FakeTensor):
@@ -106,18 +75,6 @@ def _check(mode: FakeCuda, name: str, tensors: list[Tensor], *, contiguous: bool
         elif contiguous and not x.is_contiguous():
             finding = Finding("layout", here(), f"{name} reads a tensor that is not contiguous")
             mode.ledger.findings.append(finding)
-
-
-def _launch(kernel: Any, named: Mapping[str, Any], num_warps: int) -> Launch:
-    constants = {p.name for p in kernel.params if p.is_constexpr}
-    types = {}
-    for name, x in named.items():
-        if isinstance(x, Tensor):
-            types[name] = "*" + _TRITON_TYPES[x.dtype]
-        elif name not in constants:
-            types[name] = "i64" if abs(x) >= 2**31 else "i32"
-    fixed = tuple((name, named[name]) for name in named if name in constants)
-    return Launch(kernel.fn.__module__, kernel.fn.__name__, tuple(types.items()), fixed, num_warps)
 
 
 # --- symmetric memory ---
@@ -228,4 +185,4 @@ class _Attention(torch.autograd.Function):
 
 
 def _note(mode: FakeCuda, *tensors: Tensor) -> None:
-    mode.ledger.kernel(sum(x.numel() * x.element_size() for x in tensors))
+    mode.ledger.kernel(sum(x.nbytes for x in tensors))

@@ -24,7 +24,6 @@ sharded, and the largest layer gathered in the row's type.
 
 import argparse
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -69,23 +68,18 @@ def main() -> int:
     jobs.prepare()
     bare_mib = memory_of_torch()
     code = 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with tqdm(total=arguments.repeats * len(rows), unit="row") as progress:
-            for number in range(arguments.repeats):
-                for row in rows:
-                    progress.set_description(row.name)
-                    order = PROGRAMS if number % 2 == 0 else PROGRAMS[::-1]
-                    try:
-                        run_round(row, order, jobs, arguments.steps)
-                    except JobFailed as failure:
-                        code = 1
-                        print(f"{failure}\n{row.name}: not in round {number + 1}", file=sys.stderr)
-                    write(arguments.json, rows, bare_mib)
-                    progress.update()
-    except KeyboardInterrupt:
-        print("stopped: what was measured until then", file=sys.stderr)
-        code = 130
+    with tqdm(total=arguments.repeats * len(rows), unit="row") as progress:
+        for number in range(arguments.repeats):
+            for row in rows:
+                progress.set_description(row.name)
+                order = PROGRAMS if number % 2 == 0 else PROGRAMS[::-1]
+                try:
+                    run_round(row, order, jobs, arguments.steps)
+                except JobFailed as failure:
+                    code = 1
+                    print(f"{failure}\n{row.name}: not in round {number + 1}", file=sys.stderr)
+                write(arguments.json, rows, bare_mib)
+                progress.update()
     print_facts({"": TORCHTITAN, **describe(), "threads per rank": 1})
     print_tables([row for row in rows if row.runs], bare_mib)
     return code
@@ -99,8 +93,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=out, help="data and runs: %(default)s")
     parser.add_argument("--venv", type=Path, help="torchtitan's environment (default: OUT/venv)")
     arguments = parser.parse_args()
-    if arguments.repeats < 1:
-        parser.error(f"--repeats {arguments.repeats}: nothing would be compared, give 1 or more")
     if arguments.steps <= LEFT_OUT + 1:
         parser.error(f"--steps {arguments.steps}: the first {LEFT_OUT} do not count, give more")
     if not any(re.search(arguments.rows, row.name) for row in all_rows()):
@@ -113,7 +105,7 @@ def _arguments() -> argparse.Namespace:
 
 def memory_of_torch() -> float:
     """MiB that a process with torch alone has in memory."""
-    script = "import os, torch; from scripts.bench.resident import resident_mib as of; "
+    script = "import os, torch; from scripts.bench.processes import resident_mib as of; "
     command = [sys.executable, "-c", script + "print(of(os.getpid())['VmRSS'])"]
     return float(subprocess.run(command, cwd=REPO, capture_output=True, check=True).stdout)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from scripts.bench.measure import TRAIN, run_job, torchrun
-from scripts.bench.resident import ranks_memory
+from scripts.bench.processes import ranks_memory
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 

@@ -6,18 +6,34 @@ import re
 import pytest
 import torch
 
-from scripts.rehearsal import sm90
+from tests.support.sm90 import compile_kernel, spilled_bytes
 from titan_moe.ops.gated import ACTIVATIONS
 
 pytest.importorskip("triton")
 
 
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a kernel's block at capability 9.0 (CUDA programming guide)."""
+
+
 def compiled(kernel, pointers: dict[str, str], numbers: list[str], warps=4, **constants: int):
-    """Returns the kernel's assembly, in which no register is spilled to memory."""
+    """Returns the kernel's assembly, in which no register is spilled to memory, and which fits into
+    the shared memory of a block."""
     types = pointers | dict.fromkeys(numbers, "i32")
-    found = sm90.compile_kernel(kernel, types, constants, warps)
-    assert sm90.taken("", found).spilled_bytes == 0
+    found = compile_kernel(kernel, types, constants, warps)
+    assert spilled_bytes(found) == 0
+    assert found.metadata.shared <= SHARED_BYTES
     return found.asm
+
+
+@pytest.mark.slow
+def test_kernel_with_too_large_a_tile_spills() -> None:
+    from titan_moe.ops import move_rows_triton as kernels
+
+    constants = {"DIM": 2048, "TOKENS": 16, "COLUMNS": 512, "TOP_K": 8, "WIDE": 0}
+    types = {"y_ptr": "*bf16", "rows_ptr": "*i64", "out_ptr": "*bf16", "num_tokens": "i32"}
+    compiled = compile_kernel(kernels._add_rows_kernel, types, constants, num_warps=1)
+    assert spilled_bytes(compiled) > 0
 
 
 @pytest.mark.parametrize("counts", ["*i32", "*i64"])

@@ -1,12 +1,14 @@
 """The memory estimate, against a count by hand; tests/unit/config has what the TOML files say."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
+from operator import itemgetter
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from scripts.bench.memory import most_allocated
 from tests.support.tiny import make_job, tiny, tiny_step
 from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism, Training
 from titan_moe.config.parse import resolve
@@ -258,6 +260,17 @@ def test_skewed_rows_are_those_of_a_forward():
     skew = memory(Setup(_SKEWED, config, 2)).skew
     estimate = skew * layers * row / ((layers + 2) * row + 2 * config.dim)
     assert estimate == pytest.approx(run_on_ranks(_kept_beyond_an_even_share, 2)[0], rel=0.05)
+
+
+def most_allocated(step: Callable[[], object]) -> int:
+    """Returns the most bytes of a CPU's memory alive at once during a call that were not before
+    it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(accumulate(change for _, change in sorted(changes, key=itemgetter(0))))
 
 
 def test_live_rows_of_a_layer_are_within_the_estimate():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from scripts.docs.__main__ import main
-from scripts.docs.generated import filled
+from scripts.docs.__main__ import filled, main
 
 
 def test_the_generated_parts_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
@@ -13,11 +12,11 @@ def test_the_generated_parts_are_up_to_date(capsys: pytest.CaptureFixture[str]) 
 def test_a_region_is_written_anew_and_the_rest_of_the_page_kept() -> None:
     page = "# A\n\n<!-- generated: a -->\nold\n<!-- end -->\nwords\n"
     regions = {"a": lambda: "\nnew\n"}
-    new = filled(page, regions, {})
+    new = filled(page, regions)
     assert new == "# A\n\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nwords\n"
-    assert filled(new, regions, {}) == new
-    assert filled(new, {"a": lambda: None}, {}) == new
+    assert filled(new, regions) == new
+    assert filled(new, {"a": lambda: None}) == new
     with pytest.raises(KeyError, match="b"):
-        filled("<!-- generated: b -->\n<!-- end -->\n", regions, {})
+        filled("<!-- generated: b -->\n<!-- end -->\n", regions)
     with pytest.raises(ValueError, match="without an end"):
-        filled("<!-- generated: a -->\nold\n", regions, {})
+        filled("<!-- generated: a -->\nold\n", regions)

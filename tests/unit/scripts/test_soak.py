@@ -54,7 +54,6 @@ def test_run_that_leaks_is_found(tmp_path: Path) -> None:
         steps=80,
         ranks=2,
         interval=2,
-        seconds=0.1,
         environment={"PYTHONPATH": f"{tmp_path}:{REPO}"},
     )
     rows = {row.name: row for row in script.judge(record)}
