@@ -1,4 +1,4 @@
-"""Two pieces of work that take turns: where one would wait for rows, the other computes."""
+"""Lets two pieces of work take turns: where one would wait for rows, the other computes."""
 
 from collections.abc import Callable
 from contextvars import copy_context

@@ -104,7 +104,7 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
 
 
 def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int) -> AttentionStats:
-    """Adds an indexer. Its tensors are kept beside their gradients, which its loss makes early."""
+    """Adds an indexer's costs. Its loss makes gradients early: they are kept beside its tensors."""
     top_k = None if indexer.warm_up else indexer.top_k
     if indexer.shares:
         return own._replace(top_k=top_k, query_sums=0)
@@ -182,7 +182,7 @@ def part_sizes(config: ModelConfig) -> dict[str, Size]:
 
 
 def total(config: ModelConfig) -> Size:
-    """The model as it is published: without multi-token prediction, tied weights once."""
+    """Returns the published model's size: without multi-token prediction, tied weights once."""
     parts = part_sizes(config)
     parts.pop("mtp", None)
     if config.tied_embeddings:
@@ -248,11 +248,11 @@ class Share(NamedTuple):
     sequences: int
     """Sequences of one microbatch."""
     layers: int
-    """Sum over these microbatches of the layers that each has passed here."""
+    """Layers that microbatches have passed on this rank, summed over these microbatches."""
     losses: int
     """Microbatches whose loss is computed and whose backward is still to come."""
     streams: int
-    """Microbatches' inputs, outputs and gradients that wait at borders of stages."""
+    """Inputs, outputs and gradients of microbatches that wait between stages."""
 
 
 def shares_of_ranks(

@@ -14,8 +14,8 @@ IGNORE_INDEX = -100
 """A label that stands for no target."""
 
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""logits_TV, which it may overwrite, and labels_T -> the sum of cross-entropies, and its gradient
-for the logits."""
+"""Takes logits_TV, which it may overwrite, and labels_T. Returns the sum of cross-entropies and its
+gradient for the logits."""
 
 
 @with_kernel("cross_entropy_triton")

@@ -16,18 +16,18 @@ from torch import Tensor
 from titan_moe.ops.operation import with_kernel
 
 Pull = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The gradient of the hidden rows, which it may overwrite -> those of gate and up."""
+"""Takes the gradient of the hidden rows, which it may overwrite; returns those of gate and up."""
 
 
 class Activation(NamedTuple):
-    """A function of gate and up, as plain arithmetic that autograd is not to see."""
+    """A function of gate and up in plain arithmetic, which autograd does not record."""
 
     hidden: Callable[[Tensor, Tensor], Tensor]
     """gate_RF, up_RF -> hidden_RF, in memory of its own."""
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
     """gate_RF, up_RF -> hidden_RF, and the function that its backward needs."""
     clamp: tuple[float, float] | None
-    """The kernel's form of it: None for silu(gate) * up, or limit and slope of the clamped one."""
+    """Limit and slope of the clamped activation; None for silu(gate) * up."""
 
 
 class GatedGradients(NamedTuple):
@@ -43,7 +43,7 @@ class GatedGradients(NamedTuple):
 def gated_rows(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
-    """activation(gate, up), times each row's weight if there are weights: hidden_RF.
+    """Returns hidden_RF: activation(gate, up), times each row's weight if there are weights.
 
     Args:
         activation: of `ACTIVATIONS`.
@@ -54,7 +54,7 @@ def gated_rows(
 def gated_rows_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> GatedGradients:
-    """Computes gradients from that of `gated_rows`'s result, which it may overwrite."""
+    """Computes the inputs' gradients from the gradient of `gated_rows`, which it may overwrite."""
     return GatedGradients(
         *gated_backward(grad_RF, gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
     )

@@ -49,7 +49,7 @@ def run_on_ranks(
         )
         results: dict[int, Any] = {}
         errors: list[tuple[str, str]] = []
-        """The cause first, if it is known."""
+        """Error and traceback of each failed rank; the cause first, if it is known."""
         with closing(ends):
             try:
                 for rank, value, error in ends:

@@ -29,7 +29,7 @@ class Positions(Protocol):
     """Returns the positions of this rank's tokens in a sequence of `seq_len` tokens."""
 
     def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
-        """Made once for each length and device; None: the CPU."""
+        """Returns the positions, made once for each length and device; None: the CPU."""
 
 
 def local_positions(
@@ -137,7 +137,7 @@ class Ulysses:
         return self._share_tokens(self._plain(q, k, v, mask, scale, sinks_H))
 
     def _share_heads(self, *tensors_BHSC: Tensor) -> list[Tensor]:
-        """All heads of own tokens -> own heads of all tokens; one exchange for all tensors."""
+        """Turns all heads of own tokens into own heads of all tokens, with one exchange."""
         size = self._group.size()
         by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors_BHSC]
         sent = torch.cat([x.flatten(1) for x in by_rank], 1)
@@ -146,7 +146,7 @@ class Ulysses:
         return [join_sequence(x, balanced=self._balanced) for x in parts]
 
     def _share_tokens(self, o_BHSC: Tensor) -> Tensor:
-        """Own heads of all tokens -> all heads of own tokens."""
+        """Turns own heads of all tokens into all heads of own tokens."""
         parts = cut_sequence(o_BHSC, self._group.size(), balanced=self._balanced)
         return self._exchange(parts).movedim(0, 1).flatten(1, 2)
 
@@ -155,7 +155,7 @@ class Ulysses:
 
 
 class RingAttention(_OwnQueries):
-    """Local queries attend to keys and values that pass by."""
+    """Local queries attend to keys and values that travel around the ring."""
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[list[Block]]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
@@ -175,13 +175,13 @@ class RingAttention(_OwnQueries):
 
 
 def whole_sequence(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:
-    """Returns whole sequences from all ranks' tokens; backward: all ranks' gradients, summed in
-    rank order."""
+    """Returns whole sequences, gathered from all ranks' tokens. Backward: all ranks' gradients,
+    summed in rank order."""
     return join_sequence(gather_summed(own_BHSE, group), balanced=balanced)
 
 
 def join_sequence(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
-    """The ranks' parts [cp, B, H, S/cp, E] -> whole sequences [B, H, S, E] in order."""
+    """Joins the ranks' parts [cp, B, H, S/cp, E] to whole sequences [B, H, S, E]."""
     held = chunks_of_ranks(len(parts_PBHSE), balanced)
     chunks = {
         chunk: x
