@@ -41,7 +41,8 @@ def reader_has_left() -> bool:
 
 
 def progress(*iterable: Any, **options: Any) -> Any:
-    """Returns tqdm's bar. Without a terminal it prints a line every 10 seconds at most."""
+    """Returns tqdm's bar. Without a terminal it prints a line every 10 seconds at most, the first
+    after 10."""
     from tqdm import tqdm
 
     class Lines(tqdm):  # type: ignore[type-arg]

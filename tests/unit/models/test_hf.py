@@ -170,7 +170,7 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (SPARSE, {"layer_types": ["full_attention"]}, "only indexed_attention is supported"),
     ],
 )
-def test_unsupported_settings_are_named(flavor, change, words, tmp_path):
+def test_error_names_unsupported_settings_of_config_json(flavor, change, words, tmp_path):
     line = refusal(model_of, write(tmp_path, settings_of(*flavor) | change))
     assert words in line and str(tmp_path) in line
 
@@ -208,14 +208,14 @@ def test_yarn_outside_of_deepseek_scales_cosines_alone(tmp_path):
     assert found.scaling == YarnScaling(4.0, 32768, mscale=1.0, mscale_all_dim=0.0)
 
 
-def test_differences_name_both_values():
+def test_differences_of_two_models_name_both_values():
     config = model_config("qwen3", "gate")
     assert config.moe is not None
     other = replace(config, dim=64, init_std=1.0, moe=replace(config.moe, top_k=3, z_loss_weight=1))
     assert differences(config, other) == ["dim 32 (there 64)", "moe.top_k 2 (there 3)"]
 
 
-def test_dimension_without_a_key_is_refused():
+def test_dimension_without_a_hugging_face_key_is_refused():
     config = model_config("qwen3", "gate")
     assert config.moe is not None
     shared = replace(config, moe=replace(config.moe, num_shared_experts=1))

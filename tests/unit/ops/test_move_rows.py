@@ -9,7 +9,7 @@ from titan_moe.ops.move_rows import add_rows
 
 @pytest.mark.parametrize("lacks_some", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_terms_are_added_in_order_and_narrow_sums_rounded_once(
+def test_rows_of_a_token_are_added_in_order_and_rounded_once(
     dtype: torch.dtype, lacks_some: bool
 ) -> None:
     torch.manual_seed(0)

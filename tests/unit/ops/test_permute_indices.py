@@ -18,7 +18,7 @@ from titan_moe.ops.permute_indices import max_padded_rows
     st.sampled_from(ALIGNMENTS),
     st.integers(0, 3),
 )
-def test_plain_torch_equals_the_slow_loop_on_any_counts(counts, row_alignment, unused):
+def test_permute_indices_equals_a_slow_loop_on_any_counts(counts, row_alignment, unused):
     check(counts, unused, row_alignment)
 
 
@@ -33,5 +33,5 @@ def test_plain_torch_equals_the_slow_loop_on_any_counts(counts, row_alignment, u
         (17, 2, 16, 48),
     ],
 )
-def test_max_padded_rows(num_rows, num_experts, row_alignment, expected):
+def test_max_padded_rows_equals_counted_rows(num_rows, num_experts, row_alignment, expected):
     assert max_padded_rows(num_rows, num_experts, row_alignment) == expected

@@ -28,14 +28,16 @@ def test_launch_is_read_from_torchruns_variables() -> None:
 @pytest.mark.parametrize(
     ("visible", "expected"), [(None, 3), ("0,2", 2), ("", 0), ("-1", 0), ("0,1,2,3,4", 3)]
 )
-def test_count_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
+def test_count_gpus_reads_cuda_visible_devices(
+    tmp_path: Path, visible: str | None, expected: int
+) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert count_gpus(environment, tmp_path) == expected
 
 
-def test_gpus_without_device_files_are_those_that_the_driver_lists(tmp_path: Path) -> None:
+def test_count_gpus_asks_the_driver_without_device_files(tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: the same'\n")
     tool.chmod(0o755)
@@ -53,7 +55,7 @@ def test_gpus_without_device_files_are_those_that_the_driver_lists(tmp_path: Pat
         ("processor : 0", True),
     ],
 )
-def test_has_bfloat16_units(words: str, expected: bool, tmp_path: Path) -> None:
+def test_bfloat16_units_are_read_from_cpu_flags(words: str, expected: bool, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert has_bfloat16_units(cpuinfo), "no such file"
     cpuinfo.write_text(words)
