@@ -350,7 +350,7 @@ def sum_over_world(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the sums that are single numbers. Waits for the device, once for all of them."""
+    """Returns the sums that are single numbers, with one wait for the device."""
     single = {name: value for name, value in sums.items() if value.ndim == 0}
     return dict(zip(single, torch.stack(list(single.values())).tolist(), strict=True))
 

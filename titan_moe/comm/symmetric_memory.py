@@ -49,7 +49,7 @@ def check_available(device: torch.device) -> None:
 
     if not symm_mem.is_nvshmem_available():
         raise ConfigError(
-            f"{_KEY}: NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13: "
+            f"{_KEY}: NVSHMEM is not found: install nvidia-nvshmem-cu12 or -cu13, or "
             "choose deduplicated or standard"
         )
 

@@ -133,7 +133,7 @@ class MLAConfig:
     bias: bool = False
     """The down-projections and the output projection have a bias: `attention_bias`."""
     norm_eps: float = 1e-6
-    """Epsilon of the latents' norms; the published code keeps it whatever the model's own."""
+    """Epsilon of the latents' norms. The published code uses it whatever `ModelConfig` says."""
     indexer: IndexerConfig | None = None
     """Reads the query's latent. None: attention to the whole past."""
     rotary: bool = True
@@ -316,7 +316,7 @@ def tied_weights(config: ModelConfig) -> list[list[str]]:
 
 
 def moe_layer_names(config: ModelConfig) -> list[str]:
-    """The names of `decoder.Decoder.moe_layers`, in order, of the whole model."""
+    """Returns the names of all MoE layers in order, as in `decoder.Decoder.moe_layers`."""
     layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
     names = [f"layers.{layer}" for layer in layers if config.is_moe_layer(layer)]
     beyond = config.is_moe_layer(config.num_layers)

@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         """
         if tokens_BS.ndim == 1:
             shape = list(tokens_BS.shape)
-            raise ValueError(f"tokens are {shape}, a model takes [batch, sequence]: tokens[None]")
+            raise ValueError(f"tokens have shape {shape}, not [batch, sequence]: pass tokens[None]")
         if documents_BS is None:
             documents_BS = torch.zeros_like(tokens_BS)
         if positions_BS is None:

@@ -164,8 +164,8 @@ class Size(NamedTuple):
 
 
 def part_sizes(config: ModelConfig) -> dict[str, Size]:
-    """Sizes of all parts in the model's order: "tok_embeddings", "layers.0", ..., "norm", "output",
-    and "mtp" where there is multi-token prediction.
+    """Returns the sizes of all parts in the model's order: "tok_embeddings", "layers.0", ...,
+    "norm", "output", and "mtp" where there is multi-token prediction.
 
     Copies of tied weights count: each is stored, with its gradient and optimizer state.
     """
@@ -191,13 +191,13 @@ def total(config: ModelConfig) -> Size:
 
 
 def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
-    """FLOPs of the matrix products of one token's forward, of every part in the model's order.
+    """Returns the FLOPs of one token's forward in each part, in the model's order.
 
     Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
-    "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
-    they are active; attention counts the pairs that causal order over `seq_len` tokens and the
-    layer's window, chunk or selection leave, an indexer all in causal order. "output" holds all of
-    multi-token prediction, its stage's work.
+    "output". A parameter that a token is multiplied with costs 2 FLOPs; of routed experts only the
+    active ones count. Attention counts the pairs that a token sees in causal order over `seq_len`
+    tokens, within the layer's window, chunk or selection; an indexer counts all pairs in causal
+    order. "output" includes multi-token prediction, which its stage computes.
     """
     layers = {
         f"layers.{layer}": _layer_flops(config, layer, seq_len)

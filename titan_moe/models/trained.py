@@ -79,8 +79,8 @@ def means(pattern: str, name: str, config: ModelConfig) -> bool:
 def pattern_lines(
     config: ModelConfig, training: Training, lora: Lora, groups: Sequence[OptimizerGroup]
 ) -> list[str]:
-    """Returns a line for each pattern of training.freeze and optimizer.groups: the parameters that
-    it takes. A group takes none of those that are frozen or that a group before it has."""
+    """Returns a line for each pattern of training.freeze and optimizer.groups, with the parameters
+    that it takes. A group takes no frozen parameter and none of an earlier group."""
     names, lines = _names(config, lora), []
     trains = trained(names, config, training, lora)
     for pattern in training.freeze:
@@ -94,7 +94,7 @@ def pattern_lines(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Shows names with a star for each number, and how many have it."""
+    """Lists names once for all numbers in them, as "layers.*.w1", with how many names there are."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "nothing"
 

@@ -137,7 +137,8 @@ def short_convolution(
 
     Args:
         weight_C1W: the last is the token's own.
-        before_BNC: the W - 1 tokens before each sequence, seen as far as places allow; None: zeros.
+        before_BNC: the W - 1 tokens before each sequence, which tokens of the same document see;
+            None: zeros.
     """
     if torch.compiler.is_compiling():
         return _convolved(x_BSC, weight_C1W, place_BS, before_BNC)

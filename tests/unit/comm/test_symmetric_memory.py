@@ -71,7 +71,7 @@ def test_error_without_nvshmem_names_other_dispatchers(monkeypatch: pytest.Monke
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"NVSHMEM is not found.*: choose deduplicated or"):
+    with pytest.raises(ConfigError, match=r"NVSHMEM is not found.*, or choose deduplicated or"):
         symmetric_memory.check_available(gpu)
     symmetric_memory.check_available(CPU)
 

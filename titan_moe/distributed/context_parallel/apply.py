@@ -2,7 +2,7 @@
 
 Everything but attention works on its own tokens. Attention has one of three cores:
 
-    allgather   each rank gathers all keys and values: memory for those of whole sequences.
+    allgather   each rank gathers all keys and values: memory for whole sequences of them.
     ulysses     each rank gets all tokens of its share of the heads (arXiv 2309.14509) and runs the
                 plain kernel. Heads and kv heads must divide by cp. Fewer bytes than the others
                 where cp is more than 1 + heads / kv heads.
@@ -58,13 +58,13 @@ def context_parallel_core(
     mask_documents: bool,
     takes_flex: bool,
 ) -> AttentionCore:
-    """The core for attention layers whose tokens are cut over `group`.
+    """Returns the core for attention layers whose tokens are cut over `group`.
 
-    Its `mask` takes the documents of whole sequences [B, S], the same on all of the group; its
+    Its `mask` takes the documents of whole sequences [B, S], the same on all of the group. Its
     calls take this rank's tokens, at `local_positions(S, cp, rank, balanced=balanced)`, and the
-    sinks of all heads, and are collective: every rank makes them in the same order. Gradients are
-    plain sums over all queries, each term once: those of the sinks are parts, to be summed over the
-    group like those of weights. Any S that divides, another in every microbatch if need be.
+    sinks of all heads. They are collective: every rank makes them in the same order. Gradients are
+    plain sums over all queries. A sink's gradient is this rank's term, to be summed over the group
+    like that of a weight. S may change from one microbatch to the next.
 
     Args:
         plain: the one-device core for the same documents; what "ulysses" runs, on whole sequences.

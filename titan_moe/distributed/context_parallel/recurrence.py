@@ -23,10 +23,10 @@ from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convo
 
 
 class SegmentedRecurrence:
-    """The RecurrentCore of sequences that are cut over a group. Collective, but for `mask`.
+    """The RecurrentCore of sequences that are cut over a group. All but `mask` is collective.
 
     Args:
-        rule: of whole sequences, here of segments.
+        rule: computes the recurrence; here it gets segments in place of sequences.
         group: the ranks of `cp`, two or more.
         balanced: head-tail balance; else consecutive positions.
         mask_documents: whether documents packed into a sequence are kept apart.

@@ -44,7 +44,7 @@ def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> list[str]:
     lines = []
     what = "max_slowdown and max_memory_growth"
     if trial.candidate.path is not None or (trial.baseline.path is not None and golden is None):
-        return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
+        return [f"{what}: a finished run was timed at another hour: name config=FILE instead"]
     ours, theirs = trial.baseline.world_size, trial.candidate.world_size
     if golden is not None:
         ours = golden.run.facts["world_size"]
