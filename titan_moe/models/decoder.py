@@ -204,7 +204,7 @@ class Decoder(nn.Module):
             ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
                 positions on. Ignored in evaluation.
             ahead_labels_BKS: their labels.
-            bounds: of the documents, for an attention core that wants them from the host.
+            bounds: bounds of the documents, for an attention core that needs them on the host.
             counted_BS: as `MoE.forward` takes it.
         """
         if tokens_BS.ndim == 1:
@@ -272,7 +272,7 @@ def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
     prediction stays with the output layer.
 
     Args:
-        names: of `config.pipeline.module_names`.
+        names: some of `config.pipeline.module_names`.
     """
     known = {*_ENDS, *(f"layers.{layer}" for layer in model.layers)}
     assert set(names) <= known, f"no such modules: {sorted(set(names) - known)}"

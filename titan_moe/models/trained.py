@@ -109,8 +109,8 @@ def _names(config: ModelConfig, lora: Lora) -> list[str]:
 def sizes_by_name(
     config: ModelConfig, training: Training, lora: Lora
 ) -> tuple[dict[str, Size], dict[str, Size]]:
-    """Returns the elements of each part of a model with its adapters, by the parts of
-    `stats.part_sizes`; and those among them that train."""
+    """Returns the sizes of a model with its adapters, and those of its trained parameters: each by
+    the parts of `stats.part_sizes`."""
     with torch.device("meta"):
         model = Decoder(config)
         adapt(model, lora)

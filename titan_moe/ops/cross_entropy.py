@@ -58,7 +58,7 @@ def gradient_in_place(logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Te
     """Put the gradient in the logits' place; returns `logits_TV`.
 
     Args:
-        logits_TV: of a block of the vocabulary that begins with the token `first`.
+        logits_TV: logits of a block of the vocabulary that begins with the token `first`.
         lse_T: logarithms of the divisors of the softmaxes over the whole vocabulary.
     """
     grad_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp()

@@ -39,7 +39,7 @@ class Float8Linear(nn.Module):
 
     Args:
         linear: has `weight` and `bias`, which stay what they are in type, name and shape.
-        multiply: of `float8_linear`.
+        multiply: a result of `float8_linear`.
     """
 
     weight: nn.Parameter

@@ -46,7 +46,7 @@ def gated_rows(
     """Returns hidden_RF: activation(gate, up), times each row's weight if there are weights.
 
     Args:
-        activation: of `ACTIVATIONS`.
+        activation: a key of `ACTIVATIONS`.
     """
     return gated_forward(gate_RF, up_RF, weights_R1, ACTIVATIONS[activation])
 

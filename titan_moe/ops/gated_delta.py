@@ -53,7 +53,7 @@ class DeltaRule(Protocol):
         """Returns o_BSHV, in the values' type, and the state after each sequence, in >= float32.
 
         Args:
-            q_BSGK, k_BSGK: of any length; G divides H, and consecutive heads share one of them.
+            q_BSGK, k_BSGK: need no unit length. G divides H; consecutive heads share one.
             decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K]
                 where channels decay apart.
             beta_BSH: from 0 to 1.

@@ -47,7 +47,7 @@ def linear_cross_entropy(
         x_TD: as many equal parts as there are factors, one after the other.
         weight_VD: or this rank's rows of it, with a `cross_entropy` that knows.
         labels_T: IGNORE_INDEX where there is no target.
-        factors: of each part's loss and gradients; the first is 1.
+        factors: multiply each part's loss and gradients; the first is 1.
         chunk_size: most tokens whose logits exist at once; 0: a whole part.
     """
     assert factors[0] == 1.0 and len(x_TD) % len(factors) == 0

@@ -22,7 +22,7 @@ def rotate(
 
     Args:
         cos_BSC, sin_BSC: cosines and sines, in the type that computes; its result is rounded once.
-        pairing: of `PAIRINGS`. Channels i and i + C of the rotated 2 C ones are a pair, or 2 i and
+        pairing: one of `PAIRINGS`. Of 2 C rotated channels, i and i + C are a pair, or 2 i and
             2 i + 1.
     """
     assert pairing in PAIRINGS, pairing

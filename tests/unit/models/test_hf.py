@@ -84,7 +84,7 @@ _KINDS |= {"gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3", "deepseek_v32": "De
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_keys_that_no_shape_shows_are_by_default_those_of_transformers(kind, tmp_path):
+def test_defaults_of_keys_that_no_shape_shows_are_transformers(kind, tmp_path):
     whole = transformers.AutoConfig.for_model(kind).to_dict()
     whole["architectures"] = [f"{_KINDS[kind]}ForCausalLM"]
     expected = model_of(write(tmp_path, whole)).config
@@ -283,7 +283,7 @@ def test_a_quantisation_that_is_not_known_is_refused_before_ranks_start(inside, 
 
 @pytest.mark.parametrize("skips", [{}, {"index_skip_topk_offset": 3}])
 @pytest.mark.parametrize("every", [1, 2, 4])
-def test_layers_of_glm_that_share_keys_are_those_of_transformers(every, skips, tmp_path):
+def test_glm_layers_that_share_keys_agree_with_transformers(every, skips, tmp_path):
     changes = {"num_hidden_layers": 12, "index_topk_freq": every, **skips}
     kinds = transformers.AutoConfig.for_model("glm_moe_dsa", **changes).indexer_types
     config = model_of(write(tmp_path, settings_of(*GLM5) | changes)).config

@@ -15,7 +15,7 @@ def test_operations_in_plain_torch_equal_slow_formulas(name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_rotations_are_those_of_complex_numbers(dtype: torch.dtype) -> None:
+def test_rotations_equal_products_of_complex_numbers(dtype: torch.dtype) -> None:
     cases_of("rotate").check(dtype)
 
 

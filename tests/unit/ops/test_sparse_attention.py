@@ -59,7 +59,7 @@ def run(
 @pytest.mark.parametrize("all_count", [True, False])
 @pytest.mark.parametrize("mask_documents", [True, False])
 @pytest.mark.parametrize("top_k", [1, 4, 64, None])
-def test_attention_and_loss_are_those_of_the_formulas(
+def test_sparse_attention_and_loss_equal_the_formulas(
     top_k: int | None, mask_documents: bool, all_count: bool
 ):
     tensors = drawn()

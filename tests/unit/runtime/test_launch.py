@@ -120,7 +120,7 @@ def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> Non
     assert until(lambda: not is_running(pid), 5)
 
 
-def test_log_rank_beyond_the_world_is_one_line() -> None:
+def test_log_rank_beyond_the_world_is_refused_in_one_line() -> None:
     words = ["--training.dataset", "synthetic"]
     line = refusal(prepare, words, 2, {"LOG_RANK": "9"})
     assert line == "LOG_RANK=9: none of the ranks 0 to 1 would print: choose 0"

@@ -310,7 +310,7 @@ def test_launch_log_has_torchruns_report_and_stacks_of_crashes(
     assert " -m titan_moe train\na page\n" in log.read_text() and "in crashes" in log.read_text()
 
 
-def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path, start: Start) -> None:
+def test_unwritable_run_folder_is_reported_in_one_line(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write to job\.dump_folder=.*: Not a directory"):
         start("", folder=tmp_path / "file" / "outputs")

@@ -49,7 +49,7 @@ def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> list[str]:
     if golden is not None:
         ours = golden.run.facts["world_size"]
         if "costs" not in golden.run.facts:
-            lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
+            lines.append(f"{what}: {golden.path} holds no time and memory (CPUs' hold none)")
         other = "name this machine's golden, or make it with --update-golden"
         lines += [f"{what}: {caveat}: {other}" for caveat in golden.caveats()]
     if ours != theirs:
