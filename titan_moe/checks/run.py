@@ -68,7 +68,7 @@ def _lora(run: Run) -> Iterator[str]:
     job = run.job
     if job.lora.rank is None:
         if (path := job.lora.initial_load_path) is not None:
-            yield f"lora.initial_load_path={path} without lora.rank: set that to its r"
+            yield f"lora.initial_load_path={path} without lora.rank: set it to the adapters' r"
         return
     if job.model.converters:
         named = ",".join(job.model.converters)

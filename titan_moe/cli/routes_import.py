@@ -46,10 +46,10 @@ def run(options: argparse.Namespace) -> Answer:
     responses, routed = import_routes(job, model, path, folder, dtype=options.dtype)
     total, missing = len(responses.experts_TLK), sorted(responses.missing.values())
     says = f"{folder}: routes of {routed:,} tokens in the documents of steps 1 to "
-    whole = f"{total - len(missing):,} of {total:,} responses are whole in one"
+    whole = f"{total - len(missing):,} of {total:,} responses are whole in a document"
     lines = [f"{says}{job.training.steps}; {whole}"]
     if missing:
-        lines.append(f"{path}:{missing[0]} and {len(missing) - 1:,} more are whole in none")
+        lines.append(f"{path}:{missing[0]} and {len(missing) - 1:,} more are whole in no document")
     found = {"routed_tokens": routed, "responses": total, "not_whole_in_any": missing}
     return Answer({"folder": str(folder), **found}, lines)
 

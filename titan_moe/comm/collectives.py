@@ -1,5 +1,5 @@
-"""Collectives: of rows and of parts of sequences, which autograd passes through; of counts, which
-ranks exchange before rows; and of a step's sums."""
+"""Collectives of rows and parts of sequences, with gradients; of counts, which ranks exchange
+before rows; and of a step's sums."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +28,7 @@ class RowExchange(Protocol):
     """An exchange of rows between ranks, which goes both ways."""
 
     def reverse(self) -> "RowExchange":
-        """Returns the exchange that sends the received rows back: the way of the gradients."""
+        """Returns the exchange that sends the received rows back, as gradients travel."""
 
     def start(self, x_RD: Tensor) -> Tensor:
         """Returns the rows that are being received; `wait` of an equal exchange makes them
@@ -39,9 +39,10 @@ class RowExchange(Protocol):
 
 
 class AllToAll:
-    """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it.
+    """An all-to-all of rows: `sent[p]` consecutive rows go to each rank p, `received[p]` come from
+    it.
 
-    No tuple: FSDP looks for tensors in all tuples that a unit is given, number by number.
+    It is no tuple: FSDP looks for tensors in all tuples that a unit is given, number by number.
     """
 
     def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
@@ -81,7 +82,7 @@ class InFlight:
         return self.exchange.wait(self.take())
 
     def take(self) -> Tensor:
-        """Returns what is being received, unreadable before `RowExchange.wait`."""
+        """Returns the tensor that is being received; `RowExchange.wait` makes it readable."""
         received, self._received = self._received, None
         assert received is not None, "an exchange is waited for once"
         return received
@@ -94,7 +95,7 @@ def start_numbers(numbers: Tensor, exchange: RowExchange) -> InFlight:
 
 
 def exchange_rows(x_RD: Tensor, exchange: RowExchange) -> Tensor:
-    """The received rows, in the order of their source ranks. Backward: the reverse exchange."""
+    """Returns the received rows, in the order of source ranks. Backward: the reverse exchange."""
     return wait_for_rows(start_rows(x_RD, exchange))
 
 
@@ -102,8 +103,8 @@ class RowsInFlight(NamedTuple):
     """Rows between `start_rows` and `wait_for_rows`."""
 
     carrier: Tensor
-    """One element in the shape of the rows that were sent, with strides of 0: it links the two in
-    autograd, where its gradient is the reverse exchange, under way."""
+    """One element in the shape of the sent rows, with strides of 0. It links start and wait in
+    autograd: its gradient is the reverse exchange, under way."""
     handle: InFlight
     """The received rows; without a gradient."""
 
@@ -111,10 +112,10 @@ class RowsInFlight(NamedTuple):
 def start_rows(x_RD: Tensor, exchange: RowExchange, turns: Turns | None = None) -> RowsInFlight:
     """Start an exchange; only `wait_for_rows` makes its result readable.
 
-    What the program computes between the two overlaps with the exchange, on the stream that it
-    would use anyway: NCCL has one of its own, gloo a thread. So does its backward overlap with the
-    reverse exchange: autograd runs nodes in the opposite order of their making, the backward of
-    `wait_for_rows` starts the exchange of the gradients, and that of `start_rows` waits for it.
+    Work between the two calls overlaps with the exchange: NCCL has a stream of its own, gloo a
+    thread. The backward of that work overlaps with the reverse exchange, because autograd runs
+    nodes in the opposite order: the backward of `wait_for_rows` starts the exchange of the
+    gradients, and that of `start_rows` waits for it.
 
     `turns`: shared with other work of this process, which runs before anything is waited for.
     """
@@ -123,7 +124,7 @@ def start_rows(x_RD: Tensor, exchange: RowExchange, turns: Turns | None = None) 
 
 
 def wait_for_rows(rows: RowsInFlight) -> Tensor:
-    """The received rows of `start_rows`, in the order of their source ranks; once."""
+    """Returns the received rows of `start_rows`, in the order of source ranks. Call it once."""
     if rows.handle.turns is not None:
         rows.handle.turns.pass_on(FORWARD)
     return _WaitRows.apply(rows.carrier, rows.handle.take(), rows.handle.exchange)
@@ -163,30 +164,31 @@ _ends_a_layer = ContextVar("_ends_a_layer", default=False)
 def linear(
     x: Tensor, function: Callable[..., Tensor], transposed: Callable[..., Tensor], **both: Any
 ) -> Tensor:
-    """Returns function(x) of a linear map, whose backward is `transposed`; `both` get the further
-    arguments."""
+    """Returns function(x) for a linear function whose backward is `transposed`. Both get the
+    further arguments `both`."""
     return _Linear.apply(x, partial(function, **both), partial(transposed, **both))
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """All ranks' rows in rank order; rank p has `sizes[p]`. Backward: `reduce_scatter_rows`.
+    """Returns all ranks' rows in rank order; rank p has `sizes[p]`. Backward:
+    `reduce_scatter_rows`.
 
-    Sent as an all-to-all, which takes uneven sizes on every backend and moves the same bytes; its
+    An all-to-all sends them: it takes uneven sizes on every backend and moves the same bytes. Its
     price is a send buffer with a copy for each rank.
     """
     return linear(x_RD, _all_gather, _reduce_scatter, sizes=list(sizes), group=group)
 
 
 def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """The sum over ranks of this rank's `sizes[rank]` rows. Backward: `all_gather_rows`.
+    """Returns the sum over ranks of this rank's `sizes[rank]` rows. Backward: `all_gather_rows`.
 
-    The terms are added in rank order, here: the same bits at every repeat, whatever the backend.
+    The receiver adds the terms in rank order: the same bits at every repeat, on every backend.
     """
     return linear(x_RD, _reduce_scatter, _all_gather, sizes=list(sizes), group=group)
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' parts of a sequence, in rank order, along the last dim but one.
+    """Returns all ranks' parts of a sequence, in rank order, along the last dim but one.
 
     Backward: `scatter_tokens`, since each rank's gradient is a term of a sum.
     """
@@ -194,7 +196,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks, of which each keeps its part of the sequence. Backward: `gather_tokens`.
+    """Returns this rank's part of the sequence, summed over ranks. Backward: `gather_tokens`.
 
     The last dim but one must divide by the number of ranks.
     """
@@ -202,14 +204,14 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks, which each of them gets. Backward: the same, since each rank's gradient
+    """Returns the sum over ranks, on each of them. Backward: the same, since each rank's gradient
     is a term of a sum."""
     return linear(x, _all_reduce, _all_reduce, group=group)
 
 
 def gather_summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Backward: all ranks'
-    gradients, summed in rank order."""
+    """Returns all ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Backward: all
+    ranks' gradients, summed in rank order."""
     return linear(x, gather_parts, _sum_of_own, group=group)
 
 
@@ -218,12 +220,12 @@ def _sum_of_own(stacked: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
+    """Returns all ranks' tensors of one shape, stacked: [P, *x.shape]. Has no gradient."""
     return _gathered(x, group).view(group.size(), *x.shape)
 
 
 def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' tensors of one shape, joined along the first dim in rank order."""
+    """Returns all ranks' tensors of one shape, joined along the first dim in rank order."""
     if not torch.compiler.is_compiling() and is_gloo(group, x.device):
         # torch 2.13's gloo notes the name of the last operation from two threads without a lock.
         # That of the functional all-gather needs the heap (over 15 characters): ranks died of it.
@@ -324,7 +326,7 @@ def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def to_host(*vectors: Tensor) -> list[list[int]]:
-    """Several vectors as Python ints, in one wait for the device."""
+    """Returns several vectors as Python ints, with one wait for the device."""
     numbers = iter(torch.cat(vectors).tolist())
     return [[next(numbers) for _ in range(len(vector))] for vector in vectors]
 
@@ -333,8 +335,8 @@ def to_host(*vectors: Tensor) -> list[list[int]]:
 
 
 def sum_over_world(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every term's sum over all ranks, in its own shape, as float64: whole numbers stay exact up to
-    2^53. Collective, with one all-reduce for all terms; waits for no device.
+    """Returns every term's sum over all ranks, in its shape, as float64: whole numbers stay exact
+    up to 2^53. Collective, with one all-reduce for all terms; waits for no device.
 
     `terms` are on one device, and have the same names in the same order on every rank.
     """
@@ -348,12 +350,12 @@ def sum_over_world(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the sums that are single numbers. Waits for the device, once for all of them."""
+    """Returns the sums that are single numbers, with one wait for the device."""
     single = {name: value for name, value in sums.items() if value.ndim == 0}
     return dict(zip(single, torch.stack(list(single.values())).tolist(), strict=True))
 
 
 def added(terms: Iterable[Tensor], *, like: Tensor) -> Tensor:
-    """The sum of scalars; 0, of the type and on the device of `like`, where there are none."""
+    """Returns the sum of scalars. Without any, it is 0 in the type and on the device of `like`."""
     terms = list(terms)
     return torch.stack(terms).sum() if terms else torch.zeros_like(like)

@@ -1,4 +1,4 @@
-"""One rank: its process group, timeouts, random state, and what it imports and collects."""
+"""One rank: its process group, timeouts, random state and garbage collection."""
 
 import gc
 import logging
@@ -25,12 +25,13 @@ from titan_moe.runtime.stopping import attempt_folder
 logger = logging.getLogger(__name__)
 
 BACKEND_GRACE_S = 30
-"""A backend ends a collective so many seconds after its limit: the report of a hang comes first."""
+"""Seconds after a collective's limit until the backend ends it: a report of the hang comes
+first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Process(Launch):
-    """A rank whose process group is up."""
+    """Describes this rank; its process group is up."""
 
     device: torch.device
 
@@ -98,8 +99,7 @@ def backend_timeout(seconds: int) -> timedelta:
 
 
 def nccl_options(comm: Comm, tokens: bool, own: AxisOptions | None = None) -> Any:
-    """Returns the options of a group of NCCL that tokens or parameters travel over, with those of
-    an axis' own."""
+    """Returns NCCL's options of a group for tokens or for parameters, under those of its axis."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = backend_timeout(comm.init_timeout_seconds)  # Else torch warns.
     # A layer waits for tokens, for parameters only if they were not gathered early enough.
@@ -118,8 +118,8 @@ def nccl_options(comm: Comm, tokens: bool, own: AxisOptions | None = None) -> An
 
 def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
     """Returns the store in which the ranks meet: on one machine a file, which listens on no port,
-    else torchrun's store. The latter outlives an attempt to run: a prefix for each keeps a rank
-    from the address of a rank that has died."""
+    else torchrun's store. The latter outlives an attempt to run: a prefix for each attempt keeps a
+    rank from the address of a dead one."""
     if launch.world_size == 1 and "MASTER_ADDR" not in environment:
         return dist.HashStore()
     folder = attempt_folder(environment)

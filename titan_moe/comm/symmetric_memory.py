@@ -10,14 +10,14 @@ because all exchanges of a group run in one order on one stream:
 
 - A send buffer is written again only two exchanges later. The barrier of the next exchange on the
   same buffers says that all peers have read it.
-- So are the places for the received sizes, which the peers write.
+- The places for the received sizes, which the peers write, follow the same rule.
 
 The backend is NVSHMEM: its memory is allocated by all ranks of the world together, in one order and
 of one size, so buffers are made once, when the model is built, and never grow.
 
 Without CUDA an emulation of the same signature stands in, over the group's own all-to-all. It
-checks what torch's kernel takes for granted, and spoils what nothing was written to. It has not
-been compared with hardware.
+checks what torch's kernel assumes, and fills unwritten memory with rubbish. It has not been
+compared with hardware.
 """
 
 import warnings
@@ -34,29 +34,29 @@ from torch.distributed import ProcessGroup
 from titan_moe.config.errors import ConfigError
 
 ROW_BYTES = 64
-"""Divisor of a row's bytes: up to this many thread blocks share the rows from one rank, and torch's
-kernel gives each as many bytes."""
+"""Divisor of a row's bytes. Up to this many thread blocks share the rows from one rank, and torch's
+kernel gives all of them the same number of bytes."""
 
 _KEY = "parallelism.expert_parallel_comm_backend=symmetric"
 
 
 def check_available(device: torch.device) -> None:
-    """Raises ConfigError, with one line, where a GPU run cannot use these exchanges. A CPU emulates
-    them; that a training asks for them there is refused before."""
+    """Raises ConfigError where a GPU run cannot use these exchanges. A CPU emulates them for the
+    gate; a training on a CPU is refused elsewhere."""
     if device.type != "cuda":
         return
     import torch.distributed._symmetric_memory as symm_mem
 
     if not symm_mem.is_nvshmem_available():
         raise ConfigError(
-            f"{_KEY}: NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13: "
+            f"{_KEY}: NVSHMEM is not found: install nvidia-nvshmem-cu12 or -cu13, or "
             "choose deduplicated or standard"
         )
 
 
 class Channel:
-    """Exchanges, over one group, of rows that are at most so many and so wide. Collective over the
-    world: all ranks make theirs in the same order and of the same sizes.
+    """Exchanges rows over one group, up to a number and a width. Collective over the world: all
+    ranks make their channels in the same order and of the same sizes.
 
     Memory: three times `num_rows` rows.
 
@@ -95,8 +95,7 @@ class Channel:
         """Send `sent_P[p]` consecutive rows to each rank p.
 
         Returns:
-            A buffer of `num_received` rows, of which those received are written, in the order of
-            their ranks.
+            A buffer of `num_received` rows. The first ones hold the received rows, in rank order.
         """
         width = x_RD.shape[1]
         # Made on the stream that it is used and freed on.
@@ -116,28 +115,27 @@ class Channel:
         return rows_RD
 
     def wait(self, rows_RD: Tensor) -> Tensor:
-        """The rows of `start`, for the current stream."""
+        """Returns the rows of `start`, readable on the current stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._done.pop(_memory_of(rows_RD)))
         return rows_RD
 
 
 def _memory_of(x: Tensor) -> int:
-    """Returns a number of a tensor's memory, unique while it is held. Empty and fake tensors share
-    the address 0."""
+    """Returns a number for a tensor's memory, unique while the tensor lives. Empty and fake tensors
+    share the address 0."""
     return x.untyped_storage()._cdata
 
 
 class DeviceAllToAll(NamedTuple):
-    """An exchange as `AllToAll` is, of sizes that only the device knows."""
+    """An all-to-all of rows, like `AllToAll`, whose sizes only the device knows."""
 
     channel: Channel
     sent_P: Tensor
     """int64: rows to each rank."""
     received_P: Tensor
     most_sent: int
-    """Rows of the tensor that is sent, and of that which is received: the last ones of either may
-    be no rows."""
+    """Rows of the sent and of the received tensor. The last ones of either may be unused."""
     most_received: int
 
     def reverse(self) -> "DeviceAllToAll":
@@ -166,7 +164,7 @@ class Channels(NamedTuple):
 def open_channels(
     group: ProcessGroup, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Channels:
-    """Collective over the world, as `Channel` is."""
+    """Makes the channels that all layers share. Collective over the world, as `Channel` is."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     wide = torch.promote_types(dtype, torch.float32)
     return Channels(
@@ -178,7 +176,7 @@ def open_channels(
 def _allocate(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> Tensor:
-    """Zeros, which every rank of the group can read and write."""
+    """Returns zeros that every rank of the group can read and write."""
     if device.type != "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
     import torch.distributed._symmetric_memory as symm_mem
@@ -193,7 +191,7 @@ def _allocate(
 
 
 class Emulation:
-    """`all_to_all_vdev` of one channel over a group's own all-to-all.
+    """Emulates `all_to_all_vdev` of one channel over a group's own all-to-all.
 
     Raises AssertionError where torch's kernel would read or write what it must not. Types and
     shapes are those that `Channel` makes.

@@ -1,4 +1,4 @@
-"""Two pieces of work that take turns: where one would wait for rows, the other computes."""
+"""Lets two pieces of work take turns: where one would wait for rows, the other computes."""
 
 from collections.abc import Callable
 from contextvars import copy_context
@@ -55,7 +55,7 @@ class Turns:
             self._turns[1 - own].release()
             self._turns[own].acquire()
         if self._error is not None:  # Not raised here as itself: its traceback is the other's.
-            raise RuntimeError("the work that took turns with this one failed") from self._error
+            raise RuntimeError("the other half of this pair of turns failed") from self._error
 
     def _work(self, own: int, work: Callable[[], None]) -> None:
         try:

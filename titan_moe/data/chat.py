@@ -93,8 +93,8 @@ class Conversations:
         for name in sorted(self.unread_flags):
             known = ", ".join(_FLAGS)
             lines.append(
-                f"training.messages: messages have {name!r}, which is not read: learned or not is "
-                f"said by {known}"
+                f"training.messages: messages have {name!r}, which is not read: say with one of "
+                f"{known} which messages are learned"
             )
         return lines
 

@@ -128,7 +128,7 @@ def _read(fields: dict[str, Any]) -> dict[str, Any] | None:
         read.insert(0, {"role": "system", "content": fields["system"]})
         learned_from += bool(learned_from)
     elif fields["system"] and read[0].get("content") != fields["system"]:
-        raise ChatError("its `system` is not its first message, which is a system's too")
+        raise ChatError("its `system` and its first message, of role system, are not the same")
     tools = [_function(each) for each in fields["tools"] or fields["functions"] or []]
     found = {"messages": read, "tools": tools, "learned_from": learned_from}
     found["options"] = fields["chat_template_kwargs"]

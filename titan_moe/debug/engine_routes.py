@@ -191,7 +191,7 @@ def _read_response(
             "layer, or of a route that was not captured, which -1 marks"
         )
     if rows == num_layers and (experts[:, dense] > 0).any():
-        raise ValueError(f"experts in dense layers: of the model's, {dense} are dense")
+        raise ValueError(f"it has experts in layers that are dense in the model: {dense}")
     # One expert is never twice; in enough layers the first one never is by chance.
     rare = 1000 * len(ids) < dims.num_experts ** len(numbers)
     if dims.top_k == 1 and rare and (zeros_T := (chosen_TLK == 0).all((1, 2))).any():

@@ -154,6 +154,6 @@ class Sharding:
                 ahead *= axes[cut[place]]
                 place += 1
             if ahead != factor:
-                raise ValueError(f"{placement} on axis {axis}: no order of {cut} cuts so")
+                raise ValueError(f"{placement} on axis {axis} fits no order of the axes {cut}")
             cut.insert(len(cut) if axes[axis] == 1 else place, axis)
         return cls(tuple(tuple(cuts.get(d, ())) for d in range(max(cuts, default=-1) + 1)), partial)

@@ -25,9 +25,9 @@ from titan_moe.ops.sparse_attention import SparseAttention
 
 
 class Attention(nn.Module):
-    """A base of all variants: `forward(x_BSD, rotation, mask, counted_BS)`, where indexers' losses
-    leave out queries that do not count, as `MoE.forward` says; and the strategy `core`, an
-    AttentionCore that the model's layout may set. `attend(core, ...)` calls it between the
+    """The base of all variants, with `forward(x_BSD, rotation, mask, counted_BS)`. An indexer's
+    loss leaves out queries that do not count, as `MoE.forward` says. The strategy `core` is an
+    AttentionCore that the model's layout may set; `attend(core, ...)` calls it between the
     projections."""
 
     core: Callable[..., Tensor]
@@ -120,10 +120,10 @@ class GQA(Attention):
 
 
 class PerHead(nn.Module):
-    """Numbers of each head, such as its sink, a logit that joins each of its softmaxes: `weight`,
-    heads or their channels first.
+    """Holds numbers of each head, such as its sink, a logit that joins each of its softmaxes. Dim 0
+    of `weight` counts heads or their channels.
 
-    A module, so that tensor parallelism can hand over a rank's heads.
+    It is a module, so that tensor parallelism can hand over a rank's heads.
     """
 
     def __init__(self, *shape: int) -> None:

@@ -1,8 +1,8 @@
-"""Keys, values and recurrent states of a text so far, so that a further token costs itself alone.
+"""Keeps keys, values and recurrent states of a text so far: a further token costs itself alone.
 
-Every layer keeps what its mixer needs of the past: attention its keys and values, of all heads also
-where it is latent, with an indexer that one's keys too; a recurrent layer its state and the tokens
-that its convolutions look back to. Windows and chunks keep the past that they no longer see.
+An attention layer keeps its keys and values, also in latent attention those of all heads, and its
+indexer's keys. A recurrent layer keeps its state and the tokens that its convolutions look back to.
+Windows and chunks keep the past that they no longer see.
 """
 
 from collections import deque

@@ -71,11 +71,11 @@ class GQAConfig:
     bias: bool = False
     """All four projections have a bias: Hugging Face's `attention_bias`."""
     output_bias: bool = True
-    """`bias` includes the output projection's; not in GLM-4.5."""
+    """`bias` includes the output projection's. False in GLM-4.5."""
     partial_rotary_factor: float = 1.0
     """Share of a head's channels that positions rotate: the first ones."""
     output_gate: bool = False
-    """Queries are projected beside a gate of each channel, whose sigmoid multiplies the heads'
+    """The query projection also makes a gate for each channel, whose sigmoid multiplies the heads'
     output (Qwen3-Next)."""
     sinks: bool = False
     """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
@@ -133,7 +133,7 @@ class MLAConfig:
     bias: bool = False
     """The down-projections and the output projection have a bias: `attention_bias`."""
     norm_eps: float = 1e-6
-    """Epsilon of the latents' norms; the published code keeps it whatever the model's own."""
+    """Epsilon of the latents' norms. The published code uses it whatever `ModelConfig` says."""
     indexer: IndexerConfig | None = None
     """Reads the query's latent. None: attention to the whole past."""
     rotary: bool = True
@@ -208,7 +208,7 @@ class ModelConfig:
     local: LocalAttention | None = None
     recurrent: GatedDeltaConfig | None = None
     zero_centred_norms: bool = False
-    """Norms multiply by 1 + weight; but for that of a recurrent layer's output."""
+    """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False
     """The output layer's weight is the embedding's."""
     num_mtp_layers: int = 0
@@ -222,7 +222,8 @@ class ModelConfig:
     it by the square root of their number."""
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Also of a layer beyond the last: the multi-token prediction's are built like it."""
+        """Returns whether a layer has experts, multi-token prediction's included: they follow the
+        last."""
         layer = min(layer, self.num_layers - 1)
         interleaved = (layer + 1) % self.moe_every == 0
         return self.moe is not None and layer >= self.num_dense_layers and interleaved
@@ -241,7 +242,7 @@ class ModelConfig:
 
     @property
     def mixers(self) -> set[TokenMixer]:
-        """The kinds of `mixer` that any layer has."""
+        """Returns the different mixers of all layers."""
         return {self.mixer(layer) for layer in range(self.num_layers)}
 
     def recurs(self, layer: int) -> bool:
@@ -277,7 +278,8 @@ _FIELDS = {each.name: (each.type, each.default) for table in _TABLES for each in
 
 
 def checked(values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns values of fields, by path. Raises ConfigError for those that no such field may have.
+    """Returns the values of fields, by path. Raises ConfigError for a value that its field may not
+    have.
 
     Args:
         keys: the keys of config.json that the values come from, by path.
@@ -302,9 +304,9 @@ def _problem(path: str, value: Any) -> str:
 
 
 def tied_weights(config: ModelConfig) -> list[list[str]]:
-    """Groups of parameters that are one parameter of the model, kept as copies; its name first.
+    """Returns groups of names: the copies of one tied parameter, its own name first.
 
-    Copies, so that nothing but the step knows of a tie: each is sharded and gathered where it is
+    The copies let nothing but the step know of a tie: each is sharded and gathered where it is
     used, on any pipeline stage, and the step sums their gradients. The price is a second (sharded)
     embedding with its optimizer state.
     """
@@ -314,7 +316,7 @@ def tied_weights(config: ModelConfig) -> list[list[str]]:
 
 
 def moe_layer_names(config: ModelConfig) -> list[str]:
-    """The names of `decoder.Decoder.moe_layers`, in order, of the whole model."""
+    """Returns the names of all MoE layers in order, as in `decoder.Decoder.moe_layers`."""
     layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
     names = [f"layers.{layer}" for layer in layers if config.is_moe_layer(layer)]
     beyond = config.is_moe_layer(config.num_layers)

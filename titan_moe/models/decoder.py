@@ -26,7 +26,7 @@ from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.runtime.regions import region
 
 ADAPTER = ".adapter."
-"""A part of the names of adapters' parameters (models/lora.py)."""
+"""Every adapter's parameter has this in its name (models/lora.py)."""
 _BIASES = ("b1", "b2", "b3")
 _ENDS = ("tok_embeddings", "norm", "output")
 
@@ -204,12 +204,12 @@ class Decoder(nn.Module):
             ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
                 positions on. Ignored in evaluation.
             ahead_labels_BKS: their labels.
-            bounds: of the documents, for an attention core that wants them from the host.
+            bounds: bounds of the documents, for an attention core that needs them on the host.
             counted_BS: as `MoE.forward` takes it.
         """
         if tokens_BS.ndim == 1:
             shape = list(tokens_BS.shape)
-            raise ValueError(f"tokens are {shape}, a model takes [batch, sequence]: tokens[None]")
+            raise ValueError(f"tokens have shape {shape}, not [batch, sequence]: pass tokens[None]")
         if documents_BS is None:
             documents_BS = torch.zeros_like(tokens_BS)
         if positions_BS is None:
@@ -267,12 +267,12 @@ class Decoder(nn.Module):
 def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
     """Turn a whole decoder into the stage of these modules, in place; returns it.
 
-    What is missing at an end passes its input on, so that the decoder's forward stays as it is and
-    takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay;
-    multi-token prediction stays with the output layer.
+    A missing embedding, norm or output layer becomes a module that passes its input on, so that the
+    decoder's forward stays as it is. Layers keep their numbers. Rotations stay; multi-token
+    prediction stays with the output layer.
 
     Args:
-        names: of `config.pipeline.module_names`.
+        names: some of `config.pipeline.module_names`.
     """
     known = {*_ENDS, *(f"layers.{layer}" for layer in model.layers)}
     assert set(names) <= known, f"no such modules: {sorted(set(names) - known)}"
@@ -288,9 +288,9 @@ def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
 
 
 def stage_units(part: Decoder) -> list[list[nn.Module]]:
-    """A stage's FSDP units in forward order; a final norm stays with the root.
+    """Returns a stage's FSDP units in forward order; a final norm stays with the root.
 
-    In two chains, the second that of multi-token prediction, which an evaluation leaves out.
+    There are two chains. The second is multi-token prediction, which an evaluation leaves out.
     """
     units = [part.tok_embeddings, *part.layers.children(), part.output]
     main = [unit for unit in units if not isinstance(unit, nn.Identity)]
@@ -311,23 +311,23 @@ def is_bias(name: str) -> bool:
 
 
 def is_wide(name: str) -> bool:
-    """Returns whether a parameter is never narrower than float32: a decay rate is an exponent."""
+    """Returns whether a parameter must be float32 or wider, as a decay rate: it is an exponent."""
     return ".decay." in name
 
 
 def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which a parameter of a model that is kept in `dtype` is kept."""
+    """Returns the type that stores a parameter in a model of type `dtype`."""
     return torch.promote_types(dtype, torch.float32) if is_wide(name) else dtype
 
 
 def wide_units(part: Decoder) -> list[nn.Module]:
-    """The modules whose parameters are all `is_wide`."""
+    """Returns the modules whose parameters are all `is_wide`."""
     return [m for name, m in part.named_modules() if name.endswith(".decay")]
 
 
 def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:
-    """Standard deviation that a parameter is drawn with; None: ones, as a norm's weight; two
-    numbers: the logarithm of one that is uniform between them."""
+    """Returns the standard deviation that draws a parameter. None: ones, as a norm's weight. Two
+    numbers: the parameter is the logarithm of a uniform number between them."""
     parts = name.split(".")
     if "A_log" in parts:  # exp(A_log) is the rate at which a state decays.
         return 0.01, 16.0

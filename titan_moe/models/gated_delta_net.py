@@ -1,4 +1,4 @@
-"""Recurrent layers: Gated DeltaNet (arXiv 2412.06464), that of Qwen3-Next, and Kimi Delta Attention
+"""Recurrent layers: Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next, and Kimi Delta Attention
 (arXiv 2510.26692)."""
 
 import torch
@@ -13,7 +13,7 @@ from titan_moe.ops.operation import at_least_float32
 
 
 class GatedDeltaNet(Attention):
-    """A state per head instead of keys and values of the past; positions have no part in it.
+    """Keeps a state per head instead of keys and values of the past. Positions have no effect.
 
     Queries, keys and values are projected and pass a short convolution over their documents' last
     tokens. Two gates per head say how the state changes: it decays by

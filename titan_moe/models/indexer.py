@@ -14,8 +14,8 @@ from titan_moe.ops.sparse_attention import Index, SharedKeys, select_keys
 
 
 class Selection:
-    """The keys that an indexer of a decoder selected last, packed; one object for all its layers.
-    A recomputation, which selects none, leaves them as they are."""
+    """Holds the packed keys that were selected last; all layers of a decoder share one object.
+    A recomputation selects none and leaves them as they are."""
 
     keys_BSW: Tensor | None = None
 
@@ -36,10 +36,10 @@ class BestKeys(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Queries of several heads from the query's latent; from the stream one key for all heads, and
-    the weight of each head.
+    """Scores keys. Makes queries of several heads from the query's latent, and from the stream one
+    key for all heads and the weight of each head.
 
-    What it reads is detached: its own loss trains its parameters and nothing else, and they get no
+    Its inputs are detached: its own loss trains its parameters and nothing else, and they get no
     other gradient. `select` picks keys by their scores; a replay of recorded keys takes its place.
     `memo` replays the selection in a recomputation.
 
@@ -61,7 +61,7 @@ class Indexer(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Values of a run that begins; also called after the module leaves the meta device."""
+        """Sets the values of a new run; called again when the module leaves `meta`."""
         self.loss_sum.zero_()
 
     def forward(
@@ -96,8 +96,8 @@ class Indexer(nn.Module):
 
 
 class SharedSelection(nn.Module):
-    """Stands for the indexer of a layer that has none: its attention sees the keys that were
-    selected last, for the same tokens. It has no loss."""
+    """Replaces the indexer of a layer that has none: its attention sees the keys that the layers
+    before selected for the same tokens. It has no loss."""
 
     def __init__(self, config: IndexerConfig) -> None:
         super().__init__()

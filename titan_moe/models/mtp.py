@@ -1,8 +1,8 @@
 """Multi-token prediction (arXiv 2412.19437, section 2.2): training predicts further tokens too.
 
-Depth k sees at position i what depth k - 1 made of it (the first: the decoder, after its final
-norm) and the embedding of token i + k, and predicts token i + k + 1 with the decoder's own output
-layer. Order of the projection's inputs and norms are those of the published weights.
+Depth k reads at position i the output of depth k - 1 (the first: of the decoder's final norm) and
+the embedding of token i + k, and predicts token i + k + 1 with the decoder's own output layer. The
+projection's inputs are in the order of the published weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from titan_moe.models.rope import Rotation
 from titan_moe.ops.local_attention import LocalAttention
 
 Sees = LocalAttention | Literal["state"] | None
-"""A layer's way to see the past: attention up to a distance, or a recurrent state."""
+"""A layer sees the past by attention up to a distance, or by a recurrent state."""
 Masks = Mapping[Sees, Any]
 
 
 class MTPLayer(nn.Module):
-    """One depth: norms of both inputs, a projection of both, a block of the decoder, a norm.
+    """Computes one depth: norms of both inputs, a projection of both, a block, a norm.
 
-    `tok_embeddings` is a copy (see `tied_weights`), as the published weights have one in each.
+    `tok_embeddings` is a copy (see `tied_weights`): published weights have one in each depth.
     """
 
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
@@ -51,11 +51,11 @@ class MTPLayer(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths.
+    """Runs all depths and computes their losses.
 
-    A position that a depth has no target for, such as the last of a document, has no effect on its
-    experts' counts, biases and balance losses, nor on its indexer's loss: its token is one of
-    another document, or a filler.
+    A position without a target at some depth, such as the last of a document, has no effect on that
+    depth's expert counts, biases and balance losses, nor on its indexer's loss: its token is a
+    filler or belongs to another document.
 
     Buffer: `loss_sum` adds up this step's losses, each times `mtp_loss_weight` over the number of
     depths. The step divides their sum by the number of the decoder's own targets, which are more
@@ -75,7 +75,7 @@ class MultiTokenPrediction(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Values of a run that begins; also called after the module leaves the meta device."""
+        """Sets the values of a new run; called again when the module leaves `meta`."""
         self.loss_sum.zero_()
 
     def forward(

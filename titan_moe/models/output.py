@@ -29,7 +29,7 @@ class Embedding(nn.Embedding):
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
-    """Multiplies by 1 + weight, which one rounding adds up."""
+    """Multiplies by 1 + weight, a sum that is rounded once."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x, self.normalized_shape, None, self.eps)
@@ -47,17 +47,17 @@ class LayerNorm(nn.LayerNorm):
 
 
 def norm_of(config: ModelConfig) -> Callable[[int], nn.RMSNorm]:
-    """Returns the function that makes a norm of the model for a number of channels."""
+    """Returns a function that makes a norm of the model, given the number of channels."""
     kind = ZeroCentredRMSNorm if config.zero_centred_norms else nn.RMSNorm
     return partial(kind, eps=config.norm_eps)
 
 
 class Output(nn.Linear):
-    """A projection to the vocabulary that, given labels, goes on to the loss itself.
+    """Projects to the vocabulary and, given labels, computes the loss itself.
 
-    So no logits leave it, and the loss can be computed in chunks of tokens. Chosen when the model
-    is laid out: `chunk_size` and the strategy `cross_entropy`, as `linear_cross_entropy` names them
-    (None: the device's size).
+    So no logits leave it, and the loss can be computed in chunks of tokens. The layout sets
+    `chunk_size` (None: the device's size) and the strategy `cross_entropy`, both arguments of
+    `linear_cross_entropy`.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:

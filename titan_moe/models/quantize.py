@@ -43,7 +43,7 @@ def check_hardware(converters: Sequence[str], section: Quantize, device: torch.d
 
 
 def row_alignment(converters: Sequence[str], section: Quantize) -> int:
-    """Returns the number whose multiples each expert's row count is padded to."""
+    """Returns the number that each padded expert's row count must be a multiple of."""
     return max(
         (ALIGNMENTS[recipe] for name, recipe, _ in _experts(section) if name in converters),
         default=1,
@@ -80,7 +80,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
 
 
 def _experts(section: Quantize) -> list[tuple[str, str, list[str]]]:
-    """Converter, recipe and words of the names."""
+    """Returns each converter of experts, its recipe, and parts of the names that it converts."""
     float8, mx = section.grouped_mm.float8, section.grouped_mm.mx
     return [
         (GROUPED_MM, float8.recipe_name, float8.fqns),

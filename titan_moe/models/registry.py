@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def family_module(family: str) -> Any:
-    """A family's `hf.py`; `hf_family.py` says what it has."""
+    """Returns a family's module `hf`; `hf_family.py` explains its contents."""
     return import_module(f"titan_moe.models.{family}.hf")
 
 
@@ -53,7 +53,7 @@ def _read(family: str, file: Path) -> ModelConfig:
 
 
 def _replaced(config: T, values: dict[str, Any]) -> T:
-    """A dataclass with other values; a table's are those of the dataclass in its field."""
+    """Returns a dataclass with other values. A table holds values of the dataclass in its field."""
     return replace(  # type: ignore[type-var]
         config,
         **{

@@ -19,7 +19,7 @@ class Rotation(NamedTuple):
 
 
 class Rope(nn.Module):
-    """Angles of positions: C = dim / 2 of them for `dim` rotated channels."""
+    """Computes angles of positions: C = dim / 2 of them for `dim` rotated channels."""
 
     inverse_frequency: Tensor
 

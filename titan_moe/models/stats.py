@@ -104,7 +104,7 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
 
 
 def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int) -> AttentionStats:
-    """Adds an indexer. Its tensors are kept beside their gradients, which its loss makes early."""
+    """Adds an indexer's costs. Its loss makes gradients early: they are kept beside its tensors."""
     top_k = None if indexer.warm_up else indexer.top_k
     if indexer.shares:
         return own._replace(top_k=top_k, query_sums=0)
@@ -164,8 +164,8 @@ class Size(NamedTuple):
 
 
 def part_sizes(config: ModelConfig) -> dict[str, Size]:
-    """Sizes of all parts in the model's order: "tok_embeddings", "layers.0", ..., "norm", "output",
-    and "mtp" where there is multi-token prediction.
+    """Returns the sizes of all parts in the model's order: "tok_embeddings", "layers.0", ...,
+    "norm", "output", and "mtp" where there is multi-token prediction.
 
     Copies of tied weights count: each is stored, with its gradient and optimizer state.
     """
@@ -182,7 +182,7 @@ def part_sizes(config: ModelConfig) -> dict[str, Size]:
 
 
 def total(config: ModelConfig) -> Size:
-    """The model as it is published: without multi-token prediction, tied weights once."""
+    """Returns the published model's size: without multi-token prediction, tied weights once."""
     parts = part_sizes(config)
     parts.pop("mtp", None)
     if config.tied_embeddings:
@@ -191,13 +191,13 @@ def total(config: ModelConfig) -> Size:
 
 
 def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
-    """FLOPs of the matrix products of one token's forward, of every part in the model's order.
+    """Returns the FLOPs of one token's forward in each part, in the model's order.
 
     Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
-    "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
-    they are active; attention counts the pairs that causal order over `seq_len` tokens and the
-    layer's window, chunk or selection leave, an indexer all in causal order. "output" holds all of
-    multi-token prediction, its stage's work.
+    "output". A parameter that a token is multiplied with costs 2 FLOPs; of routed experts only the
+    active ones count. Attention counts the pairs that a token sees in causal order over `seq_len`
+    tokens, within the layer's window, chunk or selection; an indexer counts all pairs in causal
+    order. "output" includes multi-token prediction, which its stage computes.
     """
     layers = {
         f"layers.{layer}": _layer_flops(config, layer, seq_len)
@@ -248,11 +248,11 @@ class Share(NamedTuple):
     sequences: int
     """Sequences of one microbatch."""
     layers: int
-    """Sum over these microbatches of the layers that each has passed here."""
+    """Layers that microbatches have passed on this rank, summed over these microbatches."""
     losses: int
     """Microbatches whose loss is computed and whose backward is still to come."""
     streams: int
-    """Microbatches' inputs, outputs and gradients that wait at borders of stages."""
+    """Inputs, outputs and gradients of microbatches that wait between stages."""
 
 
 def shares_of_ranks(

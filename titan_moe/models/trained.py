@@ -79,8 +79,8 @@ def means(pattern: str, name: str, config: ModelConfig) -> bool:
 def pattern_lines(
     config: ModelConfig, training: Training, lora: Lora, groups: Sequence[OptimizerGroup]
 ) -> list[str]:
-    """Returns a line for each pattern of training.freeze and optimizer.groups: the parameters that
-    it takes. A group takes none of those that are frozen or that a group before it has."""
+    """Returns a line for each pattern of training.freeze and optimizer.groups, with the parameters
+    that it takes. A group takes no frozen parameter and none of an earlier group."""
     names, lines = _names(config, lora), []
     trains = trained(names, config, training, lora)
     for pattern in training.freeze:
@@ -94,7 +94,7 @@ def pattern_lines(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Shows names with a star for each number, and how many have it."""
+    """Lists names once for all numbers in them, as "layers.*.w1", with how many names there are."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "nothing"
 
@@ -109,8 +109,8 @@ def _names(config: ModelConfig, lora: Lora) -> list[str]:
 def sizes_by_name(
     config: ModelConfig, training: Training, lora: Lora
 ) -> tuple[dict[str, Size], dict[str, Size]]:
-    """Returns the elements of each part of a model with its adapters, by the parts of
-    `stats.part_sizes`; and those among them that train."""
+    """Returns the sizes of a model with its adapters, and those of its trained parameters: each by
+    the parts of `stats.part_sizes`."""
     with torch.device("meta"):
         model = Decoder(config)
         adapt(model, lora)

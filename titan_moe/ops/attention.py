@@ -32,7 +32,7 @@ from titan_moe.ops.varlen_attention import (
 )
 
 LOAD_BYTES = 16
-"""Fused kernels load the rows of heads in pieces of so many bytes: a row begins at a multiple."""
+"""Fused kernels load this many bytes at once, so each head's row begins at a multiple of it."""
 
 
 class AttentionCore(Protocol):
@@ -94,7 +94,7 @@ def first_seen_in_sequences(
 
 
 def document_starts(documents_BS: Tensor) -> Tensor:
-    """The position in the sequence of the first token of each token's document: [B, S]."""
+    """Returns where each token's document begins in its sequence: [B, S]."""
     positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     opens_BS = documents_BS.diff(dim=1, prepend=documents_BS[:, :1]) != 0
     return (positions_S * opens_BS).cummax(1).values
@@ -152,7 +152,8 @@ def sdpa(
 def _with_sink_key(
     q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Adds a key, which alone has a further channel; queries have their head's logit there.
+    """Adds a key for the sinks, which alone is not zero in a further channel of all keys; queries
+    have their head's logit there.
 
     So any kernel computes sinks and their gradients. Values get a channel too, since fused kernels
     want as many as keys have.
@@ -181,9 +182,9 @@ class MasksByLength:
 
 
 class Sdpa:
-    """torch's attention over whole sequences: any device, any heads, any type. Where documents,
-    windows or sinks are masked, by an explicit mask [B, 1, S, S]: the CPU's way, and that of heads
-    which the other cores' kernels refuse."""
+    """Runs torch's attention over whole sequences: any device, any heads, any type. Documents,
+    windows and sinks take an explicit mask [B, 1, S, S]. The CPU uses this core, and so do heads
+    that the other cores' kernels refuse."""
 
     def __init__(self, *, mask_documents: bool = False) -> None:
         self._mask_documents = mask_documents
@@ -269,7 +270,7 @@ def choose_core(
     takes_varlen: bool = False,
     takes_flex: bool = False,
 ) -> AttentionCore:
-    """The fastest core: a mask never costs the fast kernel where there is one.
+    """Returns the fastest core for these masks, heads and device.
 
     Plain causal attention is left to torch, which on an H100 prefers cuDNN's kernel to flash.
 

@@ -43,7 +43,8 @@ def attend_in_blocks(
 
 
 class _Blocks(torch.autograd.Function):
-    """N rows of all key heads as one batch; G query heads share each of them."""
+    """Attends in blocks. The N key heads of all sequences form a batch; G query heads share
+    each."""
 
     @staticmethod
     def forward(ctx, q_BHSC, k_BHSC, v_BHSC, mask, scale):  # type: ignore[no-untyped-def]
@@ -93,7 +94,7 @@ class _Blocks(torch.autograd.Function):
 
 
 def _blocks(seq_len: int) -> Iterator[tuple[slice, slice]]:
-    """Positions of each block's queries, and of the keys that some of them see."""
+    """Returns the positions of each block's queries, and of the keys that some of them see."""
     # Measured: quarters of short sequences; smaller blocks are too many calls, larger waste pairs.
     size = min(max(seq_len // 4, 16), 128)
     for start in range(0, seq_len, size):
@@ -102,7 +103,7 @@ def _blocks(seq_len: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(x_NGSC: Tensor, queries: slice) -> Tensor:
-    """The block's queries of all heads that share keys, one after the other: [N, G s, C]."""
+    """Returns the block's queries, those of heads that share keys side by side: [N, G s, C]."""
     return x_NGSC[:, :, queries].flatten(1, 2)
 
 
@@ -111,7 +112,7 @@ def _heads(x_NsC: Tensor, like_NGSC: Tensor) -> Tensor:
 
 
 def _added(sum_NSC: Tensor | None, part_NsC: Tensor) -> Tensor:
-    """Sums over blocks, in at least float32, of what belongs to the first `s` keys."""
+    """Adds a block's term for the first `s` keys to the sum over blocks, in at least float32."""
     if sum_NSC is None:
         return part_NsC.to(at_least_float32(part_NsC))
     sum_NSC[:, : part_NsC.shape[1]] += part_NsC

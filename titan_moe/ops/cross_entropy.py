@@ -14,8 +14,8 @@ IGNORE_INDEX = -100
 """A label that stands for no target."""
 
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""logits_TV, which it may overwrite, and labels_T -> the sum of cross-entropies, and its gradient
-for the logits."""
+"""Takes logits_TV, which it may overwrite, and labels_T. Returns the sum of cross-entropies and its
+gradient for the logits."""
 
 
 @with_kernel("cross_entropy_triton")
@@ -58,7 +58,7 @@ def gradient_in_place(logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Te
     """Put the gradient in the logits' place; returns `logits_TV`.
 
     Args:
-        logits_TV: of a block of the vocabulary that begins with the token `first`.
+        logits_TV: logits of a block of the vocabulary that begins with the token `first`.
         lse_T: logarithms of the divisors of the softmaxes over the whole vocabulary.
     """
     grad_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp()

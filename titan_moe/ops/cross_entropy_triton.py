@@ -121,7 +121,7 @@ def _gradient_kernel(
 
 @triton.jit
 def _largest_and_sum(row_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The largest logit of a row and the sum of exp(logit - largest), each lane by itself first."""
+    """Returns the largest logit of a row and the sum of exp(logit - largest), by lanes first."""
     dtype = tl.float64 if WIDE else tl.float32
     columns = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -3.0e38, dtype)
@@ -139,7 +139,7 @@ def _largest_and_sum(row_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl
 
 @triton.jit
 def _write_gradient(row_ptr, target, ignored, lse, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Probabilities, less 1 at the target's column; 0 for a token without a target."""
+    """Writes probabilities, less 1 at the target's column; 0 for a token without a target."""
     columns = tl.arange(0, BLOCK)
     for start in range(0, WIDTH, BLOCK):
         column = start + columns

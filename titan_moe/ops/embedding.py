@@ -1,4 +1,5 @@
-"""Rows of an embedding by token. A row's gradient is summed over its tokens in at least float32."""
+"""Looks rows of an embedding up by token. A row's gradient is summed over its tokens in at least
+float32."""
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,10 @@ class _Embedding(torch.autograd.Function):
 def embedding_grad_reference(grad_BSD: Tensor, tokens_BS: Tensor, vocab_size: int) -> Tensor:
     """Computes `embedding_grad` by torch's kernels.
 
-    That of a CPU adds in the gradient's type, and loses most of a frequent token's sum. So narrow
-    gradients are widened, T rows of them, and so are sums, a row for each distinct token. On CUDA
-    sums are float32 but in the kernel for few tokens, which rounds them after every 32 of them:
-    zeros make the tokens too many for it.
+    The CPU's kernel adds in the gradient's type, and loses most of a frequent token's sum. So
+    narrow gradients are widened, T rows of them, and so are sums, a row for each distinct token.
+    CUDA's kernel for few tokens rounds its sums after every 32 of them; padding with zeros avoids
+    it, and the other kernel adds in float32.
     """
     grad_TD, tokens_T = grad_BSD.reshape(-1, grad_BSD.shape[-1]), tokens_BS.flatten()
     wide = at_least_float32(grad_TD)

@@ -81,7 +81,7 @@ class Flex:
         self._with_lse = AuxRequest(lse=True)
 
     def sequence_mask(self, first_BS: Tensor) -> Any:
-        """The mask of whole sequences from `first_seen_in_sequences`."""
+        """Returns the mask of whole sequences, given `first_seen_in_sequences`."""
         first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -91,7 +91,8 @@ class Flex:
         return self._mask(sees, positions_S, positions_S, first_BS)
 
     def block_mask(self, queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Any:
-        """The mask of some queries and keys of a sequence, as in `is_seen`; all on one device."""
+        """Returns the mask of some queries and keys of a sequence, as in `is_seen`; all on one
+        device."""
         first_seen = _first_seen_by(first_BS)
 
         def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Flex:
         scale: float,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """o_BHSC, differentiable."""
+        """Returns the attention's output o_BHSC, differentiable."""
         if sinks_H is None:
             return self._run(q_BHSC, k_BHSC, v_BHSC, mask, scale)
         o_BHSC, lse_BHS = self.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
@@ -125,7 +126,8 @@ class Flex:
     def with_lse(
         self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """o_BHSC and the natural logarithm lse_BHS of the softmax's divisor, differentiable.
+        """Returns o_BHSC and the natural logarithm lse_BHS of the softmax's divisor,
+        differentiable.
 
         A query that sees no key gets 0 and -inf.
         """

@@ -1,4 +1,4 @@
-"""Matrix products in float8 (e4m3), scaled anew at every call, by torchao's means.
+"""Matrix products in float8 (e4m3) by torchao, scaled anew at every call.
 
 A product of rows and columns is exact but for the rounding of its operands, each scaled by its
 largest element so that it fills float8's range:
@@ -29,17 +29,17 @@ from torch import Tensor, nn
 from titan_moe.ops.grouped_mm import GroupedMM
 
 ALIGNMENTS = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
-"""Recipe -> what rows of each expert, and sizes of all dims, are multiples of."""
+"""Recipe -> divisor of each expert's row count and of the sizes of all dims."""
 
 LinearProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Float8Linear(nn.Module):
-    """A Linear, with its parameters, that multiplies in float8 and adds a bias outside of it.
+    """Multiplies with a Linear's parameters in float8; adds its bias afterwards, not in float8.
 
     Args:
         linear: has `weight` and `bias`, which stay what they are in type, name and shape.
-        multiply: of `float8_linear`.
+        multiply: a result of `float8_linear`.
     """
 
     weight: nn.Parameter
@@ -131,7 +131,7 @@ def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool = False) -> Grou
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torchao warns, when imported, of compiled parts for other GPUs than the machine's."""
+    """Silences torchao's warnings at its import about compiled parts for other GPUs."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -16,17 +16,17 @@ from torch import Tensor
 from titan_moe.ops.operation import with_kernel
 
 Pull = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The gradient of the hidden rows, which it may overwrite -> those of gate and up."""
+"""Takes the gradient of the hidden rows, which it may overwrite; returns those of gate and up."""
 
 
 class Activation(NamedTuple):
-    """A function of gate and up, as plain arithmetic that autograd is not to see."""
+    """A function of gate and up in plain arithmetic, which autograd does not record."""
 
     hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
     """gate_RF, up_RF -> hidden_RF, in memory of its own, and the function that its backward needs.
     """
     clamp: tuple[float, float] | None
-    """The kernel's form of it: None for silu(gate) * up, or limit and slope of the clamped one."""
+    """Limit and slope of the clamped activation; None for silu(gate) * up."""
 
 
 class GatedGradients(NamedTuple):
@@ -43,10 +43,10 @@ class GatedGradients(NamedTuple):
 def gated_rows(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
-    """activation(gate, up), times each row's weight if there are weights: hidden_RF.
+    """Returns hidden_RF: activation(gate, up), times each row's weight if there are weights.
 
     Args:
-        activation: of `ACTIVATIONS`.
+        activation: a key of `ACTIVATIONS`.
     """
     # Not in place: a compiled autograd function of torch 2.11 that returns what it wrote into has
     # gradients of zero.

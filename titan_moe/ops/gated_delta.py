@@ -27,17 +27,18 @@ from titan_moe.ops.operation import at_least_float32
 
 CHUNK_SIZE = 16
 CHUNK_SIZE_ON_CUDA = 64
-"""Larger for the sake of fewer launches, unless channels decay apart: each pair of tokens then has
-K factors."""
+"""Larger than on a CPU, for fewer launches. Where channels decay apart it is not used: each pair of
+tokens then has K factors."""
 LATEST = 8
-"""Number of masks of which what follows from them is kept: microbatches may take turns."""
+"""Number of latest masks whose derived tensors are kept: microbatches may take turns."""
 _EPS = 1e-6
 _MAX_KEY_DIM = 256
 """Most channels of a key that fla's kernels take; they ask for no multiple."""
 
 
 class DeltaRule(Protocol):
-    """A gated delta rule over sequences, differentiable once: plain torch's or a kernel's."""
+    """Computes the gated delta rule over sequences, differentiable once, by torch or by a
+    kernel."""
 
     def __call__(
         self,
@@ -52,7 +53,7 @@ class DeltaRule(Protocol):
         """Returns o_BSHV, in the values' type, and the state after each sequence, in >= float32.
 
         Args:
-            q_BSGK, k_BSGK: of any length; G divides H, and consecutive heads share one of them.
+            q_BSGK, k_BSGK: need no unit length. G divides H; consecutive heads share one.
             decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K]
                 where channels decay apart.
             beta_BSH: from 0 to 1.
@@ -90,7 +91,7 @@ class RecurrentCore(Protocol):
 
 
 class Recurrence:
-    """Whole sequences on one device."""
+    """Convolves and recurs over whole sequences on one device."""
 
     def __init__(self, rule: DeltaRule, *, mask_documents: bool) -> None:
         self.rule = rule
@@ -115,8 +116,8 @@ class Recurrence:
 
 
 def choose_rule(device_type: str, dtype: torch.dtype, key_dim: int) -> DeltaRule:
-    """The kernels of the package `fla` on CUDA in 16-bit types, if it is installed and takes
-    keys of so many channels; else torch's operations."""
+    """Returns the kernels of the package `fla` on CUDA in 16-bit types, if it is installed and
+    takes keys of so many channels; else torch's operations."""
     taken = dtype in (torch.bfloat16, torch.float16) and key_dim <= _MAX_KEY_DIM
     if device_type == "cuda" and taken and fla_kernels():
         return fla_rule
@@ -129,13 +130,15 @@ def choose_rule(device_type: str, dtype: torch.dtype, key_dim: int) -> DeltaRule
 def short_convolution(
     x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, before_BNC: Tensor | None = None
 ) -> Tensor:
-    """silu of each channel's weighted sum over a token and the W - 1 before it in its document.
+    """Returns silu of each channel's weighted sum over a token and the W - 1 before it in its
+    document.
 
     Keeps its arguments alone for the backward. Sums are in at least float32.
 
     Args:
         weight_C1W: the last is the token's own.
-        before_BNC: the W - 1 tokens before each sequence, seen as far as places allow; None: zeros.
+        before_BNC: the W - 1 tokens before each sequence, which tokens of the same document see;
+            None: zeros.
     """
     if torch.compiler.is_compiling():
         return _convolved(x_BSC, weight_C1W, place_BS, before_BNC)
@@ -183,7 +186,7 @@ def chunked_rule(  # type: ignore[no-untyped-def]
 def _in_chunks(  # type: ignore[no-untyped-def]
     chunk_size: int, q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV
 ) -> tuple[Tensor, Tensor]:
-    """N chunks of C tokens; the H heads are G groups of R."""
+    """Cuts a sequence into N chunks of C tokens; the H heads are G groups of R."""
     dtype, wide, length = v_BSHV.dtype, at_least_float32(v_BSHV), v_BSHV.shape[1]
     groups = q_BSGK.shape[2]
 
@@ -231,8 +234,8 @@ def _in_chunks(  # type: ignore[no-untyped-def]
 def _running_sums(x: Tensor) -> Tensor:
     """Returns the cumsum over dim -2, of at most a chunk's tokens.
 
-    A product with a triangle: torch has no deterministic cumsum of floats in compiled graphs, and
-    promises none in others. In float64, for TF32 would round a product in float32.
+    Multiplies with a triangle of ones: torch promises no deterministic cumsum of floats. The
+    product is in float64, because TF32 would round one in float32.
     """
     triangle = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.float64, device=x.device).tril()
     return (triangle @ x.double()).to(x.dtype)
@@ -281,8 +284,8 @@ class _Recomputed(torch.autograd.Function):
 
 @cache
 def fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """`chunk_gated_delta_rule` and `chunk_kda`, for channels that decay apart, of the package `fla`
-    (flash-linear-attention); None: not installed."""
+    """Returns `chunk_gated_delta_rule`, and `chunk_kda` for channels that decay apart, of the
+    package `fla` (flash-linear-attention); None if it is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.kda import chunk_kda
@@ -292,7 +295,7 @@ def fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 class _Pieces(NamedTuple):
-    """Documents, or parts of them, in sequences that lie end to end."""
+    """Lists the documents, or parts of documents, of sequences that lie end to end."""
 
     starts_N1: Tensor
     first_B: Tensor
@@ -303,8 +306,9 @@ class _Pieces(NamedTuple):
 
 @lru_cache(LATEST)
 def _pieces(place_BS: Tensor, batch: int) -> _Pieces:
-    """Waits for the device, in the first of the layers that share a mask: the kernels want to know
-    how many there are. They remember the chunks of the tensor `starts_N1` in turn."""
+    """Finds the pieces. Waits for the device in the first layer that uses a mask, because the
+    kernels want the number of pieces. They remember the chunks of the tensor `starts_N1` in
+    turn."""
     opens_BS = (place_BS == 0).expand(batch, -1)
     cuts_BS = opens_BS.clone()
     cuts_BS[:, 0] = True

@@ -55,7 +55,7 @@ def gated_rows_backward(
 
 
 def _weights(weights_R1: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor in any case: a kernel takes no None, and reads no weights where there are none."""
+    """Returns the weights, or any tensor in place of None, which a kernel does not take."""
     return other if weights_R1 is None else weights_R1.contiguous()
 
 
@@ -80,7 +80,7 @@ def _constants(
 
 @triton.jit
 def _parts(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """silu(gate), its slope, and what it is multiplied with. NaN stays NaN, as in torch.clamp."""
+    """Returns silu(gate), its slope, and its factor. NaN stays NaN, as in torch.clamp."""
     if CLAMPED:
         nan: tl.constexpr = tl.PropagateNan.ALL
         low = tl.minimum(gate, LIMIT, propagate_nan=nan)
@@ -146,7 +146,8 @@ def _gated_rows_backward_kernel(
     COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A program has whole rows, whose products with the gradient it adds up in a fixed order."""
+    """Each program has whole rows, and adds up their products with the gradient in a fixed
+    order."""
     dtype = tl.float64 if WIDE else tl.float32
     out = grad_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

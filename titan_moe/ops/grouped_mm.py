@@ -18,7 +18,7 @@ _STRIDE_BYTES = 16
 
 
 def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """y_RF = x_RD @ w_EFD[e].T for the rows of each expert e; differentiable in x and w.
+    """Computes y_RF = x_RD @ w_EFD[e].T for the rows of each expert e; differentiable in x and w.
 
     The rows of expert e are those from offsets_E[e - 1] (0 for the first) up to offsets_E[e]. Rows
     past the last offset belong to no expert: nothing reads them in x or in the gradient of y, so
@@ -84,7 +84,7 @@ def _product_grad_weights(
 def grouped_mm_grad_weights(
     grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
 ) -> Tensor:
-    """The gradient of w, from a contiguous one; of w only type and shape are read."""
+    """The gradient of w, from a contiguous gradient; only the type and shape of w are read."""
     return torch.empty_like(w_EFD)
 
 
@@ -95,8 +95,9 @@ def grouped_mm_backward(
     offsets_E: Tensor,
     needed: tuple[bool, bool] = (True, True),
 ) -> tuple[Any, Any]:
-    """The gradients of x and of w, from that of y = grouped_mm(x_RD, w_EFD, offsets_E); None for
-    the one that is not `needed`: that of rows that nothing trained has made, or of a frozen w."""
+    """Returns the gradients of x and of w, given that of y = grouped_mm(x_RD, w_EFD, offsets_E).
+    One that is not `needed` is None, as for a frozen w, or for x before the first trained
+    weight."""
     grad_RF = grad_RF.contiguous()  # torch refuses an expanded one, such as that of a plain sum.
     of_rows, of_weights = needed
     return (
@@ -126,8 +127,8 @@ def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
 def add_bias(
     y_RF: Tensor, bias_EF: Tensor | None, offsets_E: Tensor, weights_R1: Tensor | None = None
 ) -> Tensor:
-    """y_RF + each row's expert's bias, times the row's weight if there are weights; y_RF if there
-    is no bias.
+    """Adds to each row of y_RF its expert's bias, times the row's weight if there are weights.
+    Returns y_RF if there is no bias.
 
     Neither the spread biases nor y are kept for the backward. The bias's gradient is the sum over
     each expert's rows; it multiplies with a matrix of zeros and weights, [E, R], instead of adding

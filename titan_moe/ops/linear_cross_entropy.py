@@ -1,8 +1,8 @@
 """The last projection and the sum of cross-entropies in one, in chunks of tokens.
 
 Logits of all tokens never exist, nor do their gradients: each chunk's become the gradients of the
-projection's input and weight on the spot. The loss is a plain sum, so what the backward is still
-given is one number that multiplies both. The idea is Liger-Kernel's (arXiv 2410.10989, section
+projection's input and weight on the spot. The loss is a plain sum, so the backward gets one
+number and multiplies both by it. The idea is Liger-Kernel's (arXiv 2410.10989, section
 3.2), which also spares the third product that recomputing logits in the backward would take.
 """
 
@@ -21,7 +21,7 @@ _ADDS_IN_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 class Losses(NamedTuple):
-    """Sums of cross-entropies; a number each, in float64: float32 shows the number of chunks."""
+    """Sums of cross-entropies in float64: in float32 they would depend on the number of chunks."""
 
     loss: Tensor
     """Sum over the first part. Its backward is that of all parts, each times its factor."""
@@ -47,7 +47,7 @@ def linear_cross_entropy(
         x_TD: as many equal parts as there are factors, one after the other.
         weight_VD: or this rank's rows of it, with a `cross_entropy` that knows.
         labels_T: IGNORE_INDEX where there is no target.
-        factors: of each part's loss and gradients; the first is 1.
+        factors: multiply each part's loss and gradients; the first is 1.
         chunk_size: most tokens whose logits exist at once; 0: a whole part.
     """
     assert factors[0] == 1.0 and len(x_TD) % len(factors) == 0
@@ -61,8 +61,8 @@ def linear_cross_entropy(
 def _chunks(
     num_tokens: int, factors: Sequence[float], chunk_size: int
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields first token, number of tokens and factor; within a part of nearly equal sizes, so that
-    libraries that prepare a product for each shape meet few."""
+    """Yields each chunk's first token, number of tokens and factor. Chunks of a part have nearly
+    equal sizes, because some libraries prepare a product for each shape."""
     part = num_tokens // len(factors)
     chunks = -(-part // chunk_size) if chunk_size else 1
     size = max(-(-part // max(chunks, 1)), 1)
@@ -118,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _added(sum_VD: Tensor | None, grad_tV: Tensor, x_tD: Tensor) -> Tensor:
-    """The sum so far and grad.T @ x; in at least float32 as soon as there are two terms."""
+    """Adds grad.T @ x to the sum so far, in at least float32 as soon as there are two terms."""
     if sum_VD is None:
         return grad_tV.T @ x_tD
     wide = at_least_float32(x_tD)

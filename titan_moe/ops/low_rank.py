@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Adapter(nn.Module):
-    """The weights of a Linear layer's adapter: a [r, I], b [O, r]; holds them for its layer."""
+    """Holds the weights of a Linear layer's adapter: a [r, I] and b [O, r]."""
 
     def __init__(self, rank: int, inputs: int, outputs: int, scale: float) -> None:
         super().__init__()
@@ -36,5 +36,5 @@ class AdaptedLinear(nn.Module):
 
 
 def low_rank(x: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """scale * B (A x), [..., O] of x [..., I]."""
+    """Computes scale * B (A x): [..., O] from x [..., I]."""
     return F.linear(F.linear(x, a_RI) * scale, b_OR)

@@ -25,18 +25,18 @@ class RowMap(NamedTuple):
 
 
 def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
-    """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
+    """Returns x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
     return _GatherRows.apply(x_TD, None, row_map)
 
 
 def gathered_rows(x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
-    """x_RD as `gather_rows` returns it, from rows that `copy_rows` has copied already: the first of
-    the map's rows, or all."""
+    """Returns x_RD as `gather_rows` does, from rows that `copy_rows` has copied already: the first
+    rows of the map, or all."""
     return _GatherRows.apply(x_TD, x_RD, row_map)
 
 
 def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
-    """y_TD, the sum of each token's rows in the order of k. Backward: `gather_rows`.
+    """Returns y_TD, the sum of each token's rows in the order of k. Backward: `gather_rows`.
 
     Padding rows are not read, nor the map's sources past the rows. Sums of narrow types are float32
     and rounded once.
@@ -71,7 +71,7 @@ class _CombineRows(torch.autograd.Function):
 
 
 def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    """`copy_rows` in plain torch: two passes where there is padding."""
+    """Computes `copy_rows` in plain torch, in two passes where there is padding."""
     padding_R = source_R < 0
     if not padding_R.any():
         return x_TD.index_select(0, source_R)
@@ -83,7 +83,7 @@ def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
 
 
 def add_rows_reference(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """`add_rows` in plain torch.
+    """Computes `add_rows` in plain torch.
 
     embedding_bag adds without writing the T * K rows down, in a fifth of the time of index_select
     and sum; but it does not round narrow sums to nearest even.

@@ -46,7 +46,7 @@ def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
 
 
 def _tile(dim: int, size: int) -> tuple[int, int]:
-    """Rows and columns, both powers of two; narrow rows go many at a time."""
+    """Returns a tile's rows and columns, both powers of two; narrow rows go many at a time."""
     columns = min(triton.next_power_of_2(dim), _MAX_COLUMNS)
     return min(size // columns, _MAX_ROWS), columns
 

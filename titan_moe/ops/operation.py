@@ -18,11 +18,11 @@ KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}
 def operation(
     name: str, reference: Callable[..., Any], triton: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes the operation `titan_moe::NAME` of a function that returns empty results.
+    """Makes the operation `titan_moe::NAME` from a function that returns empty results.
 
-    What it decorates tells the results' shapes and types. Nothing is differentiated through it. A
-    compiled graph, a dispatch mode and a fake tensor see torch's custom operation, which costs the
-    host five times a direct call; all others call the device's kernel.
+    The decorated function tells the results' shapes and types. Nothing is differentiated through
+    it. A compiled graph, a dispatch mode and a fake tensor see torch's custom operation, which
+    costs the host five times a direct call; all others call the device's kernel.
 
     Args:
         reference: computes the results in plain torch.
@@ -92,7 +92,7 @@ def _kernels(
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:
-    """The type that sums and exponentials of this tensor are computed in."""
+    """Returns the type in which sums and exponentials of this tensor are computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -30,10 +30,11 @@ class PermuteIndices:
 
 
 def max_padded_rows(num_rows: int, num_experts: int, row_alignment: int) -> int:
-    """The most padded rows that num_rows routed rows can need: a multiple of row_alignment.
+    """Returns the most padded rows that num_rows routed rows can need: a multiple of row_alignment.
 
-    Most where one expert got one row more than whole blocks, and all others none: a block each.
-    The rows needed are a multiple of row_alignment, so rounding that bound down loses nothing.
+    The worst case: one expert has one row more than whole blocks, and all others a block each
+    without rows. The rows needed are a multiple of row_alignment, so rounding that bound down loses
+    nothing.
     """
     if row_alignment == 1:
         return num_rows
@@ -113,7 +114,7 @@ class SortedRows(NamedTuple):
 
 
 def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """`count_experts` in plain torch."""
+    """Computes `count_experts` in plain torch."""
     slot_N = experts_TK.flatten()
     return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
 
@@ -134,7 +135,7 @@ def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
 
 
 def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the tokens and slots of the rows of `sort_by_expert`, and the rows of slots."""
+    """Computes, for `sort_by_expert`, each row's token and slot, and each slot's row."""
     slot_N = experts_TK.flatten().sort(stable=True).indices
     return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
 
@@ -158,7 +159,7 @@ def row_map(permuted: PermuteIndices) -> RowMap:
 
 
 def follow(target_N: Tensor, source_R: Tensor) -> Tensor:
-    """target_N[source_R], with padding's -1 kept."""
+    """Returns target_N[source_R]; -1, which marks padding, stays -1."""
     if source_R.numel() == target_N.numel():
         return target_N[source_R]
     return F.pad(target_N, (0, 1), value=-1)[source_R]  # -1 is the last, also of no rows.
@@ -204,7 +205,7 @@ def copies_to_ranks(
 
 
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
-    """A copy of each row for each rank that it reaches: rank after rank, in the order of rows.
+    """Maps each row to a copy for each rank that it reaches: rank after rank, in the order of rows.
 
     Does not wait for the device: the map's `source_R` has room for `most` copies of each row, and
     -1 after the last copy.
@@ -217,9 +218,9 @@ def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
 
 
 def _places(reached_TP: Tensor) -> Tensor:
-    """Returns the places of copies, [T, P]; between two where there is none.
+    """Returns the place of each copy, [T, P]; the previous copy's where there is none.
 
-    A flat sum: over the first of two dims a GPU has one thread for each column.
+    Sums a flat vector: a sum over the first of two dims has one thread for each column on a GPU.
     """
     reached_PT = reached_TP.t()
     return (reached_PT.flatten().cumsum(0) - 1).view(reached_PT.shape).t()

@@ -22,7 +22,7 @@ def rotate(
 
     Args:
         cos_BSC, sin_BSC: cosines and sines, in the type that computes; its result is rounded once.
-        pairing: of `PAIRINGS`. Channels i and i + C of the rotated 2 C ones are a pair, or 2 i and
+        pairing: one of `PAIRINGS`. Of 2 C rotated channels, i and i + C are a pair, or 2 i and
             2 i + 1.
     """
     assert pairing in PAIRINGS, pairing
@@ -39,7 +39,7 @@ def rotate_reference(
     first: int = 0,
     backward: bool = False,
 ) -> Tensor:
-    """`rotate`, or with `backward` its gradient, in plain torch."""
+    """Computes `rotate_heads` in plain torch."""
     width = 2 * cos_BSC.shape[-1]
     if width < x_BSHC.shape[-1]:
         before, x_BSHC, after = x_BSHC.tensor_split([first, first + width], dim=-1)
@@ -67,7 +67,7 @@ def rotate_reference(
 def rotate_heads(
     x_BSHC: Tensor, cos_BSC: Tensor, sin_BSC: Tensor, pairing: str, first: int, backward: bool
 ) -> Tensor:
-    """`rotate`, or with `backward` its gradient from that of its result."""
+    """Computes `rotate`; with `backward` its input's gradient from that of its result."""
     return x_BSHC.new_empty(x_BSHC.shape)
 
 

@@ -42,7 +42,7 @@ def copies_to_ranks(
 
 
 def _order(experts_TK: Tensor, num_keys: int, *results: Tensor, **key: int) -> Tensor:
-    """Fills the results, of which the last are rows_TM; returns how often each key counts."""
+    """Fills the results, the last of which is rows_TM; returns how often each key counts."""
     experts_TK, constants = experts_TK.contiguous(), sizes(experts_TK, num_keys, **key)
     counts_NP, totals_P = _count(experts_TK, constants), experts_TK.new_empty(num_keys)
     numbers = len(experts_TK), len(counts_NP)
@@ -77,9 +77,9 @@ def _choices(
     experts_ptr, first, num_tokens, TOP_K: tl.constexpr, DIVISOR: tl.constexpr, ONCE: tl.constexpr,
     TOKENS: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Returns the slots of some tokens' choices, their keys, which exist and which count: [T, K].
+    """Returns, for some tokens' choices, slots, keys, which exist and which count: each [T, K].
 
-    With ONCE the first choice of a token that has a key counts.
+    With ONCE only the first of a token's choices with the same key counts.
     """
     token = first + tl.arange(0, TOKENS)
     k = tl.arange(0, CHOICES)

@@ -28,7 +28,8 @@ from titan_moe.ops.operation import at_least_float32
 
 
 class Index(NamedTuple):
-    """An indexer's values of a layer's tokens, and what becomes of its selection and its loss."""
+    """Holds an indexer's values of a layer's tokens, and the functions that use its selection and
+    its loss."""
 
     q_BSHC: Tensor
     k_BSC: Tensor
@@ -38,7 +39,7 @@ class Index(NamedTuple):
     top_k: int | None
     """Keys that a query attends to; None: all that it sees."""
     decide: Callable[[Tensor], Tensor]
-    """Takes the scores; returns what `select_keys` returns of them, or keys decided before."""
+    """Takes the scores; returns keys as `select_keys` does, or keys decided before."""
     add_loss: Callable[[Tensor, Tensor], Tensor] | None
     """Takes attention's output and the loss, a number without a gradient; returns the output, whose
     backward adds the loss up. None: without a loss."""
@@ -73,7 +74,7 @@ class SparseAttention:
         return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)[:, 0]
 
     def whole_sequences(self, x_BHSC: Tensor) -> Tensor:
-        """Keys or values of whole sequences, of those of this process's tokens."""
+        """Returns keys or values of whole sequences, given those of this process's tokens."""
         return x_BHSC
 
     @torch.compiler.disable
@@ -151,7 +152,7 @@ def _places(bits: Tensor) -> Tensor:
 
 
 def summed_weights(q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: float) -> Tensor:
-    """The softmaxes over each query's chosen keys, summed over heads: [B, S, T]."""
+    """Returns the softmaxes over each query's chosen keys, summed over heads: [B, S, T]."""
     wide = at_least_float32(q_BHSC)
     total_BST = q_BHSC.new_zeros(len(q_BHSC), *chosen_BST.shape[1:], dtype=wide)
     for q_BSC, k_BTC in zip(q_BHSC.unbind(1), k_BHTC.unbind(1), strict=True):
@@ -161,8 +162,9 @@ def summed_weights(q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: fl
 
 
 class _WithIndexerLoss(torch.autograd.Function):
-    """Attention's output as it is, whose backward is that of an indexer's loss too, and the loss: a
-    share of the sum over queries of KL(target || softmax of their chosen keys' scores).
+    """Returns attention's output unchanged, and adds the backward of an indexer's loss to its own.
+    Also returns the loss: a share of the sum over queries of KL(target || softmax of their chosen
+    keys' scores).
 
     The gradients are made in the forward: three tensors of tokens are kept, and none of pairs. The
     loss is returned to be counted outside: a split backward runs this node twice, once for the
@@ -192,9 +194,9 @@ class _WithIndexerLoss(torch.autograd.Function):
 def _gradients_of_scores(
     grad_BST: Tensor, q_BSHC: Tensor, k_BTC: Tensor, weights_BSH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and the weights, in their types, of that of `index_scores`.
+    """Returns the gradients of q, k and the weights, given the gradient of `index_scores`.
 
-    What multiplies q and k has their type, as in flash attention.
+    The factors of q and k are rounded to their type, as in flash attention.
     """
     grad_q, grad_weights = torch.empty_like(q_BSHC), torch.empty_like(weights_BSH)
     grad_k = torch.zeros_like(k_BTC, dtype=grad_BST.dtype)
@@ -210,7 +212,8 @@ def _gradients_of_scores(
 
 
 def _product(a_BXY: Tensor, b_BYZ: Tensor) -> Tensor:
-    """Matrix products in at least float32. CUDA multiplies narrow numbers and adds up wide ones."""
+    """Multiplies matrices in at least float32. CUDA multiplies narrow numbers and adds wide
+    ones."""
     wide = at_least_float32(a_BXY)
     if a_BXY.is_cuda and a_BXY.dtype != wide:
         return torch.bmm(a_BXY, b_BYZ, out_dtype=wide)

@@ -1,8 +1,8 @@
 """Attention over pieces of a stream of tokens, each causal in itself: torch's flash attention.
 
 The sequences of a batch lie end to end, and a piece is a document, a chunk or a whole sequence. The
-kernel takes where pieces begin from the device, and from the host only bounds of their number and
-length, so that nothing waits. torch has it for CUDA alone, and without sinks.
+kernel reads from the device where pieces begin, and takes from the host only bounds of their number
+and length, so that nothing waits. torch has it for CUDA alone, and without sinks.
 """
 
 from typing import Any, NamedTuple, cast
@@ -51,7 +51,7 @@ def bounds_of(documents_BS: Tensor) -> DocumentBounds:
 def pieces_of_sequences(
     documents_BS: Tensor, local: LocalAttention | None, bounds: DocumentBounds
 ) -> Pieces:
-    """The pieces of sequences that lie end to end: their documents, cut further into chunks."""
+    """Returns the pieces of sequences that lie end to end: documents, cut further into chunks."""
     batch, seq_len = documents_BS.shape
     at_S = torch.arange(seq_len, device=documents_BS.device)
     # Chunks are counted from the first token of each document.
@@ -97,8 +97,8 @@ def varlen_operation() -> Any:
 def varlen_attention(
     q_THC: Tensor, k_THC: Tensor, v_THC: Tensor, pieces: Pieces, scale: float
 ) -> Tensor:
-    """o_THC; differentiable once. Keys and values may have fewer heads than queries, and values
-    fewer channels."""
+    """Returns o_THC, differentiable once. Keys and values may have fewer heads than queries, and
+    values fewer channels."""
     # Imported here: it imports Dynamo, which takes seconds.
     from torch.nn.attention.varlen import varlen_attn
 

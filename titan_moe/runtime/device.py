@@ -71,7 +71,8 @@ def use_flash_attention_3(device: torch.device) -> None:
     """Lets torch run the kernels of FlashAttention-3 in place of its own flash attention.
 
     Does nothing unless the GPU is of capability 9.x and the package is installed. torch keeps its
-    own kernels for whatever the package lacks, and asks it for deterministic ones in need.
+    own kernels for whatever the package lacks, and asks the package for deterministic kernels where
+    they are required.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return
@@ -84,8 +85,8 @@ def backend_for(device: torch.device, num_ranks: int = 1, *, share_gpus: bool = 
 
     Args:
         num_ranks: the ranks of this machine.
-        share_gpus: whether collectives go through the host where GPUs are fewer than ranks. A
-            machine without GPUs is one of those.
+        share_gpus: whether collectives go through the host where GPUs are fewer than ranks, as on
+            a machine without GPUs.
     """
     if share_gpus and num_ranks > torch.cuda.device_count():
         host_gloo.register()
@@ -94,7 +95,7 @@ def backend_for(device: torch.device, num_ranks: int = 1, *, share_gpus: bool = 
 
 
 def describe_device(device: torch.device) -> dict[str, str]:
-    """Returns the device's name, and the capability that decides which kernels torch takes."""
+    """Returns the device's name, and its capability, by which torch chooses kernels."""
     if device.type == "cuda":
         kernels = ".".join(map(str, torch.cuda.get_device_capability(device)))
         if (implementation := current_flash_attention_impl()) is not None:

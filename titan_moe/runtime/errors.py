@@ -1,5 +1,5 @@
-"""The error of a run that a user can mend, remedies for errors of the system, the record that a
-failing rank leaves for its launcher, and what the launcher says of it."""
+"""The error of a run that a user can mend, remedies for errors of the system, and the record that a
+failing rank leaves for its launcher, which prints it."""
 
 import errno
 import json
@@ -54,7 +54,8 @@ _GUESSES: dict[int, str] = {
 
 
 class RunError(Exception):
-    """A run cannot start or go on: one line that names what, where and the remedy. Exit code 1."""
+    """A run cannot start or go on. One line names the cause, the place and the remedy. Exit code
+    1."""
 
 
 def disk_remedy(error: BaseException) -> str:
@@ -83,7 +84,7 @@ def is_outside(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Returns why something could not be read, on one line, without the name of a Python class."""
+    """Returns one line on why a file could not be read, without the name of a Python class."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, KeyError):
@@ -103,7 +104,7 @@ class Failure:
     exit_code: int
     lines: list[str]
     expected: bool
-    """The lines name a mistake that the user can mend; else they name an exception."""
+    """True: the lines name a mistake that the user can mend. False: they name an exception."""
 
     def save(self, folder: Path) -> None:
         """Write `rank-R.json` into `folder`, complete or not at all."""
@@ -135,7 +136,7 @@ def print_errors(lines: Sequence[str]) -> None:
 def explain(records: Path, log: Path, endpoint: str) -> tuple[list[str], int]:
     """Returns the lines to print and the exit code of a run that torchrun reports as failed.
 
-    A rank that could leave no record (SIGKILL, a segmentation fault) stands on torchrun's page.
+    torchrun's own report names a rank that left no record (SIGKILL, a segmentation fault).
 
     Args:
         records: holds a folder for each attempt of torchrun's; the last one counts.

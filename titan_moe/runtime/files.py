@@ -59,11 +59,11 @@ def lock_folder(folder: Path, key: str) -> TextIO:
 
 
 def take_folder(folder: Path, key: str) -> TextIO:
-    """Lock a folder that only this program writes to: a new one, or what a killed process left.
+    """Lock a folder that only this program writes to: a new one, or one that a killed process left.
     Closing the returned file gives it back.
 
     Raises:
-        RunError: another process is writing there, or what lies there is somebody else's.
+        RunError: another process is writing there, or the folder is not this program's.
     """
     try:
         folder.mkdir(parents=True)
@@ -101,7 +101,7 @@ def set_aside(path: Path, name: Callable[[int], str]) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path`, of its suffix, that replaces `path` once all of it is on disk.
+    """Yield a path to write to, with the suffix of `path`, which it replaces once it is on disk.
 
     A reader finds the old content or the new one. A kill or an error leaves the old one.
     """
@@ -126,12 +126,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Path of the checkpoint of a step."""
+    """Returns the path of the checkpoint of a step."""
     return folder / f"step-{step}"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending."""
+    """Returns the steps of the checkpoints in `folder`, ascending."""
     if not folder.is_dir():
         return []
     matches = [_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]

@@ -1,8 +1,9 @@
 """A backend of torch.distributed for ranks that share a GPU: collectives go through the host.
 
-NCCL refuses two ranks on one GPU, and gloo takes a GPU's tensors in some collectives alone, others
-in other versions of torch. Here every collective copies its tensors to the host, runs on gloo, and
-copies back what it wrote. Each copy waits for the current stream: slow, and right on any stream.
+NCCL refuses two ranks on one GPU, and gloo takes a GPU's tensors in some collectives alone, which
+differ from one version of torch to another. Here every collective copies its tensors to the host,
+runs on gloo, and copies back what it wrote. Each copy waits for the current stream: slow, and right
+on any stream.
 
 A tensor of the host is copied as well, so that tests on a CPU see what a copy gets wrong.
 """
@@ -39,8 +40,8 @@ class _HostWork(dist.Work):
         self._results = results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits as long as the group's timeout, or as `timeout` if it is not 0. Returns at once if
-        it has been called before: gloo would wait for a second message."""
+        """Waits at most the group's timeout, or `timeout` if it is not 0. Returns at once if it has
+        been called before: gloo would wait for a second message."""
         if self._work is not None:
             self._work.wait(timeout)
             self._work = None
@@ -53,7 +54,7 @@ class _HostWork(dist.Work):
 
 
 def _through_host(name: str) -> Callable[..., dist.Work]:
-    """Returns the method of this name on copies of its tensors."""
+    """Returns a method that runs gloo's of this name on copies of the tensors."""
 
     def collective(self: Any, *arguments: Any) -> dist.Work:
         copies = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), arguments)
@@ -69,8 +70,8 @@ _Staged: Any = type("_Staged", (dist.ProcessGroup,), _methods)
 
 
 class HostGloo(_Staged):
-    """A process group over gloo, which never sees a tensor of a GPU. A barrier has none, and is
-    gloo's own."""
+    """A process group whose gloo never sees a tensor of a GPU. A barrier has no tensors, so gloo
+    runs it directly."""
 
     def __init__(self, options: Any) -> None:
         place = options.store, options.group_rank, options.group_size

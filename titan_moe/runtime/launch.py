@@ -73,8 +73,8 @@ def attempt_number(environment: Mapping[str, str]) -> int:
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Returns the number of NVIDIA GPUs that a run would use, whether or not torch can: see
-    `device.refuse_unusable`."""
+    """Returns the number of NVIDIA GPUs that a run would use, also of those that torch cannot use:
+    `device.refuse_unusable` refuses them."""
     found = len(list(devices.glob("nvidia[0-9]*")))
     if not found and (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         # Some have none of these files, such as WSL 2.
@@ -100,12 +100,12 @@ def has_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def default_ranks(environment: Mapping[str, str]) -> int:
-    """Returns the ranks of a node by default: its GPUs, or two processes."""
+    """Returns the default number of ranks of a node: its GPUs, or two processes."""
     return count_gpus(environment) or 2
 
 
 def cpu_threads(local_world_size: int) -> int:
-    """Returns the threads of one of `local_world_size` processes that share this one's cores."""
+    """Returns the threads of each of `local_world_size` processes that share these cores."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 

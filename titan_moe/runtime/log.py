@@ -1,4 +1,4 @@
-"""Lines on stdout, from the ranks that were asked for, and readers that leave before the end."""
+"""Prints lines on stdout from chosen ranks, and outlives readers that leave before the end."""
 
 import io
 import logging
@@ -11,7 +11,7 @@ logger = logging.getLogger("titan_moe")
 
 
 class _Lasting(io.FileIO):
-    """Drops what nobody reads."""
+    """A stream that drops its text once the reader has left."""
 
     def write(self, data: Any) -> int:
         try:
@@ -41,8 +41,8 @@ def reader_has_left() -> bool:
 
 
 def progress(*iterable: Any, **options: Any) -> Any:
-    """Returns tqdm's bar; off a terminal its states are lines, one in 10 seconds at most,
-    the first after 10."""
+    """Returns tqdm's bar. Without a terminal it prints a line every 10 seconds at most, the first
+    after 10."""
     from tqdm import tqdm
 
     class Lines(tqdm):  # type: ignore[type-arg]

@@ -32,7 +32,7 @@ _REGIONS = {
 
 
 class Move(NamedTuple):
-    """A rank's activity from an instant on."""
+    """A rank's activity, and when it began."""
 
     time_ns: int
     """Nanoseconds since the epoch."""
@@ -133,7 +133,7 @@ def _enter(layer: str, *_: Any) -> None:
 
 @torch.compiler.disable
 def _leave(layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Leave the forward. The layer's backward begins with the gradient of its output."""
+    """Leave a layer's forward. Its backward begins with the gradient of its output."""
     POSITION.enter_layer("")
     if output.requires_grad:
         output.register_hook(partial(_enter, f"{layer}'s backward"))

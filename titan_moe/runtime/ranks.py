@@ -31,7 +31,7 @@ def run_on_ranks(
 
     The world's backend is gloo; with the device "cuda", rank i has GPU i, and NCCL too. With
     `share_gpus`, ranks beyond the last GPU begin again with the first, and collectives go through
-    the host; on a CPU they do so too, which tests that.
+    the host, as they also do on a CPU.
 
     `fn` must be importable (a module's top-level function); results travel by pickle. Inside, torch
     runs on one thread and `torch.distributed` is initialised; a collective ends with the call.
@@ -49,7 +49,7 @@ def run_on_ranks(
         )
         results: dict[int, Any] = {}
         errors: list[tuple[str, str]] = []
-        """The cause first, if it is known."""
+        """Error and traceback of each failed rank; the cause first, if it is known."""
         with closing(ends):
             try:
                 for rank, value, error in ends:

@@ -1,9 +1,9 @@
 """Names for what a step does, in a profile: `with region("dispatch"):` around what runs.
 
 A region is a record_function while torch's profiler records, and always the position of this rank,
-which a report of a hang reads (runtime/position.py). A profile gives
-work of the backward to the region that made the node of autograd (by sequence numbers), and knows
-recomputation by its running inside the backward; see profiling/trace.py.
+which a report of a hang reads (runtime/position.py). A profile counts
+the backward of an operation in the region of its forward (by autograd's sequence numbers), and
+forwards within a backward as recomputation; see profiling/trace.py.
 """
 
 from bisect import bisect_right

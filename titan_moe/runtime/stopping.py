@@ -1,4 +1,4 @@
-"""Stop a run before its last step, with its state saved, to go on later.
+"""Stops a run before its last step, with its state saved, to go on later.
 
 A node's launcher leaves a request in the folder that it shares with its ranks. They see it in their
 present step, agree on it in the step's own all-reduce, save, and leave an answer.

@@ -27,8 +27,8 @@ from titan_moe.runtime.stopping import FOLDER, STOPPED, has_stopped, request_sto
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGHUP: 143, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 STOPPED_FILE = "TITAN_MOE_STOPPED"
-"""The variable that names a file to make when a run has stopped, saved, before its last step: a
-cluster's command that starts the nodes may end with another code than theirs."""
+"""The variable that names a file. A run that stopped before its last step, saved, makes the file: a
+cluster's command that starts the nodes may hide their exit code."""
 # A signal may come twice: to all processes of a job, and from the command that started them.
 _SAME_SIGNAL_S = 1.0
 # Exchanges whose sizes change at every step fragment segments that do not grow, and a run then ends

@@ -178,7 +178,7 @@ def _crossed(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) -> Iterat
         first = min(ranks)
         _, each = calls[first][at[first]]
         side = _side(sorted(ranks), each, f"{_ordinal(count)} collective")
-        text = f"{side}, but another member first one of another group, and so on in a circle"
+        text = f"{side}; another member first waits in another group, and so on in a circle"
         yield Finding(str(groups[name]), text, each.number)
 
 

@@ -109,7 +109,7 @@ def test_logits_of_a_text_read_in_pieces_are_those_of_the_whole_text(
 
 
 def test_tokens_without_a_batch_are_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^tokens are \[9\], a model takes \[batch, sequence\]: "):
+    with pytest.raises(ValueError, match=r"^tokens have shape \[9\], not \[batch, sequence\]: "):
         _model("qwen3")(torch.arange(9))
 
 

@@ -50,7 +50,7 @@ assert not dist.is_initialized()
 """
 
 
-def test_process_group_of_one_plain_process() -> None:
+def test_plain_process_forms_a_process_group_of_one() -> None:
     subprocess.run([sys.executable, "-c", _ALONE], check=True)
 
 
@@ -73,7 +73,7 @@ def join(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     ("deterministic", "own", "chosen"),
     [(True, None, "^NVLS,NVLSTree"), (True, "Ring", "Ring"), (False, None, None)],
 )
-def test_deterministic_nccl_adds_in_no_switch(
+def test_deterministic_nccl_excludes_sums_in_nvlink_switches(
     monkeypatch, caplog, join: mock.Mock, deterministic: bool, own: str | None, chosen: str | None
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", own or "")  # So that it is as it was after the test.
@@ -118,7 +118,7 @@ def test_process_group_names_a_rank_that_cannot_join() -> None:
     assert not dist.is_initialized()
 
 
-def test_store_of_another_attempt_has_none_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_ranks_see_no_keys_of_the_attempt_before(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     place |= {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

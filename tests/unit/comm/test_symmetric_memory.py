@@ -61,17 +61,17 @@ def test_rows_arrive_in_the_order_of_ranks_and_come_home() -> None:
         ("more than the buffer holds", "more rows than"),
     ],
 )
-def test_what_a_gpu_would_not_notice_is_an_error(bug: str, said: str) -> None:
+def test_emulation_raises_for_misuse_that_a_gpu_would_not_notice(bug: str, said: str) -> None:
     with pytest.raises(RankError, match=said):
         run_on_ranks(exchange_twice, 2, bug)
 
 
-def test_a_gpu_without_the_means_is_told_what_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_nvshmem_names_other_dispatchers(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed._symmetric_memory as symm_mem
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"NVSHMEM is not found.*: choose deduplicated or"):
+    with pytest.raises(ConfigError, match=r"NVSHMEM is not found.*, or choose deduplicated or"):
         symmetric_memory.check_available(gpu)
     symmetric_memory.check_available(CPU)
 
@@ -85,5 +85,5 @@ def test_a_gpu_without_the_means_is_told_what_to_choose(monkeypatch: pytest.Monk
         (10, 4, 8, 2, 9.0, 80),
     ],
 )
-def test_room_for_rows(tokens, top_k, experts, ep, factor, rows) -> None:
+def test_rows_of_buffers_equal_counted_values(tokens, top_k, experts, ep, factor, rows) -> None:
     assert rows_of_buffers(tokens, top_k, experts, ep, factor) == rows

@@ -37,8 +37,9 @@ def test_import_says_what_it_found(tmp_path: Path, last: list[Any]) -> None:
     line = {**LINE, "routed_experts": ROUTES[:-1] + last}
     done = run_import(tmp_path, line, {**line, "token_ids": [*IDS[:-1], 0]}, "")
     first, second = done.stdout.splitlines()
-    assert "record: routes of 70 tokens" in first and "1 of 2 responses are whole in one" in first
-    assert second.endswith("responses.jsonl:2 and 0 more are whole in none")
+    assert "record: routes of 70 tokens" in first
+    assert "1 of 2 responses are whole in a document" in first
+    assert second.endswith("responses.jsonl:2 and 0 more are whole in no document")
     assert json.loads((tmp_path / "record/record.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -57,7 +58,7 @@ def test_import_says_what_it_found(tmp_path: Path, last: list[Any]) -> None:
         ({"routed_experts": "AAAAAAAA" * 2}, "3 integers are routes of no tokens, layers"),
         (
             {"routed_experts": [[[2, 3], *t[1:]] for t in ROUTES]},
-            r"in dense layers: .*\[0\]",
+            r"in layers that are dense in the model: \[0\]",
         ),
         ({"routed_experts": "k05VTVBZAQ=="}, "responses.jsonl:2: "),
         ({"routed_experts": [1.5]}, r"no array \[tokens, layers, top_k\] of whole numbers"),

@@ -96,7 +96,7 @@ def _assert_close(ours, oracle, bound: float) -> None:
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("masked", [True, False])
-def test_cores_match_the_loop(
+def test_attention_cores_equal_a_slow_loop(
     masked: bool, local: str, sinks: bool, shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     inputs = _inputs(sinks=sinks, shape=shape)
@@ -190,7 +190,7 @@ def test_packed_documents_are_trained_as_one_by_one(attention):
     train_packed_and_alone(packed, alone, (3, 2, 7, 1))
 
 
-def test_initial_std_by_name():
+def test_initial_std_follows_from_the_parameters_name():
     config = replace(model_config("qwen3", "gate"), num_layers=8, init_std=0.02)
     assert initial_std("layers.0.attention_norm.weight", config) is None
     assert initial_std("layers.0.attention.q_norm.weight", config) is None

@@ -39,13 +39,13 @@ def estimate(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("use", [build, part_sizes, part_flops, estimate])
-def test_an_unknown_variant_is_named(use: Callable[[ModelConfig], object]) -> None:
+def test_unknown_attention_variant_is_named(use: Callable[[ModelConfig], object]) -> None:
     with pytest.raises(TypeError, match="LinearAttention"):
         use(replace(model_config("qwen3", "gate"), attention=LinearAttention()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_variant_without_hugging_face_names_is_refused_in_a_line(family: str) -> None:
+def test_attention_without_hugging_face_names_is_refused_in_one_line(family: str) -> None:
     config = replace(model_config(family, "gate"), attention=LinearAttention())
     kind = type(model_config(family, "gate").attention).__name__
     assert refusal(HFModel(family, config).settings).startswith(

@@ -72,7 +72,7 @@ def test_debug_models_have_the_dimensions_of_torchtitans(name: str, flavor: str)
 
 
 @pytest.mark.parametrize("name, flavor", _ALL)
-def test_sizes_by_arithmetic_are_those_of_the_model(name: str, flavor: str):
+def test_sizes_by_arithmetic_equal_the_models(name: str, flavor: str):
     config = model_config(name, flavor)
     with torch.device("meta"):
         model = Decoder(config)

@@ -34,7 +34,7 @@ def test_packed_documents_are_trained_as_one_by_one(config: ModelConfig):
     assert "layers.0.attention.conv.q.weight" in gradients(packed)
 
 
-def test_first_values_are_the_published_ones():
+def test_recurrent_model_starts_with_published_values():
     weights = dict(_model().named_parameters())
     rate = weights["layers.0.attention.decay.A_log.weight"].exp()
     assert ((rate > 0.01) & (rate < 16)).all() and rate.max() > 4 * rate.min()
@@ -45,7 +45,7 @@ def test_first_values_are_the_published_ones():
 
 
 @BOTH
-def test_cost_of_the_recurrence_is_that_of_its_products(config: ModelConfig):
+def test_flops_of_the_recurrence_equal_its_matrix_products(config: ModelConfig):
     recurrent = config.recurrent
     assert recurrent is not None
     heads, keys, values = recurrent.num_value_heads, recurrent.key_dim, recurrent.value_dim

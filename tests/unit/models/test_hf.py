@@ -83,7 +83,7 @@ _KINDS |= {"gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3", "deepseek_v32": "De
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_keys_that_no_shape_shows_are_by_default_those_of_transformers(kind, tmp_path):
+def test_defaults_of_keys_that_no_shape_shows_are_transformers(kind, tmp_path):
     whole = transformers.AutoConfig.for_model(kind).to_dict()
     whole["architectures"] = [f"{_KINDS[kind]}ForCausalLM"]
     expected = model_of(write(tmp_path, whole)).config
@@ -162,7 +162,7 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (SPARSE, {"layer_types": ["full_attention"]}, "only indexed_attention is supported"),
     ],
 )
-def test_unsupported_settings_are_named(flavor, change, words, tmp_path):
+def test_error_names_unsupported_settings_of_config_json(flavor, change, words, tmp_path):
     line = refusal(model_of, write(tmp_path, settings_of(*flavor) | change))
     assert words in line and str(tmp_path) in line
 
@@ -200,7 +200,7 @@ def test_differences_name_both_values():
     assert differences(config, other) == ["dim 32 (there 64)", "moe.top_k 2 (there 3)"]
 
 
-def test_dimension_without_a_key_is_refused():
+def test_dimension_without_a_hugging_face_key_is_refused():
     config = model_config("qwen3", "gate")
     assert config.moe is not None
     shared = replace(config, moe=replace(config.moe, num_shared_experts=1))
@@ -268,7 +268,7 @@ def test_a_quantisation_that_is_not_known_is_refused_before_ranks_start(inside, 
 
 @pytest.mark.parametrize("skips", [{}, {"index_skip_topk_offset": 3}])
 @pytest.mark.parametrize("every", [1, 2, 4])
-def test_layers_of_glm_that_share_keys_are_those_of_transformers(every, skips, tmp_path):
+def test_glm_layers_that_share_keys_agree_with_transformers(every, skips, tmp_path):
     changes = {"num_hidden_layers": 12, "index_topk_freq": every, **skips}
     kinds = transformers.AutoConfig.for_model("glm_moe_dsa", **changes).indexer_types
     config = model_of(write(tmp_path, settings_of(*GLM5) | changes)).config

@@ -40,7 +40,7 @@ def drawn(length: int) -> Tensor:
     return torch.randint(0, GATE.vocab_size, (2, length), generator=generator)
 
 
-def test_the_loss_trains_the_indexer_and_nothing_else():
+def test_indexer_loss_trains_the_indexer_and_nothing_else():
     tokens = drawn(30)
     found = {}
     for indexer_learns in (True, False):
@@ -55,7 +55,7 @@ def test_the_loss_trains_the_indexer_and_nothing_else():
     assert all(torch.equal(with_loss[name], gradient) for name, gradient in without.items())
 
 
-def test_an_evaluation_has_no_loss():
+def test_evaluation_has_no_indexer_loss():
     model = built(GATE).eval()
     model(drawn(30)).sum().backward()
     assert all(not layer.attention.indexer.loss_sum for layer in model.layers.values())
@@ -82,7 +82,7 @@ def test_packed_documents_are_trained_as_one_by_one():
 
 
 @pytest.mark.parametrize("seq_len", [4, 6, 64])
-def test_pairs_that_are_not_selected_cost_nothing(seq_len: int):
+def test_flop_counts_leave_out_keys_that_are_not_selected(seq_len: int):
     """The gate's top-k is 6."""
     layer = part_flops(GATE, seq_len)["layers.1"]
     more = part_flops(sparse(top_k=seq_len), seq_len)["layers.1"]

@@ -49,7 +49,7 @@ def added_up(w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scale_inputs", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_adapted_experts_are_those_of_weights_added_up(
+def test_adapted_experts_equal_experts_of_merged_weights(
     name: str, scale_inputs: bool, dtype: torch.dtype
 ):
     weights, real = stacks(dtype), sum(COUNTS)

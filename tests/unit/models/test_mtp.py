@@ -88,7 +88,7 @@ def _slow_losses(model: Decoder, depths: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("depths", [1, 2])
-def test_losses_and_gradients_are_those_of_the_equations(depths: int):
+def test_mtp_losses_and_gradients_equal_the_equations(depths: int):
     model = _model(depths)
     ahead = look_ahead(Batch(TOKENS, LABELS, DOCUMENTS, [[], []]), depths)
     main = model(TOKENS, DOCUMENTS, None, LABELS, *ahead)

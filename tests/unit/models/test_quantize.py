@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize(
     "converters, rows", [([], 1), ([LINEAR], 1), ([LINEAR, GROUPED_MM], 16), ([GROUPED_MX], 32)]
 )
-def test_row_alignment_of_experts(converters: list[str], rows: int) -> None:
+def test_row_alignment_of_experts_follows_type_and_recipe(converters: list[str], rows: int) -> None:
     assert row_alignment(converters, Quantize()) == rows
 
 
@@ -27,7 +27,7 @@ def test_row_alignment_of_experts(converters: list[str], rows: int) -> None:
         ([GROUPED_MM], (9, 0), ""),
     ],
 )
-def test_check_hardware_names_the_capability(
+def test_check_hardware_error_names_the_needed_capability(
     monkeypatch: pytest.MonkeyPatch, converters: list[str], capability: tuple[int, int], line: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

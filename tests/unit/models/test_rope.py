@@ -38,7 +38,7 @@ def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():
     assert rope_module.attention_factor(config) == 1.0
 
 
-def test_llama3_scaling_by_bands():
+def test_llama3_scaling_keeps_blends_and_divides_by_band():
     scaling = Llama3Scaling(8.0, 8192)
     plain = inverse_frequencies(128, RopeConfig(500_000.0))
     scaled = inverse_frequencies(128, RopeConfig(500_000.0, scaling=scaling))

@@ -75,7 +75,7 @@ def _read(settings: dict[str, Any], folder: Path) -> HFModel | None:
 
 
 @pytest.mark.parametrize("family", _PLAIN)
-def test_positions_of_drawn_keys_are_those_of_transformers_or_refused(
+def test_drawn_rope_keys_agree_with_transformers_or_are_refused(
     family: str, tmp_path: Path
 ) -> None:
     base = {key: value for key, value in _PLAIN[family].items() if key not in _KEYS}

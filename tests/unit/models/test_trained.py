@@ -29,7 +29,7 @@ NAME = "layers.3.moe.router.gate.weight"
         ("*.router", False),
     ],
 )
-def test_a_pattern_is_a_name_a_part_of_one_or_has_wildcards(pattern: str, fits: bool):
+def test_pattern_matches_a_name_its_part_or_by_wildcards(pattern: str, fits: bool):
     assert matches(NAME, pattern) is fits
 
 
@@ -106,7 +106,7 @@ def test_a_pattern_without_a_match_is_refused_with_the_nearest_names(tables: dic
 
 
 @pytest.mark.parametrize("tables", [{}, {"lora": {"rank": 2}}, {"training": {"freeze": ["moe"]}}])
-def test_sizes_by_name_are_those_of_the_parameters(tables: dict):
+def test_sizes_by_name_count_the_parameters(tables: dict):
     job = make_job("deepseek_v3", **tables)
     assert unknown(job) == []
     whole, part = sizes_by_name(tiny(job), job.training, job.lora)

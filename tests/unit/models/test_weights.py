@@ -19,7 +19,9 @@ _SEQ_LEN = 64
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "direct", "glm4_moe", "minimax_m2", "qwen3"])
-def test_weights_are_the_flops_of_a_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_parts_are_flops_of_a_token(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # All pairs, of which the half is easily told; blocks would leave some out.
     monkeypatch.setattr("titan_moe.ops.attention.MAX_SEQ_LEN", 0)
     name = "deepseek_v3" if family == "direct" else family
@@ -62,7 +64,7 @@ def test_multi_token_prediction_costs_a_projection_a_layer_and_its_logits():
 @pytest.mark.parametrize("seq_len", [1, 5, 6, 7, 12, 13, 48])
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 @pytest.mark.parametrize("size", [1, 6, 100])
-def test_how_much_a_token_sees_on_average(seq_len: int, kind: str, size: int):
+def test_mean_seen_equals_the_average_over_a_slow_loop(seq_len: int, kind: str, size: int):
     local = LocalAttention(kind, size, global_every=2)
     seen = visible(torch.zeros(1, seq_len), local).sum().item() / seq_len
     assert mean_seen(local, seq_len) == pytest.approx(seen, rel=1e-12)

@@ -17,7 +17,7 @@ from titan_moe.ops.local_attention import LocalAttention
 
 @pytest.mark.parametrize("local", [None, ("window", 300), ("chunk", 512)], ids=str)
 @pytest.mark.parametrize(("seq_len", "cp", "jumps"), [(1281, 1, 0), (2048, 2, 0), (1000, 5, 1)])
-def test_flex_tiles_are_those_of_all_pairs(
+def test_tile_is_seen_if_any_of_its_pairs_is(
     seq_len: int, cp: int, jumps: bool, local: tuple[Any, int] | None
 ) -> None:
     """Tiles in which positions jump from chunk to chunk may also count as seen by mistake."""
@@ -39,7 +39,7 @@ def test_flex_tiles_are_those_of_all_pairs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_flex_leaves_out_the_kernel_for_decoding(
+def test_compiled_flex_attention_does_not_use_the_decoding_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That kernel refuses rows of fewer than 128 queries where many heads share keys."""
@@ -52,7 +52,7 @@ def test_compiled_flex_leaves_out_the_kernel_for_decoding(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_cost_no_precision(dtype: torch.dtype) -> None:
+def test_sinks_do_not_make_attention_less_precise(dtype: torch.dtype) -> None:
     """Errors with them are about those without."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 64, 32), (2, 2, 64, 32), (2, 2, 64, 32), (4,)]

@@ -42,7 +42,9 @@ def _gradients(o_BHSC: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("seq_len", [1, 15, 48, 67, 300])
-def test_blocks_are_attention_over_all_pairs(seq_len: int, kv_heads: int, masked: bool) -> None:
+def test_blockwise_equals_attention_over_all_pairs(
+    seq_len: int, kv_heads: int, masked: bool
+) -> None:
     inputs = _inputs(seq_len, kv_heads=kv_heads)
     mask = _documents(seq_len) if masked else None
     expected, got = _oracle(*inputs, mask), attend_in_blocks(*inputs, mask, SCALE)
@@ -53,7 +55,7 @@ def test_blocks_are_attention_over_all_pairs(seq_len: int, kv_heads: int, masked
         torch.testing.assert_close(gradient, its_oracle, rtol=0, atol=1e-13)
 
 
-def test_bfloat16_is_no_worse_than_torchs_own() -> None:
+def test_blockwise_bfloat16_is_as_precise_as_torchs_attention() -> None:
     wide = _inputs(256, v_dim=8)
     inputs = [x.detach().bfloat16().requires_grad_() for x in wide]
     wide = [x.detach().double().requires_grad_() for x in inputs]

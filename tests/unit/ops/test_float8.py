@@ -52,7 +52,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
-def test_a_linear_multiplies_rounded_operands(recipe: str):
+def test_float8_linear_multiplies_rounded_operands(recipe: str):
     x, w, grad = drawn(48, 32, seed=1), drawn(16, 32, seed=2), drawn(48, 16, seed=3)
     x.requires_grad_(), w.requires_grad_()
     y = float8_linear(recipe, emulate=True)(x.view(3, 16, 32), w).flatten(0, 1)

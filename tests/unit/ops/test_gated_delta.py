@@ -83,7 +83,7 @@ def _close(found: Tensor, wanted: Tensor, bound: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_are_the_recurrence(shape, continued: bool):
+def test_chunked_rule_equals_the_recurrence_token_by_token(shape, continued: bool):
     rows, documents = _rows(shape), _documents(shape[0])
     *tensors, state = rows
     wanted = _slow(*tensors, state if continued else None, documents)
@@ -102,7 +102,7 @@ def test_chunks_are_the_recurrence(shape, continued: bool):
 
 
 @pytest.mark.parametrize("at", [1, 5, 16, 31])
-def test_state_goes_on_where_a_row_is_cut(at: int):
+def test_recurrent_state_continues_across_a_cut_sequence(at: int):
     rows, documents = _rows(SHAPES[8]), _documents(33)
     *tensors, state = rows
     places = _places(documents, continued=True)
@@ -114,7 +114,7 @@ def test_state_goes_on_where_a_row_is_cut(at: int):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_convolution_is_the_slow_one(width: int):
+def test_short_convolution_equals_a_slow_loop(width: int):
     torch.manual_seed(0)
     x, weight = torch.randn(BATCH, 20, 6).double(), torch.randn(6, 1, width).double()
     upstream, documents = torch.randn_like(x), _documents(20)
@@ -129,7 +129,7 @@ def test_convolution_is_the_slow_one(width: int):
         _close(ours, theirs)
 
 
-def test_convolution_goes_on_where_a_row_is_cut():
+def test_short_convolution_continues_across_a_cut_sequence():
     torch.manual_seed(0)
     x, weight = torch.randn(BATCH, 20, 6).double(), torch.randn(6, 1, 4).double()
     places = _places(_documents(20), continued=False)
@@ -139,14 +139,14 @@ def test_convolution_goes_on_where_a_row_is_cut():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_place_in_the_document_is_the_mask(masked: bool):
+def test_recurrent_mask_counts_tokens_from_each_documents_start(masked: bool):
     documents = _documents(20)
     mask = Recurrence(chunked_rule, mask_documents=masked).mask(documents)
     wanted = documents if masked else torch.zeros_like(documents)
     assert torch.equal(mask.expand(BATCH, -1), _places(wanted, continued=False))
 
 
-def test_arguments_alone_are_kept_for_the_backward():
+def test_rule_and_convolution_keep_only_their_arguments():
     *tensors, state = _rows(SHAPES[14])
     places, kept = _places(_documents(130), continued=False), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -156,7 +156,7 @@ def test_arguments_alone_are_kept_for_the_backward():
     assert len(kept) == 10 and sum(x.data_ptr() not in given for x in kept) == 1  # The weight.
 
 
-def test_half_precision_is_computed_in_float32():
+def test_delta_rule_computes_16_bit_inputs_in_float32():
     *tensors, state = _rows(SHAPES[15], dtype=torch.bfloat16)
     places = _places(_documents(130), continued=True)
     o, last = chunked_rule(*tensors, places, state)
@@ -214,7 +214,7 @@ def installed(monkeypatch) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[2:10])
-def test_kernels_are_called_with_each_document(installed, shape, continued: bool):
+def test_fla_kernels_get_the_start_of_each_document(installed, shape, continued: bool):
     *tensors, state = rows = _rows(shape, dtype=torch.float32)
     places = _places(_documents(shape[0]), continued=continued)
     given = state if continued else None
@@ -235,14 +235,14 @@ def test_layers_under_one_mask_share_the_tensor_of_their_documents(installed):
     assert first is second and first is not other and torch.equal(first, other)
 
 
-def test_kernels_are_for_cuda_and_16_bits_and_256_channels(installed):
+def test_fla_kernels_need_cuda_and_16_bits_and_at_most_256_channels(installed):
     assert choose_rule("cuda", torch.bfloat16, 256) is fla_rule
     assert choose_rule("cuda", torch.bfloat16, 264) is chunked_rule
     assert choose_rule("cuda", torch.float32, 64) is chunked_rule
     assert choose_rule("cpu", torch.bfloat16, 64) is chunked_rule
 
 
-def test_without_the_package_torch_computes(monkeypatch):
+def test_without_fla_torch_computes_the_delta_rule(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     fla_kernels.cache_clear()
     assert choose_rule("cuda", torch.bfloat16, 64) is gated_delta.chunked_rule

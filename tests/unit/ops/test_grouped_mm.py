@@ -10,12 +10,12 @@ from titan_moe.ops.grouped_mm import add_bias, grouped_mm
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("shape", [(16, 24), (7, 24), (16, 5)], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_equals_the_slow_loop_and_never_reads_the_tail(dtype, shape, case):
+def test_grouped_mm_equals_a_slow_loop_and_never_reads_the_tail(dtype, shape, case):
     check_against_the_slow_loop(dtype, shape, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_takes_an_expanded_gradient(dtype):
+def test_grouped_mm_takes_an_expanded_gradient(dtype):
     x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
     w = torch.randn(2, 8, 8, dtype=dtype, requires_grad=True)
     grouped_mm(x, w, torch.tensor([2, 6], dtype=torch.int32)).sum().backward()

@@ -10,12 +10,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["cross_entropy", "gated", "move_rows"])
-def test_plain_torch_equals_the_slow_formulas(name: str, dtype: torch.dtype) -> None:
+def test_operations_in_plain_torch_equal_slow_formulas(name: str, dtype: torch.dtype) -> None:
     cases_of(name).check(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_rotations_are_those_of_complex_numbers(dtype: torch.dtype) -> None:
+def test_rotations_equal_products_of_complex_numbers(dtype: torch.dtype) -> None:
     cases_of("rotate").check(dtype)
 
 

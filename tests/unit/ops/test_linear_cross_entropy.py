@@ -32,7 +32,7 @@ def whole(x, weight, labels, factors):
 
 @pytest.mark.parametrize("factors", [(1.0,), FACTORS])
 @pytest.mark.parametrize("chunk_size", [0, 1, 4, 11, 100])
-def test_chunks_add_up_to_the_whole(chunk_size: int, factors):
+def test_chunked_loss_and_gradients_equal_those_of_one_chunk(chunk_size: int, factors):
     x, weight, labels = case()
     ours = linear_cross_entropy(x, weight, labels, factors=factors, chunk_size=chunk_size)
     first, total = whole(x, weight, labels, factors)
@@ -58,7 +58,7 @@ def test_a_frozen_weight_has_no_gradient_and_costs_no_product():
 
 
 @pytest.mark.parametrize("chunk_size", [0, 4])
-def test_low_precision_adds_the_weights_gradient_up_in_float32(chunk_size: int):
+def test_output_weights_gradient_is_added_up_in_float32(chunk_size: int):
     x, weight, labels = case(torch.bfloat16)
     wide = [each.detach().double().requires_grad_() for each in (x, weight)]
     ours = linear_cross_entropy(x, weight, labels, chunk_size=chunk_size).loss

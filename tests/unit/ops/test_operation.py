@@ -18,7 +18,7 @@ def _gradients() -> list[torch.Tensor]:
     return [y.detach(), x.grad, w.grad]
 
 
-def test_kernels_are_called_without_the_dispatcher_where_nothing_looks_for_their_operations():
+def test_kernels_skip_torchs_dispatcher_unless_a_mode_watches():
     products = {"grouped_mm", "grouped_mm_grad_weights"}
     with profile() as profiled:
         _gradients()
@@ -37,7 +37,7 @@ def test_an_operation_and_its_kernel_give_the_same_bits_and_gradients():
         assert all(map(torch.equal, directly, _gradients()))
 
 
-def test_tensors_without_values_get_results_without_values():
+def test_operations_on_meta_tensors_return_meta_tensors():
     counts = torch.empty(3, 5, dtype=torch.int64, device="meta")
     assert permute_indices(counts, 7, 8).source_R.is_meta
     with FakeTensorMode() as mode:

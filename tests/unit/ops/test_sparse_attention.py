@@ -59,7 +59,7 @@ def run(
 @pytest.mark.parametrize("all_count", [True, False])
 @pytest.mark.parametrize("mask_documents", [True, False])
 @pytest.mark.parametrize("top_k", [1, 4, 64, None])
-def test_attention_and_loss_are_those_of_the_formulas(
+def test_sparse_attention_and_loss_equal_the_formulas(
     top_k: int | None, mask_documents: bool, all_count: bool
 ):
     tensors = drawn()
@@ -82,7 +82,7 @@ def test_bfloat16_computes_scores_and_loss_in_float32():
         assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
 
 
-def test_of_equal_scores_the_earlier_key_is_selected():
+def test_earlier_key_is_selected_of_equal_scores():
     scores = torch.tensor([[[0.0, -0.0, 2.0, 0.0, -1.0, 2.0, 0.0]]])
     for top_k, keys in ((1, [2]), (2, [2, 5]), (4, [2, 5, 0, 1]), (9, [2, 5, 0, 1, 3, 6, 4])):
         chosen = unpack_keys(select_keys(scores, top_k), 7)
@@ -92,7 +92,7 @@ def test_of_equal_scores_the_earlier_key_is_selected():
 
 
 @pytest.mark.parametrize("num_keys", [1, 7, 8, 23, 64])
-def test_packed_keys_are_a_bit_each_and_none_that_a_query_does_not_see(num_keys: int):
+def test_packed_keys_take_a_bit_each_and_exclude_unseen_keys(num_keys: int):
     scores = torch.randn(2, 5, num_keys, generator=torch.Generator().manual_seed(0))
     scores[:, 1:3, num_keys // 3 :] = -torch.inf
     packed = select_keys(scores, 4)
@@ -104,7 +104,7 @@ def test_packed_keys_are_a_bit_each_and_none_that_a_query_does_not_see(num_keys:
     assert torch.equal(pack_keys(chosen), packed)
 
 
-def test_a_decision_is_what_attention_sees_whatever_the_scores_say():
+def test_attention_sees_decided_keys_whatever_their_scores():
     q, k, v, *own = drawn()
     core = SparseAttention(mask_documents=False)
     first_BST = (torch.arange(LENGTH) == 0).expand(ROWS, LENGTH, LENGTH)
@@ -113,7 +113,7 @@ def test_a_decision_is_what_attention_sees_whatever_the_scores_say():
     torch.testing.assert_close(o_BHSC, v[:, :, :1].expand_as(o_BHSC))
 
 
-def test_scores_cost_what_is_counted():
+def test_indexer_scores_cost_the_counted_flops():
     _, _, _, *own = drawn()
     with FlopCounterMode(display=False) as counter:
         index_scores(*own)

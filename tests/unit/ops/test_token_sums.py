@@ -36,13 +36,13 @@ def test_sums_over_32768_tokens_in_bfloat16_are_within_one_percent(name: str):
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_sums_in_bfloat16_are_seen(name: str):
+def test_check_of_token_sums_finds_a_sum_in_bfloat16(name: str):
     assert max(errors(NARROW[name](Draw("cpu")))) > BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [[[3, 1, 3], [0, 3, 3]], 4, []], ids=str)
-def test_an_embeddings_gradient_is_that_of_a_slow_loop(tokens: Any, dtype: torch.dtype):
+def test_embedding_gradient_equals_a_slow_loop(tokens: Any, dtype: torch.dtype):
     tokens_BS = torch.tensor(tokens, dtype=torch.int64)
     weight_VD = torch.randn(5, 2, dtype=dtype, requires_grad=True)
     grad_BSD = torch.randn(*tokens_BS.shape, 2, dtype=dtype)

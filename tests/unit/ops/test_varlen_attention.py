@@ -36,7 +36,7 @@ def slow_starts(local: LocalAttention | None) -> list[int]:
     return starts
 
 
-def test_bounds_of_documents() -> None:
+def test_bounds_hold_the_most_documents_and_the_longest() -> None:
     assert bounds_of(DOCUMENTS_BS) == (3, 13)
     assert bounds_of(DOCUMENTS_BS[:1]) == (3, 6)
     assert bounds_of(DOCUMENTS_BS[:, :1]) == (1, 1)
@@ -62,7 +62,7 @@ def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int
 
 
 @pytest.mark.parametrize("local", [None, LocalAttention("chunk", 24, global_every=0)], ids=str)
-def test_layers_are_compiled_once_whatever_the_documents(local: LocalAttention | None) -> None:
+def test_layers_are_not_compiled_again_for_other_documents(local: LocalAttention | None) -> None:
     """On fake tensors: the CPU has no kernel of torch's operation, and no graph looks into it."""
     torch._dynamo.reset()
     counters.clear()

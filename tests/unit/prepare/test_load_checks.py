@@ -77,7 +77,7 @@ REFUSED = [
     (f"{NEW}/hf", f"{INITIAL}/hf: {{}}/hf is no checkpoint of titan_moe"),
     (f"{NEW}/hf --checkpoint.initial_load_in_hf", f"{INITIAL}/hf: {{}}/hf holds a model of the fa"),
     (f"{PEFT} --lora.rank 4", "lora.initial_load_path={}/empty: {}/empty is no PEFT folder: adap"),
-    (PEFT, "lora.initial_load_path={}/empty without lora.rank: set that to its r"),
+    (PEFT, "lora.initial_load_path={}/empty without lora.rank: set it to the adapters' r"),
     (f"{LAST_IN_HF} --model.num_mtp_layers 1", "checkpoint.last_save_in_hf=true: mtp.layers.0.bl"),
     (LAST_IN_HF, None),
     (f"{LAST_IN_HF} {MIXTRAL} --moe.bias_update_speed 0.1", None),

@@ -21,7 +21,7 @@ def test_report_prints_a_record_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded"])
-def test_full_disk_has_its_folder_and_what_moves_files(
+def test_full_disk_error_names_the_folder_and_remedies(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = with_remedy(f"[Errno 28] {text}", Path("/cache"))

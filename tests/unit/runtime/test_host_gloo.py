@@ -78,12 +78,12 @@ def pass_on() -> tuple[list[float], list[float], float]:
     return x.tolist(), after, received.item()
 
 
-def test_sends_are_of_what_was_there_and_results_come_once() -> None:
+def test_sends_copy_their_tensor_and_results_arrive_once() -> None:
     results = run_on_ranks(pass_on, 2, share_gpus=True)
     assert results == [([9], [2], 5), ([9], [1], 5)]
 
 
-def test_no_collective_of_this_torch_is_left_to_gloo() -> None:
+def test_every_collective_of_torch_goes_through_the_host() -> None:
     words = re.compile(r"^(?!__).*(gather|reduce|scatter|all_?to_?all|broadcast)|^(send|recv)$")
     left = [
         name

@@ -37,7 +37,7 @@ def test_gpus_are_counted_as_cuda_sees_them(
     assert count_gpus(environment, tmp_path) == expected
 
 
-def test_gpus_without_device_files_are_those_that_the_driver_lists(tmp_path: Path) -> None:
+def test_count_gpus_asks_the_driver_without_device_files(tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: the same'\n")
     tool.chmod(0o755)
@@ -120,7 +120,7 @@ def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> Non
     assert until(lambda: not is_running(pid), 5)
 
 
-def test_log_rank_beyond_the_world_is_one_line() -> None:
+def test_log_rank_beyond_the_world_is_refused_in_one_line() -> None:
     words = ["--training.dataset", "synthetic"]
     line = refusal(prepare, words, 2, {"LOG_RANK": "9"})
     assert line == "LOG_RANK=9: none of the ranks 0 to 1 would print: choose 0"

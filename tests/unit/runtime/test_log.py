@@ -5,7 +5,7 @@ import pytest
 from titan_moe.runtime.log import progress
 
 
-def test_a_bar_off_a_terminal_says_nothing_before_it_can_say_how_far_it_is(
+def test_first_progress_line_without_a_terminal_has_a_percentage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock: list[float] = [0.0]

@@ -49,7 +49,7 @@ def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:
         assert (code_revision(tmp_path) or {})["changed"] is changed
 
 
-def test_what_recipes_make_is_no_change_of_the_code(tmp_path: Path) -> None:
+def test_files_that_recipes_make_do_not_count_as_changed_code(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / ".gitignore").write_text((CHECKOUT / ".gitignore").read_text())
     (tmp_path / ".git" / "info" / "exclude").write_text(".gitignore")
@@ -60,7 +60,7 @@ def test_what_recipes_make_is_no_change_of_the_code(tmp_path: Path) -> None:
     assert git(tmp_path, "status", "--porcelain", "-uall") == "?? titan_moe/data/new.py\n"
 
 
-def test_checkout_around_a_folder(tmp_path: Path, monkeypatch) -> None:
+def test_checkout_around_finds_the_checkout_of_a_folder(tmp_path: Path, monkeypatch) -> None:
     assert checkout_around(tmp_path) is None
     assert checkout_around(CHECKOUT / "configs" / "debug") == CHECKOUT
     monkeypatch.chdir(CHECKOUT / "configs")

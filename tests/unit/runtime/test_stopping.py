@@ -29,7 +29,7 @@ def test_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> N
     alone.answer()
 
 
-def test_attempt_that_dies_in_its_imports_has_a_folder(
+def test_attempt_that_dies_in_its_imports_still_has_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one, its failure would be reported in the words of the attempt before."""

@@ -57,7 +57,7 @@ def start(tmp_path: Path, monkeypatch: Monkeypatch) -> Iterator[Start]:
         signal.signal(number, handler)
 
 
-def test_variables_of_a_pod_are_not_torchruns(monkeypatch: Monkeypatch, start: Start) -> None:
+def test_torchrun_ignores_variables_of_a_pod(monkeypatch: Monkeypatch, start: Start) -> None:
     """torchrun would take from them each option that it is not given, such as --nnodes."""
     monkeypatch.setenv("PET_NNODES", "2")
     assert start("import os, sys; sys.exit('PET_NNODES' in os.environ)") == 0
@@ -295,7 +295,7 @@ def test_run_under_nohup_outlives_its_terminal(start: Start) -> None:
     assert start(script, stop_timeout_s=30) == 0
 
 
-def test_log_has_the_page_of_torchrun_and_stacks_of_crashes(
+def test_launch_log_has_torchruns_report_and_stacks_of_crashes(
     tmp_path: Path, start: Start, capsys: Capture
 ) -> None:
     Failure(1.0, 0, 2, ["no such thing"], expected=True).save(tmp_path)
@@ -310,7 +310,7 @@ def test_log_has_the_page_of_torchrun_and_stacks_of_crashes(
     assert " -m titan_moe train\na page\n" in log.read_text() and "in crashes" in log.read_text()
 
 
-def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path, start: Start) -> None:
+def test_unwritable_run_folder_is_reported_in_one_line(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write to job\.dump_folder=.*: Not a directory"):
         start("", folder=tmp_path / "file" / "outputs")

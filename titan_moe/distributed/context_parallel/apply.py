@@ -2,7 +2,7 @@
 
 Everything but attention works on its own tokens. Attention has one of three cores:
 
-    allgather   each rank gathers all keys and values: memory for those of whole sequences.
+    allgather   each rank gathers all keys and values: memory for whole sequences of them.
     ulysses     each rank gets all tokens of its share of the heads (arXiv 2309.14509) and runs the
                 plain kernel. Heads and kv heads must divide by cp. Fewer bytes than the others
                 where cp is more than 1 + heads / kv heads.
@@ -29,7 +29,7 @@ class Positions(Protocol):
     """Returns the positions of this rank's tokens in a sequence of `seq_len` tokens."""
 
     def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
-        """Made once for each length and device; None: the CPU."""
+        """Returns the positions, made once for each length and device; None: the CPU."""
 
 
 def local_positions(
@@ -58,13 +58,13 @@ def context_parallel_core(
     mask_documents: bool,
     takes_flex: bool,
 ) -> AttentionCore:
-    """The core for attention layers whose tokens are cut over `group`.
+    """Returns the core for attention layers whose tokens are cut over `group`.
 
-    Its `mask` takes the documents of whole sequences [B, S], the same on all of the group; its
+    Its `mask` takes the documents of whole sequences [B, S], the same on all of the group. Its
     calls take this rank's tokens, at `local_positions(S, cp, rank, balanced=balanced)`, and the
-    sinks of all heads, and are collective: every rank makes them in the same order. Gradients are
-    plain sums over all queries, each term once: those of the sinks are parts, to be summed over the
-    group like those of weights. Any S that divides, another in every microbatch if need be.
+    sinks of all heads. They are collective: every rank makes them in the same order. Gradients are
+    plain sums over all queries. A sink's gradient is this rank's term, to be summed over the group
+    like that of a weight. S may change from one microbatch to the next.
 
     Args:
         plain: the one-device core for the same documents; what "ulysses" runs, on whole sequences.
@@ -137,7 +137,7 @@ class Ulysses:
         return self._share_tokens(self._plain(q, k, v, mask, scale, sinks_H))
 
     def _share_heads(self, *tensors_BHSC: Tensor) -> list[Tensor]:
-        """All heads of own tokens -> own heads of all tokens; one exchange for all tensors."""
+        """Turns all heads of own tokens into own heads of all tokens, with one exchange."""
         size = self._group.size()
         by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors_BHSC]
         sent = torch.cat([x.flatten(1) for x in by_rank], 1)
@@ -146,7 +146,7 @@ class Ulysses:
         return [join_sequence(x, balanced=self._balanced) for x in parts]
 
     def _share_tokens(self, o_BHSC: Tensor) -> Tensor:
-        """Own heads of all tokens -> all heads of own tokens."""
+        """Turns own heads of all tokens into all heads of own tokens."""
         parts = cut_sequence(o_BHSC, self._group.size(), balanced=self._balanced)
         return self._exchange(parts).movedim(0, 1).flatten(1, 2)
 
@@ -155,7 +155,7 @@ class Ulysses:
 
 
 class RingAttention(_OwnQueries):
-    """Local queries attend to keys and values that pass by."""
+    """Local queries attend to keys and values that travel around the ring."""
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[list[Block]]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
@@ -175,13 +175,13 @@ class RingAttention(_OwnQueries):
 
 
 def whole_sequence(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:
-    """Returns whole sequences from all ranks' tokens; backward: all ranks' gradients, summed in
-    rank order."""
+    """Returns whole sequences, gathered from all ranks' tokens. Backward: all ranks' gradients,
+    summed in rank order."""
     return join_sequence(gather_summed(own_BHSE, group), balanced=balanced)
 
 
 def join_sequence(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
-    """The ranks' parts [cp, B, H, S/cp, E] -> whole sequences [B, H, S, E] in order."""
+    """Joins the ranks' parts [cp, B, H, S/cp, E] to whole sequences [B, H, S, E]."""
     held = chunks_of_ranks(len(parts_PBHSE), balanced)
     chunks = {
         chunk: x

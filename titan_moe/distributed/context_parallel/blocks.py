@@ -20,7 +20,7 @@ class Block(NamedTuple):
     queries: slice
     keys: slice
     mask: Any
-    """Mask of the pairs that do, in the form of the attention; None: all do."""
+    """The pairs that see each other, in the form that the attention takes; None: all do."""
 
 
 class Upstream(NamedTuple):
@@ -41,9 +41,9 @@ class Upstream(NamedTuple):
 class ExplicitBlocks:
     """Masks [B, 1, queries, keys] in memory: any device, heads and type; the CPU's way.
 
-    Queries are cut in two halves, and of the keys of each those left out that are after its last
-    query or before all that it sees: where positions are head-tail balanced, that is all blocks in
-    the future, half of the work. Queries that see none of the keys, at the end, are left out too.
+    Queries are cut in two halves. Each half leaves out the keys after its last query and those
+    before all that it sees: with head-tail balance that is half of the work. Queries at the end
+    that see no key are left out too.
     """
 
     def __init__(self, *, mask_documents: bool) -> None:
@@ -56,7 +56,7 @@ class ExplicitBlocks:
         keys_S: Tensor,
         local: LocalAttention | None = None,
     ) -> list[Block]:
-        """Blocks that hold all visible pairs once, in the queries' order.
+        """Returns blocks that hold each visible pair once, in the queries' order.
 
         Args:
             documents_BS: the documents of whole sequences.
@@ -72,13 +72,13 @@ class ExplicitBlocks:
     def attend(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
     ) -> Tensor:
-        """o_BHSC, differentiable; every query must see a key."""
+        """Returns o_BHSC, differentiable; every query must see a key."""
         return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
     def forward(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Without gradient: o_BHSC, and the natural logarithm lse_BHS of the softmax's divisor.
+        """Returns o_BHSC and the natural logarithm lse_BHS of the softmax's divisor; no gradient.
 
         A query that sees no key of the block gets 0 and -inf.
         """
@@ -93,7 +93,7 @@ class ExplicitBlocks:
     def backward(  # type: ignore[no-untyped-def]
         self, upstream: Upstream, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's terms of the gradients of q, k and v."""
+        """Returns this block's terms of the gradients of q, k and v."""
         wide = at_least_float32(k_BHSC)
         heads = k_BHSC.shape[1]
         q, grad, lse, delta = (_grouped(x, heads).to(wide) for x in upstream)
@@ -106,8 +106,8 @@ class ExplicitBlocks:
 
 
 class FlexBlocks:
-    """The methods of `ExplicitBlocks` by flex attention, which skips masked tiles by itself: one
-    block of one size in every step."""
+    """Computes what `ExplicitBlocks` does with flex attention, which skips masked tiles by itself:
+    one block of one size in every step."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
         self._mask_documents = mask_documents
@@ -153,7 +153,7 @@ class FlexBlocks:
 
 
 BlockAttention = ExplicitBlocks | FlexBlocks
-"""Attention within a block. Keys and values may have fewer heads than queries."""
+"""Computes attention within a block. Keys and values may have fewer heads than queries."""
 
 
 def choose_blocks(*, mask_documents: bool, takes_flex: bool) -> BlockAttention:
@@ -197,7 +197,7 @@ def _scores(q: Tensor, k_BHSC: Tensor, mask: Tensor | None, scale: float) -> Ten
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, S, ...] -> [B, kv heads, group * S, ...]: one product serves a group of heads."""
+    """Turns [B, H, S, ...] into [B, kv heads, group * S, ...]: one product for a group of heads."""
     return x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
 
 

@@ -23,10 +23,10 @@ from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convo
 
 
 class SegmentedRecurrence:
-    """The RecurrentCore of sequences that are cut over a group. Collective, but for `mask`.
+    """The RecurrentCore of sequences that are cut over a group. All but `mask` is collective.
 
     Args:
-        rule: of whole sequences, here of segments.
+        rule: computes the recurrence; here it gets segments in place of sequences.
         group: the ranks of `cp`, two or more.
         balanced: head-tail balance; else consecutive positions.
         mask_documents: whether documents packed into a sequence are kept apart.
@@ -77,8 +77,8 @@ class SegmentedRecurrence:
         return self._join(o_NHSV.transpose(1, 2)).transpose(1, 2)
 
     def _chained(self, maps_ZBHKE: Tensor, values: int) -> Tensor:
-        """Returns the state before each segment of the sequence, [Z, B, H, K, V]. All depend on all
-        maps, so that every rank's backward reaches the exchange."""
+        """Returns the state before each segment of the sequence, [Z, B, H, K, V]. Each depends on
+        all maps, so that every rank's backward reaches the exchange."""
         shift, factor = maps_ZBHKE.split([values, maps_ZBHKE.shape[-1] - values], -1)
         states = [torch.zeros_like(shift[0])]
         for segment in range(len(maps_ZBHKE) - 1):
@@ -86,14 +86,14 @@ class SegmentedRecurrence:
         return torch.stack(states)
 
     def _cut(self, x_BS: Tensor) -> Tensor:
-        """Sequences [B, S, ...] -> segments of sequences, [segments * B, S / segments, ...]."""
+        """Cuts sequences [B, S, ...] into segments, [segments * B, S / segments, ...]."""
         return torch.cat(x_BS.chunk(len(self._own), 1))
 
     def _join(self, x_NS: Tensor) -> Tensor:
         return torch.cat(x_NS.chunk(len(self._own)), 1)
 
     def _of_all(self, own_N: Tensor) -> Tensor:
-        """Own segments' [segments * B, ...] -> all segments' in the sequence's order, [Z, B, ...].
+        """Gathers all ranks' segments [segments * B, ...] in the sequence's order, [Z, B, ...].
 
         Backward: all ranks' gradients, summed in rank order.
         """
@@ -103,5 +103,5 @@ class SegmentedRecurrence:
         return torch.stack([dealt[place] for place in self._order])
 
     def _own_of(self, all_ZB: Tensor) -> Tensor:
-        """The inverse of `_of_all`, without an exchange."""
+        """Returns this rank's segments: the inverse of `_of_all`, without an exchange."""
         return torch.cat([all_ZB[segment] for segment in self._own])

@@ -1,6 +1,6 @@
 """Attention over sequences cut among ranks: keys and values go round the ring (arXiv 2310.01889).
 
-In each step a rank holds those of a rank before it, and merges what its queries get from them by
+In each step a rank holds keys and values of a rank before it, and merges its queries' results by
 log-sum-exp. No rank ever holds a whole sequence's keys. The backward goes around once more, and the
 gradients of keys and values travel with them, the last hop back to their own rank.
 
@@ -38,9 +38,9 @@ class Ring(NamedTuple):
 def ring_attention(
     q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
+    """Returns o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
 
-    Of the gradient of the sinks, each rank gets its own queries' part.
+    Each rank gets its own queries' part of the sinks' gradient.
     """
     return _RingAttention.apply(q_BHSC, k_BHSC, v_BHSC, sinks_H, ring)
 
@@ -100,7 +100,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Make `out` and `lse` those of both sets of keys. One of the two sets must not be empty."""
+    """Merge another set of keys into `out` and `lse`. One of the two sets must not be empty."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp()[..., None]).addcmul_(part, (part_lse - total).exp()[..., None])
     lse.copy_(total)
@@ -126,7 +126,7 @@ def _add_block_gradients(
 
 
 def _gradient_of_sinks(sinks_H: Tensor, upstream: Upstream) -> Tensor:
-    """A logit with the value 0 gets its weight times what the mean value leaves it: -delta."""
+    """Returns the gradient of sinks. A logit whose value is 0 gets its weight times -delta."""
     weights_BHS = (sinks_H[:, None].to(upstream.lse_BHS.dtype) - upstream.lse_BHS).exp()
     return -(weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)
 
@@ -134,7 +134,7 @@ def _gradient_of_sinks(sinks_H: Tensor, upstream: Upstream) -> Tensor:
 class _OnTheWay(NamedTuple):
     works: list[Any]
     leaving: Tensor
-    """Kept until it is sent: its memory must not be given to another tensor before."""
+    """Kept until it is sent, so that no other tensor gets its memory."""
     arriving: Tensor
 
     def wait(self) -> Tensor:

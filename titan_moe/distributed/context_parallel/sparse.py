@@ -1,4 +1,4 @@
-"""Sparse attention whose heads are cut over `tp`, and its tokens over `cp`.
+"""Sparse attention with heads cut over `tp` and tokens cut over `cp`.
 
 Under `tp` each rank selects keys for all tokens it has gathered, from the same numbers. Under `cp`
 keys and values of whole sequences are gathered, and the indexer's keys; each rank selects for its

@@ -168,7 +168,8 @@ class Pipeline:
             stages[backward.stage_index - 1].set_local_bwd_input(gradients, late)
 
     def _build_stage(self, index: int, part: nn.Module, batch: int, seq_len: int) -> "_Stage":
-        """Gives torch the shapes, or it would run the model to learn them and send pickles."""
+        """Builds a stage with its shapes: torch would run the model to learn them, and send
+        pickles."""
         tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
         like = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
         stream = torch.empty(batch, seq_len // self._tp, self._dim, **like)  # type: ignore[call-overload]
@@ -185,8 +186,8 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that can be evaluated: torch's keeps all outputs, and on the rank where a V turns
-    its backward steps, empty in an evaluation, want a gradient.
+    """A stage that can be evaluated. torch's keeps all outputs, and its backward steps, which are
+    empty in an evaluation, want a gradient on the rank where a V turns.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

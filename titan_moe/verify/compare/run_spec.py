@@ -198,6 +198,6 @@ def _laid_out(spec: RunSpec, text: str) -> RunSpec:
         text += f",dp_shard={shard or 1}"
     layout = parse(text)
     if ranks and layout.world_size != ranks:
-        raise ConfigError(f"ranks={ranks}: layout={text} is of {layout.world_size} ranks")
+        raise ConfigError(f"ranks={ranks}: layout={text} has {layout.world_size} ranks")
     named = frozenset(key for key, _, _ in words)
     return replace(spec, layout=layout, ranks=layout.world_size, named=named)

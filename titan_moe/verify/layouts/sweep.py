@@ -209,7 +209,7 @@ def _stray_groups(layout: Layout, meshes: Meshes) -> Iterator[str]:
     # The first is the world.
     for group in meshes.groups.all()[1:]:
         if (ranks := dist.get_process_group_ranks(group)) not in known:
-            yield f"a group has the ranks {ranks}, by arithmetic those of no group"
+            yield f"a group has the ranks {ranks}, which by arithmetic no group has"
 
 
 def _members(layout: Layout, rank: int, axis: str) -> list[int]:

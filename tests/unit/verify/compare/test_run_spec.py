@@ -48,7 +48,7 @@ def test_options_are_set_only_where_they_are_written():
         ("ranks=2 branch=main", "'branch=main' means nothing"),
         ("outputs/nowhere", "no such run"),
         ("ranks=none", "ranks=none must be a positive number"),
-        ("ranks=4 layout=tp=3", "is of 3 ranks"),
+        ("ranks=4 layout=tp=3", "has 3 ranks"),
         ("layout=zz=2", "'zz' is unknown"),
         ("config=nowhere.toml", "no such file"),
         (f"{COMPARE} --optimizer.lr 1", "takes no overrides"),
