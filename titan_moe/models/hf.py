@@ -142,7 +142,7 @@ def _config_of_folder(section: Model) -> ModelConfig:
 
 
 def export_problems(model: HFModel, bias_update_speed: float | None) -> list[str]:
-    """Why what training makes of a model could not be exported; empty when it could.
+    """Returns the reasons why the trained model could not be exported; empty if it could.
 
     Args:
         bias_update_speed: the [moe] table's; None: the flavor's own.
@@ -171,7 +171,7 @@ def export_problems(model: HFModel, bias_update_speed: float | None) -> list[str
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises ConfigError in one line."""
+    """Returns config.json of a folder. Raises ConfigError in one line."""
     path = folder / CONFIG
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist, or is no folder")
@@ -193,8 +193,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def weight_block(settings: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
-    """The block size of float8 weights, where there are any. Raises ConfigError for weights that
-    cannot be de-quantised.
+    """Returns the block size of float8 weights, None without any. Raises ConfigError for weights
+    that cannot be de-quantised.
 
     Args:
         path: of the config.json.

@@ -39,7 +39,6 @@ def index(file):
     ("change", "words"),
     [
         (lambda folder: folder.rename(folder.parent / "other"), "does not exist"),
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (
             lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),

@@ -124,7 +124,6 @@ _RECURRENT = names.renamed(
 _DECAY = {
     "narrow.a": "f_a_proj.weight",
     "gates.a": "f_b_proj.weight",
-    "decay.A_log": "A_log",
     "decay.dt_bias": "dt_bias",
 }
 

@@ -54,7 +54,7 @@ def _taken(table: dict[str, Any], settings: dict[str, Any]) -> dict[str, tuple[i
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe", "glm4_moe_lite"])
 def test_names_and_shapes_are_those_that_engines_load(family, tmp_path):
-    """But for biases that engines drop, which no published model of the family has."""
+    """Biases that engines drop, which no published model of the family has, are left out."""
     table, found = _TABLES[family], _export(family, tmp_path / "out")
     dropped = {x for x in found if any(fnmatchcase(x, pattern) for pattern in table["dropped"])}
     kept = {name: shape for name, shape in found.items() if name not in dropped}

@@ -79,7 +79,7 @@ def test_multi_token_prediction_is_left_out_where_it_is_not_trained(deepseek, ca
         found = _find(folder, without, lambda tensors: None)
     assert not any("mtp" in name for name in found)
     assert any("multi-token prediction layers are left out" in line for line in caplog.messages)
-    # Of a model that has none, such a layer is superfluous.
+    # A layer is superfluous if config.json says that there is none.
     settings = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
     (folder / "config.json").write_text(json.dumps(settings))
     line = failure(_find, folder, without, lambda tensors: None)

@@ -22,11 +22,11 @@ from titan_moe.verify.parity.check import BOUNDS, cases, distance
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 PLAIN = {case.family: case for case in cases() if case.option == "plain"}
-# Layers of their own there: peft has one A for the projections that share a tensor.
+# Layers with tensors of their own: peft has one A for projections that share a tensor.
 SEPARATE = ["*.attention.w?", "out_proj", "shared_experts", "experts"]
 LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 HEADS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# Whose experts `peft` adapts, and not each projection of them.
+# Families whose experts `peft` adapts as stacks, and not each projection of them.
 STACKED = ["qwen3", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4"]
 STACKS = ["gate_up_proj", "down_proj"]
 

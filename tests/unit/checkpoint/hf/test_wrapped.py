@@ -184,7 +184,7 @@ def test_every_published_model_around_a_text_model_is_tried():
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_embeddings_are_tied_where_transformers_ties_them(kind):
-    """By what config.json says in its two tables, or does not: each model has its own rule."""
+    """Each model has its own rule for the key in the two tables of config.json."""
     whole, key = _draw(kind).config.to_dict(), "tie_word_embeddings"
     text, vision = whole["text_config"], whole["vision_config"]
     text.pop(key, None)
