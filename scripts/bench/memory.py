@@ -25,7 +25,6 @@ from scripts.bench.measure import options, print_table, take_turns, write_json
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
 from titan_moe.optim.schedules import set_lr
 from titan_moe.parallelize.memory import memory
-from titan_moe.parallelize.memory_table import Setup
 
 _MIB = 2**20
 _COLUMNS = ("way", "peak MiB", "must", "peak/must", "estimate", "beyond", "ms/step", "time")
@@ -119,7 +118,7 @@ def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> 
     tensors: list[Tensor] = [p for _, p in training.sharded.named_parameters()]
     tensors += [x for x in states if torch.is_tensor(x)]
     way.held = float(sum(x.numel() * x.element_size() for x in tensors))
-    found = memory(Setup(training.job, training.sharded.config, 1))
+    found = memory(training.sharded.plan)
     way.must, way.estimate = found.stored + found.kept, found.total
     return training.run
 
