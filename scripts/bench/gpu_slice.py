@@ -42,7 +42,7 @@ from titan_moe.config.job_config import JobConfig, Profiling
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops
 from titan_moe.parallelize.memory import GIB, Memory, memory
-from titan_moe.parallelize.memory_table import Setup
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.device import memory_of, peak_flops
 
@@ -183,7 +183,7 @@ def estimates_of(tables: dict[str, dict[str, Any]]) -> list[Memory]:
     job = JobConfig.model_validate(tables)
     config = model_config(job.model.name, job.model.flavor)
     slices = (replace(config, num_layers=n) for n in range(1, config.num_layers + 1))
-    return [memory(Setup(job, each, 1)) for each in slices]
+    return [memory(make_plan(job, each, 1, device_type="cuda")) for each in slices]
 
 
 def layers_that_fit(estimates: Sequence[Memory], gpu: int | None) -> int:

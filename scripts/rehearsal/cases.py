@@ -13,8 +13,8 @@ from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
-from titan_moe.parallelize.memory import GIB, choose_accumulation
-from titan_moe.parallelize.memory_table import Setup
+from titan_moe.parallelize.memory import GIB
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse
 
@@ -140,8 +140,8 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     name = f"{path.parent.name}/{path.name}"
     if layers is not None and job.parallelism.pipeline_parallel_degree == 1:
         # "auto" is resolved for the whole model, not for its first layers.
-        shared = choose_accumulation(Setup(job, config, world_size), _GPU_BYTES)
-        job = job.with_values(parallelism={"fsdp_accumulation": shared.word})
+        whole = make_plan(job, config, world_size, device_type="cuda", device_bytes=_GPU_BYTES)
+        job = job.with_values(parallelism={"fsdp_accumulation": whole.accumulation})
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"
     return Case(name, job, config, world_size, world_size - 1, path)

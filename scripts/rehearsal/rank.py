@@ -17,7 +17,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.fake_rank import empty_batch, fake_world
-from titan_moe.training.train_step import StepResult, build_step
+from titan_moe.training.train_step import Observer, build_step
 
 _GPUS_OF_A_NODE = 8
 _MICROBATCHES = 2
@@ -96,8 +96,8 @@ def _refused(error: Exception) -> Finding:
     return Finding("refused", places[-1] if places else here(), f"{type(error).__name__}: {said}")
 
 
-class Marks:
-    """An Observer that keeps counts: before each microbatch, after the last, and at the end."""
+class Marks(Observer):
+    """Keeps counts: before each microbatch, after the last, and at the end."""
 
     def __init__(self, mode: FakeCuda) -> None:
         self._mode = mode
@@ -108,9 +108,6 @@ class Marks:
 
     def accumulated(self) -> None:
         self.end()
-
-    def updated(self, result: StepResult) -> None:
-        pass
 
     def end(self) -> None:
         """Keeps the counts until now."""

@@ -50,7 +50,7 @@ def trained(job: JobConfig, evaluates: bool = False) -> dict[str, Any]:
             calls = Counter({f: v.calls for f, v in counter.volumes().items() if v.bytes})
             counter.groups = {}
             if evaluates:
-                losses.append(validation_loss(data, sharded, CPU)[0])
+                losses.append(validation_loss(data, sharded)[0])
                 kept = model_tensors(sharded.parts)
                 shapes = {name: local_part(kept[f"model.{name}"]).shape for name in parameters}
                 assert shapes == {name: local_part(p).shape for name, p in parameters.items()}

@@ -1,12 +1,16 @@
-"""Operations that collectives must not use on gloo, and groups that meet before the first step."""
+"""Collectives on gloo: operations that it must not get, FSDP's sums over it, and groups that meet
+before the first step."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.operations import Operations, watch_collectives
 from titan_moe.comm.collectives import gather_parts
+from titan_moe.distributed.fsdp import ExchangedSum
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.simulate.comm_counter import CommCounter
 
 
 def functional_gathers() -> list[str]:
@@ -41,3 +45,35 @@ def test_connect_meets_all_ranks_of_each_group_and_the_world_last():
         # pp, fsdp, ep, world.
         assert seen["all_reduce"] == [[rank % 2, rank % 2 + 2], pair, pair, [0, 1, 2, 3]]
         assert seen["all_to_all_single"] == [pair]
+
+
+SIZE = 5
+
+
+def reduced(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """This rank's part, what it must be, and the calls by operation."""
+    rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    inputs = [
+        torch.randn(ranks * SIZE, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        for seed in range(ranks)
+    ]
+    comm = ExchangedSum()
+    out = comm.allocate((SIZE,), dtype=dtype, device=torch.device("cpu"))
+    with CommCounter() as counter:
+        counter.groups = {world.group_name: "world"}
+        comm(output_tensor=out, input_tensor=inputs[rank], group=world, op=dist.ReduceOp.SUM)
+    expected = torch.zeros(SIZE, dtype=dtype)
+    for each in inputs:
+        expected += each[rank * SIZE : (rank + 1) * SIZE]
+    sent = {flow.op: volume for flow, volume in counter.volumes().items()}
+    return out, expected, sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fsdps_reduce_scatter_sums_in_the_order_of_ranks_and_sends_parts_alone(
+    dtype: torch.dtype,
+):
+    for out, expected, sent in run_on_ranks(reduced, 3, dtype):
+        assert torch.equal(out, expected)
+        # Two parts of three leave the rank; an all-reduce would send four.
+        assert sent == {"all_to_all": (1, 2 * SIZE * dtype.itemsize)}

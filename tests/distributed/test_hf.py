@@ -23,6 +23,7 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.registry import FAMILIES
 from titan_moe.parallelize.parallelize import build_sharded_model
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.files import step_folder
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.layouts.layouts import apply_layout, parse
@@ -45,8 +46,9 @@ def parts_of(model: HFModel, layout: str, **tables: Any) -> list[Decoder]:
     own = parse(layout)
     tables["model"] = {"name": model.family, "flavor": "gate"}
     tables["parallelism"] = {"module_fqns_per_model_part": None}
-    job, cpu = apply_layout(JobConfig(), own, tables), torch.device("cpu")
-    return build_sharded_model(job, model.config, device=cpu, world_size=own.world_size).parts
+    job = apply_layout(JobConfig(), own, tables)
+    plan = make_plan(job, model.config, own.world_size)
+    return build_sharded_model(plan, torch.device("cpu")).parts
 
 
 def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str) -> None:

@@ -98,7 +98,7 @@ def train_once(sharded, reader: int | None = None, rows: int = 1) -> None:
     """One run on the rows of a reader, by default of this rank's number."""
     first = rows * (dist.get_rank() if reader is None else reader)
     batch = batch_of(0, slice(first, first + rows))
-    sharded.execution.accumulate(local_batch(batch, sharded, torch.device("cpu")))
+    sharded.execution.accumulate(local_batch(batch, sharded))
 
 
 def log_of_a_step(

@@ -12,14 +12,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.support.operations import Operations
 from tests.support.tiers import tiered
-from tests.support.tiny import largest_error, make_job
+from tests.support.tiny import largest_error, make_job, tiny_step
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed import activation_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops import attention
-from titan_moe.parallelize.parallelize import build_sharded_model
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
@@ -55,9 +54,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     config = replace(model_config(family, "gate"), num_layers=LAYERS, num_mtp_layers=0)
     degrees = {"expert_parallel_degree": ep, "expert_parallel_overlap": "halves" in mode}
     job = make_job(family, parallelism=degrees, activation_checkpoint=MODES[mode])
-    cpu, world_size = torch.device("cpu"), dist.get_world_size()
-    sharded = build_sharded_model(job, config, device=cpu, world_size=world_size)
-    (model,) = sharded.parts
+    (model,) = tiny_step(job, config)[0].parts
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN), generator=generator)

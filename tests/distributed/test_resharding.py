@@ -133,7 +133,7 @@ def _keep_cycles() -> None:
         ],
     ),
 )
-def test_what_does_not_move_is_noticed(
+def test_state_that_a_change_of_layout_leaves_behind_is_noticed(
     tmp_path: Path, undisturbed: Undisturbed, plant: Callable[[], None], says: str
 ) -> None:
     lines = check(tmp_path, undisturbed, *SHORT[0], plant)
@@ -205,7 +205,7 @@ def refuse(before: JobConfig, config: ModelConfig, jobs: list[JobConfig]) -> lis
     return found
 
 
-def test_what_cannot_change_is_refused_before_anything_moves(tmp_path: Path) -> None:
+def test_reshard_refuses_another_world_or_rate_before_anything_moves(tmp_path: Path) -> None:
     before, wide, other = (
         make_job(_QWEN, parse(layout), tmp_path, steps=LEG, optimizer=optimizer)
         for layout, optimizer in [("dp_shard=2", {}), ("dp_shard=4", {}), ("tp=2", {"lr": 0.5})]

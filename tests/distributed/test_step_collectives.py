@@ -17,6 +17,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.hf import model_of_job
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.training.train_data import TrainData
@@ -148,7 +149,8 @@ def test_epochs_of_conversations_end_after_the_same_steps_in_every_layout(tmp_pa
 def lines_about_roles(job: JobConfig) -> str:
     """Opens the data on this rank; returns the mistake in it."""
     try:
-        TrainData(job, job, model_of_job(job.model), trainings.process_here())
+        process = trainings.process_here()
+        TrainData(job, make_plan(job, model_of_job(job.model), process.world_size), process)
     except ConfigError as error:
         return " ".join(error.lines)
     return ""

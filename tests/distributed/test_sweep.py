@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from titan_moe.distributed import expert_parallel, fsdp, parallel_dims
-from titan_moe.parallelize import parallelize as build
+from titan_moe.parallelize import policies
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.verify.layouts import sweep
 from titan_moe.verify.layouts.layouts import Layout, parse
@@ -40,10 +40,8 @@ def _another_hidden_dim() -> Any:
 
 
 def _the_neighbours_stage() -> Any:
-    right = build.stages_of_rank
-    return mock.patch.object(
-        build, "stages_of_rank", lambda s, rank, ranks, n: right(s, (rank + 1) % ranks, ranks, n)
-    )
+    right = policies._stages_of_ranks
+    return mock.patch.object(policies, "_stages_of_ranks", lambda *how: right(*how)[::-1])
 
 
 def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankCheck:

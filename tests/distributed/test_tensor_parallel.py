@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.operations import Operations
 from tests.support.tiers import tiered
-from tests.support.tiny import make_job
+from tests.support.tiny import make_job, tiny_step
 from titan_moe.distributed import tensor_parallel
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.runtime.ranks import RankError, run_on_ranks
@@ -132,11 +132,10 @@ def widest_logits(world_size: int) -> int:
     """The most logits a token has in anything that is computed after the output layer."""
     from titan_moe.distributed.execution import LocalBatch
     from titan_moe.models.registry import model_config
-    from titan_moe.parallelize.parallelize import build_sharded_model
 
     job = make_job("qwen3", parallelism={"tensor_parallel_degree": world_size})
     config = model_config("qwen3", "gate")
-    sharded = build_sharded_model(job, config, device=torch.device("cpu"), world_size=world_size)
+    sharded, _ = tiny_step(job, config)
     tokens = torch.arange(32).view(2, 16)
     with Operations() as seen:
         sharded.execution.accumulate(

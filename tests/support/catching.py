@@ -79,7 +79,7 @@ def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:
     state = LocalState(task)
     assert not state.problems, state.problems
     state.fill()
-    capture = StepCapture(task.job, state.sharded, state.optimizer, step=1)
+    capture = StepCapture(state.sharded, state.optimizer, step=1)
     set_lr(state.optimizer, RATES[0])
     state.train_step(state.batches(state.fixture.batches[0]), observer=capture)
     capture.write(folder)

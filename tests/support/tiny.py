@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.parallelize.parallelize import ShardedModel
-from titan_moe.training.train_step import TrainStep, build_step
+from titan_moe.training.train_step import Observer, TrainStep, build_step
 
 ROWS, SEQ_LEN = 24, 32
 COMMON = {
@@ -63,23 +62,17 @@ def largest_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
-class FirstGradients:
+class FirstGradients(Observer):
     """An observer that keeps the gradients of a model's first step."""
 
     def __init__(self, sharded: ShardedModel, part: Callable[[Tensor], Tensor] = whole) -> None:
         self._parameters, self._part = dict(sharded.named_parameters()), part
         self.found: dict[str, Tensor] = {}
 
-    def reads(self, batch: Any, local: Any) -> None:
-        pass
-
     def accumulated(self) -> None:
         if not self.found:
             for name, parameter in self._parameters.items():
                 self.found[name] = self._part(parameter.grad).clone()
-
-    def updated(self, result: Any) -> None:
-        pass
 
 
 def batch_of(step: int, rows: slice) -> Batch:

@@ -12,6 +12,7 @@ Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 
 from titan_moe.cli.command import Answer, Command, add_ranks, job_of
 from titan_moe.config.errors import ConfigError
@@ -30,8 +31,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.training_stages import training_stages
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
-    from titan_moe.parallelize.memory import GIB, choose_accumulation
-    from titan_moe.parallelize.memory_table import Setup
+    from titan_moe.parallelize.memory import GIB, accumulation_line, memory
+    from titan_moe.parallelize.memory_table import NODE
+    from titan_moe.parallelize.policies import make_plan
 
     job, gpu = job_of(options), options.gpu_gib * GIB
     config = model_of_job(job.model)
@@ -41,22 +43,25 @@ def run(options: argparse.Namespace) -> Answer:
         raise ConfigError(problems)
     size = total(config)
     active = size.active(config)
-    setups = {step: Setup(stage, config, options.ranks) for step, stage in training_stages(job)}
+    on_gpus = partial(make_plan, device_type="cuda", device_bytes=gpu, ranks_per_node=NODE)
     try:
-        shared = {step: choose_accumulation(setup, gpu) for step, setup in setups.items()}
-        found = {step: each.estimate for step, each in shared.items()}
+        plans = {
+            step: on_gpus(stage, config, options.ranks) for step, stage in training_stages(job)
+        }
     except ValueError as error:
         line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
         raise ConfigError(line) from error
+    found = {step: memory(plan) for step, plan in plans.items()}
+    lines = {step: accumulation_line(plan, found[step]) for step, plan in plans.items()}
     most = max(found.values(), key=lambda estimate: estimate.needed)
     fits = most.needed <= gpu
     (_, first), *later = found.items()
-    starts = {step: f"from step {step}: " if step > 1 else "" for step in shared}
+    starts = {step: f"from step {step}: " if step > 1 else "" for step in plans}
     data = {
         "parameters": sum(size),
         "active_parameters": active,
         "bytes": asdict(first),
-        "accumulation": {"word": shared[1].word, "microbatches": shared[1].microbatches},
+        "accumulation": {"word": plans[1].accumulation, "microbatches": plans[1].microbatches},
         "needed": most.needed,
         "fits": fits,
     }
@@ -72,7 +77,7 @@ def run(options: argparse.Namespace) -> Answer:
             f"stored has the moments of optimizer.name={job.optimizer.name}"
             + (", one of a layer's matrix and two of others" * (job.optimizer.name == "Muon")),
             *(["the rank of the pipeline that needs most, an upper bound"] if piped else []),
-            *(starts[step] + each.line for step, each in shared.items() if each.line),
+            *(starts[step] + line for step, line in lines.items() if line),
             f"{verdict}: {most.margin(gpu)}",
         ],
         exit_code=0 if fits else 1,

@@ -689,6 +689,17 @@ class ActivationCheckpoint(Section):
     """In layers that are recomputed whole, keep the output of torch's attention kernels instead of
     attending again, for the memory of a token's heads. Flex attention attends again."""
 
+    @property
+    def by_operation(self) -> bool:
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
+    @property
+    def every(self) -> int:
+        """N, if every N-th layer is recomputed whole; 0 if none is."""
+        if self.mode == "selective" and not self.by_operation:
+            return int(self.selective_ac_option)
+        return int(self.mode == "full")
+
 
 class Compile(Section):
     """torch.compile, layer by layer."""

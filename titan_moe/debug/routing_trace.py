@@ -47,7 +47,6 @@ from titan_moe.models.config import ModelConfig, moe_layer_names
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.router import Router
 from titan_moe.parallelize.parallelize import ShardedModel
-from titan_moe.parallelize.policies import compute_dtype
 
 FLIPS_FILE = "routing_flips.jsonl"
 
@@ -60,9 +59,8 @@ class RoutingTrace:
     Raises ConfigError where a record cannot be written, or cannot be followed to the last step.
     """
 
-    def __init__(
-        self, job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
-    ) -> None:
+    def __init__(self, sharded: ShardedModel, process: Process, *, resume_step: int) -> None:
+        job = sharded.plan.job
         self._sharded, self._device = sharded, process.device
         self._replayed: Record | None = None
         self._writer: RecordWriter | None = None
@@ -76,7 +74,7 @@ class RoutingTrace:
         queries = job.training.global_batch_size * job.training.seq_len
         self._totals = {"slots": queries * dims.top_k, "queries": queries}
         self._experts, self._keys = dims.layers, _indexers(sharded) if dims.index_top_k else []
-        dtype = str(compute_dtype(job)).removeprefix("torch.")
+        dtype = sharded.plan.types.compute
         if replay is not None:
             self._replayed = Record(Path(replay))
             steps = range(resume_step + 1, job.training.steps + 1)

@@ -56,15 +56,9 @@ _ATTENTION = {
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 
-def recomputes_by_operation(section: ActivationCheckpoint) -> bool:
-    return section.mode == "selective" and section.selective_ac_option == "op"
-
-
 def is_recomputed_whole(layer: int, section: ActivationCheckpoint) -> bool:
     """Returns whether the layer of this number in the whole model is recomputed whole."""
-    if section.mode == "none" or recomputes_by_operation(section):
-        return False
-    return section.mode == "full" or layer % int(section.selective_ac_option) == 0
+    return section.every > 0 and layer % section.every == 0
 
 
 def apply_activation_checkpoint(
@@ -77,17 +71,16 @@ def apply_activation_checkpoint(
             however a pipeline cuts the model.
         compiled: whether blocks are compiled: they recompute by operation within their graphs.
     """
-    by_operation = recomputes_by_operation(section)
-    if by_operation and compiled:
+    if section.by_operation and compiled:
         return
     for name, block in model.blocks().items():
-        if by_operation or is_recomputed_whole(block.layer, section):
+        if section.by_operation or is_recomputed_whole(block.layer, section):
             model.set_submodule(name, Recomputed(block, _kept(section)))
 
 
 def _kept(section: ActivationCheckpoint) -> set[Any]:
     """The operations whose results are kept."""
-    if recomputes_by_operation(section):
+    if section.by_operation:
         return _KEPT
     kept = _EXCHANGES if section.keep_exchanged_rows else set()
     return kept | _ATTENTION | {varlen_operation()} if section.keep_attention else kept

@@ -30,10 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
-from titan_moe.distributed.activation_checkpoint import (
-    is_recomputed_whole,
-    recomputes_by_operation,
-)
+from titan_moe.distributed.activation_checkpoint import is_recomputed_whole
 from titan_moe.moe.layer import MoE
 
 # Entries of one function's cache: blocks of all kinds, in training and in validation, share it.
@@ -64,7 +61,7 @@ def apply_compile(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT
     )
 
-    options = _options(section.backend, recomputes_by_operation(recompute))
+    options = _options(section.backend, recompute.by_operation)
     if pipelined_tp is not None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -80,10 +77,10 @@ def apply_compile(
 
 
 def compile_loss(
-    loss: Callable[..., Any], section: Compile, device: torch.device
+    loss: Callable[..., Any], section: Compile, device_type: str
 ) -> Callable[..., Any]:
     """The loss compiled, if the section says so; on CUDA it is a kernel of our own."""
-    if not section.enable or "loss" not in section.components or device.type == "cuda":
+    if not section.enable or "loss" not in section.components or device_type == "cuda":
         return loss
     return torch.compile(loss, backend=section.backend)
 

@@ -22,7 +22,7 @@ class LocalBatch(NamedTuple):
     """[B, S] the document of every token of the whole sequences: masks look beyond the own part."""
     positions_BS: Tensor
     """[B, S/cp] position of each own token in its sequence, or in its document
-    (`ShardedModel.counts_in_documents`)."""
+    (`Plan.counts_in_documents`)."""
     ahead_tokens_BKS: Tensor | None = None
     """[B, K, S/cp] the tokens 1, 2, ..., K positions on, for multi-token prediction."""
     ahead_labels_BKS: Tensor | None = None
@@ -30,7 +30,7 @@ class LocalBatch(NamedTuple):
     bounds: DocumentBounds | None = None
     """Upper bounds on the documents of any part of the batch; None: not known on the host."""
     counted_BS: Tensor | None = None
-    """[B, S/cp] False for tokens that routers do not count (`ShardedModel.counts_answers`)."""
+    """[B, S/cp] False for tokens that routers do not count (`Plan.counts_answers`)."""
 
     def beside_tokens(self) -> dict[str, Any]:
         """Returns the arguments of a decoder's forward besides the token ids, without any None."""

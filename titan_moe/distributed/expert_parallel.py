@@ -7,16 +7,15 @@ its own, so nothing here needs to know how the dense part of the model was cut.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from titan_moe.config.job_config import Parallelism, Training, Validation
 from titan_moe.distributed.dtensor import cut_parameter, local_part
-from titan_moe.distributed.parallel_dims import Meshes, ParallelDims
-from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached
+from titan_moe.distributed.parallel_dims import Meshes
+from titan_moe.moe.config import DispatchOptions, MoEConfig
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
@@ -46,38 +45,6 @@ def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
 def _own_counted(moe: MoE, args: tuple[Any, ...], group: ProcessGroup) -> tuple[Any, ...]:
     x_BSD, counted_BS = args
     return x_BSD, None if counted_BS is None else counted_BS.chunk(group.size(), 1)[group.rank()]
-
-
-class DispatchOptions(NamedTuple):
-    """The dispatcher of the MoE layers, and its options."""
-
-    name: str = "standard"
-    """A key of `DISPATCHERS`."""
-    capacity_factor: float | None = None
-    """Capacity factor of "capacity", which needs one, and of "symmetric", which may have one."""
-    ranks_per_node: int | None = None
-    """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
-    num_chunks: int = 1
-    """Value of `MoE.num_chunks`."""
-
-
-def choose_dispatcher(
-    config: MoEConfig, dims: ParallelDims, ranks_per_node: int
-) -> tuple[str, str]:
-    """Returns "deduplicated" if that dispatcher sends clearly fewer rows, from 8 ranks on, else
-    "standard"; and the reason.
-
-    If ep spans nodes, rows between nodes are counted, which are the dearest.
-    """
-    ep, top_k = dims.ep, config.top_k
-    on_node = dims.ranks_on_node(ranks_per_node)
-    places, word = (ep, "ranks") if on_node is None else (ep // on_node, "nodes")
-    reached = places_reached(top_k, places)
-    name = "deduplicated" if deduplication_pays(top_k, places, ep) else "standard"
-    return name, (
-        f"a token's {top_k} experts are on {reached:.2f} of {places} {word} on average, "
-        f"{top_k / reached:.2f} rows for one"
-    )
 
 
 def apply_expert_parallel(
@@ -119,18 +86,6 @@ DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher
 
 def _groups(meshes: Meshes) -> tuple[ProcessGroup, ProcessGroup]:
     return meshes.group("ep"), meshes.group("etp")
-
-
-def most_tokens(training: Training, validation: Validation, parallelism: Parallelism) -> int:
-    """Tokens of a rank's largest microbatch, in training and in validation."""
-    lengths = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    piped = parallelism.pipeline_parallel_degree > 1
-    size = parallelism.pipeline_parallel_microbatch_size
-    most = (size if piped else training.local_batch_size) * training.seq_len
-    if validation.enable:
-        seq_len = validation.seq_len or training.seq_len
-        most = max(most, (size if piped else validation.local_batch_size) * seq_len)
-    return most // lengths
 
 
 def _cut_experts(experts: Experts, meshes: Meshes) -> None:

@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from titan_moe.config.job_config import Parallelism
-from titan_moe.config.pipeline import (
-    bubble_fraction,
-    num_microbatches,
-    schedule_of,
-    stages_of_rank,
-)
+from titan_moe.config.pipeline import bubble_fraction, num_microbatches, schedule_of
 from titan_moe.distributed.dtensor import sharding_of
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES, Meshes
 
@@ -47,6 +42,7 @@ def layout_summary(
 def pipeline_summary(
     parallelism: Parallelism,
     stages: Sequence[Sequence[str]],
+    stages_of_ranks: Sequence[Sequence[int]],
     weights: Mapping[str, float],
     rows: int,
 ) -> str:
@@ -54,18 +50,15 @@ def pipeline_summary(
 
     Args:
         stages: the modules of each stage.
+        stages_of_ranks: the stages that each rank of the pipeline holds.
         weights: the cost of each module.
         rows: sequences of one run of the schedule.
     """
-    schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
+    schedule = schedule_of(parallelism)
     microbatches = num_microbatches(parallelism, rows)
     costs = [sum(weights[name] for name in names) for names in stages]
-    bubble = bubble_fraction(schedule, ranks, len(stages), microbatches)
-    holder = {
-        stage: rank
-        for rank in range(ranks)
-        for stage in stages_of_rank(schedule, rank, ranks, len(stages))
-    }
+    bubble = bubble_fraction(schedule, len(stages_of_ranks), len(stages), microbatches)
+    holder = {stage: rank for rank, own in enumerate(stages_of_ranks) for stage in own}
     lines = [
         f"pipeline: {schedule.name}, {microbatches} microbatches, predicted bubble {bubble:.1%} of "
         f"the time if all stages cost the same"

@@ -1,16 +1,11 @@
-"""Sizes and costs of a decoder by arithmetic: parameters, FLOPs, saved elements, and each rank's
-share in a pipeline. No torch.
+"""Sizes and costs of a decoder by arithmetic: parameters, FLOPs, saved elements. No torch.
 
 Pipelines split by FLOPs, MFU counts them, the memory estimate adds up sizes.
 """
 
-from collections.abc import Iterator
 from functools import singledispatch
 from typing import NamedTuple
 
-from titan_moe.config import pipeline
-from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Parallelism, Training
 from titan_moe.models.config import (
     GatedDeltaConfig,
     GQAConfig,
@@ -238,54 +233,3 @@ def _layer_size(config: ModelConfig, layer: int) -> Size:
     return Size(
         dense + router + moe.num_shared_experts * expert, moe.num_experts * (expert + biases)
     )
-
-
-class Share(NamedTuple):
-    """One rank's part of the model, and how much of the batch it has between forward and
-    backward at the worst moment."""
-
-    parts: dict[str, Size]
-    sequences: int
-    """Sequences of one microbatch."""
-    layers: int
-    """Layers that microbatches have passed on this rank, summed over these microbatches."""
-    losses: int
-    """Microbatches whose loss is computed and whose backward is still to come."""
-    streams: int
-    """Inputs, outputs and gradients of microbatches that wait between stages."""
-
-
-def shares_of_ranks(
-    config: ModelConfig, training: Training, parallelism: Parallelism
-) -> Iterator[Share]:
-    """Yields the share of each rank of one pipeline; the whole model where there is none.
-
-    Raises ConfigError for a pipeline that this model cannot be cut into.
-    """
-    sizes, batch = part_sizes(config), training.local_batch_size
-    ranks = parallelism.pipeline_parallel_degree
-    if ranks == 1:
-        yield Share(sizes, batch, config.num_layers + config.num_mtp_layers, 1, 0)
-        return
-    if wrong := pipeline.problems(
-        parallelism, num_layers=config.num_layers, local_batch_size=batch
-    ):
-        raise ConfigError([str(each) for each in wrong])
-    flops = part_flops(config, training.seq_len)
-    stages = pipeline.model_parts(parallelism, flops, config.num_layers)
-    layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
-    layers[-1] += config.num_mtp_layers
-    stages[-1] += [name for name in sizes if name == "mtp"]
-    schedule = pipeline.schedule_of(parallelism)
-    count = pipeline.num_microbatches(parallelism, batch)
-    for rank in range(ranks):
-        own = pipeline.stages_of_rank(schedule, rank, ranks, len(stages))
-        outputs, losses = pipeline.in_flight(schedule, rank, ranks, len(stages), count)
-        passed, left = 0, outputs
-        for number in sorted((layers[stage] for stage in own), reverse=True):
-            passed += number * min(count, left)
-            left -= min(count, left)
-        parts = {name: sizes[name] for stage in own for name in stages[stage]}
-        # Torch has a buffer for the input, and for the output's gradient, of every microbatch.
-        streams = outputs + 2 * count * len(own)
-        yield Share(parts, parallelism.pipeline_parallel_microbatch_size, passed, losses, streams)

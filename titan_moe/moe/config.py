@@ -2,7 +2,7 @@
 read it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from titan_moe.config.job_config import Score
 
@@ -48,6 +48,19 @@ class MoEConfig:
         """True if an auxiliary loss, bias updates or forced routing keep the experts' load even."""
         losses = self.sequence_aux_loss_weight or self.global_aux_loss_weight
         return bool(self.bias_update_speed or losses or self.force_load_balance)
+
+
+class DispatchOptions(NamedTuple):
+    """The dispatcher of the MoE layers, and its options."""
+
+    name: str = "standard"
+    """A key of `expert_parallel.DISPATCHERS`."""
+    capacity_factor: float | None = None
+    """Capacity factor of "capacity", which needs one, and of "symmetric", which may have one."""
+    ranks_per_node: int | None = None
+    """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
+    num_chunks: int = 1
+    """Value of `Dispatcher.num_chunks`."""
 
 
 def places_reached(top_k: int, places: int) -> float:

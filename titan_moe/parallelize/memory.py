@@ -7,7 +7,8 @@ a GPU; a run logs what it measures beside it.
 
 from dataclasses import dataclass
 
-from titan_moe.parallelize.memory_table import SKEW, Setup, tables
+from titan_moe.parallelize.memory_table import SKEW, tables
+from titan_moe.parallelize.plan import Plan
 
 GIB = 2**30
 _UNITS = {"GiB": GIB, "MiB": 2**20}
@@ -49,8 +50,7 @@ class Memory:
     """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
     accumulated: float
     """Sums of gradients that are still to be reduced, and parameters that stay gathered, in a
-    pipeline or with `parallelism.fsdp_accumulation="keep_gathered"`; else 0, also for "auto",
-    which `choose_accumulation` resolves."""
+    pipeline or with `Plan.accumulation` "keep_gathered"; else 0."""
     exchange: float
     """Symmetric memory of the dispatcher that has some."""
     host: float
@@ -97,55 +97,19 @@ class Memory:
         return f"{self.needed / GIB:.1f} of {gpu / GIB:.1f} GiB, {word}, with {more}"
 
 
-def memory(setup: Setup) -> Memory:
-    """The estimate for one rank: in a pipeline, for the one that needs most. Raises as `tables`."""
+def memory(plan: Plan) -> Memory:
+    """Returns the estimate for one rank: in a pipeline, for the one that needs most."""
     ranks = (
         Memory(**{term: sum(lines.values(), 0.0) for term, lines in table.items()})
-        for table in tables(setup)
+        for table in tables(plan)
     )
-    return max(ranks, key=lambda found: found.needed)
+    return max(ranks, key=lambda rank: rank.needed)
 
 
-@dataclass(frozen=True)
-class Accumulation:
-    """Holds the resolved `parallelism.fsdp_accumulation`, and the setup with it."""
-
-    word: str
-    """Value of `parallelism.fsdp_accumulation`: "reduce_each" or "keep_gathered", never "auto"."""
-    microbatches: int
-    """Number of microbatches in a step; 1 in a pipeline."""
-    setup: Setup
-
-    @property
-    def estimate(self) -> Memory:
-        """Returns a rank's memory. Raises as `memory`."""
-        return memory(self.setup)
-
-    @property
-    def line(self) -> str:
-        """Returns the line for a log; empty if a step has one microbatch."""
-        if self.microbatches == 1:
-            return ""
-        kept, unit = self.estimate.accumulated, self.estimate.unit
-        more = f", for {kept / _UNITS[unit]:.1f} {unit} more" if kept else ""
-        return f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}{more}"
-
-
-def choose_accumulation(setup: Setup, device_bytes: float | None) -> Accumulation:
-    """Resolves `parallelism.fsdp_accumulation`. `device_bytes`: a GPU's memory; None: a CPU."""
-    training, parallelism, dims = setup.job.training, setup.parallelism, setup.dims
-    sequences = dims.size("batch") * training.local_batch_size
-    microbatches = 1 if dims.pp > 1 else max(training.global_batch_size // sequences, 1)
-
-    def with_word(word: str) -> Accumulation:
-        resolved = parallelism.model_copy(update={"fsdp_accumulation": word})
-        job = setup.job.model_copy(update={"parallelism": resolved})
-        return Accumulation(word, microbatches, setup._replace(job=job))
-
-    if parallelism.fsdp_accumulation != "auto":
-        return with_word(parallelism.fsdp_accumulation)
-    if microbatches > 1 and device_bytes is not None:
-        keeping = with_word("keep_gathered")
-        if keeping.estimate.needed + MARGIN <= device_bytes:
-            return keeping
-    return with_word("reduce_each")
+def accumulation_line(plan: Plan, estimate: Memory) -> str:
+    """Returns a log line on what the microbatches of a step share; empty if a step has one."""
+    if plan.microbatches == 1:
+        return ""
+    kept, unit = estimate.accumulated, estimate.unit
+    more = f", for {kept / _UNITS[unit]:.1f} {unit} more" if kept else ""
+    return f"{plan.microbatches} microbatches a step: fsdp_accumulation={plan.accumulation}{more}"

@@ -11,7 +11,7 @@ A line can be checked by hand against a model's config. Its factors, each with i
 - Moments: AdamW has two for each parameter (arXiv 1711.05101), Muon one for a layer's matrices.
 - Values per token: the tensors that `models/attention.py`, `moe/experts.py` and `ops` save for the
   backward. Tests compare them with what lives in a forward.
-- Microbatches between forward and backward: `models/stats.shares_of_ranks`, from the schedules.
+- Microbatches between forward and backward: `config/pipeline.in_flight`, from the schedules.
 - NCCL documents no sizes: its authors say that memory grows with communicators, channels and peers
   that are sent to (github.com/NVIDIA/nccl, issue 864). The sizes here are what its users' logs and
   issues show; torch 2.13 brings NCCL 2.29. A run logs the memory in use beside the estimate.
@@ -22,18 +22,13 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims, parallel_dims
+from titan_moe.config import pipeline
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
-from titan_moe.models.stats import (
-    Share,
-    Size,
-    attention_stats,
-    flash_workspace,
-    part_sizes,
-    shares_of_ranks,
-)
-from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
+from titan_moe.models.stats import Size, attention_stats, flash_workspace, part_sizes
+from titan_moe.moe.config import places_reached, rows_of_buffers
+from titan_moe.parallelize.plan import Plan
 
 SKEW = 2.0
 """Rows of a rank's experts that must fit, as a multiple of an even share."""
@@ -42,7 +37,7 @@ _PADDING = 128
 # Float32 values of a pair of tokens that sparse attention has at once.
 _PAIR_MATRICES = 6
 _MIB = 2**20
-_NODE = 8
+NODE = 8
 """GPUs of a node."""
 _CHANNEL = 14 * _MIB
 """Buffers of a channel from and to one peer. The first all-to-all of 8 H100s took 3.28 GB, for 32
@@ -66,48 +61,59 @@ Table = dict[str, Lines]
 """Lines by the field of `Memory` that adds them up."""
 
 
-class Setup(NamedTuple):
-    """Holds all that the estimate reads."""
-
-    job: JobConfig
-    config: ModelConfig
-    world_size: int
-
-    @property
-    def parallelism(self) -> Parallelism:
-        return self.job.parallelism
-
-    @property
-    def dims(self) -> ParallelDims:
-        """Raises ValueError for degrees that do not fit the world."""
-        return parallel_dims(self.parallelism, self.world_size)
-
-    def widths(self) -> tuple[int, int, int]:
-        """Returns the bytes of an element of the weights that the optimizer updates, of gathered
-        weights and activations, and of gradients that are added up."""
-        training = self.job.training
-        stored = _BYTES[training.dtype]
-        computed = 8 if stored == 8 else _BYTES[training.mixed_precision_param]
-        return stored, computed, max(stored, 4)
-
-    def deduplicates(self, places: int) -> bool:
-        """Returns whether tokens are sent once to each of `places`, ranks or nodes."""
-        moe, backend = self.config.moe, self.parallelism.expert_parallel_comm_backend
-        if moe is None or self.parallelism.expert_parallel_capacity_factor is not None:
-            return False
-        pays = deduplication_pays(moe.top_k, places, self.parallelism.expert_parallel_degree)
-        return backend == "deduplicated" or (backend == "auto" and pays)
+def _widths(plan: Plan) -> tuple[int, int, int]:
+    """Returns the bytes of an element of the weights that the optimizer updates, of gathered
+    weights and activations, and of gradients that are added up."""
+    stored = _BYTES[plan.types.stored]
+    return stored, _BYTES[plan.types.compute], max(stored, 4)
 
 
-def tables(setup: Setup) -> Iterator[Table]:
-    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line.
+class Share(NamedTuple):
+    """One rank's part of the model, and how much of the batch it has between forward and
+    backward at the worst moment."""
 
-    Raises ConfigError for a pipeline that this model cannot be cut into, and as `Setup.dims`.
-    """
-    nccl = {"buffers of NCCL": float(sum(communicators(setup).values()))}
-    sizes = _sizes(setup)
-    for share in shares_of_ranks(setup.config, setup.job.training, setup.parallelism):
-        parameters, tokens = _of_parameters(setup, share, sizes), _of_tokens(setup, share, sizes)
+    parts: dict[str, Size]
+    sequences: int
+    """Sequences of one microbatch."""
+    layers: int
+    """Sum over these microbatches of the layers that each has passed here."""
+    losses: int
+    """Microbatches whose loss is computed and whose backward is still to come."""
+    streams: int
+    """Microbatches' inputs, outputs and gradients that wait at borders of stages."""
+
+
+def _shares(plan: Plan) -> Iterator[Share]:
+    """Yields the share of each rank of one pipeline; the whole model where there is none."""
+    config, sizes, ranks = plan.config, part_sizes(plan.config), plan.dims.pp
+    batch, parallelism = plan.job.training.local_batch_size, plan.job.parallelism
+    if ranks == 1:
+        yield Share(sizes, batch, config.num_layers + config.num_mtp_layers, 1, 0)
+        return
+    stages = [list(stage) for stage in plan.stages]
+    layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
+    layers[-1] += config.num_mtp_layers
+    stages[-1] += [name for name in sizes if name == "mtp"]
+    schedule = pipeline.schedule_of(parallelism)
+    count = pipeline.num_microbatches(parallelism, batch)
+    for rank, own in enumerate(plan.stages_of_ranks):
+        outputs, losses = pipeline.in_flight(schedule, rank, ranks, len(stages), count)
+        passed, left = 0, outputs
+        for number in sorted((layers[stage] for stage in own), reverse=True):
+            passed += number * min(count, left)
+            left -= min(count, left)
+        parts = {name: sizes[name] for stage in own for name in stages[stage]}
+        # Torch has a buffer for the input, and for the output's gradient, of every microbatch.
+        streams = outputs + 2 * count * len(own)
+        yield Share(parts, parallelism.pipeline_parallel_microbatch_size, passed, losses, streams)
+
+
+def tables(plan: Plan) -> Iterator[Table]:
+    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line."""
+    nccl = {"buffers of NCCL": float(sum(communicators(plan).values()))}
+    sizes = _sizes(plan)
+    for share in _shares(plan):
+        parameters, tokens = _of_parameters(plan, share, sizes), _of_tokens(plan, share, sizes)
         yield parameters | tokens | {"communicators": nccl}
 
 
@@ -122,8 +128,8 @@ class Sizes(NamedTuple):
         return job.lora.rank is not None and any(size.routed for size in self.trained.values())
 
 
-def _sizes(setup: Setup) -> Sizes:
-    job, config = setup.job, setup.config
+def _sizes(plan: Plan) -> Sizes:
+    job, config = plan.job, plan.config
     warms_up = config.indexer is not None and job.training.indexer_stage == "dense"
     if job.lora.rank is None and not job.training.freeze and not warms_up:
         sizes = part_sizes(config)
@@ -133,26 +139,26 @@ def _sizes(setup: Setup) -> Sizes:
     return Sizes(*sizes_by_name(config, job.training, job.lora))
 
 
-def _of_parameters(setup: Setup, share: Share, sizes: Sizes) -> Table:
+def _of_parameters(plan: Plan, share: Share, sizes: Sizes) -> Table:
     """Weights, gradients and moments: those that a rank owns, and those that it gathers."""
-    dims, offload = setup.dims, setup.job.training.enable_cpu_offload
+    dims, offload = plan.dims, plan.cpu_offload
     parts, trained = ({name: each[name] for name in share.parts} for each in sizes)
-    stored, compute, reduced = setup.widths()
-    on_rank = dims.dp_replicate * dims.pp / setup.world_size
+    stored, compute, reduced = _widths(plan)
+    on_rank = dims.dp_replicate * dims.pp / dims.world_size
 
     def whole(size: Size) -> float:
         return size.dense / dims.tp + size.routed / (dims.ep * dims.etp)
 
     owned, training = (sum(map(sum, sizes.values())) * on_rank for sizes in (parts, trained))
-    narrow = setup.job.optimizer.state_dtype == "bfloat16"
-    frozen = compute if setup.job.lora.rank is not None else stored
+    narrow = plan.job.optimizer.state_dtype == "bfloat16"
+    frozen = compute if plan.job.lora.rank is not None else stored
     owns = {
         "weights": training * stored + (owned - training) * frozen,
         "gradients": training * stored,
-        "moments": _moments(setup, trained) * on_rank * (_BYTES["bfloat16"] if narrow else stored),
+        "moments": _moments(plan, trained) * on_rank * (_BYTES["bfloat16"] if narrow else stored),
     }
     accumulated: Lines = {}
-    if dims.pp > 1 or setup.parallelism.fsdp_accumulation == "keep_gathered":
+    if dims.pp > 1 or plan.accumulation == "keep_gathered":
         accumulated["sums of gradients"] = sum(map(whole, trained.values())) * reduced
         accumulated["gathered weights"] = sum(map(whole, parts.values())) * compute
         # Shards of gradients, which are counted above, are made from these sums and free them.
@@ -168,7 +174,7 @@ def _of_parameters(setup: Setup, share: Share, sizes: Sizes) -> Table:
             "weights of two layers": 2 * layer * compute,
             "gradients of a layer": _largest_layer(trained, whole) * compute,
             "experts' gradients of a second half": (
-                experts * setup.parallelism.expert_parallel_overlap * compute
+                experts * plan.job.parallelism.expert_parallel_overlap * compute
             ),
             "gradients in reduction": _in_reduction(layers, dims, whole) * reduced,
             "weights and gradients of the output layer": (output + trained_output) * compute,
@@ -178,15 +184,15 @@ def _of_parameters(setup: Setup, share: Share, sizes: Sizes) -> Table:
     }
 
 
-def _of_tokens(setup: Setup, share: Share, sizes: Sizes) -> Table:
+def _of_tokens(plan: Plan, share: Share, sizes: Sizes) -> Table:
     """Activations, logits and buffers of one microbatch, or of those in flight."""
-    config, training, dims = setup.config, setup.job.training, setup.dims
-    _, compute, reduced = setup.widths()
+    config, training, dims = plan.config, plan.job.training, plan.dims
+    _, compute, reduced = _widths(plan)
     tokens = share.sequences * training.seq_len / dims.cp
     own_tokens = tokens / dims.tp
-    most_rows = _most_rows(config, setup.parallelism, max(round(own_tokens), 1))
+    most_rows = _most_rows(plan, max(round(own_tokens), 1))
     even, skewed = (
-        _activations(setup, share, sizes, own_tokens * compute, rows) for rows in (1.0, most_rows)
+        _activations(plan, share, sizes, own_tokens * compute, rows) for rows in (1.0, most_rows)
     )
     vocabulary = config.vocab_size / dims.tp
     chunk = training.loss_chunk_size
@@ -212,14 +218,14 @@ def _of_tokens(setup: Setup, share: Share, sizes: Sizes) -> Table:
         },
         "attention": {"sums in FlashAttention's backward": sums},
         "logits": logits if "output" in share.parts else {},
-        "exchange": _symmetric_memory(setup, own_tokens * most_rows),
+        "exchange": _symmetric_memory(plan),
     }
 
 
-def _moments(setup: Setup, trained: dict[str, Size]) -> float:
+def _moments(plan: Plan, trained: dict[str, Size]) -> float:
     """Returns the number of moments of what trains."""
     inside = sum(sum(size) for n, size in trained.items() if n.startswith(("layers.", "mtp")))
-    matrices = inside if setup.job.optimizer.name == "Muon" else 0
+    matrices = inside if plan.job.optimizer.name == "Muon" else 0
     return 2 * sum(map(sum, trained.values())) - matrices
 
 
@@ -238,23 +244,23 @@ def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size]
     return max(map(sum, pairwise(size for size in map(whole, apart) if size)), default=layer)
 
 
-def communicators(setup: Setup) -> dict[tuple[tuple[int, ...], bool], int]:
+def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
 
     A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`).
     Exchanges of a change of layout, and Muon's over edp and etp joined, are left out.
     """
-    dims, parallelism, muon = setup.dims, setup.parallelism, setup.job.optimizer.name == "Muon"
+    dims, parallelism, muon = plan.dims, plan.job.parallelism, plan.job.optimizer.name == "Muon"
     cp = parallelism.context_parallel_rotate_method != "allgather"
     sends = {"ep": True, "pp": True, "cp": cp, "fsdp": muon, "edp": muon}
-    found = {(tuple(range(setup.world_size)), False): False}
+    found = {(tuple(range(dims.world_size)), False): False}
     for axis in (*GROUP_AXES, "cp", "sequence"):
         kind = dims.group_of(0, axis), axis in TOKEN_AXES
         found[kind] = found.get(kind, False) or sends.get(axis, False)
     if muon and dims.tp > 1 and dims.size("fsdp") > 1:
         found[dims.group_of(0, ("fsdp", "tp")), False] = True
-    on_node = dims.ranks_on_node(parallelism.expert_parallel_ranks_per_node or _NODE)
-    if on_node and setup.deduplicates(places=dims.ep // on_node):
+    on_node = dims.ranks_on_node(plan.dispatch.ranks_per_node or dims.world_size)
+    if on_node and plan.dispatch.name == "deduplicated":
         ranks = dims.group_of(0, "ep")
         found[ranks[:on_node], True] = found[ranks[::on_node], True] = True
     return {kind: communicator_bytes(kind[0], found[kind]) for kind in found if len(kind[0]) > 1}
@@ -263,7 +269,7 @@ def communicators(setup: Setup) -> dict[tuple[tuple[int, ...], bool], int]:
 def communicator_bytes(ranks: tuple[int, ...], sends: bool) -> int:
     """Returns the bytes of a communicator's buffers on the first of its ranks. `sends`: ranks send
     to each other, too."""
-    here = sum(rank // _NODE == ranks[0] // _NODE for rank in ranks)
+    here = sum(rank // NODE == ranks[0] // NODE for rank in ranks)
     size = _NEIGHBOURS + (here * _NVLS if here > 2 else 0)
     if sends:
         is_one_node = here == len(ranks)
@@ -272,34 +278,30 @@ def communicator_bytes(ranks: tuple[int, ...], sends: bool) -> int:
     return size
 
 
-def _symmetric_memory(setup: Setup, num_tokens: float) -> Lines:
-    """Returns the bytes of three buffers, two to send from and one to receive in, each as large as
-    all rows of `num_tokens` tokens."""
-    moe, parallelism = setup.config.moe, setup.parallelism
-    symmetric = parallelism.expert_parallel_comm_backend == "symmetric"
-    if moe is None or parallelism.expert_parallel_degree == 1 or not symmetric:
+def _symmetric_memory(plan: Plan) -> Lines:
+    """Returns the bytes of three buffers, two to send from and one to receive in."""
+    num_rows = 3.0 * plan.exchange_rows
+    if not num_rows:
         return {}
-    num_rows = 3.0 * num_tokens * moe.top_k
     return {
-        "buffers of rows": num_rows * setup.config.dim * setup.widths()[1],
+        "buffers of rows": num_rows * plan.config.dim * _widths(plan)[1],
         "routing weights, in 64 bytes each": num_rows * 64,
     }
 
 
-def _most_rows(config: ModelConfig, parallelism: Parallelism, num_tokens: int) -> float:
+def _most_rows(plan: Plan, num_tokens: int) -> float:
     """Returns the most rows that a rank's experts may get, as a multiple of an even share.
     Symmetric memory without a bound holds all that can come."""
-    ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
-    moe = config.moe
+    moe, ep, factor = plan.config.moe, plan.dims.ep, plan.dispatch.capacity_factor
     if moe is None or ep == 1:
         return 1.0
-    if parallelism.expert_parallel_comm_backend != "symmetric":
+    if plan.dispatch.name != "symmetric":
         factor = factor or SKEW
     most = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
     return max(most / (num_tokens * moe.top_k), 1.0)
 
 
-def _activations(setup: Setup, share: Share, sizes: Sizes, bytes_: float, rows: float) -> Table:
+def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: float) -> Table:
     """Values that the forward keeps for the backward, one layer's values and their gradients, and
     the copies of its rows.
 
@@ -307,9 +309,9 @@ def _activations(setup: Setup, share: Share, sizes: Sizes, bytes_: float, rows: 
     what those return, another all its values. `bytes_`: of one value of every token. `rows`: those
     of the rank's experts, as a multiple of an even share.
     """
-    config, recompute, num_layers = setup.config, setup.job.activation_checkpoint, share.layers
-    values, results = _values_per_token(config, rows), _results_per_token(setup, rows)
-    if config.moe and sizes.keeps_hidden_rows(setup.job):
+    config, recompute, num_layers = plan.config, plan.job.activation_checkpoint, share.layers
+    values, results = _values_per_token(config, rows), _results_per_token(plan, rows)
+    if config.moe and sizes.keeps_hidden_rows(plan.job):
         hidden = rows * config.moe.top_k * config.moe.hidden_dim
         values["rows before the experts' last product"] = hidden
         results["rows before the experts' last product"] = hidden
@@ -318,23 +320,17 @@ def _activations(setup: Setup, share: Share, sizes: Sizes, bytes_: float, rows: 
     if config.indexer is not None:
         # Matrices of all pairs, whole on each rank of tp, and a mask that takes half a value a
         # pair; a recomputation replays a bit a pair.
-        pairs = float(setup.job.training.seq_len * setup.dims.tp)
+        pairs = float(plan.job.training.seq_len * plan.dims.tp)
         values["mask of pairs"] = results["mask of pairs"] = pairs / 2
         recomputed["bits of pairs"] = pairs / 16
     if recompute.keep_exchanged_rows:
-        recomputed["exchanged rows"] = _exchanged_per_token(setup, rows)
+        recomputed["exchanged rows"] = _exchanged_per_token(plan, rows)
     if recompute.keep_attention:  # As wide as values, or more.
         recomputed["attention"] = config.attention.num_heads * config.attention.qk_dim
-    by_operation = recompute.mode == "selective" and recompute.selective_ac_option == "op"
-    if recompute.mode == "none" or by_operation:
-        num_recomputed = 0
-    elif recompute.mode == "full":
-        num_recomputed = num_layers
-    else:
-        num_recomputed = -(-num_layers // int(recompute.selective_ac_option))
+    num_recomputed = -(-num_layers // recompute.every) if recompute.every else 0
     num_others = num_layers - num_recomputed
     kept = {f"{name} of recomputed layers": num_recomputed * n for name, n in recomputed.items()}
-    others = results if by_operation else values
+    others = results if recompute.by_operation else values
     kept |= {f"{name} of other layers": num_others * n for name, n in others.items()}
     kept["inputs and outputs of stages"] = share.streams * config.dim
     layer = {f"{name}, with gradients": 2 * n for name, n in values.items()}
@@ -344,19 +340,20 @@ def _activations(setup: Setup, share: Share, sizes: Sizes, bytes_: float, rows: 
     return {term: {line: n * bytes_ for line, n in lines.items()} for term, lines in table.items()}
 
 
-def _exchanged_per_token(setup: Setup, rows: float) -> float:
+def _exchanged_per_token(plan: Plan, rows: float) -> float:
     """Elements of a token's rows that arrive at its experts' ranks; with the deduplicating
     dispatcher, at as many ranks as a balanced router draws, at most at all of them."""
-    moe, ranks = setup.config.moe, setup.parallelism.expert_parallel_degree
+    moe, ranks = plan.config.moe, plan.dims.ep
     if moe is None or ranks == 1:
         return 0.0
     once = min(rows * places_reached(moe.top_k, ranks), ranks)
-    return (once if setup.deduplicates(ranks) else rows * moe.top_k) * setup.config.dim
+    deduplicates = plan.dispatch.name == "deduplicated"
+    return (once if deduplicates else rows * moe.top_k) * plan.config.dim
 
 
 def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     """Elements that one token's forward through the largest layer leaves for the backward."""
-    own = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
+    attention = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
@@ -365,21 +362,21 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
         shared = 4 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)
     # Both norms' outputs and both sums with the stream.
-    return {"norms and sums": 4 * config.dim, "attention": own, "feed-forward": feed_forward}
+    return {"norms and sums": 4 * config.dim, "attention": attention, "feed-forward": feed_forward}
 
 
-def _results_per_token(setup: Setup, rows: float) -> Lines:
+def _results_per_token(plan: Plan, rows: float) -> Lines:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
     input, attention with all it keeps, the results of products, and the exchanged rows."""
-    config = setup.config
-    own = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
+    config = plan.config
+    attention = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
         routed = rows * moe.top_k * (2 * moe.hidden_dim + config.dim)
-        routed += _exchanged_per_token(setup, rows)
+        routed += _exchanged_per_token(plan, rows)
         shared = 2 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
-    return {"norms and sums": 2 * config.dim, "attention": own, "feed-forward": feed_forward}
+    return {"norms and sums": 2 * config.dim, "attention": attention, "feed-forward": feed_forward}
 
 
 def _has_dense_layer(config: ModelConfig) -> bool:

@@ -1,6 +1,6 @@
-"""Makes a sharded model of a resolved configuration; no other file knows models and meshes."""
+"""Makes a sharded model of a plan; no other file knows models and meshes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -9,13 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import (
-    KeptAttention,
-    apply_activation_checkpoint,
-    recomputes_by_operation,
-)
+from titan_moe.comm import symmetric_memory
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.activation_checkpoint import KeptAttention, apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import (
     Positions,
@@ -30,9 +26,9 @@ from titan_moe.distributed.expert_parallel import (
     join_sequences,
     partial_over_etp,
 )
-from titan_moe.distributed.fsdp import StepSync, apply_fsdp
+from titan_moe.distributed.fsdp import ShardingPolicy, StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.distributed.parallel_dims import Meshes, parallel_dims
+from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
@@ -52,23 +48,15 @@ from titan_moe.models.decoder import (
 from titan_moe.models.lora import adapt
 from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
-from titan_moe.models.stats import part_flops
 from titan_moe.models.trained import freeze
+from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
 from titan_moe.moe.layer import MoE
+from titan_moe.moe.router import Router
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
 from titan_moe.optim.optimizers import make_joined_groups
-from titan_moe.parallelize.memory import Accumulation, choose_accumulation
-from titan_moe.parallelize.memory_table import Setup
-from titan_moe.parallelize.policies import (
-    compute_dtype,
-    dispatch_options,
-    open_symmetric_memory,
-    resolve_model,
-    sharding_policy,
-    stored_dtype,
-    warn_of_unbalanced_experts,
-)
+from titan_moe.parallelize.plan import Plan
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
 
@@ -77,10 +65,11 @@ from titan_moe.runtime.log import logger
 class ShardedModel:
     """A model laid out over the ranks, ready to train."""
 
+    plan: Plan
     parts: list[Decoder]
     """The whole model, or this rank's stages of a pipeline in their order."""
-    config: ModelConfig
     meshes: Meshes
+    device: torch.device
     execution: Execution
     positions: Positions
     partial: dict[str, list[nn.Parameter]]
@@ -89,21 +78,12 @@ class ShardedModel:
     """Copies of parameters whose gradients are still to be summed over them."""
     names: list[str]
     """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
-    stages: list[list[str]]
-    """The modules of each stage of the pipeline; of one without a pipeline."""
     counts_targets: bool
     """True if this rank is the first of those that read the same tokens: those of tp and pp."""
-    accumulation: Accumulation
-    """Sharing of gathered parameters and reductions between the microbatches of a step."""
-    stops_on_overflow: bool = False
-    """True if a step, or a validation, that dropped rows does not count and ends the run."""
-    counts_in_documents: bool = False
-    """True if positions count in the document, since attention depends on them; else in the row."""
-    counts_answers: bool = False
-    """True if routers count, and balance, tokens with a target alone: those of conversations, whose
-    losses' divisor would else be a part of the tokens summed."""
-    compiled: bool = False
-    """True if layers are compiled: a value of Python that changes would compile them again."""
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.plan.config
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""
@@ -124,40 +104,51 @@ class ShardedModel:
         return moe_layer_names(self.config)
 
 
+def plan_here(
+    job: JobConfig, config: ModelConfig, device: torch.device, ranks_per_node: int | None = None
+) -> Plan:
+    """Returns the plan of a job for an initialised world whose ranks compute on such a device."""
+    return make_plan(
+        job,
+        config,
+        dist.get_world_size(),
+        device_type=device.type,
+        device_bytes=memory_of(device),
+        ranks_per_node=ranks_per_node,
+    )
+
+
 def build_sharded_model(
-    job: JobConfig,
-    config: ModelConfig,
-    *,
+    plan: Plan,
     device: torch.device,
-    world_size: int,
-    ranks_per_node: int | None = None,
+    *,
     draw_weights: bool = True,
     groups: ProcessGroups | None = None,
 ) -> ShardedModel:
-    """Lay a model out over an initialised world; collective over all ranks.
+    """Lay a model out over an initialised world, as `policies.make_plan` says; collective over all
+    ranks.
 
-    `ranks_per_node`: left out, all ranks are on one node. `draw_weights`: whether parameters get
-    their initial values. `groups`: those of another layout of the same world, used again."""
+    `draw_weights`: whether parameters get their initial values. `groups`: those of another layout
+    of the same world, used again."""
+    job, config, dims = plan.job, plan.config, plan.dims
     check_hardware(job.model.converters, job.quantize, device)
 
     # 1. The two views of the world.
-    dims = parallel_dims(job.parallelism, world_size)
     meshes = dims.build_mesh(device.type, groups or ProcessGroups(job.comm))
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
-    config = resolve_model(config, job, device.type)
-    laid_out = lay_out(job, config, meshes, device, ranks_per_node)
-    parts, partly, names, stages, accumulation = laid_out
+    parts, partly, names = lay_out(plan, meshes)
     warn_of_unbalanced_experts(config, parts)
 
     # 7. Memory and first values, the same bits in every layout.
-    offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
     for part in parts:
-        move_off_meta(part, device, parameter_device=offloaded)
+        at_rest = torch.device("cpu") if plan.cpu_offload else device
+        move_off_meta(part, device, parameter_device=at_rest)
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
-    open_symmetric_memory(parts, job, config, meshes, device)
+    if plan.exchange_rows:
+        _open_symmetric_memory(parts, plan, meshes, device)
 
     # 8. NCCL's communicators, before activations fill the memory.
     named = {name: p for part in parts for name, p in part.named_parameters()}
@@ -165,37 +156,27 @@ def build_sharded_model(
     if device.type == "cuda":
         meshes.groups.connect(meshes.group("ep"), device)
 
-    ends = _pipeline_ends(job, meshes, len(stages))
+    # 9. The object that runs it: all layers at once, or a pipeline's schedule.
+    execution = _execution(parts, plan, meshes, device)
+    ranks, last = meshes.members("pp"), len(plan.stages) - 1
+    ends = ranks[0], next(ranks[i] for i, held in enumerate(plan.stages_of_ranks) if last in held)
     return ShardedModel(
+        plan,
         parts,
-        config,
         meshes,
-        # 9. Who runs it: all layers at once, or a pipeline's schedule.
-        execution=_execution(parts, job, config, meshes, device, accumulation.word),
-        positions=_positions(job.parallelism, meshes),
+        device,
+        execution,
+        positions=_positions(plan, meshes),
         partial={axis: [named[n] for n in named if n in some] for axis, some in partly.items()},
         tied_weights=find_tied_weights(tied_weights(config), named, ends),
         names=names,
-        stages=stages,
         counts_targets=not any(dims.coordinate(meshes.rank, axis) for axis in ("tp", "pp")),
-        accumulation=accumulation,
-        stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
-        counts_in_documents=job.training.mask_documents and config.has_temperature,
-        counts_answers=job.training.dataset_format == "messages",
-        compiled=job.compile.compiles_layers,
     )
 
 
 def first_names(config: ModelConfig) -> dict[str, str]:
     """Returns, for each further copy of a tied parameter, the name of its first copy."""
     return {copy: first for first, *copies in tied_weights(config) for copy in copies}
-
-
-def _pipeline_ends(job: JobConfig, meshes: Meshes, num_stages: int) -> tuple[int, int]:
-    """The ranks, in the world, that hold this pipeline's first and last stage."""
-    ranks = dist.get_process_group_ranks(meshes.group("pp"))
-    of_the_first = stages_of_rank(schedule_of(job.parallelism), 0, len(ranks), num_stages)
-    return ranks[0], ranks[0] if num_stages - 1 in of_the_first else ranks[-1]
 
 
 class Parts(NamedTuple):
@@ -206,37 +187,24 @@ class Parts(NamedTuple):
     """Names of parameters whose gradients are still to be summed over an axis, by axis."""
     names: list[str]
     """Every parameter of the whole model."""
-    stages: list[list[str]]
-    """The modules of each stage of the pipeline; of one without a pipeline."""
-    accumulation: Accumulation
-    """Sharing of gathered parameters and reductions between the microbatches of a step."""
 
 
-def lay_out(
-    job: JobConfig,
-    config: ModelConfig,
-    meshes: Meshes,
-    device: torch.device,
-    ranks_per_node: int | None = None,
-) -> Parts:
+def lay_out(plan: Plan, meshes: Meshes) -> Parts:
     """Steps 2 to 6 of `build_sharded_model`: a model cut to this rank's part of it.
 
     Needs no memory for the model and exchanges nothing, so that a fake world of any size will do.
-    `device` is where the model will run.
     """
+    job = plan.job
     # 2. The plain model, without memory, and the stages of it that this rank holds.
-    plain = _plain_model(job, config, *_cores(job, config, meshes, device))
-    copies = first_names(config)
+    plain = _plain_model(plan, *_cores(plan, meshes))
+    copies = first_names(plan.config)
     names = [name for name, _ in plain.named_parameters() if name not in copies]
-    stages = _stages(job, config)
-    parts = _own_parts(plain, stages, job, meshes)
+    parts = _own_parts(plain, plan, meshes)
 
-    accumulation = choose_accumulation(
-        Setup(job, config, meshes.dims.world_size), memory_of(device)
-    )
-    policy = sharding_policy(job, accumulation.word, device)
+    if plan.dispatch_reason:
+        line = "expert_parallel_comm_backend=auto is %s: %s"
+        logger.info(line, plan.dispatch.name, plan.dispatch_reason)
     partly: dict[str, set[str]] = {"tp": set(), "etp": set()}
-    dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     for part in parts:
         # 3. What multiplies in low precision, while every weight is whole.
         if found := quantize(part, job.model.converters, job.quantize):
@@ -246,7 +214,7 @@ def lay_out(
         # 4. Experts to their ranks, before anything else looks at parameters; then heads and
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
-        apply_expert_parallel(moe_layers, meshes, dispatch)
+        apply_expert_parallel(moe_layers, meshes, plan.dispatch)
         partly["etp"] |= partial_over_etp(part, meshes)
         partly["tp"] |= apply_tensor_parallel(part, TENSOR_PLAN, meshes)
         join_sequences(moe_layers, meshes)
@@ -255,141 +223,151 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         recompute = job.activation_checkpoint
-        pipelines_tp = job.parallelism.enable_async_tensor_parallel and device.type == "cuda"
         apply_compile(
             part.blocks().values(),
             job.compile,
             recompute,
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
-            pipelined_tp=meshes.group("tp") if pipelines_tp and meshes.dims.tp > 1 else None,
+            pipelined_tp=meshes.group("tp") if plan.pipelined_tp else None,
         )
         apply_activation_checkpoint(part, recompute, compiled=job.compile.compiles_layers)
-        _choose_loss(part.output, job, meshes, device)
+        _choose_loss(part.output, plan, meshes)
 
         # 6. Data parallelism over all of it.
-        apply_fsdp(part, stage_units(part), meshes, policy, wide_units(part))
-    return Parts(parts, partly, names, stages, accumulation)
+        apply_fsdp(part, stage_units(part), meshes, _sharding_policy(plan), wide_units(part))
+    return Parts(parts, partly, names)
 
 
-def _choose_loss(output: nn.Module, job: JobConfig, meshes: Meshes, device: torch.device) -> None:
+def _choose_loss(output: nn.Module, plan: Plan, meshes: Meshes) -> None:
     """Sets the cross-entropy of the output layer, if the stage has it, and its tokens per chunk."""
     if not isinstance(output, Output):
         return
-    cut = meshes.dims.tp > 1
+    cut = plan.dims.tp > 1
     loss = VocabParallelCrossEntropy(meshes.group("tp")) if cut else output.cross_entropy
-    output.cross_entropy = compile_loss(loss, job.compile, device)
-    output.chunk_size = job.training.loss_chunk_size
+    output.cross_entropy = compile_loss(loss, plan.job.compile, plan.device_type)
+    output.chunk_size = plan.job.training.loss_chunk_size
 
 
-def _plain_model(
-    job: JobConfig, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore | None
-) -> Decoder:
+def _sharding_policy(plan: Plan) -> ShardingPolicy:
+    stored, compute, reduce = map(_dtype, plan.types)
+    frees, last = plan.reshard_after_forward, plan.reshard_last
+    return ShardingPolicy(stored, compute, reduce, frees, last, plan.cpu_offload)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _plain_model(plan: Plan, core: AttentionCore, recurrence: RecurrentCore | None) -> Decoder:
+    adapts = plan.job.lora.rank is not None
     with torch.device("meta"):
-        model = Decoder(config, core, recurrence)
-        adapt(model, job.lora)
+        model = Decoder(plan.config, core, recurrence)
+        adapt(model, plan.job.lora)
     # Buffers keep their types: biases of 1e-3. Nothing is added to base weights.
-    of_base = stored_dtype(job) if job.lora.rank is None else compute_dtype(job)
     for name, parameter in model.named_parameters():
-        stored = stored_dtype(job) if ADAPTER in name else of_base
+        is_base = adapts and ADAPTER not in name
+        stored = _dtype(plan.types.compute if is_base else plan.types.stored)
         parameter.data = parameter.data.to(stored_in(name, stored))
     return model
 
 
-def _cores(
-    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
-) -> tuple[Any, Any]:
+def _cores(plan: Plan, meshes: Meshes) -> tuple[Any, Any]:
     """Returns an AttentionCore, and a RecurrentCore if layers recur, which all layers share."""
-    core: Any = _attention_core(job, config, meshes, device)
-    recurrence: Any = config.recurrent and _recurrence(job, config.recurrent, meshes, device)
-    if recomputes_by_operation(job.activation_checkpoint) and not job.compile.compiles_layers:
+    core: Any = _attention_core(plan, meshes)
+    recurrence: Any = plan.config.recurrent and _recurrence(plan, plan.config.recurrent, meshes)
+    if plan.job.activation_checkpoint.by_operation and not plan.job.compile.compiles_layers:
         core, recurrence = KeptAttention(core), recurrence and KeptAttention(recurrence)
     return core, recurrence
 
 
-def _attention_core(
-    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
-) -> AttentionCore:
-    masked = job.training.mask_documents
+def _attention_core(plan: Plan, meshes: Meshes) -> AttentionCore:
+    config, masked, balanced = plan.config, plan.job.training.mask_documents, plan.head_tail
     if config.indexer is not None:
         groups = {"tp_group": meshes.group("tp"), "cp_group": meshes.group("cp")}
-        balanced = _is_balanced(job.parallelism)
         return sparse_core(**groups, balanced=balanced, mask_documents=masked)
-    plain = plain_core(
-        config, mask_documents=masked, dtype=compute_dtype(job), device_type=device.type
-    )
-    if meshes.dims.cp == 1:
+    dtype, device = _dtype(plan.types.compute), plan.device_type
+    plain = plain_core(config, mask_documents=masked, dtype=dtype, device_type=device)
+    if plan.dims.cp == 1:
         return plain
     return context_parallel_core(
         plain,
         group=meshes.group("cp"),
-        method=job.parallelism.context_parallel_rotate_method,
-        balanced=_is_balanced(job.parallelism),
+        method=plan.job.parallelism.context_parallel_rotate_method,
+        balanced=balanced,
         mask_documents=masked,
-        takes_flex=takes_flex(config, compute_dtype(job), device.type),
+        takes_flex=takes_flex(config, dtype, device),
     )
 
 
-def _recurrence(
-    job: JobConfig, config: GatedDeltaConfig, meshes: Meshes, device: torch.device
-) -> RecurrentCore:
-    rule = choose_rule(device.type, compute_dtype(job), config.key_dim)
-    masked = job.training.mask_documents
-    if meshes.dims.cp == 1:
+def _recurrence(plan: Plan, config: GatedDeltaConfig, meshes: Meshes) -> RecurrentCore:
+    rule = choose_rule(plan.device_type, _dtype(plan.types.compute), config.key_dim)
+    masked = plan.job.training.mask_documents
+    if plan.dims.cp == 1:
         return Recurrence(rule, mask_documents=masked)
-    balanced = _is_balanced(job.parallelism)
-    return SegmentedRecurrence(rule, meshes.group("cp"), balanced=balanced, mask_documents=masked)
+    balanced, group = plan.head_tail, meshes.group("cp")
+    return SegmentedRecurrence(rule, group, balanced=balanced, mask_documents=masked)
 
 
-def _positions(parallelism: Parallelism, meshes: Meshes) -> Positions:
-    rank, size = meshes.dims.coordinate(meshes.rank, "cp"), meshes.dims.cp
-    balanced = size > 1 and _is_balanced(parallelism)
-    return cache(partial(local_positions, cp_size=size, cp_rank=rank, balanced=balanced))
+def _positions(plan: Plan, meshes: Meshes) -> Positions:
+    rank, size = plan.dims.coordinate(meshes.rank, "cp"), plan.dims.cp
+    return cache(partial(local_positions, cp_size=size, cp_rank=rank, balanced=plan.head_tail))
 
 
-def _is_balanced(parallelism: Parallelism) -> bool:
-    return parallelism.context_parallel_load_balancer == "headtail"
-
-
-def _stages(job: JobConfig, config: ModelConfig) -> list[list[str]]:
-    if job.parallelism.pipeline_parallel_degree == 1:
-        return [module_names(config.num_layers)]
-    flops = part_flops(config, job.training.seq_len)
-    return model_parts(job.parallelism, flops, config.num_layers)
-
-
-def _own_parts(
-    plain: Decoder, stages: list[list[str]], job: JobConfig, meshes: Meshes
-) -> list[Decoder]:
-    dims = meshes.dims
-    if dims.pp == 1:
+def _own_parts(plain: Decoder, plan: Plan, meshes: Meshes) -> list[Decoder]:
+    if plan.dims.pp == 1:
         return [plain]
-    schedule = schedule_of(job.parallelism)
-    own = stages_of_rank(schedule, dims.coordinate(meshes.rank, "pp"), dims.pp, len(stages))
+    own = plan.stages_of_ranks[plan.dims.coordinate(meshes.rank, "pp")]
     return [
-        keep_only(_plain_model(job, plain.config, plain.core, plain.recurrence), stages[stage])
+        keep_only(_plain_model(plan, plain.core, plain.recurrence), plan.stages[stage])
         for stage in own
     ]
 
 
-def _execution(
-    parts: list[Decoder],
-    job: JobConfig,
-    config: ModelConfig,
-    meshes: Meshes,
-    device: torch.device,
-    accumulation: str,
-) -> Execution:
-    if meshes.dims.pp == 1:
-        offloads = job.training.enable_cpu_offload
-        sync = StepSync(parts[0], meshes, accumulation, cpu_offload=offloads)
+def _execution(parts: list[Decoder], plan: Plan, meshes: Meshes, device: torch.device) -> Execution:
+    if plan.dims.pp == 1:
+        sync = StepSync(parts[0], meshes, plan.accumulation, cpu_offload=plan.cpu_offload)
         return WholeModel(parts[0], sync)
     from titan_moe.distributed.pipeline.schedule import Pipeline
 
     return Pipeline(
         list(parts),
         meshes=meshes,
-        parallelism=job.parallelism,
-        dim=config.dim,
-        dtype=compute_dtype(job),
+        parallelism=plan.job.parallelism,
+        dim=plan.config.dim,
+        dtype=_dtype(plan.types.compute),
         device=device,
     )
+
+
+def _open_symmetric_memory(
+    parts: list[Decoder], plan: Plan, meshes: Meshes, device: torch.device
+) -> None:
+    """Gives symmetric dispatchers the buffers that they share, for the job's largest microbatch.
+    Collective over the world, also on ranks without such a layer.
+
+    Raises ConfigError where torch or the machine lacks symmetric memory.
+    """
+    symmetric_memory.check_available(device)
+    dtype, group = _dtype(plan.types.compute), meshes.group("ep")
+    channels = symmetric_memory.open_channels(
+        group, plan.exchange_rows, plan.config.dim, dtype, device
+    )
+    for moe in (each for part in parts for each in part.moe_layers().values()):
+        assert isinstance(moe.dispatcher, SymmetricDispatcher)
+        moe.dispatcher.channels = channels
+
+
+def warn_of_unbalanced_experts(config: ModelConfig, parts: Iterable[nn.Module]) -> None:
+    """Warn, once, where no rule and no loss keeps the load even of routers that train, on these
+    parts of the model. A weight in a config.json is not read: transformers' loss is over all layers
+    at once."""
+    routers = [each for part in parts for each in part.modules() if isinstance(each, Router)]
+    learn = any(router.gate.weight.requires_grad for router in routers)
+    unbalanced = config.moe is not None and not config.moe.is_balanced
+    if unbalanced and learn and dist.get_rank() == 0:
+        logger.warning(
+            "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
+            "losses are 0; set one of them, such as moe.global_aux_loss_weight"
+        )

@@ -1,35 +1,92 @@
-"""Derives from a job's tables the model's config on a device, and the options of FSDP and of the
-dispatchers."""
+"""Makes the plan of a job's layout: resolves every "auto", default and combination of keys, once.
 
-from collections.abc import Iterable
+Imports no torch, and exchanges nothing: a plan for any world takes milliseconds.
+"""
+
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from titan_moe.comm import symmetric_memory
+from titan_moe.config import pipeline
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher, most_tokens
-from titan_moe.distributed.fsdp import ShardingPolicy
-from titan_moe.distributed.parallel_dims import Meshes
+from titan_moe.distributed.parallel_dims import ParallelDims, parallel_dims
 from titan_moe.models.config import MLAConfig, ModelConfig
-from titan_moe.models.quantize import row_alignment
-from titan_moe.moe.config import rows_of_buffers
-from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
-from titan_moe.moe.layer import MoE
-from titan_moe.moe.router import Router
-from titan_moe.runtime.log import logger
+from titan_moe.models.stats import part_flops
+from titan_moe.moe.config import (
+    DispatchOptions,
+    MoEConfig,
+    deduplication_pays,
+    places_reached,
+    rows_of_buffers,
+)
+from titan_moe.parallelize.memory import MARGIN, memory
+from titan_moe.parallelize.plan import Plan, types_of
 
-_ROWS_OF_ONEDNN = 128
-_ROWS_OF_16_BYTES = 8
+# Each expert's rows are padded to multiples of these, in bfloat16. CUDA's kernels read 16 bytes at
+# a time. oneDNN generates code for each new number of rows and keeps it: without padding a run on a
+# CPU grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
+_ROWS_OF_EXPERTS = {"cuda": 8, "cpu": 128}
 
 
-def resolve_model(
-    config: ModelConfig, job: JobConfig, device_type: str | None = None
-) -> ModelConfig:
+def make_plan(
+    job: JobConfig,
+    config: ModelConfig,
+    world_size: int,
+    *,
+    device_type: str = "cpu",
+    device_bytes: float | None = None,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """Returns the plan of a job, or of one of its training stages.
+
+    Args:
+        config: dimensions of `model_of_job`.
+        device_bytes: a GPU's memory; None: a CPU, or not known.
+        ranks_per_node: the launcher's number, which the job may override; None: all on one node.
+
+    Raises ValueError for degrees that do not fit the world, and ConfigError for a pipeline that the
+    model cannot be cut into.
+    """
+    training, parallelism, device = job.training, job.parallelism, device_type
+    dims = parallel_dims(parallelism, world_size)
+    config = resolve_model(config, job, device)
+    stages = _stages(job, config)
+    dispatch, reason = _dispatch(parallelism, config.moe, dims, ranks_per_node)
+    sequences = dims.size("batch") * training.local_batch_size
+    wanted, frees = parallelism.fsdp_accumulation, parallelism.fsdp_reshard_after_forward
+    plan = Plan(
+        job=job,
+        config=config,
+        dims=dims,
+        device_type=device,
+        types=types_of(training),
+        stages=stages,
+        stages_of_ranks=_stages_of_ranks(parallelism, len(stages)),
+        dispatch=dispatch,
+        dispatch_reason=reason,
+        exchange_rows=_exchange_rows(job, config.moe, dims) if dispatch.name == "symmetric" else 0,
+        microbatches=1 if dims.pp > 1 else max(training.global_batch_size // sequences, 1),
+        accumulation="reduce_each",
+        # A pipeline would gather the parameters anew for every microbatch.
+        reshard_after_forward=frees == "always" or (frees == "default" and dims.pp == 1),
+        reshard_last=frees == "always",
+        cpu_offload=training.enable_cpu_offload and device == "cuda",
+        head_tail=dims.cp > 1 and parallelism.context_parallel_load_balancer == "headtail",
+        pipelined_tp=parallelism.enable_async_tensor_parallel and device == "cuda" and dims.tp > 1,
+        stops_on_overflow=parallelism.expert_parallel_overflow == "stop",
+        counts_in_documents=training.mask_documents and config.has_temperature,
+        counts_answers=training.dataset_format == "messages",
+    )
+    keeping = replace(
+        plan, accumulation="keep_gathered", reshard_after_forward=False, reshard_last=False
+    )
+    if wanted == "auto" and plan.microbatches > 1 and device_bytes is not None:
+        return keeping if memory(keeping).needed + MARGIN <= device_bytes else plan
+    return keeping if wanted == "keep_gathered" else plan
+
+
+def resolve_model(config: ModelConfig, job: JobConfig, device_type: str) -> ModelConfig:
     """Returns the dimensions of `model_of_job` with the keys of [moe], [training] and [debug] on
-    top. Keys that are left out take the default of the device type, if one is given."""
+    top. A `moe.row_alignment` that is left out takes the default of the type of device."""
     if job.training.mtp_loss_weight is not None:
         config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
     attention = config.attention
@@ -39,102 +96,81 @@ def resolve_model(
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
-    if device_type == "cpu" and compute_dtype(job) == torch.bfloat16:
-        # oneDNN generates code for each new number of rows and keeps it: without padding a run
-        # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
-        named = {"row_alignment": _ROWS_OF_ONEDNN} | named
-    elif device_type == "cuda" and compute_dtype(job) == torch.bfloat16:
-        named = {"row_alignment": _ROWS_OF_16_BYTES} | named
-    if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
+    if types_of(job.training).compute == "bfloat16":
+        named = {"row_alignment": _ROWS_OF_EXPERTS[device_type]} | named
+    if job.model.converters:
+        from titan_moe.models.quantize import row_alignment  # With torch, whose kernels ask for it.
+
+        rows = row_alignment(job.model.converters, job.quantize)
         named["row_alignment"] = max(named.get("row_alignment", 1), rows)
     named["force_load_balance"] = job.debug.moe_force_load_balance
     return replace(config, moe=replace(config.moe, **named))
 
 
-def dispatch_options(
-    parallelism: Parallelism, config: ModelConfig, meshes: Meshes, ranks_per_node: int | None
-) -> DispatchOptions:
-    """Returns the dispatcher of a model's MoE layers and its options. `ranks_per_node`: the
-    launcher's number, which the job may override; None: all ranks are on one node."""
-    backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
+def _stages(job: JobConfig, config: ModelConfig) -> list[list[str]]:
+    parallelism, num_layers = job.parallelism, config.num_layers
+    if parallelism.pipeline_parallel_degree == 1:
+        return [pipeline.module_names(num_layers)]
+    size = job.training.local_batch_size
+    if wrong := pipeline.problems(parallelism, num_layers=num_layers, local_batch_size=size):
+        raise ConfigError([str(each) for each in wrong])
+    return pipeline.model_parts(parallelism, part_flops(config, job.training.seq_len), num_layers)
+
+
+def _stages_of_ranks(parallelism: Parallelism, num_stages: int) -> list[list[int]]:
+    schedule, ranks = pipeline.schedule_of(parallelism), parallelism.pipeline_parallel_degree
+    if ranks == 1:
+        return [[0]]
+    return [pipeline.stages_of_rank(schedule, rank, ranks, num_stages) for rank in range(ranks)]
+
+
+def _dispatch(
+    parallelism: Parallelism, moe: MoEConfig | None, dims: ParallelDims, ranks_per_node: int | None
+) -> tuple[DispatchOptions, str]:
+    """Returns the dispatcher of a model's MoE layers with its options, and the reason for it if the
+    job leaves it open."""
+    name: str = parallelism.expert_parallel_comm_backend
+    reason = ""
     factor = parallelism.expert_parallel_capacity_factor
     on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or dims.world_size
-    name: str = "capacity" if factor is not None and backend != "symmetric" else backend
-    if dims.ep == 1 and name in ("auto", "symmetric"):
+    if factor is not None and name != "symmetric":
+        name = "capacity"
+    elif (dims.ep == 1 or moe is None) and name in ("auto", "symmetric"):
         name = "standard"  # Nothing travels over an ep group of one.
-    elif name == "auto" and config.moe is not None:
-        name, reason = choose_dispatcher(config.moe, dims, on_node)
-        logger.info("expert_parallel_comm_backend=auto is %s: %s", name, reason)
-    return DispatchOptions(name, factor, on_node, 2 if parallelism.expert_parallel_overlap else 1)
+    elif name == "auto" and moe is not None:
+        name, reason = _choose_dispatcher(moe, dims, on_node)
+    chunks = 2 if parallelism.expert_parallel_overlap else 1
+    return DispatchOptions(name, factor, on_node, chunks), reason
 
 
-def open_symmetric_memory(
-    parts: Iterable[nn.Module],
-    job: JobConfig,
-    config: ModelConfig,
-    meshes: Meshes,
-    device: torch.device,
-) -> None:
-    """Gives symmetric dispatchers, if the layers have them, the buffers that they share, for the
-    job's largest microbatch. Collective over the world, also on ranks without such a layer.
+def _choose_dispatcher(moe: MoEConfig, dims: ParallelDims, ranks_per_node: int) -> tuple[str, str]:
+    """Returns "deduplicated" if that dispatcher sends clearly fewer rows, from 8 ranks on, else
+    "standard"; and the reason.
 
-    Raises ConfigError where torch or the machine lacks symmetric memory.
+    If ep spans nodes, rows between nodes are counted, which are the dearest.
     """
-    ep, moe = meshes.dims.ep, config.moe
-    factor = job.parallelism.expert_parallel_capacity_factor
-    if moe is None or ep == 1 or job.parallelism.expert_parallel_comm_backend != "symmetric":
-        return
-    symmetric_memory.check_available(device)
-    tokens = most_tokens(job.training, job.validation, job.parallelism)
-    received = rows_of_buffers(tokens, moe.top_k, moe.num_experts, ep, factor)
-    num_rows = max(received, tokens * moe.top_k)
-    channels = symmetric_memory.open_channels(
-        meshes.group("ep"), num_rows, config.dim, compute_dtype(job), device
-    )
-    for module in (each for part in parts for each in part.modules()):
-        if isinstance(module, MoE):
-            assert isinstance(module.dispatcher, SymmetricDispatcher)
-            module.dispatcher.channels = channels
-
-
-def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> ShardingPolicy:
-    """Returns FSDP's options. `accumulation`: `Accumulation.word`."""
-    training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
-    wide = training.dtype == "float64"
-    # A pipeline would gather the parameters anew for every microbatch.
-    freed_by_default = job.parallelism.pipeline_parallel_degree == 1
-    keeps = accumulation == "keep_gathered"
-    frees = reshard == "always" or (reshard == "default" and freed_by_default)
-    return ShardingPolicy(
-        stored_dtype=stored_dtype(job),
-        compute_dtype=compute_dtype(job),
-        reduce_dtype=getattr(torch, "float64" if wide else training.mixed_precision_reduce),
-        reshard_after_forward=frees and not keeps,
-        reshard_last=reshard == "always" and not keeps,
-        cpu_offload=training.enable_cpu_offload and device.type == "cuda",
+    ep, top_k = dims.ep, moe.top_k
+    on_node = dims.ranks_on_node(ranks_per_node)
+    places, word = (ep, "ranks") if on_node is None else (ep // on_node, "nodes")
+    reached = places_reached(top_k, places)
+    name = "deduplicated" if deduplication_pays(top_k, places, ep) else "standard"
+    return name, (
+        f"a token's {top_k} experts are on {reached:.2f} of {places} {word} on average, "
+        f"{top_k / reached:.2f} rows for one"
     )
 
 
-def compute_dtype(job: JobConfig) -> torch.dtype:
-    """Returns the type of products and activations."""
-    stored = job.training.dtype
-    return getattr(torch, stored if stored == "float64" else job.training.mixed_precision_param)
-
-
-def stored_dtype(job: JobConfig) -> torch.dtype:
-    """Returns the type of the parameters that the optimizer updates."""
-    return getattr(torch, job.training.dtype)
-
-
-def warn_of_unbalanced_experts(config: ModelConfig, parts: Iterable[nn.Module]) -> None:
-    """Warn, once, where no rule and no loss keeps the load even of routers that train, on these
-    parts of the model. A weight in a config.json is not read: transformers' loss is over all layers
-    at once."""
-    routers = [each for part in parts for each in part.modules() if isinstance(each, Router)]
-    learn = any(router.gate.weight.requires_grad for router in routers)
-    unbalanced = config.moe is not None and not config.moe.is_balanced
-    if unbalanced and learn and dist.get_rank() == 0:
-        logger.warning(
-            "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
-            "losses are 0; set one of them, such as moe.global_aux_loss_weight"
-        )
+def _exchange_rows(job: JobConfig, moe: MoEConfig | None, dims: ParallelDims) -> int:
+    """Returns the rows of a rank's largest microbatch, in training and in validation, that a buffer
+    in symmetric memory has room for."""
+    if moe is None:
+        return 0
+    training, validation, parallelism = job.training, job.validation, job.parallelism
+    piped, size = dims.pp > 1, parallelism.pipeline_parallel_microbatch_size
+    most = (size if piped else training.local_batch_size) * training.seq_len
+    if validation.enable:
+        seq_len = validation.seq_len or training.seq_len
+        most = max(most, (size if piped else validation.local_batch_size) * seq_len)
+    tokens, factor = most // (dims.cp * dims.tp), parallelism.expert_parallel_capacity_factor
+    received = rows_of_buffers(tokens, moe.top_k, moe.num_experts, dims.ep, factor)
+    return max(received, tokens * moe.top_k)

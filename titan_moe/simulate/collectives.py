@@ -135,9 +135,7 @@ def smallest_task(
 
 
 def _layers_of_all_kinds(job: JobConfig, config: ModelConfig) -> int:
-    recompute = job.activation_checkpoint
-    every = recompute.selective_ac_option if recompute.mode == "selective" else ""
-    period = int(every) if every.isdecimal() else 1
+    period = job.activation_checkpoint.every or 1
     kinds = [
         (config.is_moe_layer(layer), config.recurs(layer), config.local_in(layer), layer % period)
         for layer in range(config.num_layers)

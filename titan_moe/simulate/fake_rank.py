@@ -32,7 +32,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.moe.router import GivenExperts
 from titan_moe.parallelize.parallelize import ShardedModel
 from titan_moe.simulate.comm_counter import COLLECTIVES, CommCounter, Flow, Volume, axes_of_groups
-from titan_moe.training.train_step import StepResult, build_step
+from titan_moe.training.train_step import Observer, build_step
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -198,7 +198,7 @@ class FakeRank:
         return volumes
 
 
-class StepVolumes:
+class StepVolumes(Observer):
     """Holds what a step sends. Observes the step to count its microbatches apart."""
 
     def __init__(self, counter: CommCounter) -> None:
@@ -208,12 +208,6 @@ class StepVolumes:
 
     def reads(self, batch: Batch, local: LocalBatch) -> None:
         self._before.append(self._counter.volumes())
-
-    def accumulated(self) -> None:
-        pass
-
-    def updated(self, result: StepResult) -> None:
-        pass
 
     def of(self, num_microbatches: int) -> dict[Flow, Volume]:
         """Returns what a step of `num_microbatches` sends if every further one adds what the last

@@ -19,9 +19,9 @@ from titan_moe.distributed.summary import describe_placements
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.parallelize.parallelize import lay_out
-from titan_moe.parallelize.policies import resolve_model
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.process_pool import in_fresh_processes
-from titan_moe.simulate.fake_rank import CPU, FakeRank, fake_world, microbatches_to_run
+from titan_moe.simulate.fake_rank import FakeRank, fake_world, microbatches_to_run
 
 Task = tuple[JobConfig, ModelConfig, int, int]
 """The resolved job, its model, the world's size and the rank to be."""
@@ -137,8 +137,8 @@ def all_placements(job: JobConfig, config: ModelConfig, world_size: int) -> dict
 def placements(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> dict[str, str]:
     """Returns placements and mesh of each of a rank's parameters, as torch writes them."""
     with fake_world(rank, world_size):
-        meshes = parallel_dims(job.parallelism, world_size).build_mesh("cpu")
-        parts = lay_out(job, resolve_model(config, job, "cpu"), meshes, CPU).parts
+        plan = make_plan(job, config, world_size)
+        parts = lay_out(plan, plan.dims.build_mesh(plan.device_type)).parts
         named = (each for part in parts for each in part.named_parameters())
         return {name: describe_placements(x, as_torch=True) for name, x in named}
 

@@ -41,7 +41,7 @@ class _Found(NamedTuple):
 
 @torch.no_grad()
 def bad_step_causes(
-    sharded: ShardedModel, batches: list[Batch], device: torch.device, *, is_finite: bool
+    sharded: ShardedModel, batches: list[Batch], *, is_finite: bool
 ) -> tuple[str, list[dict[str, Any]]]:
     """Runs a bad step's sequences again, while its gradients are still there.
 
@@ -67,11 +67,9 @@ def bad_step_causes(
     sharded.train(False)
     # Compiled layers would not call hooks, and would be compiled again for one sequence.
     with torch.compiler.set_stance("force_eager"):
-        losses = [
-            sharded.execution.evaluate(local_batch(one, sharded, device)) for one in sequences
-        ]
+        losses = [sharded.execution.evaluate(local_batch(one, sharded)) for one in sequences]
     sharded.train(True)
-    take_dropped(sharded.moe_layers().values(), device)
+    take_dropped(sharded.moe_layers().values(), sharded.device)
     for hook in hooks:
         hook.remove()
     place = ""

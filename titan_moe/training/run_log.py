@@ -20,7 +20,7 @@ import torch
 from titan_moe.comm.process import Process
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
-from titan_moe.config.training_stages import job_of_step, tokens_per_step, training_stages
+from titan_moe.config.training_stages import tokens_per_step, training_stages
 from titan_moe.data.sequences import Identity
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
@@ -29,7 +29,7 @@ from titan_moe.metrics.sinks import Console, Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_flops
-from titan_moe.parallelize.memory import GIB
+from titan_moe.parallelize.memory import GIB, accumulation_line, memory
 from titan_moe.parallelize.parallelize import ShardedModel
 from titan_moe.runtime.device import describe_device, memory_of, peak_flops
 from titan_moe.runtime.files import replacing, write_whole
@@ -93,7 +93,7 @@ class RunLog:
         if process.is_main:
             set_events_aside(self._folder, resume_step=resume_step)
             self._open_sinks(resume_step)
-        self.set_layout(job_of_step(job, resume_step + 1), sharded, resume_step=resume_step)
+        self.set_layout(sharded, resume_step=resume_step)
 
     def _open_sinks(self, resume_step: int) -> None:
         config, record = self._job.metrics, self._job.model_dump(mode="json")
@@ -111,15 +111,15 @@ class RunLog:
         if self._process.is_main:
             add_event(self._folder, step, values)
 
-    def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
+    def set_layout(self, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure from now on, and by the layout that the run has after step `resume_step`."""
-        adapts, seq_len = job.lora.rank is not None, job.training.seq_len
-        self._flops_per_token = model_flops_per_token(sharded.config, seq_len, adapts=adapts)
+        plan = sharded.plan
+        adapts, seq_len = plan.job.lora.rank is not None, plan.job.training.seq_len
+        self._flops_per_token = model_flops_per_token(plan.config, seq_len, adapts=adapts)
         # Known for bf16 only, so MFU is left out in other types.
-        types = job.training.mixed_precision_param, job.training.dtype
-        narrow = types[0] == "bfloat16" and types[1] != "float64"
-        self._peak = peak_flops(self._process.device) if narrow else None
-        self._estimate, self._is_over = sharded.accumulation.estimate, False
+        narrow = plan.types.compute == "bfloat16"
+        self._peak = peak_flops(sharded.device) if narrow else None
+        self._estimate, self._is_over = memory(plan), False
         self._first_step = resume_step + 1
         self._tokens_since, self._last_logged = 0, resume_step
         self._last_log = time.perf_counter()
@@ -235,17 +235,18 @@ class RunLog:
             )
 
 
-def describe_layout(job: JobConfig, sharded: ShardedModel, device: torch.device) -> None:
+def describe_layout(sharded: ShardedModel) -> None:
     """Log how the world and the parameters are cut, and the memory that this needs by arithmetic;
     the main rank's job."""
-    parameters, estimate = dict(sharded.named_parameters()), sharded.accumulation.estimate
-    logger.info("%s", layout_summary(parameters, sharded.meshes, sharded.accumulation.line))
-    if sharded.meshes.dims.pp > 1:
-        flops = part_flops(sharded.config, job.training.seq_len)
-        size = job.training.local_batch_size
-        logger.info("%s", pipeline_summary(job.parallelism, sharded.stages, flops, size))
+    plan, parameters = sharded.plan, dict(sharded.named_parameters())
+    estimate = memory(plan)
+    logger.info("%s", layout_summary(parameters, sharded.meshes, accumulation_line(plan, estimate)))
+    if plan.dims.pp > 1:
+        flops = part_flops(plan.config, plan.job.training.seq_len)
+        stages, size = (plan.stages, plan.stages_of_ranks), plan.job.training.local_batch_size
+        logger.info("%s", pipeline_summary(plan.job.parallelism, *stages, flops, size))
     logger.info("memory of a rank by arithmetic, %s: %s", estimate.unit, estimate)
-    if (gpu := memory_of(device)) is not None:
+    if (gpu := memory_of(sharded.device)) is not None:
         logger.info("%s", estimate.margin(gpu))
 
 

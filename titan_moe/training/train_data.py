@@ -25,8 +25,7 @@ from titan_moe.data.sources import training_sources
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.distributed.agreement import from_every_rank
-from titan_moe.distributed.parallel_dims import parallel_dims
-from titan_moe.models.config import ModelConfig
+from titan_moe.parallelize.plan import Plan
 from titan_moe.prepare.load_checks import continue_data
 
 logger = logging.getLogger(__name__)
@@ -35,40 +34,33 @@ logger = logging.getLogger(__name__)
 class TrainData:
     """This rank's loaders, at the beginning of the data."""
 
-    def __init__(
-        self,
-        run_job: JobConfig,
-        job: JobConfig,
-        config: ModelConfig,
-        process: Process,
-    ) -> None:
-        """`run_job`: the whole run's configuration; `job`: the present stage's. Collective. Raises
-        ConfigError or RunError."""
-        self._job = run_job
+    def __init__(self, run_job: JobConfig, plan: Plan, process: Process) -> None:
+        """`run_job`: the whole run's configuration; `plan`: that of the present stage. Collective.
+        Raises ConfigError or RunError."""
+        self._run_job, job = run_job, plan.job
         self._process = process
         self.tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
-        if lines := check_vocabulary(job, config, self.tokenizer.vocab_size):
+        if lines := check_vocabulary(job, plan.config, self.tokenizer.vocab_size):
             raise ConfigError(lines)
         for line in data_notes(job.training, job.validation) if process.is_main else []:
             logger.info(line)
-        self._open(job)
+        self._open(plan)
         if self.validation and process.is_main:
             for line in few_held_out(self.validation, job.validation):
                 logger.warning(line)
 
-    def _open(self, job: JobConfig) -> None:
+    def _open(self, plan: Plan) -> None:
         """Open the loaders at the beginning of the data; collective.
 
         Beside a GPU, whose kernels this process launches, a child process reads. The child's start
         takes seconds, so a run on the CPU reads in this process.
         """
-        training, tokenizer_path = job.training, job.model.tokenizer_path
+        job, training, tokenizer_path = plan.job, plan.job.training, plan.job.model.tokenizer_path
         rank, on_gpu = self._process.rank, self._process.device.type == "cuda"
-        dims = parallel_dims(job.parallelism, self._process.world_size)
         place = {
             "seed": job.debug.seed,
-            "rank": dims.coordinate(rank, "batch"),
-            "num_ranks": dims.size("batch"),
+            "rank": plan.dims.coordinate(rank, "batch"),
+            "num_ranks": plan.dims.size("batch"),
         }
         reads: dict[str, Any] = place | {
             "global_batch_size": training.global_batch_size,
@@ -139,17 +131,17 @@ class TrainData:
         key = "steps" if of_steps else "epochs"
         return f"training.{key}={getattr(job.training, key)}"
 
-    def reopen(self, job: JobConfig) -> None:
+    def reopen(self, plan: Plan) -> None:
         """Open the loaders for another stage or layout, where all ranks' data is; collective."""
         states: list[Any] = [None] * self._process.world_size
         dist.all_gather_object(states, self.loader.state_dict())
         before = self.loader.identity
         self.loader.close()
-        self._open(job)
+        self._open(plan)
         state = continue_state(merge_states(states), before, self.loader.identity)
         self.loader.load_state_dict(state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on at a checkpoint's position. RunError if the position is one of other data, or of a
         stage that the run did not have at that step."""
-        self.loader.load_state_dict(continue_data(self._job, state, self.loader.identity))
+        self.loader.load_state_dict(continue_data(self._run_job, state, self.loader.identity))

@@ -7,7 +7,6 @@ by the global number of target tokens of the step ends it. No other divisor exis
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from titan_moe.comm.collectives import read, sum_over_world
-from titan_moe.config.job_config import JobConfig, Parallelism, Training
+from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.execution import LocalBatch
@@ -29,7 +28,7 @@ from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.ops.attention import document_starts
 from titan_moe.ops.varlen_attention import bounds_of
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.parallelize.parallelize import ShardedModel, build_sharded_model
+from titan_moe.parallelize.parallelize import ShardedModel, build_sharded_model, plan_here
 from titan_moe.runtime.regions import region
 
 
@@ -68,8 +67,8 @@ class StepResult:
         return self.finite and not self.spike
 
 
-class Observer(Protocol):
-    """Watches a step, and changes nothing."""
+class Observer:
+    """Watches a step, and changes nothing; this one looks away."""
 
     def reads(self, batch: Batch, local: LocalBatch) -> None:
         """Runs before the forward of a batch; this rank reads `local` of it."""
@@ -88,9 +87,7 @@ class TrainStep:
         self,
         sharded: ShardedModel,
         optimizer: Optimizer,
-        training: Training,
         *,
-        device: torch.device,
         stop: Callable[[], bool] = lambda: False,
         is_spike: Callable[[float], bool] = lambda norm: False,
     ) -> None:
@@ -100,10 +97,12 @@ class TrainStep:
             is_spike: returns whether a step of this gradient norm must not update; alike on all
                 ranks.
         """
-        dims = sharded.meshes.dims
+        plan, dims = sharded.plan, sharded.meshes.dims
         self._sharded = sharded
         self._optimizer = optimizer
-        self._max_norm = training.max_norm
+        self._max_norm = plan.job.training.max_norm
+        self._compiled = plan.job.compile.compiles_layers
+        self._stops_on_overflow = plan.stops_on_overflow
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
         replicas = sharded.tied_weights.replicas
         self._counted = [each for each in self._parameters if each not in replicas]
@@ -114,12 +113,12 @@ class TrainStep:
             list(self._moe_layers.values()),
             [part.mtp for part in sharded.parts if part.mtp is not None],
             [x for part in sharded.parts for x in part.modules() if isinstance(x, Indexer)],
-            selects=sharded.config.indexer is not None,
-            predicts_ahead=sharded.config.num_mtp_layers > 0,
+            selects=plan.config.indexer is not None,
+            predicts_ahead=plan.config.num_mtp_layers > 0,
         )
         metrics = [metric for make in METRICS if (metric := make(layers)) is not None]
-        self._metrics = DeviceMetrics(metrics, device=device)
-        moe = sharded.config.moe
+        self._metrics = DeviceMetrics(metrics, device=sharded.device)
+        moe = plan.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
         self._pp_group = sharded.meshes.group("pp")
         self._ranks_per_stage = dims.world_size // dims.pp
@@ -128,7 +127,7 @@ class TrainStep:
         self._loss_rank, self._num_loss_ranks = dims.coordinate(rank, "loss"), dims.size("loss")
         self._counts_sequences = not any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp"))
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
-        self._device = device
+        self._device = sharded.device
         self._stop = stop
         self._is_spike = is_spike
 
@@ -155,20 +154,21 @@ class TrainStep:
         search for the reason; `discard` clears them. Nor is anything updated where rows were
         dropped and the model stops on overflow, nor in a step without a target token.
         """
+        observer = observer or Observer()
         for moe in self._moe_layers.values():
-            in_graph = self._sharded.compiled and not moe.dispatcher.waits_for_host
+            # A value of Python that changes would compile the layer again.
+            in_graph = self._compiled and not moe.dispatcher.waits_for_host
             moe.counts_traffic = logged or in_graph
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
             result = self._total(loss_sum, batches, logged, counts or {}, parameter_norms)
-        overflows = result.rows_dropped > 0 and self._sharded.stops_on_overflow
+        overflows = result.rows_dropped > 0 and self._stops_on_overflow
         if not result.accepted or overflows:
             return result
         if result.num_targets > 0:
             with region("optimizer"):
                 self._update(result)
-        if observer is not None:
-            observer.updated(result)
+        observer.updated(result)
         self.discard()
         return result
 
@@ -183,21 +183,19 @@ class TrainStep:
         """Free all gradients."""
         self._optimizer.zero_grad()
 
-    def _accumulate(self, batches: list[Batch], observer: Observer | None) -> Tensor:
+    def _accumulate(self, batches: list[Batch], observer: Observer) -> Tensor:
         """Sum all gradients, which still lack the divisor; returns this rank's loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, batch in enumerate(batches, 1):
-            local = local_batch(batch, self._sharded, self._device)
-            if observer is not None:
-                observer.reads(batch, local)
+            local = local_batch(batch, self._sharded)
+            observer.reads(batch, local)
             loss_sum += self._sharded.execution.accumulate(local, last=number == len(batches))
         for axis, parameters in self._sharded.partial.items():
             group = self._sharded.meshes.group(axis)
             tensor_parallel.sum_grads(parameters, group, self._device)
         if self._sharded.tied_weights.copies:
             sum_tied_grads(self._sharded.tied_weights, self._pp_group, self._device)
-        if observer is not None:
-            observer.accumulated()
+        observer.accumulated()
         return loss_sum
 
     @torch.no_grad()
@@ -289,42 +287,35 @@ def build_step(
     ranks_per_node: int | None = None,
 ) -> tuple[ShardedModel, Optimizer, TrainStep]:
     """Returns a job's model on this rank of an initialised world, its optimizer and its step, as a
-    run builds them. Collective; the arguments are those of `build_sharded_model`.
+    run builds them. Collective; the arguments are those of `plan_here` and `build_sharded_model`.
 
     Without weights no number means anything, that of dropped rows neither: it stops no step.
     """
-    sharded = build_sharded_model(
-        job,
-        config,
-        device=device,
-        world_size=dist.get_world_size(),
-        draw_weights=draw_weights,
-        ranks_per_node=ranks_per_node,
-    )
+    plan = plan_here(job, config, device, ranks_per_node)
     if not draw_weights:
-        sharded = replace(sharded, stops_on_overflow=False)
-    parameters = sharded.named_parameters()
-    optimizer = build_optimizer(job.optimizer, parameters, config, sharded.meshes.group)
-    return sharded, optimizer, TrainStep(sharded, optimizer, job.training, device=device)
+        plan = replace(plan, stops_on_overflow=False)
+    sharded = build_sharded_model(plan, device, draw_weights=draw_weights)
+    optimizer = build_optimizer(
+        job.optimizer, sharded.named_parameters(), config, sharded.meshes.group
+    )
+    return sharded, optimizer, TrainStep(sharded, optimizer)
 
 
 @torch.no_grad()
-def validation_loss(
-    batches: Iterable[Batch], sharded: ShardedModel, device: torch.device
-) -> tuple[float, int]:
+def validation_loss(batches: Iterable[Batch], sharded: ShardedModel) -> tuple[float, int]:
     """Returns the mean cross-entropy over the target tokens of all ranks' batches, and the number
     of (token, expert) choices that did not fit into the buffers between ranks. Collective.
 
     Training goes on as if nothing had been: these batches have readers of their own, nothing draws
     random numbers, and loads are counted and biases moved in training alone.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=sharded.device)
     sharded.train(False)
     for batch in batches:
-        sums[0] += sharded.execution.evaluate(local_batch(batch, sharded, device))
+        sums[0] += sharded.execution.evaluate(local_batch(batch, sharded))
         sums[1] += num_local_targets(batch, sharded)
     sharded.train(True)
-    sums[2] = take_dropped(sharded.moe_layers().values(), device)
+    sums[2] = take_dropped(sharded.moe_layers().values(), sharded.device)
     dist.all_reduce(sums)
     loss, targets, dropped = sums.tolist()
     return loss / max(targets, 1.0), int(dropped)
@@ -342,11 +333,12 @@ def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
     )
 
 
-def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> LocalBatch:
+def local_batch(batch: Batch, sharded: ShardedModel) -> LocalBatch:
     """Returns this rank's positions of whole sequences, and the documents of all positions.
 
     Whole sequences are copied, since they lie in page-locked memory, and cut on the device.
     """
+    device = sharded.device
     whole = replace(
         batch,
         tokens_BS=batch.tokens_BS.to(device, non_blocking=True),
@@ -357,7 +349,7 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Lo
     positions_S = sharded.positions(seq_len, device=device)
     own = slice(None) if len(positions_S) == seq_len else positions_S
     positions_BS = positions_S.expand(batch_size, -1)
-    if sharded.counts_in_documents:
+    if sharded.plan.counts_in_documents:
         positions_BS = positions_S - document_starts(whole.documents_BS)[:, own]
     local = LocalBatch(
         tokens_BS=whole.tokens_BS[:, own],
@@ -365,7 +357,7 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Lo
         documents_BS=whole.documents_BS,
         positions_BS=positions_BS,
         bounds=bounds_of(batch.documents_BS),
-        counted_BS=whole.labels_BS[:, own] != IGNORE_INDEX if sharded.counts_answers else None,
+        counted_BS=whole.labels_BS[:, own] != IGNORE_INDEX if sharded.plan.counts_answers else None,
     )
     depths = sharded.config.num_mtp_layers
     if not depths:

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.optim.optimizers import build_optimizer, peak_rates
 from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
-from titan_moe.parallelize.parallelize import ShardedModel, build_sharded_model
+from titan_moe.parallelize.parallelize import ShardedModel, build_sharded_model, plan_here
+from titan_moe.parallelize.plan import Plan
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
@@ -63,22 +64,63 @@ class Progress:
 class Trainer:
     """Everything of one run on one rank."""
 
+    sharded: ShardedModel
+    checkpointer: Checkpointer
+
     def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
         """Build model, optimizer, data and log, and load the checkpoint to go on from. Collective.
         Raises ConfigError or RunError."""
         seed_everything(job.debug)
-        self.process = process
+        self.run_job, self.process, self._config = job, process, model_config
         self.folder = Path(job.job.dump_folder)
-        self._config = model_config
-        self.run_job = self.job = job
-        """The whole run's configuration; `job` is the present stage's."""
+        stage = job
         if job.stages:
-            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
+            stage = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
-        self._build_model(job)
-        self._prepare_updates()
-        self.data = TrainData(self.run_job, job, model_config, process)
+        plan = self._plan(stage)
+        self._build_model(plan)
+        self._build_step()
+        self.data = TrainData(job, plan, process)
+        step = self._load()
+        if job.training.epochs is not None:  # A run of epochs has no stages.
+            self.run_job = self.data.end_with_epochs(stage, step)
+            self.sharded = replace(self.sharded, plan=replace(plan, job=self.run_job))
+            self.checkpointer.job_record = self.run_job.model_dump(mode="json")
+        warn_of_changed_rate(self.checkpointer.loaded_job, self.job.model_dump(), step)
+        self.routing = RoutingTrace(self.sharded, process, resume_step=step)
+        self.log = RunLog(self.run_job, self.sharded, process, resume_step=step)
+        self.losses: tuple[float, float | None] = (math.nan, None)
+        """The last step's loss, and the loss of the validation after it."""
+
+    @property
+    def job(self) -> JobConfig:
+        """The configuration of the present stage; `run_job` is the whole run's."""
+        return self.sharded.plan.job
+
+    def _plan(self, job: JobConfig) -> Plan:
+        return plan_here(job, self._config, self.process.device, self.process.local_world_size)
+
+    def _build_model(self, plan: Plan, groups: ProcessGroups | None = None) -> None:
+        """Build the model of a plan; `groups` of an earlier layout mean: no weights yet."""
+        self.sharded = _build(plan, self.process, groups)
+        self.meshes = self.sharded.meshes
+        self._ran = False
+
+    def _build_step(self) -> None:
+        """Build optimizer, train step and checkpointer for the model."""
+        job, sharded = self.job, self.sharded
+        self.optimizer = build_optimizer(
+            job.optimizer, sharded.named_parameters(), self._config, self.meshes.group
+        )
+        self.peak_rates = peak_rates(self.optimizer, job.optimizer)
+        self.train_step = TrainStep(
+            sharded, self.optimizer, stop=self.stop_request.asks, is_spike=self.bad_steps.is_spike
+        )
+        self.checkpointer = _checkpointer(self.run_job, sharded, self.optimizer)
+
+    def _load(self) -> int:
+        """Load the checkpoint to go on from, if there is one; returns its step, or 0."""
         self.progress = Progress()
         state = self.checkpointer.load() or {}
         self.checkpointer.texts = self.data.tokenizer.text_format(self.checkpointer.texts)
@@ -88,39 +130,7 @@ class Trainer:
             self.progress = Progress(state["step"], state["tokens"])
             self.bad_steps.load_state(state)
             self._say(f"going on after step {self.progress.step}")
-        resume_step = self.progress.step
-        if job.training.epochs is not None:  # A run of epochs has no stages.
-            self.run_job = job = self.data.end_with_epochs(job, resume_step)
-            self.job, self.checkpointer.job_record = job, job.model_dump(mode="json")
-        warn_of_changed_rate(self.checkpointer.loaded_job, job.model_dump(), resume_step)
-        self.routing = RoutingTrace(job, self.sharded, process, resume_step=resume_step)
-        self.log = RunLog(self.run_job, self.sharded, process, resume_step=resume_step)
-        self.losses: tuple[float, float | None] = (math.nan, None)
-        """The last step's loss, and the loss of the validation after it."""
-
-    def _build_model(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
-        """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
-        self.job = job
-        self.sharded = _sharded_model(job, self._config, self.process, groups)
-        self.meshes = self.sharded.meshes
-        self._ran = False
-
-    def _prepare_updates(self) -> None:
-        """Build optimizer, train step and checkpointer for the model."""
-        job, sharded = self.job, self.sharded
-        self.optimizer = build_optimizer(
-            job.optimizer, sharded.named_parameters(), self._config, self.meshes.group
-        )
-        self.peak_rates = peak_rates(self.optimizer, job.optimizer)
-        self.train_step = TrainStep(
-            sharded,
-            self.optimizer,
-            job.training,
-            device=self.process.device,
-            stop=self.stop_request.asks,
-            is_spike=self.bad_steps.is_spike,
-        )
-        self.checkpointer = _checkpointer(self.run_job, job, sharded, self.optimizer)
+        return self.progress.step
 
     def train(self) -> bool:
         """Train to the last step, or until asked to stop. Returns whether it was stopped, saved."""
@@ -189,7 +199,7 @@ class Trainer:
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
         asked = step == self.job.debug.capture_step
-        capture = StepCapture(self.job, self.sharded, self.optimizer, step) if asked else None
+        capture = StepCapture(self.sharded, self.optimizer, step) if asked else None
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         with phases("step"), self.routing.step(step, batches):
             read = self.data.loader.state_dict()
@@ -203,7 +213,7 @@ class Trainer:
         if capture is not None:
             capture.write(self.folder)
         # First: with symmetric memory nothing was sent, and what was not received may be anything.
-        if result.rows_dropped and self.sharded.stops_on_overflow:
+        if result.rows_dropped and self.sharded.plan.stops_on_overflow:
             self.train_step.discard()
             line = overflow_line(self.job.parallelism, result.rows_dropped)
             raise RunError(f"step {step}: {line}; {self._keep(step, before)}")
@@ -242,9 +252,7 @@ class Trainer:
     ) -> None:
         """Decide about a step that updated nothing. Raises RunError if the run must stop; saves the
         state before the step first."""
-        place, worst = bad_step_causes(
-            self.sharded, batches, self.process.device, is_finite=result.finite
-        )
+        place, worst = bad_step_causes(self.sharded, batches, is_finite=result.finite)
         decision = self.bad_steps.decide(step, result, place)
         self.train_step.discard()
         self.log.event(step, self.bad_steps.record(result, decision, worst))
@@ -269,8 +277,8 @@ class Trainer:
     def _validate(self) -> float:
         """Returns the held-out loss. Raises RunError if buffers between ranks do not suffice."""
         assert self.data.validation is not None
-        loss, dropped = validation_loss(self.data.validation, self.sharded, self.process.device)
-        if dropped and self.sharded.stops_on_overflow:
+        loss, dropped = validation_loss(self.data.validation, self.sharded)
+        if dropped and self.sharded.plan.stops_on_overflow:
             step = self.progress.step  # Its update is done, and is saved.
             kept = self._keep(step + 1, self._state())
             line = overflow_line(self.job.parallelism, dropped)
@@ -306,27 +314,24 @@ class Trainer:
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
-        # A pipeline's stages, and buffers in symmetric memory, depend on the length of sequences.
-        sized = job.parallelism.expert_parallel_comm_backend == "symmetric"
-        layouts = [(each.parallelism, each.activation_checkpoint) for each in (self.job, job)]
-        moves = self.meshes.dims.pp > 1 or sized or layouts[0] != layouts[1]
-        sent = self._move_to(job) if moves else 0
-        self.job, self._ran = job, False
-        self.data.reopen(job)
+        plan = self._plan(job)
+        sent = 0 if plan.fits_model_of(self.sharded.plan) else self._move_to(plan)
+        self.sharded, self._ran = replace(self.sharded, plan=plan), False
+        self.data.reopen(plan)
         set_random_state(random_state)
-        self.routing = RoutingTrace(job, self.sharded, self.process, resume_step=step)
-        self.log.set_layout(job, self.sharded, resume_step=step)
+        self.routing = RoutingTrace(self.sharded, self.process, resume_step=step)
+        self.log.set_layout(self.sharded, resume_step=step)
         collect_everything()
         self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")
 
-    def _move_to(self, job: JobConfig) -> int:
+    def _move_to(self, plan: Plan) -> int:
         """Move parameters and optimizer state to another layout; returns the bytes sent."""
         last_step, texts = self.checkpointer.finish(), self.checkpointer.texts
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
-        self._build_model(job, self.meshes.groups)
+        self._build_model(plan, self.meshes.groups)
         moved = move(weights, model_tensors(self.sharded.parts))
-        self._prepare_updates()
+        self._build_step()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
         self.checkpointer.last_step, self.checkpointer.texts = last_step, texts
         return moved + moved_too
@@ -359,36 +364,28 @@ def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
             logger.info("configuration:\n%s", as_toml(job))
     if not job.checkpoint.create_seed_checkpoint:
         return Trainer(job, model_config, process).train()
-    sharded = _sharded_model(job, model_config, process)
-    checkpointer = _checkpointer(job, job, sharded, None)
+    plan = plan_here(job, model_config, process.device, process.local_world_size)
+    sharded = _build(plan, process)
+    checkpointer = _checkpointer(job, sharded, None)
     checkpointer.save(0, {})
     if process.is_main:
         logger.info("the initial weights are %s", checkpointer.folder / "step-0")
     return False
 
 
-def _sharded_model(
-    job: JobConfig, config: ModelConfig, process: Process, groups: ProcessGroups | None = None
-) -> ShardedModel:
-    """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
-    sharded = build_sharded_model(
-        job,
-        config,
-        device=process.device,
-        world_size=process.world_size,
-        ranks_per_node=process.local_world_size,
-        draw_weights=groups is None,
-        groups=groups,
-    )
+def _build(plan: Plan, process: Process, groups: ProcessGroups | None = None) -> ShardedModel:
+    """Build the model of a plan; `groups` of an earlier layout mean: no weights yet."""
+    sharded = build_sharded_model(plan, process.device, draw_weights=groups is None, groups=groups)
     mark_layers(sharded.parts)
     if process.is_main:
-        describe_layout(job, sharded, process.device)
+        describe_layout(sharded)
     return sharded
 
 
 def _checkpointer(
-    run_job: JobConfig, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer | None
+    run_job: JobConfig, sharded: ShardedModel, optimizer: Optimizer | None
 ) -> Checkpointer:
+    job = sharded.plan.job
     return Checkpointer(
         job.checkpoint,
         Path(job.job.dump_folder),

@@ -11,8 +11,9 @@ import pytest
 from titan_moe.cli.config import SCHEMA
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.parallelize.memory import GIB, MARGIN, choose_accumulation
-from titan_moe.parallelize.memory_table import Setup
+from titan_moe.parallelize.memory import GIB, MARGIN, memory
+from titan_moe.parallelize.memory_table import NODE
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.prepare.job import prepare
 
 _SCHEMA = Path(__file__).parents[3] / SCHEMA
@@ -47,8 +48,10 @@ def test_a_config_names_the_schema_and_runs_on_the_ranks_and_in_the_memory_that_
         monkeypatch.setattr("titan_moe.prepare.job.count_gpus", lambda environment: 8)
     job, config, _ = prepare(["--job.config_file", str(path)], ranks, os.environ)
     if stated:
-        setup = Setup(job, config, ranks)
-        found = choose_accumulation(setup, _H100).estimate
+        plan = make_plan(
+            job, config, ranks, device_type="cuda", device_bytes=_H100, ranks_per_node=NODE
+        )
+        found = memory(plan)
         comment = " ".join(line.removeprefix("# ") for line in text.splitlines())
         assert f"{found}; {found.needed / GIB:.1f} of 79.0 at most" in comment
         assert found.needed <= _H100 - MARGIN

@@ -21,6 +21,7 @@ from titan_moe.data.build import build_reader, measure_conversations
 from titan_moe.data.loader import Loader, ReaderProcess, documents_without_text
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.errors import RunError
 from titan_moe.training.train_data import TrainData
 
@@ -152,7 +153,7 @@ def job_of(section, stages=()):
 
 def data_of(job, step=1, device="cpu"):
     process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
-    return TrainData(job, job_of_step(job, step), model_of_job(job.model), process)
+    return TrainData(job, make_plan(job_of_step(job, step), model_of_job(job.model), 1), process)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])

@@ -42,7 +42,7 @@ def test_a_piece_that_four_ranks_hold_counts_a_quarter_on_each():
     assert 4 * sum_of_squares(parameters, 4) == sum_of_squares(parameters, 1)
 
 
-def test_no_gradients():
+def test_norm_of_no_gradients_is_zero():
     parameters = [nn.Parameter(torch.zeros(3))]
     assert sum_of_squares(parameters, 1) == 0
     scale_grads(parameters, 2.0)

@@ -1,6 +1,8 @@
-"""Meshes by name, in fake worlds and on gloo ranks."""
+"""Degrees, coordinates and groups by arithmetic; meshes by name, in fake worlds and on ranks."""
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +11,13 @@ from torch import nn
 
 from tests.support.checking import job_of
 from titan_moe.distributed.dtensor import cut_parameter, local_part
-from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, ParallelDims
+from titan_moe.distributed.parallel_dims import (
+    AXES,
+    DENSE_AXES,
+    DERIVED_AXES,
+    SPARSE_AXES,
+    ParallelDims,
+)
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
@@ -19,17 +27,41 @@ MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "
 NAMES = (*AXES, *DERIVED_AXES)
 
 
-def test_mesh_and_group_of_an_axis_have_its_ranks() -> None:
-    for rank in (0, 13, 31):
-        with fake_world(rank, 32):
-            meshes = ParallelDims(32, **MIXED).build_mesh("cpu")
-            assert meshes.rank == rank
-            for name in NAMES:
-                wanted = list(meshes.members(name))  # test_parallel_dims compares them with torch.
-                assert meshes[name].mesh.tolist() == wanted
-                assert dist.get_process_group_ranks(meshes[name].get_group()) == wanted
-                assert meshes[name].get_coordinate() == (wanted.index(rank),)
-                assert meshes[name].size() == meshes.dims.size(name)
+POWERS = (1, 2, 4, 8)
+
+
+def legal_layouts(world_size: int) -> list[ParallelDims]:
+    layouts = []
+    for degrees in product(POWERS, repeat=7):
+        with suppress(ValueError):
+            layouts.append(ParallelDims(world_size, *degrees))
+    return layouts
+
+
+def test_coordinates_and_groups_are_those_of_the_unflattened_world():
+    for dims in legal_layouts(8):
+        for view in (DENSE_AXES, SPARSE_AXES):
+            sizes = [dims.size(axis) for axis in view]
+            world = torch.arange(8).view(sizes)
+            for rank in range(8):
+                place = [int(i) for i in (world == rank).nonzero()[0]]
+                assert [dims.coordinate(rank, axis) for axis in view] == place
+                for name in (*view, *DERIVED_AXES):
+                    joined = DERIVED_AXES.get(name, (name,))
+                    if set(joined) <= set(view):
+                        zipped = zip(view, place, strict=True)
+                        index = tuple(slice(None) if a in joined else at for a, at in zipped)
+                        assert dims.group_of(rank, name) == tuple(world[index].flatten().tolist())
+
+
+def test_dp_shard_minus_one_is_the_rest():
+    assert ParallelDims(24, tp=2, pp=3).dp_shard == 4
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 3}, {"ep": 3}, {"ep": 8, "dp_replicate": 2}, {"pp": 0}])
+def test_degrees_that_do_not_multiply_up_are_refused(degrees: dict[str, int]):
+    with pytest.raises(ValueError, match=r"\d"):
+        ParallelDims(8, **{"dp_shard": -1, **degrees})
 
 
 @pytest.mark.parametrize(

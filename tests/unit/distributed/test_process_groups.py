@@ -21,13 +21,12 @@ from titan_moe.distributed.parallel_dims import (
     SPARSE_AXES,
     Meshes,
     ParallelDims,
-    parallel_dims,
 )
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.optim.optimizers import make_joined_groups
 from titan_moe.parallelize.parallelize import lay_out
-from titan_moe.parallelize.policies import resolve_model
-from titan_moe.simulate.fake_rank import CPU, fake_world
+from titan_moe.parallelize.policies import make_plan
+from titan_moe.simulate.fake_rank import fake_world
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},
@@ -144,8 +143,9 @@ def groups_made_by(rank: int, words: list[str]) -> list[tuple[int, ...]]:
     """The groups that one of 16 ranks asks torch for while it lays a model out."""
     job = load_job(["--config", "configs/deepseek_v3/debugmodel.toml", *words])
     with watched_world(rank, 16) as new_group:
-        meshes = parallel_dims(job.parallelism, 16).build_mesh("cpu")
-        parts = lay_out(job, resolve_model(tiny(job), job), meshes, CPU, ranks_per_node=2).parts
+        plan = make_plan(job, tiny(job), 16, ranks_per_node=2)
+        meshes = plan.dims.build_mesh("cpu")
+        parts = lay_out(plan, meshes).parts
         make_joined_groups(job.optimizer, dict(parts[0].named_parameters()), meshes.group)
     return [tuple(call.args[0]) for call in new_group.call_args_list]
 

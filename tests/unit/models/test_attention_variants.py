@@ -14,7 +14,7 @@ from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.models.stats import part_flops, part_sizes
 from titan_moe.parallelize.memory import memory
-from titan_moe.parallelize.memory_table import Setup
+from titan_moe.parallelize.policies import make_plan
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def build(config: ModelConfig) -> None:
 
 
 def estimate(config: ModelConfig) -> None:
-    memory(Setup(JobConfig(), config, 1))
+    memory(make_plan(JobConfig(), config, 1))
 
 
 @pytest.mark.parametrize("use", [build, part_sizes, part_flops, estimate])

@@ -9,7 +9,7 @@ from titan_moe.models.registry import model_config
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
-from titan_moe.parallelize import policies
+from titan_moe.parallelize import parallelize
 
 
 @pytest.mark.parametrize("rows", [0, 2**25, 2**45])
@@ -50,11 +50,11 @@ def test_counts_per_sequence_with_experts_nobody_chose(num_experts: int):
         ({"sequence_aux_loss_weight": 0.1}, False),
     ],
 )
-def test_experts_that_nothing_balances_are_warned_of_in_one_line(given, warns, caplog, monkeypatch):
-    monkeypatch.setattr(policies.dist, "get_rank", lambda: 0)
+def test_experts_that_nothing_balances_get_one_line(given, warns, caplog, monkeypatch):
+    monkeypatch.setattr(parallelize.dist, "get_rank", lambda: 0)
     moe = MoEConfig(num_experts=4, top_k=1, hidden_dim=4, **given)
     config, layer = replace(model_config("qwen3", "gate"), moe=moe), MoE(4, moe, None)
-    policies.warn_of_unbalanced_experts(config, [layer.requires_grad_(False)])
+    parallelize.warn_of_unbalanced_experts(config, [layer.requires_grad_(False)])
     assert not caplog.messages, "routers that are frozen need no balance"
-    policies.warn_of_unbalanced_experts(config, [layer.requires_grad_(True)])
+    parallelize.warn_of_unbalanced_experts(config, [layer.requires_grad_(True)])
     assert [m.startswith("nothing balances") for m in caplog.messages] == [True] * warns

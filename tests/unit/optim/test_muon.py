@@ -14,7 +14,7 @@ MODEL = model_config("deepseek_v3", "gate")
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 4, 9), (3, 9, 4), (2, 1, 6), (2, 3, 1)])
-def test_singular_values_are_brought_near_one(shape):
+def test_newton_schulz_brings_singular_values_near_one(shape):
     torch.manual_seed(0)
     x_NAB = torch.randn(shape, dtype=torch.float64)
     made = orthogonalized(x_NAB, 5)
@@ -60,7 +60,7 @@ def groups_of(optimizer, named):
     return {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
 
 
-def test_matrices_inside_layers_are_muons():
+def test_muon_updates_matrices_inside_layers_alone():
     named = parameters()
     groups = groups_of(build_optimizer(Optimizer(name="Muon"), named.items(), MODEL), named)
     assert groups == {
@@ -80,7 +80,7 @@ def test_matrices_inside_layers_are_muons():
     assert "matrices" not in groups_of(build_optimizer(Optimizer(), named.items(), MODEL), named)
 
 
-def test_two_steps_by_hand():
+def test_muon_makes_the_steps_computed_by_hand():
     config = Optimizer(name="Muon", lr=0.1, weight_decay=0.5, muon_momentum=0.8, muon_rms=0.3)
     named = parameters()
     expected = {name: p.detach().clone() for name, p in named.items()}

@@ -120,7 +120,7 @@ def test_every_rank_of_a_pipeline_knows_the_rates_of_all_groups():
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize(("name", "weight"), [("AdamW", 0.85), ("Adam", 0.9)])
-def test_one_step_by_hand(name, weight, implementation):
+def test_adam_makes_the_first_step_computed_by_hand(name, weight, implementation):
     # The first step moves by lr in the gradient's direction; AdamW takes lr * decay * weight too,
     # while Adam's decay only enlarges the gradient.
     named = {key: param for key, param in parameters().items() if param.requires_grad}

@@ -78,7 +78,7 @@ def on_every_layout():
     return found
 
 
-def test_pieces_of_what_is_made_of_the_whole_come_back():
+def test_each_rank_gets_its_pieces_of_the_function_of_whole_matrices():
     for found in run_on_ranks(on_every_layout, 4):
         assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(found, True)
         # Three copies of each matrix, each worked on once by the ranks that cut it.
@@ -114,7 +114,7 @@ def over_two_axes(number):
     return asked, all(torch.equal(each, expected) for each in made), sent
 
 
-def test_two_axes_take_one_exchange_each_way():
+def test_matrices_cut_by_two_axes_take_one_exchange_each_way():
     for asked, right, sent in run_on_ranks(over_two_axes, 4, 4):
         assert (asked, right, sent) == ([("fsdp", "tp")], True, [0.75, 0.75])
 

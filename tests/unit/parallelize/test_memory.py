@@ -18,8 +18,10 @@ from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import GivenExperts
-from titan_moe.parallelize.memory import GIB, MARGIN, Memory, choose_accumulation, memory
-from titan_moe.parallelize.memory_table import Setup, communicator_bytes, communicators, tables
+from titan_moe.parallelize.memory import GIB, MARGIN, Memory, memory
+from titan_moe.parallelize.memory_table import communicator_bytes, communicators, tables
+from titan_moe.parallelize.plan import Plan
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import balanced_choice
@@ -41,9 +43,13 @@ _WEIGHTS = 2 * _LAYER + 2 * _OUTPUT + 10  # The embedding is as large as the out
 _FULL = ActivationCheckpoint(mode="full")
 
 
-def _setup(config: ModelConfig = _DENSE, ranks: int = 4, **sections: object) -> Setup:
-    """Returns four ranks of the dense model, or of another one, with some tables of the job."""
-    return Setup(_JOB.model_copy(update={"activation_checkpoint": _FULL} | sections), config, ranks)
+def _plan(
+    config: ModelConfig = _DENSE, ranks: int = 4, gpu: float | None = None, **sections: object
+) -> Plan:
+    """Returns the plan of four ranks of the dense model, or of another one, with some tables of the
+    job; `gpu`: bytes of a GPU."""
+    job = _JOB.model_copy(update={"activation_checkpoint": _FULL} | sections)
+    return make_plan(job, config, ranks, device_type="cuda", device_bytes=gpu)
 
 
 def _training(**keys: object) -> Training:
@@ -51,7 +57,7 @@ def _training(**keys: object) -> Training:
 
 
 def _memory(config: ModelConfig = _DENSE, ranks: int = 4, **sections: object) -> Memory:
-    return memory(_setup(config, ranks, **sections))
+    return memory(_plan(config, ranks, **sections))
 
 
 def test_every_line_of_a_small_model_by_hand():
@@ -76,7 +82,7 @@ def test_every_line_of_a_small_model_by_hand():
         "gradients of its weight, and their sum": 100 * 10 * (2 + 4),
         "buffers of NCCL": (672 + 4 * 32) * 2**20,
     }
-    (table,) = tables(_setup())
+    (table,) = tables(_plan())
     rows = [(term, line, size) for term, lines in table.items() for line, size in lines.items()]
     print("\n".join(f"{term:<14}{line:<44}{size:>16,.0f}" for term, line, size in rows))
     assert {line: size for _, line, size in rows if size} == by_hand
@@ -142,8 +148,7 @@ def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: in
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=6))
     parallelism = Parallelism(expert_parallel_degree=ep, expert_parallel_comm_backend=backend)
     keeping = _FULL.model_copy(update={"keep_exchanged_rows": True})
-    setup = _setup(sparse, parallelism=parallelism, activation_checkpoint=keeping)
-    (table,) = tables(setup)
+    (table,) = tables(_plan(sparse, parallelism=parallelism, activation_checkpoint=keeping))
     kept = table["kept"]["exchanged rows of recomputed layers"]
     assert kept == pytest.approx(2 * 21 * rows * 10 * 2)
 
@@ -168,11 +173,11 @@ _FOUR_MICROBATCHES = {"global_batch_size": 4 * 4 * 3}
 def _shared(free: float, word: str = "auto", **training: object) -> str:
     """Returns the choice of four ranks whose GPUs have `free` bytes beside the model."""
     section = _training(**_FOUR_MICROBATCHES | training)
-    setup = _setup(training=section, parallelism=Parallelism(fsdp_accumulation=word))
-    return choose_accumulation(setup, memory(setup).needed + free + MARGIN).word
+    tables = {"training": section, "parallelism": Parallelism(fsdp_accumulation=word)}
+    return _plan(gpu=memory(_plan(**tables)).needed + free + MARGIN, **tables).accumulation
 
 
-def test_the_most_is_shared_that_fits():
+def test_auto_keeps_parameters_gathered_where_memory_suffices():
     # Whole gradients where a quarter of them is counted already, and weights in bfloat16.
     sums, weights = _WEIGHTS * 4 - _WEIGHTS * 4 / 4, _WEIGHTS * 2
     assert _shared(sums + weights) == "keep_gathered"
@@ -181,12 +186,12 @@ def test_the_most_is_shared_that_fits():
     assert _shared(0, word="keep_gathered") == "keep_gathered"
 
 
-def test_a_cpu_and_a_pipeline_share_nothing():
+def test_auto_reduces_each_microbatch_on_a_cpu_and_in_a_pipeline():
     training, pipeline = _training(**_FOUR_MICROBATCHES), Parallelism(pipeline_parallel_degree=2)
-    on_cpu = choose_accumulation(_setup(training=training), None)
-    assert (on_cpu.word, on_cpu.microbatches) == ("reduce_each", 4)
-    piped = choose_accumulation(_setup(training=training, parallelism=pipeline), 80 * GIB)
-    assert (piped.word, piped.microbatches) == ("reduce_each", 1)
+    on_cpu = _plan(training=training)
+    assert (on_cpu.accumulation, on_cpu.microbatches) == ("reduce_each", 4)
+    piped = _plan(training=training, parallelism=pipeline, gpu=80 * GIB)
+    assert (piped.accumulation, piped.microbatches) == ("reduce_each", 1)
 
 
 def test_symmetric_memory_is_three_buffers():
@@ -219,8 +224,8 @@ def test_communicators_and_states_are_those_of_a_step():
     jobs.append(make_job("qwen3", parallelism=joined, optimizer={"name": "Muon"}))
     tasks = [(resolve(job, 16), replace(tiny(job), num_layers=2), 16, 0) for job in jobs]
     for task, facts in in_fresh_processes(measure, tasks, num_workers=1):
-        setup = Setup(*tasks[task][:3])
-        found = communicators(setup)
+        plan = make_plan(*tasks[task][:3])
+        found = communicators(plan)
         send = [size > communicator_bytes(ranks, sends=False) for (ranks, _), size in found.items()]
         sent = [not {"all_to_all", "send"}.isdisjoint(ops) for ops in facts.traffic.values()]
         # And the world's. Under Muon too, all are made before the step.
@@ -229,7 +234,7 @@ def test_communicators_and_states_are_those_of_a_step():
         assert sum(send) == sum(sent) or (task == 2 and sum(send) > sum(sent))
         if task == 0:
             owned = 2 * facts.parameter_bytes + facts.optimizer_bytes
-            assert memory(setup).stored == pytest.approx(owned, rel=0.01)
+            assert memory(plan).stored == pytest.approx(owned, rel=0.01)
 
 
 _SKEWED = make_job("qwen3", training={"seq_len": 256}, parallelism={"expert_parallel_degree": 2})
@@ -257,7 +262,7 @@ def test_skewed_rows_are_those_of_a_forward():
     layers = config.num_layers
     # The estimate has the values of one layer more, their gradients, and two copies of its rows.
     row = config.dim + 2 * config.moe.hidden_dim
-    skew = memory(Setup(_SKEWED, config, 2)).skew
+    skew = memory(make_plan(_SKEWED, config, 2)).skew
     estimate = skew * layers * row / ((layers + 2) * row + 2 * config.dim)
     assert estimate == pytest.approx(run_on_ranks(_kept_beyond_an_even_share, 2)[0], rel=0.05)
 

@@ -86,7 +86,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_what_the_ranks_would_refuse_to_load_is_one_line(
+def test_checkpoint_that_ranks_would_refuse_is_one_line_before_they_start(
     trained: Path, words: str, says: str | None
 ) -> None:
     before = sorted(trained.rglob("*"))

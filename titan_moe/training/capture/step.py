@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.models.decoder import Decoder
-from titan_moe.parallelize import policies
 from titan_moe.parallelize.parallelize import ShardedModel
 from titan_moe.training.capture.hooks import watch
 from titan_moe.training.capture.records import (
@@ -33,7 +31,7 @@ from titan_moe.training.capture.records import (
 )
 from titan_moe.training.capture.sketch import sketch_box, sketch_experts, sketch_rows
 from titan_moe.training.capture.watcher import Microbatch, Watcher
-from titan_moe.training.train_step import StepResult
+from titan_moe.training.train_step import Observer, StepResult
 
 FOLDER = "capture"
 _SUMS = {
@@ -47,25 +45,17 @@ _SUMS = {
 """Phases of a step's sums."""
 
 
-def compute_dtype(job: JobConfig) -> str:
-    """Returns the name of the type of activations, which decides what rounding may do."""
-    return str(policies.compute_dtype(job)).removeprefix("torch.")
-
-
-class StepCapture:
+class StepCapture(Observer):
     """Watches a step from its start to its update, then writes this rank's file."""
 
-    def __init__(
-        self, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer, step: int
-    ) -> None:
-        self._sharded, self._optimizer = sharded, optimizer
-        self._step, self._dtype = step, compute_dtype(job)
+    def __init__(self, sharded: ShardedModel, optimizer: Optimizer, step: int) -> None:
+        self._sharded, self._optimizer, self._step = sharded, optimizer, step
         self._records = Records()
         self._sequences: list[int] = []
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._layers = rank, sharded.all_moe_layers()
         self._tp, self._tp_rank = dims.size("tp"), dims.coordinate(rank, "tp")
-        self._stages = [_stage(part, sharded.stages) for part in sharded.parts]
+        self._stages = [_stage(part, sharded.plan.stages) for part in sharded.parts]
         self._parameters("start", "parameter", lambda parameter: parameter)
         self._routers("start")
         self._hooks = []
@@ -134,7 +124,7 @@ class StepCapture:
             "rank": self._rank,
             "world_size": dims.world_size,
             "layout": dims.sizes,
-            "compute_dtype": self._dtype,
+            "compute_dtype": self._sharded.plan.types.compute,
             "rows": self._sequences,  # Captures of other revisions are read by this name.
         }
         self._records.save(folder / FOLDER / f"rank-{self._rank:05d}.pt", facts)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
-from titan_moe.training.capture.step import FOLDER, compute_dtype
+from titan_moe.parallelize.plan import types_of
+from titan_moe.training.capture.step import FOLDER
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
 from titan_moe.verify.compare.records import COMPARED
@@ -152,7 +153,7 @@ class Bisection(Runner):
         )
 
     def _bound(self) -> float:
-        return ROUNDING[compute_dtype(self._job(self.trial.baseline))].bound
+        return ROUNDING[types_of(self._job(self.trial.baseline).training).compute].bound
 
 
 def _saved(step: int) -> Words:

@@ -72,7 +72,7 @@ class Fixture:
 
 def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fixture:
     """Draw weights and batches from the job's seed and train the reference on them."""
-    config = resolve_model(config, job)
+    config = resolve_model(config, job, "cpu")
     assert config.moe is not None, "the gate wants a model with experts"
     masked = job.training.mask_documents
     core = (AllPairs if config.indexer is None else SelectedPairs)(mask_documents=masked)

@@ -25,7 +25,7 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.parallelize.parallelize import lay_out
-from titan_moe.parallelize.policies import resolve_model
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import CPU, fake_world
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
@@ -156,11 +156,12 @@ def _check_model(
     training = {"seq_len": _SEQ_LEN, "global_batch_size": rows}
     model = {"name": family, "flavor": "gate"}
     job = apply_layout(JobConfig(), layout, {"model": model, "training": training})
-    config = resolve_model(config, job)
+    plan = make_plan(job, config, layout.world_size)
+    config = plan.config
     problems = check(job, config, layout.world_size)
     shards = Shards(layout, stages(layout))
     shapes = _shapes(config)
-    laid_out = lay_out(job, config, meshes, CPU)
+    laid_out = lay_out(plan, meshes)
     held = {name: p for part in laid_out.parts for name, p in part.named_parameters()}
     own = {name: local_part(parameter).shape for name, parameter in held.items()}
     problems += shards.problems(meshes.rank, own, shapes)

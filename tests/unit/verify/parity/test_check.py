@@ -121,11 +121,11 @@ def test_packed_documents_of_llama4_are_those_that_transformers_reads_alone():
         alone = [oracle(document, None)[0] for document in tokens.split(lengths, 1)]
     layout = SimpleNamespace(
         config=found.config,
-        counts_in_documents=True,
-        counts_answers=False,
+        device=torch.device("cpu"),
+        plan=SimpleNamespace(counts_in_documents=True, counts_answers=False),
         positions=lambda n, device: torch.arange(n),
     )
     batch = Batch(tokens, tokens, documents, [[]])
-    local = local_batch(batch, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    local = local_batch(batch, layout)  # type: ignore[arg-type]
     packed = model(local.tokens_BS, local.documents_BS, local.positions_BS)
     assert parity.distance(packed, torch.cat(alone, 1)) <= 1e-12

@@ -1,11 +1,13 @@
-"""Copies of one parameter: their gradients are summed over all of them, and they stay alike."""
+"""Weights at the start, the same in every layout; copies of one parameter, which stay alike."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
+from titan_moe.metrics.jsonl import INITIAL_WEIGHTS
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
@@ -41,3 +43,28 @@ def test_copies_that_drifted_are_not_saved(tmp_path: Path):
     with pytest.raises(RankError, match=line):
         run_on_ranks(train_untied, 4, job_of(tmp_path))
     assert not (tmp_path / "checkpoint" / "step-4").exists()
+
+
+def recorded(folder: Path, ranks: int, seed: int = 0, **degrees: int) -> dict[str, str]:
+    """Trains a step of a model with tied weights, and returns the checksums that it recorded."""
+    job = make_job(
+        folder,
+        steps=1,
+        model={"name": "qwen3", "flavor": "gate"},
+        training={"local_batch_size": 2, "global_batch_size": 12},
+        parallelism={f"{axis}_parallel_degree": size for axis, size in degrees.items()},
+        metrics={"log_initial_weights": True},
+        checkpoint={"enable": False},
+        debug={"seed": seed},
+    )
+    run_on_ranks(train_here, ranks, job)
+    found: dict[str, str] = json.loads((folder / INITIAL_WEIGHTS).read_text())
+    return found
+
+
+def test_checksums_of_initial_weights_are_the_same_in_any_layout(tmp_path: Path) -> None:
+    """Three ranks of FSDP do not divide the dims, and get padding."""
+    uneven = recorded(tmp_path / "uneven", 3)
+    cut = recorded(tmp_path / "cut", 8, pipeline=2, tensor=2, expert=2, expert_tensor=2)
+    assert len(uneven) > 20 and cut == uneven
+    assert recorded(tmp_path / "other", 1, seed=1) != uneven
