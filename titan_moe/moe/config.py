@@ -60,7 +60,7 @@ class DispatchOptions(NamedTuple):
     ranks_per_node: int | None = None
     """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
     num_chunks: int = 1
-    """Value of `Dispatcher.num_chunks`."""
+    """Value of `MoE.num_chunks`."""
 
 
 def places_reached(top_k: int, places: int) -> float:
