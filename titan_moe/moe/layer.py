@@ -72,8 +72,12 @@ class MoE(nn.Module):
         self.rows_dropped.zero_()
 
     def forward(self, x_BSD: Tensor, counted_BS: Tensor | None = None) -> Tensor:
-        """Returns the layer's output, [B, S, D]. `counted_BS` is False for tokens that counts, and
-        so routing biases, and balance losses leave out; None: all tokens count."""
+        """Returns the layer's output, [B, S, D].
+
+        Args:
+            counted_BS: True for the tokens that loads, and so routing biases, and balance losses
+                count; None: for all.
+        """
         x_TD = x_BSD.flatten(0, 1)
         with region("route"):
             scores = self.router(x_TD)
@@ -174,8 +178,8 @@ class MoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """Holds the stacked weights of all experts under the names of `ExpertWeights`. `compute` is the
-    strategy that multiplies with them; expert parallelism gives it this rank's shards alone."""
+    """Holds the stacked weights of all experts under the names of `ExpertWeights`. `compute` makes
+    an expert's output of a row; expert parallelism gives it this rank's shards alone."""
 
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()

@@ -52,7 +52,12 @@ def make_plan(
     stages = _stages(job, config)
     dispatch, reason = _dispatch(parallelism, config.moe, dims, ranks_per_node)
     sequences = dims.size("batch") * training.local_batch_size
-    wanted, frees = parallelism.fsdp_accumulation, parallelism.fsdp_reshard_after_forward
+    frees = parallelism.fsdp_reshard_after_forward
+    if dims.pp > 1 and (frees == "default" or pipeline.schedule_of(parallelism).splits_backward):
+        # A pipeline would gather the parameters anew for every microbatch. A split backward looks
+        # parameters up in the module: while sharded ones stand there, torch 2.13 finds no path to
+        # them and leaves their gradients out, silently.
+        frees = "never"
     plan = Plan(
         job=job,
         config=config,
@@ -66,8 +71,7 @@ def make_plan(
         exchange_rows=_exchange_rows(job, config.moe, dims) if dispatch.name == "symmetric" else 0,
         microbatches=1 if dims.pp > 1 else max(training.global_batch_size // sequences, 1),
         accumulation="reduce_each",
-        # A pipeline would gather the parameters anew for every microbatch.
-        reshard_after_forward=frees == "always" or (frees == "default" and dims.pp == 1),
+        reshard_after_forward=frees != "never",
         reshard_last=frees == "always",
         cpu_offload=training.enable_cpu_offload and device == "cuda",
         head_tail=dims.cp > 1 and parallelism.context_parallel_load_balancer == "headtail",
@@ -79,6 +83,7 @@ def make_plan(
     keeping = replace(
         plan, accumulation="keep_gathered", reshard_after_forward=False, reshard_last=False
     )
+    wanted = parallelism.fsdp_accumulation
     if wanted == "auto" and plan.microbatches > 1 and device_bytes is not None:
         return keeping if memory(keeping).needed + MARGIN <= device_bytes else plan
     return keeping if wanted == "keep_gathered" else plan

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     OVERLAP_F_B,
@@ -66,12 +65,6 @@ class Pipeline:
         self._stages = stages_of_rank(self._schedule, rank, ranks, self._num_stages)
         self._training: dict[torch.Size, Any] = {}
         self._evaluation: dict[torch.Size, Any] = {}
-        # A split backward looks parameters up in the module: while sharded ones stand there, torch
-        # 2.13 finds no path to them and leaves their gradients out, silently. So no forward frees
-        # them; the schedule itself gathers and frees whole stages.
-        for part in parts if self._schedule.splits_backward else ():
-            if isinstance(part, FSDPModule):
-                part.set_reshard_after_forward(False)
         self._turns = Turns(device) if overlaps_chunks(parallelism) else None
         for moe in (each for part in parts for each in part.modules() if isinstance(each, MoE)):
             moe.dispatcher.turns = self._turns

@@ -128,7 +128,7 @@ class AllToAllDispatcher(Dispatcher):
             sent = received = [route.num_rows]
             route.gathered = [route.num_rows] * len(gathered_QPE)
         else:
-            # Host sync, once per layer: collectives of rows take their sizes as Python ints.
+            # Host sync, once per chunk: collectives of rows take their sizes as Python ints.
             sent, received, route.gathered = to_host(
                 route.sent_PE.sum(1), received_PE.sum(1), gathered_QPE.sum((1, 2))
             )

@@ -54,8 +54,8 @@ class Dispatcher:
     """Moves tokens to experts that are all on this rank, and back: one gather into padded
     expert-major order, one back. Never waits.
 
-    A dispatcher between ranks derives from `AllToAllDispatcher`, writes `route`, `plan` and
-    `traffic`, and is named in `expert_parallel.DISPATCHERS`.
+    A dispatcher between ranks derives from `AllToAllDispatcher`, writes `route` and `plan`, and
+    `traffic` where not every choice is a row, and is named in `expert_parallel.DISPATCHERS`.
     """
 
     waits_for_host = False

@@ -141,7 +141,7 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
             by_nodes: list[Tensor] = []
             if self.nodes is not None:
                 by_nodes = self.nodes.counts_received(nodes_PX, copies_P)
-            # Host sync, once per layer: collectives of rows take their sizes as Python ints.
+            # Host sync, once per chunk: collectives of rows take their sizes as Python ints.
             sizes = to_host(
                 route.copies_P,
                 copies_P,

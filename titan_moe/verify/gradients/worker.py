@@ -139,7 +139,7 @@ class LocalState:
         self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """Yields names, this rank's tensors beside the reference's, experts one by one, and the
-        norm of the whole; what one of the two has none of is wrong."""
+        norm of the whole. A tensor that only one of the two has is wrong."""
         missing = torch.empty(0)
         wanted = [name for name in theirs if name in self.boxes or name in ours]
         wholes = norms({name: theirs[name] for name in wanted})
