@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def has_dependencies(pyproject: Path, extra: str) -> bool:
-    """Every requirement of the project (and of its optional `extra`) is met."""
+    """Returns whether every requirement of the project (and of its optional `extra`) is met."""
     try:
         # Both come with the requirements themselves: without them these are not installed.
         from packaging.requirements import Requirement

@@ -194,7 +194,7 @@ class GroupedGemms:
 def _product(
     x: Tensor, w: Tensor, offsets_E: Tensor
 ) -> tuple[Callable[[], Tensor], Callable[[], object]]:
-    """A grouped GEMM, and both gradients of it."""
+    """Returns a grouped GEMM, and both gradients of it."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = grouped_mm(x, w, offsets_E)
     grad = torch.randn_like(y)

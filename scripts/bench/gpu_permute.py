@@ -65,7 +65,7 @@ def goals_of(row: dict[str, Any]) -> list[Goal]:
 
 
 def copy_bandwidth(num_bytes: int, repeats: int, device: str) -> float:
-    """Bytes moved per second by a plain copy."""
+    """Returns bytes moved per second by a plain copy."""
     source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     (seconds,) = medians({"copy": lambda: target.copy_(source)}, repeats, device).values()

@@ -97,7 +97,7 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Columns as wide as they must be; texts to the left, numbers to the right."""
+    """Prints columns as wide as they must be; texts to the left, numbers to the right."""
     if title:
         print(f"\n{title}")
     cells = [list(heads), *([_text(cell) for cell in row] for row in rows)]
@@ -159,7 +159,7 @@ def keep(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Go
 
 
 def spread(values: Sequence[float], template: str = "{:,.0f}") -> str:
-    """Median, minimum and maximum, as `median (min-max)`."""
+    """Returns median, minimum and maximum, as `median (min-max)`."""
     low, middle, high = (
         template.format(value) for value in (min(values), statistics.median(values), max(values))
     )
@@ -197,7 +197,7 @@ def take_turns(
     clock: Callable[[Run], Any] = wall_seconds,
     warm_up: int = 1,
 ) -> dict[_Name, list[Any]]:
-    """Readings of each variant, after rounds that do not count.
+    """Returns readings of each variant, after rounds that do not count.
 
     The variants take turns, so that a slow spell of the machine hits all of them.
     """
@@ -211,7 +211,7 @@ def take_turns(
 
 
 def medians(variants: Mapping[_Name, Run], repeats: int, device: str) -> dict[_Name, float]:
-    """Median seconds of each variant, on a GPU by its own clock."""
+    """Returns median seconds of each variant, on a GPU by its own clock."""
     if device == "cpu":
         found = take_turns(variants, repeats)
     else:
@@ -223,7 +223,7 @@ def medians(variants: Mapping[_Name, Run], repeats: int, device: str) -> dict[_N
 
 
 def torchrun(num_ranks: int, python: str = sys.executable) -> list[str]:
-    """The beginning of the command of a job on this machine."""
+    """Returns the beginning of the command of a job on this machine."""
     return [
         *(python, "-m", "torch.distributed.run", "--standalone"),
         f"--nproc-per-node={num_ranks}",

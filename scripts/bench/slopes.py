@@ -38,7 +38,8 @@ class Slope(NamedTuple):
 def slope(
     name: str, unit: str, bound: float, steps: Sequence[float], values: Sequence[float]
 ) -> Slope:
-    """The median of the slopes between any two of 24 blocks of successive samples (Theil and Sen).
+    """Returns the median of the slopes between any two of 24 blocks of successive samples (Theil
+    and Sen).
 
     Blocks are summed up by their medians, because samples next to each other are not independent,
     as the interval needs them to be (Sen, JASA 63, 1968, from Kendall's tau). A burst, such as a

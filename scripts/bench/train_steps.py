@@ -20,7 +20,7 @@ from titan_moe.training.train_step import StepResult, TrainStep, build_step
 
 
 def first_gpu_or_cpu(wanted: str | None = None) -> torch.device:
-    """The device of this name; left out: a GPU if there is one."""
+    """Returns the device of this name; left out: a GPU if there is one."""
     return torch.device("cpu") if wanted == "cpu" else pick_device(Launch(), usable_gpus())
 
 
@@ -73,7 +73,7 @@ def new_training(
 
 
 def random_batch(num_rows: int, seq_len: int, vocab_size: int, seed: int = 0) -> Batch:
-    """Tokens without meaning, one document a row."""
+    """Returns tokens without meaning, one document a row."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab_size, (num_rows, seq_len + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -83,5 +83,5 @@ def random_batch(num_rows: int, seq_len: int, vocab_size: int, seed: int = 0) ->
 
 
 def why(error: Exception) -> str:
-    """An error's first line, for a table."""
+    """Returns an error's first line, for a table."""
     return str(error).strip().splitlines()[0][:120] if str(error).strip() else repr(error)

@@ -21,7 +21,7 @@ _CODE = re.compile(r"""\[\[.*?\]\]|(?<!\w)'[^' ]+'|"[^" ]+"|(?<![\w/.:])[A-Za-z]
 
 
 def tables() -> str:
-    """A heading for each TOML table, and under it each of its keys."""
+    """Returns a heading for each TOML table, and under it each of its keys."""
     parts = []
     sections = dict(_sections(JobConfig, ""))
     for name, section in sections.items():
@@ -33,7 +33,7 @@ def tables() -> str:
 
 
 def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    """Every table that has keys of its own, depth first, with its dotted name."""
+    """Yields every table that has keys of its own, depth first, with its dotted name."""
     for name, field in section.model_fields.items():
         kind: Any = field.annotation
         dotted = prefix + name
@@ -65,7 +65,8 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
 
 
 def _prose(text: str | None, table: str) -> str:
-    """A docstring as Markdown: one paragraph, in which keys are links and names are code."""
+    """Returns a docstring as Markdown: one paragraph, in which keys are links and names are
+    code."""
 
     def mark(word: re.Match[str]) -> str:
         for key in (word[0], f"{table}.{word[0]}"):
@@ -77,7 +78,7 @@ def _prose(text: str | None, table: str) -> str:
 
 
 def _kind(kind: Any, metadata: list[Any]) -> str:
-    """The type of a key's values in words, with their bounds."""
+    """Returns the type of a key's values in words, with their bounds."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(_kind(each, metadata) for each in inner if each is not NoneType)
@@ -118,5 +119,5 @@ def _flat(metadata: list[Any]) -> Iterator[Any]:
 
 
 def _toml(value: Any) -> str:
-    """A value as a TOML file writes it."""
+    """Returns a value as a TOML file writes it."""
     return json.dumps(value)

@@ -18,7 +18,7 @@ _HEAD = "| `model_type` | published models | what becomes of them |\n|---|---|--
 
 
 def table() -> str | None:
-    """A row for each model_type and end; None where there are no files."""
+    """Returns a row for each model_type and end; None where there are no files."""
     if not PUBLISHED.is_dir():
         return None
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -27,7 +27,7 @@ _REPOSITORY = re.compile(
 
 
 def tables() -> str:
-    """A heading and a table for each family, without those for tests, named gate."""
+    """Returns a heading and a table for each family, without those for tests, named gate."""
     files = _files()
     parts = []
     for family in FAMILIES:
@@ -64,7 +64,7 @@ def _row(flavor: str, config: ModelConfig, files: list[str]) -> list[str]:
 
 
 def _count(number: float) -> str:
-    """A number of parameters with three digits."""
+    """Returns a number of parameters with three digits."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= 0.9995 * size:
             return f"{number / size:.3g} {unit}"
@@ -103,7 +103,7 @@ def _attention(config: ModelConfig) -> str:
 
 
 def _files() -> dict[tuple[str, str], list[str]]:
-    """The TOML files of each family and flavor, below configs/."""
+    """Returns the TOML files of each family and flavor, below configs/."""
     found: dict[tuple[str, str], list[str]] = {}
     for path in sorted((REPO / "configs").glob("*/*.toml")):
         model = tomllib.loads(path.read_text(encoding="utf-8")).get("model", {})
@@ -114,7 +114,7 @@ def _files() -> dict[tuple[str, str], list[str]]:
 
 
 def _linked(text: str) -> str:
-    """A docstring with its papers and Hugging Face repositories as links."""
+    """Returns a docstring with its papers and Hugging Face repositories as links."""
     text = _ADDRESS.sub(
         lambda found: (
             "arXiv " + re.sub(r"\d{4}\.\d{5}", r"[\g<0>](https://arxiv.org/abs/\g<0>)", found[1])

@@ -4,7 +4,7 @@ from titan_moe.verify.report.bench import rows
 
 
 def table() -> str:
-    """One line for each row of titan_moe/verify/report/published.toml."""
+    """Returns one line for each row of titan_moe/verify/report/published.toml."""
     lines = ["| published by | GPUs | routing | tokens/s per GPU | TFLOPS | file |"]
     lines.append("|---|---|---|--:|--:|---|")
     for row in rows():

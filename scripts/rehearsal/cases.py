@@ -126,22 +126,18 @@ def in_layout(family: str, text: str) -> Iterator[Case]:
         yield Case(name, job, config, layout.world_size, rank, path)
 
 
-def shipped_cases(layers: int | None = LAYERS) -> Iterator[Case]:
+def shipped_cases(layers: int = LAYERS) -> Iterator[Case]:
     """Yields the GPU configurations on the last rank of their world, cut to their first layers."""
     for path in sorted(CONFIGS.glob("*/*_*gpu.toml")):
         world_size = int(path.stem.rpartition("_")[2].removesuffix("gpu"))
-        if world_size in (8, 64):
-            yield shipped_case(path, world_size, layers)
-
-
-def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
-    job = load_job(["--job.config_file", str(path)])
-    config = model_of_job(job.model)
-    name = f"{path.parent.name}/{path.name}"
-    if layers is not None and job.parallelism.pipeline_parallel_degree == 1:
-        # "auto" is resolved for the whole model, not for its first layers.
-        whole = make_plan(job, config, world_size, device_type="cuda", device_bytes=_GPU_BYTES)
-        job = job.with_values(parallelism={"fsdp_accumulation": whole.accumulation})
-        config = replace(config, num_layers=min(layers, config.num_layers))
-        name += f" of {config.num_layers} layers"
-    return Case(name, job, config, world_size, world_size - 1, path)
+        if world_size not in (8, 64):
+            continue
+        job = load_job(["--job.config_file", str(path)])
+        config, name = model_of_job(job.model), f"{path.parent.name}/{path.name}"
+        if job.parallelism.pipeline_parallel_degree == 1:
+            # "auto" is resolved for the whole model, not for its first layers.
+            whole = make_plan(job, config, world_size, device_type="cuda", device_bytes=_GPU_BYTES)
+            job = job.with_values(parallelism={"fsdp_accumulation": whole.accumulation})
+            config = replace(config, num_layers=min(layers, config.num_layers))
+            name += f" of {config.num_layers} layers"
+        yield Case(name, job, config, world_size, world_size - 1, path)

@@ -93,7 +93,7 @@ class Ledger:
         self.met_groups.add(group.group_name)
 
     def judged(self, *, waits_in_layers: int) -> Iterator[Finding]:
-        """All findings, each once; `waits_in_layers`: how many are allowed in MoE layers."""
+        """Yields all findings, each once; `waits_in_layers`: how many are allowed in MoE layers."""
         yield from dict.fromkeys(self.findings)
         for (place, what), calls in self.copies.items():
             if place.where not in COPIES:

@@ -61,7 +61,7 @@ def move_all(seeds: range, max_bytes: int, bug: Bug | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size, max_bytes", [(2, 60), (3, 1000), (4, 2**20), (4, 60)])
-def test_random_layouts(world_size: int, max_bytes: int) -> None:
+def test_transfer_between_random_layouts_fills_the_targets(world_size: int, max_bytes: int) -> None:
     for wrong in run_on_ranks(move_all, world_size, range(20), max_bytes):
         assert wrong == []
 

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> Answer:
     if options.config is None and options.overrides and options.overrides[0][:1] != "-":
         return _audit(options.overrides)
     from titan_moe.config.training_stages import training_stage_lines
-    from titan_moe.data.build import sample_data
+    from titan_moe.data.check import sample_data
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total

@@ -32,6 +32,7 @@ from titan_moe.runtime.errors import RunError
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = -1
+MOST_SAMPLED = 64  # Documents of a source that a check reads.
 _MOST_KINDS = 4  # Kinds of problems that a line names.
 
 
@@ -108,6 +109,20 @@ def measure(
             said = time.monotonic()
             logger.info("%s: %d of %d conversations are tokenized", name, index, len(corpus))
     return found
+
+
+def check_first(corpus: Corpus, tokenizer: Tokenizer, name: str) -> None:
+    """Raises ConfigError for a source of whose first conversations too many are refused, or none
+    has anything to learn."""
+    assert tokenizer.conversations is not None
+    first = range(min(len(corpus), MOST_SAMPLED))
+    found = measure(corpus, tokenizer, None, name=name, indices=first)
+    found.lines(name, len(first), tokenizer.conversations.max_refused)
+    if not found.tokens.any():
+        raise ConfigError(
+            f"{name}: no message of its first {MOST_SAMPLED} conversations is to be "
+            "learned: choose other training.messages.targets, or mend the roles"
+        )
 
 
 class _Place(NamedTuple):

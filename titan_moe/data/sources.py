@@ -85,6 +85,19 @@ def validation_sources(validation: Validation, training: Training) -> list[Sourc
     return [_source("validation.", validation, training)]
 
 
+def endless_validation(validation: Validation, training: Training) -> list[str]:
+    """Returns an error line for each stream that a validation without a number of steps would
+    read to its end."""
+    if validation.steps > 0:
+        return []
+    return [
+        f"validation.steps={validation.steps} would read all of the stream {source.dataset!r}: "
+        "set validation.steps to a number of batches"
+        for source in validation_sources(validation, training)
+        if source.is_stream and training.dataset_format == "text"
+    ]
+
+
 def all_sources(validation: Validation, training: Training) -> list[Source]:
     """The sources of training, and of validation if it has its own."""
     own = validation_sources(validation, training) if validation.enable else []

@@ -74,7 +74,7 @@ class Search:
         return tuple(map(add, label, more))
 
     def received(self, before: State, move: Move) -> int:
-        """Bytes of the rank that receives most."""
+        """Returns bytes of the rank that receives most."""
         num_ranks = prod(self.axes[axis] for axis in move.axes)
         if move.op in LOCAL_OPS:
             return 0
@@ -85,8 +85,8 @@ class Search:
         return self._new_bytes(before, move.after)
 
     def peak(self, before: State, move: Move) -> int:
-        """Bytes that `execute` holds at most on the rank that holds most, with the source, which
-        its caller keeps. That is the first rank, whose parts are the largest."""
+        """Returns bytes that `execute` holds at most on the rank that holds most, with the source,
+        which its caller keeps. That is the first rank, whose parts are the largest."""
         held, after = self._held_bytes(before), self._held_bytes(move.after)
         num_ranks = prod(self.axes[axis] for axis in move.axes)
         source = 0 if before == self.source else self._held_bytes(self.source)

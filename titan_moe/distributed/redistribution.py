@@ -80,7 +80,7 @@ def plan(
     cost: Cost = "unit",
     max_bytes: int | None = None,
 ) -> Plan:
-    """The plan of least cost. What was asked before is not searched again.
+    """Returns the plan of least cost. What was asked before is not searched again.
 
     Args:
         axes: the mesh's axes, outermost first, and their sizes.
@@ -157,8 +157,8 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> ProcessGroup:
 
 
 def execute(steps: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part under the plan's target, from its part under the plan's source. Has no
-    gradient.
+    """Returns this rank's part under the plan's target, from its part under the plan's source. Has
+    no gradient.
 
     Collective over the groups of the plan's axes. All-reduces sum in the backend's order, as do
     reduce-scatters of equal parts except on gloo; all others sum in the order of ranks.
@@ -195,7 +195,7 @@ def execute(steps: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 def plan_redistribution(
     tensor: DTensor, target: Sharding | str, *, cost: Cost = "unit", max_bytes: int | None = None
 ) -> Plan:
-    """The plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
+    """Returns the plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
     `cost` and `max_bytes` are those of `plan`.
 
     A collective runs over several axes at once, unless the world was initialised with a `device_id`
@@ -219,7 +219,7 @@ def plan_redistribution(
 
 
 def redistribute(tensor: DTensor, target: Sharding | str | Plan) -> DTensor:
-    """The same tensor under another sharding of its mesh, by the plan of least cost.
+    """Returns the same tensor under another sharding of its mesh, by the plan of least cost.
 
     `tensor` may lie on any DeviceMesh, with `Shard` in any order of axes (an explicit `shard_order`
     or `_StridedShard`), `Replicate` and `Partial`. Axes of a mesh without names go by their

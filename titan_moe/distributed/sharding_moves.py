@@ -50,7 +50,7 @@ class Move(NamedTuple):
 
 
 def moves_from(state: State, axes: tuple[str, ...], *, joint: bool) -> Iterator[Move]:
-    """Every move from a state, in a fixed order.
+    """Yields every move from a state, in a fixed order.
 
     Args:
         axes: all of the mesh.

@@ -85,7 +85,7 @@ def _part(part: LocalPart, box: Box) -> Tensor:
 
 
 def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]]) -> None:
-    """One all-to-all of bytes, by rank."""
+    """Makes one all-to-all of bytes, by rank."""
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     numbers = [[sum(each.nbytes for each in of) for of in way] for way in (outgoing, incoming)]
     sent, received = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in numbers)

@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
         return lengths.prod(axis=1, dtype=np.int64) * self.itemsize * is_sent
 
     def of(self, rank: int) -> Iterator[tuple[int, int, Box]]:
-        """Source, target and box of the pieces that a rank sends, receives or copies."""
+        """Yields source, target and box of the pieces that a rank sends, receives or copies."""
         own = np.flatnonzero((self.sources == rank) | (self.targets == rank))
         for source, target, box in zip(
             self.sources[own].tolist(),

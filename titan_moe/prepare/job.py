@@ -81,7 +81,7 @@ def check_all(
     ConfigError with all mistakes.
     """
     # Imported here: ranks would wait for numpy's import.
-    from titan_moe.data.build import check_data, data_notes
+    from titan_moe.data.check import check_data, data_notes
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.metrics.sinks import missing_packages
 

@@ -131,7 +131,8 @@ def _check_frozen(job: JobConfig, model: ModelConfig, found: "Found") -> None:
 def _check_data(job: JobConfig, found: "Found") -> None:
     """Raises RunError for a data position that is of other data. Data on the hub is not opened."""
     from titan_moe.checkpoint.train_state import DATA, read_train_state
-    from titan_moe.data.build import build_reader, on_the_hub
+    from titan_moe.data.build import build_reader
+    from titan_moe.data.check import on_the_hub
     from titan_moe.data.tokenizer import load_tokenizer
 
     if found.model_only or "dataloader" in found.excluded:

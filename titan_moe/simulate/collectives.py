@@ -109,8 +109,8 @@ def simulate_collectives(task: Task) -> WorldReport:
 def smallest_task(
     job: JobConfig, world_size: int, *, layers: int | None = None, seq_len: int | None = None
 ) -> Task:
-    """All ranks of a job with the fewest layers that show every kind of layer and fill a pipeline's
-    stages, and with short sequences; `layers` and `seq_len` say otherwise.
+    """Returns all ranks of a job with the fewest layers that show every kind of layer and fill a
+    pipeline's stages, and with short sequences; `layers` and `seq_len` say otherwise.
 
     Raises ConfigError for a configuration that cannot run on so many ranks.
     """

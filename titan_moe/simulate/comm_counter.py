@@ -7,6 +7,7 @@ gathers and reductions, Patarasuk and Yuan 2009): an all-gather of n own bytes a
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class CommCounter(TorchDispatchMode):
         self._sent[flow] = Volume(calls + 1, sent + more)
 
     def volumes(self) -> dict[Flow, Volume]:
-        """All that was counted."""
+        """Returns all that was counted."""
         return dict(sorted(self._sent.items()))
 
     def clear(self) -> None:
@@ -125,7 +126,7 @@ def _name(func: Any) -> str:
 
 
 def arguments_of(func: Any, args: tuple) -> dict[str, Any]:
-    """A collective's positional arguments by name."""
+    """Returns a collective's positional arguments by name."""
     return dict(zip([a.name for a in func._schema.arguments], args, strict=False))
 
 
@@ -136,7 +137,7 @@ def given_tensors(named: Mapping[str, Any]) -> list[Tensor]:
 
 
 def group_of(named: Mapping[str, Any]) -> dist.ProcessGroup:
-    """The group among a collective's arguments, in whichever form it is passed."""
+    """Returns the group among a collective's arguments, in whichever form it is passed."""
     group = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -147,12 +148,8 @@ def group_of(named: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _called_by_fsdp() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _FSDP in frame.f_code.co_filename.replace("\\", "/"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(_FSDP in frame.f_code.co_filename for frame, _ in frames)
 
 
 _OPS: Mapping[str, str] = {

@@ -136,8 +136,8 @@ def _as_long(x: Tensor, length: int) -> Tensor:
 
 
 def balanced_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
-    """A router's choice: experts_TK of random sets, the same at each call, that give each expert
-    equally many tokens of every `num_experts`.
+    """Returns a router's choice: experts_TK of random sets, the same at each call, that give each
+    expert equally many tokens of every `num_experts`.
 
     Sets are random because the ranks that a token goes to are then as many as under a trained
     router that is balanced: a dispatcher may send a token once to each of them.
@@ -165,7 +165,7 @@ def balance_routers(sharded: ShardedModel) -> None:
 
 
 def empty_batch(job: JobConfig) -> Batch:
-    """A microbatch of the job's size: every token is 0."""
+    """Returns a microbatch of the job's size: every token is 0."""
     training = job.training
     tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
     return Batch(tokens_BS, tokens_BS, tokens_BS.int(), [[""]] * len(tokens_BS))

@@ -122,7 +122,7 @@ class RecordingRank(FakeCommCounter):
     def _among_peers(
         self, func: Any, args: tuple, named: dict[str, Any], issued: Issued, group: Any
     ) -> Any:
-        """The collective itself, of real numbers."""
+        """Runs the collective itself, of real numbers."""
         (x,) = given_tensors(named)
         members = tuple(dist.get_process_group_ranks(group))
         key = issued.group, self._met[issued.group], issued.op
@@ -159,7 +159,8 @@ def _reduction(op: Any) -> str:
 
 
 def _splits(named: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements sent to and received from each rank; empty if the ranks' shares are equal."""
+    """Returns elements sent to and received from each rank; empty if the ranks' shares are
+    equal."""
     sent, received = named["input_split_sizes"], named["output_split_sizes"]
     row = prod(named["input"].shape[1:])
     return tuple(n * row for n in sent), tuple(n * row for n in received)

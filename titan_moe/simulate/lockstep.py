@@ -38,7 +38,7 @@ class Peers:
         self._pipe, self._turns = pipe, turns
 
     def exchange(self, meeting: Meeting, value: Any) -> list[Any]:
-        """The values of all members, in their order; waits for them.
+        """Returns the values of all members, in their order; waits for them.
 
         Raises AbandonedError when a member never comes.
         """

@@ -15,7 +15,7 @@ _Choice = Callable[[Tensor], Tensor]
 
 
 def even(seed: int, num_experts: int, top_k: int) -> _Choice:
-    """Every expert gets equally many tokens of every rank."""
+    """Gives every expert equally many tokens of every rank."""
     return balanced_choice(num_experts, top_k)
 
 
@@ -34,8 +34,8 @@ def skewed(seed: int, num_experts: int, top_k: int) -> _Choice:
 
 
 def one_rank(seed: int, num_experts: int, top_k: int) -> _Choice:
-    """All tokens of all ranks go to the last experts: one rank gets everything where it has as many
-    as a token chooses, and the others nothing."""
+    """Sends all tokens of all ranks to the last experts: one rank gets everything where it has as
+    many as a token chooses, and the others nothing."""
     return _always(range(num_experts - top_k, num_experts))
 
 
@@ -73,7 +73,7 @@ ROUTINGS = (
 
 
 def without_targets(batch: Batch, positions_S: Tensor) -> Batch:
-    """The same batch without targets at these positions."""
+    """Returns the same batch without targets at these positions."""
     labels_BS = batch.labels_BS.clone()
     labels_BS[:, positions_S] = IGNORE_INDEX
     return Batch(batch.tokens_BS, labels_BS, batch.documents_BS, batch.samples)

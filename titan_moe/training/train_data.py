@@ -12,13 +12,8 @@ from titan_moe.checks.data import check_vocabulary
 from titan_moe.comm.process import Process
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.data.build import (
-    build_reader,
-    build_validation,
-    data_notes,
-    few_held_out,
-    measure_conversations,
-)
+from titan_moe.data.build import build_reader, build_validation, measure_conversations
+from titan_moe.data.check import data_notes, few_held_out
 from titan_moe.data.loader import Loader, ReaderProcess, StepReader, continue_state, merge_states
 from titan_moe.data.packed_conversations import Lengths
 from titan_moe.data.sources import training_sources

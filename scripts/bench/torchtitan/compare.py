@@ -104,7 +104,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def memory_of_torch() -> float:
-    """MiB that a process with torch alone has in memory."""
+    """Returns MiB that a process with torch alone has in memory."""
     script = "import os, torch; from scripts.bench.processes import resident_mib as of; "
     command = [sys.executable, "-c", script + "print(of(os.getpid())['VmRSS'])"]
     return float(subprocess.run(command, cwd=REPO, capture_output=True, check=True).stdout)
@@ -135,7 +135,7 @@ def different_models(model: Model, theirs: int | None) -> str | None:
 
 
 def figures_of(row: Row, program: str, bare_mib: float) -> dict[str, float]:
-    """One program's medians in a row; memory in MiB beyond `bare_mib`, times in seconds."""
+    """Returns one program's medians in a row; memory in MiB beyond `bare_mib`, times in seconds."""
     runs, median = row.runs[program], statistics.median
     growth = median(run.resident_mib[-1] - run.resident_mib[LEFT_OUT] for run in runs)
     return {
@@ -148,7 +148,7 @@ def figures_of(row: Row, program: str, bare_mib: float) -> dict[str, float]:
 
 
 def needed_mib(row: Row) -> float:
-    """MiB that no program of the row's layout can do without."""
+    """Returns MiB that no program of the row's layout can do without."""
     parts = part_sizes(row.model.config)
     stored = 4 * 4 * sum(sum(size) for size in parts.values()) / row.layout.num_ranks
     gathered = 0.0

@@ -96,7 +96,7 @@ class Observed:
         self.peak_mib = max([self.peak_mib, *(rank["VmHWM"] for rank in ranks)])
 
     def tokens_per_second(self) -> list[float]:
-        """Tokens/s of every step that counts."""
+        """Returns tokens/s of every step that counts."""
         ends = self.seconds[LEFT_OUT - 1 :]
         tokens = GLOBAL_BATCH_SIZE * SEQ_LEN
         return [tokens / (end - begin) for begin, end in pairwise(ends)]
@@ -154,7 +154,7 @@ class Jobs:
         return observe(program, [*command, "--job.config_file", str(config)], steps, variables)
 
     def tables(self, program: str, row: Row, steps: int) -> dict[str, dict[str, Any]]:
-        """The TOML file of titan_moe's or torchtitan's run."""
+        """Returns the TOML file of titan_moe's or torchtitan's run."""
         tables: dict[str, dict[str, Any]] = {
             "job": {"dump_folder": str(self._folder / program)},
             "metrics": {"log_freq": 1, "disable_color_printing": True},

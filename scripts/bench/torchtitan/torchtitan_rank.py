@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def substitute() -> None:
-    """Everything that torchtitan 0.2.2 needs to run on CPUs with gloo."""
+    """Puts in place everything that torchtitan 0.2.2 needs to run on CPUs with gloo."""
     _name_the_device()
     _count_integers()
     _drop_device_ids()

@@ -12,13 +12,9 @@ from tests.support.documents import write_ranks
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import IGNORE_INDEX
-from titan_moe.data.build import (
-    build_reader,
-    build_validation,
-    measure_conversations,
-    sample_data,
-)
+from titan_moe.data.build import build_reader, build_validation, measure_conversations
 from titan_moe.data.builtin import StdlibConversations
+from titan_moe.data.check import sample_data
 from titan_moe.data.conversations import conversation_text, without_nulls
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.stream import HubStream

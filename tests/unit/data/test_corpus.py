@@ -17,8 +17,9 @@ from tests.support.refusals import refusal
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data import corpus as corpus_module
-from titan_moe.data.build import build_reader, check_data
+from titan_moe.data.build import build_reader
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
+from titan_moe.data.check import check_data
 from titan_moe.data.corpus import FileCorpus, Source, sampled_checksum
 from titan_moe.data.sources import open_source, training_sources
 from titan_moe.data.tokens import write_tokens
@@ -187,7 +188,8 @@ def test_check_lists_every_mistake_at_once(folder):
 def test_start_on_the_default_data_imports_neither_torch_nor_datasets():
     program = (
         "import sys; from titan_moe.config.job_config import Training, Validation; "
-        "from titan_moe.data.build import build_reader, check_data; "
+        "from titan_moe.data.build import build_reader; "
+        "from titan_moe.data.check import check_data; "
         "from titan_moe.data.tokenizer import load_tokenizer; "
         "assert check_data(Training(), Validation(), 'bytes') == []; "
         "build_reader(Training(), load_tokenizer('bytes'), seed=0, rank=0, num_ranks=1, "

@@ -15,7 +15,7 @@ from tests.support.documents import (
 )
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.build import sample_data
+from titan_moe.data.check import sample_data
 from titan_moe.data.corpus import Source
 from titan_moe.data.megatron import MegatronCorpus
 from titan_moe.data.tokenizer import load_tokenizer

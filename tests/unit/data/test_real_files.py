@@ -21,7 +21,7 @@ from tests.support.jobs import run_train
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.config.parse import load_job
-from titan_moe.data.build import data_notes
+from titan_moe.data.check import data_notes
 from titan_moe.data.corpus import FileCorpus, Source
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import load_tokenizer

@@ -7,7 +7,8 @@ from tests.support.documents import TOKENIZER, build_loader, random_texts, slow_
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.batch import IGNORE_INDEX
-from titan_moe.data.build import build_validation, sample_data
+from titan_moe.data.build import build_validation
+from titan_moe.data.check import sample_data
 from titan_moe.runtime.errors import RunError
 
 

@@ -48,7 +48,7 @@ def peak(found: Plan) -> int:
         ("P[x]", "R", 4, 4),
     ],
 )
-def test_known_costs(source: str, target: str, one_axis: int, all_moves: int) -> None:
+def test_plans_have_known_costs(source: str, target: str, one_axis: int, all_moves: int) -> None:
     assert planned(source, target, joint=False).cost == one_axis
     assert planned(source, target).cost == all_moves
 
@@ -118,7 +118,7 @@ def _least(source: int, edges: np.ndarray, join: np.ufunc) -> np.ndarray:
 @pytest.mark.parametrize(
     ("cost", "shape"), [("unit", (16, 16)), ("bytes", (16, 16)), ("bytes", (5, 3))]
 )
-def test_no_way_is_cheaper_or_holds_less(joint: bool, cost: str, shape: tuple[int, int]) -> None:
+def test_no_plan_is_cheaper_or_holds_less(joint: bool, cost: str, shape: tuple[int, int]) -> None:
     (held, weights), chance = _weights(shape, joint), random.Random(3)
     for source in chance.sample(range(92), 8):
         peaks = weights[2] + np.where(np.arange(92) == source, 0, held[source])[:, None]

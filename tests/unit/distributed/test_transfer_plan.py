@@ -42,7 +42,7 @@ def check(plan: list[Bucket], held: Ranks, wanted: Ranks, max_bytes: int) -> np.
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 2**28])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7, 12])
-def test_what_is_missing_is_sent_once_and_nothing_else(
+def test_missing_elements_are_sent_once_and_no_others(
     world_size: int, max_bytes: int
 ) -> np.ndarray:
     held, wanted = draw(random.Random(world_size), world_size, 40)

@@ -39,7 +39,7 @@ def _found(logs: dict[int, RankLog]) -> tuple[str, str]:
     return finding.group, finding.text
 
 
-def test_another_operation_names_both_sides_and_their_places() -> None:
+def test_unequal_operations_name_both_sides_and_their_places() -> None:
     logs = _logs(others=[_REDUCE, _GATHER], r6=[_REDUCE, _REDUCE._replace(place=_THERE)])
     assert _found(logs) == (
         "ep group 4-7",
@@ -64,17 +64,17 @@ def test_type_sizes_root_and_place_are_compared(changed: dict) -> None:
     assert _found(logs)[1].startswith("rank 5 issues all_reduce")
 
 
-def test_a_rank_that_leaves_the_last_one_out() -> None:
+def test_rank_that_omits_the_last_collective_is_named() -> None:
     text = _found(_logs(others=[_GATHER, _REDUCE], r7=[_GATHER]))[1]
     assert text.startswith("rank 7 issues no 2nd collective; ranks 4-6 issue all_reduce")
 
 
-def test_what_a_broken_off_step_lacks_says_nothing() -> None:
+def test_collectives_missing_after_a_broken_off_step_are_no_finding() -> None:
     logs = _logs(7, others=[_GATHER, _REDUCE], r7=[_GATHER])
     assert not find_desyncs(logs, has_failed=True)
 
 
-def test_what_is_sent_is_what_is_received() -> None:
+def test_all_to_all_whose_receiver_expects_other_sizes_is_found() -> None:
     def exchange(rank: int) -> Issued:
         rows = [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 0], [9, 1, 2, 3]]
         me = rank - 4
@@ -93,7 +93,7 @@ def _message(op: str, peer: int, size: int, **changed) -> Issued:  # type: ignor
     return _issued(op, _PP, peer=peer, sizes=(size,), **changed)
 
 
-def test_sends_and_receives_match_in_order() -> None:
+def test_sends_that_do_not_match_receives_in_order_are_found() -> None:
     sends = [_message("send", 1, 3), _message("send", 1, 5)]
     receives = [_message("receive", 0, 3), _message("receive", 0, 5)]
     assert not find_desyncs(_logs(r4=sends, r5=receives))
@@ -110,7 +110,7 @@ def test_sends_and_receives_match_in_order() -> None:
     assert "with tag 7" in _found(_logs(r4=sends, r5=tagged))[1]
 
 
-def test_groups_that_are_met_in_a_circle() -> None:
+def test_groups_met_in_a_circle_are_found() -> None:
     # 5 waits for 6 on cp, 6 for 7 on tp, 7 for 5 on ep.
     ep, tp, cp = _issued(group=_EP), _issued(group=_TP), _issued(group=_OTHER)
     straight = {"r4": [ep], "r5": [cp, ep], "r6": [cp, tp, ep], "r7": [tp, ep]}
@@ -120,14 +120,14 @@ def test_groups_that_are_met_in_a_circle() -> None:
     assert all("in a circle" in finding.text for finding in found)
 
 
-def test_a_group_that_a_member_has_not_made() -> None:
+def test_group_that_a_member_has_not_made_is_found() -> None:
     logs = _logs(others=[_REDUCE])
     logs[7] = logs[7]._replace(groups=[_TP])
     group, text = _found(logs)
     assert group == "ep group 4-7" and text.endswith("but not by rank 7")
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+def test_ranks_that_wait_for_each_other_in_two_groups_are_named() -> None:
     other = _issued("broadcast", group=_PP, place=_THERE)
     logs = _logs(4, 5, 6, 7, others=[_GATHER, _REDUCE], r5=[_GATHER, other])
     assert not find_desyncs(logs, has_failed=True)  # They may wait for the rank that has failed.
