@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.parallelize.memory import GIB
+from titan_moe.parallelize.memory_table import NODE
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse
@@ -136,7 +138,8 @@ def shipped_cases(layers: int = LAYERS) -> Iterator[Case]:
         config, name = model_of_job(job.model), f"{path.parent.name}/{path.name}"
         if job.parallelism.pipeline_parallel_degree == 1:
             # "auto" is resolved for the whole model, not for its first layers.
-            whole = make_plan(job, config, world_size, device_type="cuda", device_bytes=_GPU_BYTES)
+            on_gpus = partial(make_plan, device_type="cuda", device_bytes=_GPU_BYTES)
+            whole = on_gpus(job, config, world_size, ranks_per_node=NODE)
             job = job.with_values(parallelism={"fsdp_accumulation": whole.accumulation})
             config = replace(config, num_layers=min(layers, config.num_layers))
             name += f" of {config.num_layers} layers"

@@ -43,7 +43,9 @@ def make_job(layout: str) -> JobConfig:
     # Every rank's tokens divide by the number of experts: all experts get as many.
     training = {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
     training |= {"loss_chunk_size": 64}  # A fake step takes a time of its number of operations.
-    return resolve(apply_layout(job, parsed, {"training": training}), parsed.world_size)
+    # The stages of `layouts` are those of a model of fewer layers.
+    tables = {"training": training, "parallelism": {"module_fqns_per_model_part": None}}
+    return resolve(apply_layout(job, parsed, tables), parsed.world_size)
 
 
 def _sent_thrice(dispatcher: Any, y_RD: Tensor, route: Any) -> Any:
