@@ -89,7 +89,7 @@ def test_a_system_text_beside_another_system_message_is_refused():
     messages = [{"role": "system", "content": "a"}, *talk("q", "b")]
     same, other = (conversation_text({"messages": messages, "system": text}) for text in "ac")
     assert json.loads(same)["messages"] == messages
-    assert "is not its first message" in json.loads(other)["refused"]
+    assert "are not the same" in json.loads(other)["refused"]
 
 
 REFUSED = {

@@ -179,7 +179,7 @@ def test_a_run_that_fails_shows_its_last_lines(launcher):
         ("layout=tp=2", {"max_slowdown": 0.1}, "as many ranks, not 1 and 2"),
         ("--optimizer.lr 1", {"max_slowdown": 0.1}, "6 steps, need 10: set --steps"),
         ("--optimizer.lr 1", {"max_memory_growth": 5}, "between 0 and 1: 0.05 is 5 %"),
-        ("/", {"max_slowdown": 0.1}, "a finished run was timed at another hour"),
+        ("/", {"max_slowdown": 0.1}, "a finished run is of another hour"),
         ("--debug.moe_force_load_balance true", PIN, "--pin-routing: .*pins routes already"),
         (
             "--model.name qwen3",
