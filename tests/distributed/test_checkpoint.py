@@ -91,7 +91,7 @@ def _load_rows(folder):
     return state, torch.equal(torch.get_rng_state(), fresh), torch.rand(1).item()
 
 
-def test_data_position_and_random_state_of_all_ranks(tmp_path):
+def test_load_restores_data_position_and_random_state_of_all_ranks(tmp_path):
     drawn = run_on_ranks(_save_rows, 2, tmp_path)
     rows = {str(row): row * 10 for row in range(4)}
     expected = {"step": 1, "tokens": 0, "data": {"rows": rows, "batch": 4}}

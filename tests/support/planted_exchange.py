@@ -5,9 +5,10 @@ from tests.support.planting import Bug, plant_in_ranks
 
 plant_in_ranks(
     Bug(
-        "titan_moe.checkpoint.checkpointer:Checkpointer.load",
-        'self._say("loaded %s%s", source, found.remark)',
+        "titan_moe.checkpoint.load:Loader._load_found",
+        "self._load_tensors(found.path, found.manifest, parts, base=not is_own)",
+        "self._load_tensors(found.path, found.manifest, parts, base=not is_own), "
         "[local_part(t).copy_(local_part(t).flip(0)) for n, t in "
-        "self._tensors(with_optimizer=False).items() if n.endswith('experts.w1')]",
+        "self.tensors.saved_model().items() if n.endswith('experts.w1')]",
     )
 )

@@ -33,7 +33,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Checksums of all ranks' tensors as 16 hex digits, by name; collective.
+    """Returns checksums of all ranks' tensors as 16 hex digits, by name; collective.
 
     `tensors` are this rank's: DTensors of any mesh, or plain tensors, which count as replicas.
 

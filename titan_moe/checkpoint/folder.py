@@ -8,14 +8,14 @@ the same step waits in another sibling until the new one has the name, and gets 
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from titan_moe.checkpoint.manifest import Manifest, read_manifest
+from titan_moe.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
@@ -28,7 +28,7 @@ _REPLACED = re.compile(r"\.(step-\d+)\.replaced")
 
 
 def hf_folder(folder: Path, step: int) -> Path:
-    """Path of the Hugging Face export of a step's model."""
+    """Returns the path of the Hugging Face export of a step's model."""
     return folder / f"step-{step}-hf"
 
 
@@ -61,6 +61,28 @@ def commit(aside: Path, target: Path) -> None:
     fsync(target.parent)
     if replaces:
         shutil.rmtree(replaced)
+
+
+def publish(
+    aside: Path, target: Path, manifest: Manifest, names: Iterable[str], keep_latest_k: int
+) -> None:
+    """Rank 0's end of a save: add the manifest to a folder in which all ranks' files are on disk,
+    and make it visible.
+
+    Args:
+        names: the ranks' files.
+
+    Raises RunError when one of them is not there, and OSError.
+    """
+    for name in names:
+        if not (aside / name).is_file():
+            raise RunError(
+                f"checkpoint {aside} is incomplete: {name} is missing: it was removed, or "
+                "job.dump_folder is not one folder for all nodes"
+            )
+    write_manifest(aside, manifest)
+    commit(aside, target)
+    keep_latest(target.parent, count=keep_latest_k, newest=manifest.step)
 
 
 def bring_back(folder: Path) -> None:
@@ -107,7 +129,8 @@ def set_aside_later(folder: Path, step: int) -> None:
 
 @contextmanager
 def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
-    """A folder to write into, which gets its name `target` when all in it is on disk; collective.
+    """Yields a folder to write into, which gets its name `target` when all in it is on disk;
+    collective.
 
     Args:
         needed: bytes that will be written.
@@ -241,7 +264,8 @@ def _latest_under_same_keys(config: Checkpoint, folder: Path, steps: list[int]) 
 
 
 def step_to_go_on_from(config: Checkpoint, dump_folder: Path) -> int:
-    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective."""
+    """Returns the step that `Checkpointer.load` will go on after; 0: from the beginning.
+    Collective."""
     folder = dump_folder / config.folder
     doing = f"cannot load a checkpoint from {folder}"
     found = on_rank_zero(lambda: find_checkpoint(config, folder), doing=doing)

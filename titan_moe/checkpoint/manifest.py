@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Specs of the tensors that any rank holds, the same on every rank; collective."""
+    """Returns specs of the tensors that any rank holds, the same on every rank; collective."""
     mine = {name: TensorSpec.of(t.shape, t.dtype) for name, t in tensors.items()}
     merged: dict[str, TensorSpec] = {}
     for specs in from_every_rank(lambda: mine, doing="cannot compare tensors"):
@@ -182,5 +182,5 @@ def refuse_other_adapters(
 
 
 def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[str]:
-    """Names of tensors whose loaded values are not those that were saved."""
+    """Returns names of tensors whose loaded values are not those that were saved."""
     return sorted(name for name, value in checksums.items() if manifest.checksums[name] != value)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
@@ -79,8 +80,9 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def base_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str]:
-    """Names, as in `model_tensors`, of the base weights of adapters, which may be on another stage
-    of the pipeline: checkpoints leave them out. `lora`: that table; without a rank, none."""
+    """Returns names, as in `model_tensors`, of the base weights of adapters, which may be on
+    another stage of the pipeline: checkpoints leave them out. `lora`: that table; without a rank,
+    none."""
     if lora.get("rank") is None:
         return set()
     names = (name for module in modules for name, _ in module.named_parameters())
@@ -88,7 +90,7 @@ def base_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str
 
 
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, sharing memory with it, named after the model's parameters.
+    """Returns the optimizer's state, sharing memory with it, named after the model's parameters.
 
     The optimizer has all of its state before its first step, so the names do not depend on the
     run's history and a fresh one can be loaded into. Parameter groups are left out: they follow
@@ -122,13 +124,13 @@ def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The local parts, sharing memory: what DCP copies, writes and fills."""
+    """Returns the local parts, sharing memory: what DCP copies, writes and fills."""
     return {name: local_part(tensor).detach() for name, tensor in tensors.items()}
 
 
 def held_chunks(tensors: Mapping[str, Tensor]) -> list[Chunk]:
-    """The boxes that this rank holds. An empty part has none: DCP tells chunks of a tensor apart by
-    where they begin."""
+    """Returns the boxes that this rank holds. An empty part has none: DCP tells chunks of a tensor
+    apart by where they begin."""
     return [
         Chunk(name, box, tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()
@@ -205,6 +207,38 @@ class FolderWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Returns nothing of the temporary folder: it has another name later."""
         return StorageMeta()
+
+
+class Stager(AsyncStager):
+    """Copies tensors to the host, into memory that is kept from one save to the next.
+
+    DCP's DefaultStager frees that memory after each save in torch 2.11, and then cannot copy again.
+
+    Args:
+        pinned: page-lock the memory, so that a GPU copies at its full rate.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._copies: dict[str, Tensor] = {}
+
+    def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the copies when they are complete; the next call overwrites them."""
+        kept, self._copies = self._copies, {}
+        for name, tensor in state_dict.items():
+            copy = kept.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+            self._copies[name] = copy.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._copies
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: copies are complete when `stage` returns."""
+
+    def close(self) -> None:
+        """Does nothing: DCP closes the stagers that it makes itself."""
 
 
 def _parts(plan: SavePlan) -> Iterator[SavePlan]:

@@ -32,7 +32,7 @@ MergeData = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
 def gather_rank_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's `state` with its random state added; collective."""
+    """Returns every rank's `state` with its random state added; collective."""
     mine = state | {RNG: get_random_state()}
     return from_every_rank(lambda: mine, doing="cannot gather the ranks' states")
 
@@ -70,7 +70,7 @@ def set_random_state(saved: dict[str, str]) -> None:
 
 
 def get_random_state() -> dict[str, str]:
-    """The state of torch's generators on this rank, JSON-able."""
+    """Returns the state of torch's generators on this rank, JSON-able."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

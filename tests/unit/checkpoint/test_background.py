@@ -10,7 +10,6 @@ from tests.support.jobs import until
 from tests.support.saved_runs import Run, contents, full_disk, names, step_folder
 from titan_moe.checkpoint import checkpointer as module
 from titan_moe.checkpoint import folder as folders
-from titan_moe.checkpoint import saves
 from titan_moe.cli.audit import audit
 from titan_moe.runtime.errors import RunError
 
@@ -132,11 +131,13 @@ def test_save_past_its_limit_fails_and_leaves_its_folder_to_the_writer(tmp_path,
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_folder_that_nodes_do_not_share_is_one_line(tmp_path, monkeypatch, mode):
-    def publish(aside, *how):
-        (aside / "__0_0.distcp").unlink()  # It is on the disk of another node.
-        saves.publish(aside, *how)
+    publish = folders.publish
 
-    monkeypatch.setattr(module, "publish", publish)
+    def publish_elsewhere(aside, *how):
+        (aside / "__0_0.distcp").unlink()  # It is on the disk of another node.
+        publish(aside, *how)
+
+    monkeypatch.setattr(folders, "publish", publish_elsewhere)
     run = _run(tmp_path, async_mode=mode)
     with pytest.raises(RunError, match=r"__0_0.distcp is missing: it was removed, or job.dump"):
         _step(run, 1)

@@ -18,7 +18,7 @@ from tests.support.saved_runs import (
 from titan_moe.checkpoint import folder as folders
 
 
-def test_everything_comes_back(folder):
+def test_load_restores_weights_moments_state_and_random_numbers(folder):
     run = Run(folder)
     torch.manual_seed(5)
     run.save(3)
@@ -32,7 +32,7 @@ def test_everything_comes_back(folder):
     assert other.optimizer.state[other.model.w_EFD]["step"] == 1
 
 
-def test_nothing_to_load(folder, saved):
+def test_load_returns_none_without_a_checkpoint_or_when_disabled(folder, saved):
     assert Run(folder.parent / "fresh").checkpointer.load() is None
     assert Run(saved, enable=False).checkpointer.load() is None
 
@@ -48,7 +48,7 @@ def test_later_steps_are_set_aside_and_kept(tmp_path):
     assert kept == ["step-15.abandoned-1", "step-20.abandoned-1", "step-20.abandoned-2"]
 
 
-def test_one_whose_replacement_was_killed_is_loaded(folder, saved):
+def test_checkpoint_whose_replacement_was_killed_is_loaded(folder, saved):
     step_folder(saved, 2).rename(folder / "checkpoint/.step-2.replaced")
     reader = Run(saved, load_only=True).checkpointer
     reader.load()  # Another run may be writing there.
@@ -58,7 +58,7 @@ def test_one_whose_replacement_was_killed_is_loaded(folder, saved):
     assert names(folder) == ["step-1", "step-2"] and writer.last_step == 2
 
 
-def test_manifest_tells_what_and_who(saved):
+def test_manifest_names_tensors_step_job_and_code(saved):
     manifest = json.loads((step_folder(saved, 2) / "manifest.json").read_text())
     assert manifest["tensors"]["model.w_EFD"] == {"shape": [2, 3, 5], "dtype": "float32"}
     assert set(manifest["checksums"]) == set(manifest["tensors"])
@@ -67,7 +67,7 @@ def test_manifest_tells_what_and_who(saved):
     assert manifest["code"]["torch"] == torch.__version__ and manifest["code"]["sha256"]
 
 
-def test_when_to_save(folder):
+def test_saves_happen_at_the_first_the_last_and_every_interval_step(folder):
     run = Run(folder, interval=3, enable_first_step_checkpoint=True, keep_latest_k=0)
     done = [step for step in range(1, 8) if run.checkpointer.maybe_save(step, {}, last=step == 7)]
     assert done == [1, 3, 6, 7]
@@ -76,7 +76,7 @@ def test_when_to_save(folder):
         assert not Run(folder, **options).checkpointer.maybe_save(3, {}, last=True)
 
 
-def test_loadstep_folder(saved):
+def test_load_step_chooses_a_step_and_sets_later_ones_aside(saved):
     refused(watched(saved, load_step=7), "load_step=7", "steps 1, 2")
     assert Run(saved, load_step=1).checkpointer.load()["step"] == 1
     assert Run(saved).checkpointer.load()["step"] == 1, "step 2 was left behind"
@@ -110,7 +110,7 @@ def test_without_its_step_a_run_goes_on_from_what_it_has_saved_itself(saved):
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "train_state", "dataloader"])
-def test_exclude_from_loading(saved, part):
+def test_excluded_part_keeps_the_run_s_own_value(saved, part):
     original, run = Run(saved), Run(saved, seed=1, exclude_from_loading=[part])
     state = run.checkpointer.load()
     assert torch.equal(run.weight, original.weight) == (part != "model")
@@ -119,7 +119,7 @@ def test_exclude_from_loading(saved, part):
     assert ("data" in state) == (part != "dataloader")
 
 
-def test_initial_load_path(saved, tmp_path):
+def test_initial_load_path_loads_the_model_or_the_whole_state(saved, tmp_path):
     original, path = Run(saved), str(step_folder(saved, 2))
     model_only = Run(tmp_path / "a", seed=1, initial_load_path=path)
     assert model_only.checkpointer.load() is None
@@ -136,7 +136,7 @@ def test_own_checkpoint_wins_over_initial_load_path(saved, tmp_path):
     assert own.checkpointer.load()["step"] == 1
 
 
-def test_seed_checkpoint(folder):
+def test_seed_checkpoint_holds_the_model_alone(folder):
     seed = Run(folder, create_seed_checkpoint=True)
     seed.save(0)
     files = contents(step_folder(folder, 0))
@@ -161,7 +161,7 @@ def test_last_save_model_only_cannot_be_resumed(folder):
 # --- Bad checkpoints: each is one line, nothing is run, and no file changes -----------------------
 
 
-def test_another_model(saved):
+def test_checkpoint_of_other_shapes_is_refused(saved):
     wider = "model.linear.weight float32[4, 5] (wanted float32[4, 6])"
     refused(watched(saved, dim=6), "step-2", wider)
     refused(watched(saved, experts=4), "model.w_EFD float32[2, 3, 5] (wanted float32[4, 3, 5])")
@@ -175,7 +175,7 @@ def test_missing_and_extra_tensors_are_listed(saved):
     refused(run, "it lacks model.extra", "the model lacks model.linear.bias")
 
 
-def test_foreign_folder(tmp_path):
+def test_folder_without_a_manifest_is_refused(tmp_path):
     path = tmp_path / "foreign"
     path.mkdir()
     (path / "model.safetensors").write_bytes(b"x")
@@ -188,7 +188,7 @@ def test_wrong_checksum_names_the_tensor(saved):
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.0])
-def test_tensor_file_that_was_cut_or_emptied(saved, kept):
+def test_tensor_file_that_was_cut_or_emptied_is_damaged(saved, kept):
     path = step_folder(saved, 2) / "__0_0.distcp"
     raw = path.read_bytes()
     half = raw[: int(kept * len(raw))]

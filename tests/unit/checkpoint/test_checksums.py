@@ -74,7 +74,7 @@ def test_boxes_add_up_however_they_lie(dtype, monkeypatch):
 def test_tied_copies_that_differ_stop_a_run(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "tied_weights", lambda config: [["first.weight", "last.weight"]])
     model = nn.ModuleDict({"first": nn.Linear(3, 2), "last": nn.Linear(3, 2)})
-    checkpointer = plain_checkpointer(tmp_path, model, model=SimpleNamespace(config=None))
+    checkpointer = plain_checkpointer(tmp_path, model, model=SimpleNamespace(config=object()))
     line = r"first\.weight and its copies last\.weight are not the same$"
     with pytest.raises(RunError, match="^after step 2 " + line):
         checkpointer.check_replicas(2)

@@ -24,14 +24,6 @@ def _save(folder: Path, step: int, text: str = "x") -> Path:
     return target
 
 
-def test_a_save_is_invisible_until_committed(tmp_path):
-    _save(tmp_path, 1)
-    folders.begin(folders.step_folder(tmp_path, 2))  # Killed here.
-    assert folders.saved_steps(tmp_path) == [1]
-    _save(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
-
-
 def test_half_removed_checkpoints_are_invisible_and_cleared(tmp_path):
     _save(tmp_path, 1)
     (tmp_path / "step-1").rename(tmp_path / ".step-1.deleting")
@@ -67,7 +59,7 @@ def failing_at(call: int, error: BaseException) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [Killed(), OSError("no space left")])
-def test_an_older_one_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_path, error):
+def test_older_checkpoint_of_a_step_stays_until_the_new_one_has_its_name(tmp_path, error):
     found = []
     for call in range(1, 20):
         folder = tmp_path / str(call)
@@ -104,7 +96,7 @@ def test_a_second_writer_of_a_new_folder_is_refused_and_does_no_harm(world_of_on
     assert (target / "a").read_text() == "a"
 
 
-def test_one_that_was_replaced_does_not_come_back_for_one_that_is_set_aside(tmp_path):
+def test_replaced_checkpoint_does_not_come_back_for_one_set_aside(tmp_path):
     shutil.copytree(_save(tmp_path, 1), tmp_path / ".step-1.replaced")
     folders.bring_back(tmp_path)
     folders.set_aside_later(tmp_path, 0)
