@@ -23,6 +23,8 @@ KEYS = {
     "validation.seq_len": "32",
     "validation.steps": "3",
 }
+SAME = ("loss", "grad_norm", "mtp", "validation_loss", "lr", "norm of ", "moe/", "layers.")
+"""Beginnings of keys whose values no layout changes; speed and memory are of a layout."""
 Train = Callable[[str, str], RunRecord]
 
 
@@ -69,9 +71,9 @@ def test_squares_of_parameter_norms_add_up_to_the_global_norm(curve_of: Train) -
 def test_metrics_are_those_of_one_process(curve_of: Train, family: str, layout: str) -> None:
     ours, theirs = curve_of(family, layout), curve_of(family, "")
     assert {"loss", "validation_loss", "norm of norm.weight"} <= theirs.scalars.keys()
-    rates = {"tokens_per_second"}
     for found, expected in [(ours.scalars, theirs.scalars), (ours.loads, theirs.loads)]:
-        assert found.keys() == expected.keys()
-        for key in expected.keys() - rates:
+        keys = {key for key in expected if key.startswith(SAME)}
+        assert keys == {key for key in found if key.startswith(SAME)}
+        for key in keys:
             pair = found[key], expected[key]
             np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-12, err_msg=key)

@@ -44,10 +44,3 @@ def test_a_layout_alone_is_rounding(tmp_path: Path):
     sides = ["--baseline", "ranks=1", "--candidate", "layout=tp=2"]
     code, told = localize(*COMPARE, *sides, *TINY, "--step", "2", out=tmp_path / "out")
     assert code == 3 and "step 2: nothing differs beyond rounding" in told, told
-
-
-def test_what_cannot_be_run_gets_a_line(tmp_path: Path):
-    words = [*COMPARE, "--baseline", "revision=nowhere", "--out", tmp_path]
-    done = run_command("verify", "localize", *words)
-    assert done.returncode == 2 and "git knows no such commit" in done.stderr
-    assert run_command("verify", "localize", "--step", "0").returncode == 2

@@ -37,10 +37,10 @@ def plot_curves(
     grid = figure.add_gridspec(3, 2, height_ratios=(1.5, 1, 1))
 
     axes = figure.add_subplot(grid[0, :])
-    axes.set(title=f"loss (nats per {unit})")
+    axes.set(ylabel=f"loss (nats per {unit})")
     _draw_loss(axes, lines, uniform_loss)
     axes = figure.add_subplot(grid[1, 0])
-    axes.set(title="gradient norm, before clipping", yscale="log")
+    axes.set(ylabel="gradient norm, before clipping", yscale="log")
     axes.plot(*_series(lines, "grad_norm"), linewidth=1)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -50,7 +50,7 @@ def plot_curves(
         (grid[2, 0], "tokens_per_second", "tokens per second", EngFormatter(sep="")),
     ):
         axes = figure.add_subplot(place)
-        axes.set(title=what)
+        axes.set(ylabel=what)
         axes.plot(*_series(lines, key), linewidth=1)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(form)
@@ -85,7 +85,7 @@ def _draw_expert_load(axes: "Axes", lines: list[dict[str, Any]]) -> None:
 
     # In the order of the model's layers, as they are logged.
     keys = list(dict.fromkeys(key for line in lines for key in line if key.endswith(_LOAD)))
-    axes.set(title="busiest expert's load over the mean" if keys else "expert load: no MoE layer")
+    axes.set(ylabel="busiest expert over the mean" if keys else "expert load: no MoE layer")
     if not keys:
         return
     colors = colormaps["viridis"].resampled(len(keys) + 1)

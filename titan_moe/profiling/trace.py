@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import reason
 from titan_moe.runtime.regions import PREFIX, REGIONS
 
 PHASES = ("forward", "recompute", "backward")
@@ -98,8 +99,14 @@ def read_profiles(path: Path) -> list[RankProfile]:
 
 def read_trace(path: Path) -> RankProfile:
     """Read `rank-R.json.gz` or `.json`. Raises ConfigError."""
-    trace = _load(path)
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            trace = json.load(file)
+        events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        line = f"{path}: cannot be read as a trace of torch.profiler"
+        raise ConfigError(f"{line}: {reason(error)}") from None
     annotations = [e for e in events if e.get("cat") == "user_annotation"]
     regions = Counter(e["tid"] for e in annotations if e["name"].startswith(PREFIX))
     if not regions:
@@ -120,21 +127,6 @@ def read_trace(path: Path) -> RankProfile:
     else:
         _measure_cpu(profile, events, threads.segments[main], window)
     return profile
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as file:
-            trace = json.loads(file.read())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as a trace: {error}") from None
-    events = trace.get("traceEvents") if isinstance(trace, dict) else None
-    if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
-        raise ConfigError(f"{path}: is no trace of torch.profiler")
-    return trace
 
 
 def _span(event: Event) -> Span:

@@ -61,7 +61,7 @@ def test_bad_folder_is_one_line_and_leaves_nothing(change, words, folder):
 
 
 @pytest.mark.slow
-def test_there_and_back_and_a_text(folder, tmp_path):
+def test_import_and_export_keep_weights_and_generated_text(folder, tmp_path):
     done = run_command("hf", "import", folder, "--out", tmp_path / "imported")
     assert done.returncode == 0 and "MB/s" in done.stdout.splitlines()[-1], done.stderr
     options = ["--out", tmp_path / "out", "--logits"]

@@ -164,11 +164,11 @@ def test_report_profile_writes_table_and_figures(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "no such file"),
+        (None, "No such file"),
         (b"\x1f\x8bbroken", "cannot be read"),
         (b"{", "cannot be read"),
-        (b'{"a": 1}', "is no trace"),
-        (b'{"traceEvents": [1]}', "is no trace"),
+        (b'{"a": 1}', "cannot be read"),
+        (b'{"traceEvents": [1]}', "cannot be read"),
         (b'{"traceEvents": []}', "names none of titan_moe's regions"),
     ],
 )

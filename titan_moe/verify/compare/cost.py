@@ -8,12 +8,11 @@ nothing. How far the runs of one training lie apart is the resolution of the mea
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from titan_moe.config.errors import ConfigError
-from titan_moe.metrics.jsonl import read_json_lines
+import numpy as np
+
 from titan_moe.verify.compare.records import RunRecord, Verdict
 
 WARM_UP = 5
@@ -88,18 +87,16 @@ def measure(runs: Sequence[RunRecord]) -> dict[str, list[float]]:
 
     Seconds lie between two logged steps, with data and without validation. Memory is the first
     rank's "memory/peak_gib": on a GPU tensors at the step's peak, on a CPU the process at its
-    largest so far. Of a golden, what it holds. Raises ConfigError for metrics that lack them.
+    largest so far. Of a golden, what it holds.
     """
     found: dict[str, list[float]] = {TIME: [], MEMORY: []}
     for run in runs:
         if run.folder is None:
             return dict(run.facts["costs"])
-        lines = [x for x in read_json_lines(run.folder / "metrics.jsonl") if "step" in x]
-        try:
-            pairs = list(pairwise(lines[WARM_UP - 1 :]))
-            seconds = [(b["tokens"] - a["tokens"]) / b["tokens_per_second"] for a, b in pairs]
-            found[TIME].append(median(seconds))
-            found[MEMORY].append(median(b["memory/peak_gib"] for _, b in pairs))
-        except KeyError as error:
-            raise ConfigError(f"{run.name}: its metrics.jsonl has no {error}") from None
+        tokens_S, rate_S, gib_S = (
+            run.scalars[key][WARM_UP - 1 :]
+            for key in ("tokens", "tokens_per_second", "memory/peak_gib")
+        )
+        found[TIME].append(float(np.median(np.diff(tokens_S) / rate_S[1:])))
+        found[MEMORY].append(float(np.median(gib_S[1:])))
     return found

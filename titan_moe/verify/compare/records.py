@@ -20,9 +20,6 @@ Array = NDArray[np.float64]
 COMPARED = ("loss", "grad_norm")
 """Scalars that are compared bit by bit, and by their distance from a noise band."""
 LOAD_OF = "load of "
-_SCALARS = (*COMPARED, "mtp_loss", "validation_loss", "lr", "tokens_per_second")
-BUSIEST = "/max_over_mean"
-"""The end of the scalars "moe/LAYER/max_over_mean"."""
 
 
 class Verdict(Enum):
@@ -52,7 +49,7 @@ class RunRecord:
     name: str
     steps: Sequence[int]
     scalars: Mapping[str, Array]
-    """"loss", "grad_norm" and what else there is, [S] each; NaN where a step has none."""
+    """All numbers of metrics.jsonl by their keys, [S] each; NaN where a step has none."""
     loads: Mapping[str, Array]
     """Rows of each expert by MoE layer, [S, E]; empty without metrics.log_expert_counts."""
     data: Sequence[int]
@@ -158,7 +155,6 @@ def _read(folder: Path, name: str) -> RunRecord:
         {
             key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
             for key in (*COMPARED, *logged)
-            if key in _SCALARS or key.endswith(BUSIEST)
         },
         {layer: np.array([counts[s][layer] for s in steps], dtype=np.float64) for layer in layers},
         [lines[step]["data"] for step in steps],

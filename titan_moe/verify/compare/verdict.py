@@ -163,11 +163,10 @@ def compare_runs(
     steps = common_steps(baseline, candidate)
     caveats = [*caveats, *_caveats(baseline, candidate)]
     ours, theirs = baseline.at(steps), candidate.at(steps)
-    verdict, band, band_check = Verdict.IDENTICAL, None, None
+    band = band_check = None
     first = first_other_bits(ours, theirs)
     _refuse_other_rows(ours, theirs)
-    if first is not None:
-        verdict = Verdict.UNJUDGED
+    verdict = Verdict.IDENTICAL if first is None else Verdict.UNJUDGED
     if first is not None and tolerance:
         first = first_beyond(ours, theirs, tolerance)
         verdict = Verdict.WITHIN if first is None else Verdict.DIFFERENT

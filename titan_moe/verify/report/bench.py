@@ -1,16 +1,15 @@
 """Cards of benchmarks: what ran where and how fast, beside the published figure that it mirrors."""
 
 import shlex
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from titan_moe.config.errors import ConfigError
+import numpy as np
+
 from titan_moe.config.parse import as_toml, load_job, resolve, tomllib
-from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.report.pages import ABSENT, differing_keys, layout_words
 
@@ -27,18 +26,12 @@ def rows() -> list[dict[str, Any]]:
 
 def card(run: RunRecord) -> dict[str, Any]:
     """Returns a run's facts, figures and command. Figures are medians over the later half of its
-    logged steps; None where they are unknown, and "of published" on another kind of GPU.
-
-    Raises ConfigError for a run without speeds.
-    """
-    assert run.folder is not None
+    logged steps; None where they are unknown, and "of published" on another kind of GPU."""
     facts, config = run.facts, run.config
-    lines = [x for x in read_json_lines(run.folder / "metrics.jsonl") if "tokens_per_second" in x]
-    if not (lines := lines[len(lines) // 2 :]):
-        raise ConfigError(f"{run.name}: no step has logged its speed: set metrics.log_freq = 1")
+    late = run.at(run.steps[len(run.steps) // 2 :])
 
     def median(key: str) -> float | None:
-        return statistics.median(line[key] for line in lines) if key in lines[0] else None
+        return float(np.median(late.scalars[key])) if key in late.scalars else None
 
     code, rate = facts["code"], median("tokens_per_second_per_device")
     routing = "forced" if config["debug"]["moe_force_load_balance"] else "natural"
@@ -57,11 +50,11 @@ def card(run: RunRecord) -> dict[str, Any]:
         "layout": layout_words(run),
         "routing": routing,
         "attention counted": f"causal, across documents{masks}",
-        "steps": f"{lines[0]['step']} to {lines[-1]['step']}",
+        "steps": f"{late.steps[0]} to {late.steps[-1]}",
         "tokens/s per device": rate,
         "TFLOPS per device": median("tflops_per_device"),
         "MFU": median("mfu"),
-        "GiB": max(line.get("memory/used_gib", line["memory/peak_gib"]) for line in lines),
+        "GiB": float(late.scalars.get("memory/used_gib", late.scalars["memory/peak_gib"]).max()),
         "published": published,
         "of published": ratio,
         "command": _command(run, row),

@@ -35,11 +35,9 @@ _VIEWS = {
 }
 # Tables and keys that change files and messages, and not what is trained.
 _QUIET = ("job.", "metrics.", "profiling.", "comm.", "debug.routing_record", "debug.capture_step")
-# Quantities that follow from others, or differ from machine to machine.
-_NOT_COMPARED = ("lr", "moe/", "tokens_per_second")
-_FIRST = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second")
-_MOST_LOADS = 4
-"""Runs whose expert load is drawn."""
+_DRAWN = (*COMPARED, "mtp_loss", "validation_loss", "lr", "tokens_per_second")
+# Not those that follow from others, or differ from machine to machine.
+_COMPARED = _DRAWN[:4]
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
@@ -60,16 +58,12 @@ def comparison_page(comparison: Comparison) -> str:
     flips, (first, second) = comparison.flips, (run.scalars for run in pair)
     curves = partial(plots.draw_curves, runs=pair, band=comparison.band, first=comparison.first)
     panels: dict[str, Panel] = {}
-    more: dict[str, Panel] = {
-        key: partial(curves, quantity=key)
-        for key in first
-        if key in second and not key.startswith("moe/")
-    }
-    for key in [key for key in COMPARED if key in more]:
-        panels[f"{key}, both runs"] = more.pop(key)
+    for key in COMPARED:
+        panels[f"{key}, both runs"] = partial(curves, quantity=key)
         if not np.array_equal(first[key], second[key], equal_nan=True):
             differ = partial(plots.draw_difference, quantity=key, comparison=comparison)
             panels[f"{key}, difference on a log scale"] = differ
+    others = [key for key in _DRAWN[2:] if key in first and key in second]
     runs = "; ".join(
         f"{run.name} ({layout_words(run)}, steps {run.steps[0]} to {run.steps[-1]})" for run in pair
     )
@@ -82,7 +76,7 @@ def comparison_page(comparison: Comparison) -> str:
         flips=Table(FLIP_HEADS, flip_rows(flips)) if flips else None,
         flip_charts=charts({"flips": partial(plots.draw_flips, flips=flips)} if flips else {}),
         charts=charts(panels),
-        more=charts(more),
+        more=charts({key: partial(curves, quantity=key) for key in others}),
         load=charts(plots.load_panels([plots.load_of(pair[1]), plots.load_difference(*pair)])),
         quantities=deviations(comparison),
         **shared_sections(pair),
@@ -92,22 +86,18 @@ def comparison_page(comparison: Comparison) -> str:
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
     """Curves, expert load, layouts, configurations and environments of the runs; nothing is
     compared."""
-    logged = dict.fromkeys(key for run in runs for key in run.scalars)
     panels: dict[str, Panel] = {
         key: partial(plots.draw_curves, runs=runs, quantity=key)
-        for key in logged
-        if not key.startswith("moe/")
+        for key in _DRAWN
+        if any(key in run.scalars for run in runs)
     }
-    main = {key: panels.pop(key) for key in _FIRST if key in panels}
-    loads = [plots.load_of(run) for run in runs]
     return render(
         "runs.html",
         title=title,
         last=[_last(run) for run in runs],
-        charts=charts(main),
-        more=charts(panels),
+        charts=charts(panels),
         events=[(run.name, event) for run in runs for event in run.events],
-        load=charts(plots.load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
+        load=charts(plots.load_panels([plots.load_of(run) for run in runs])),
         **shared_sections(runs),
     )
 
@@ -256,12 +246,12 @@ def deviations(comparison: Comparison) -> list[Deviation]:
     pairs = {
         key: (ours_S, second.scalars[key], relative_difference(ours_S, second.scalars[key]))
         for key, ours_S in first.scalars.items()
-        if not key.startswith(_NOT_COMPARED) and key in second.scalars
+        if key in _COMPARED and key in second.scalars
     }
     for layer, ours_SE in first.loads.items():
-        theirs_SE = second.loads.get(layer)
-        if theirs_SE is not None and theirs_SE.shape == ours_SE.shape:
-            pairs[LOAD_OF + layer] = nothing_S, nothing_S, moved_share(ours_SE, theirs_SE)
+        if layer in second.loads:
+            moved_S = moved_share(ours_SE, second.loads[layer])
+            pairs[LOAD_OF + layer] = nothing_S, nothing_S, moved_S
     found = []
     for key, numbers in pairs.items():
         reach_S = reaches.get(key, nothing_S)

@@ -15,7 +15,6 @@ from markupsafe import Markup, escape
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import (
-    BUSIEST,
     Array,
     FirstDifference,
     RunRecord,
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_BUSIEST = "/max_over_mean"
+"""The end of the scalars "moe/LAYER/max_over_mean"."""
 Panel = Callable[["Axes"], None]
 """Draws one chart."""
 
@@ -43,6 +44,8 @@ _DASHES = ("-", "--", ":", "-.")
 _FEW_POINTS = 12
 _LONGEST_LABEL, _LABEL_INCHES = 80, 0.075
 """Characters of a legend's entry, and the width of a character."""
+_MOST_LOADS = 4
+"""Runs whose expert load is drawn."""
 _MOST_ROWS = 300
 """Experts of all layers in one heat map; above, only the busiest of each layer are drawn."""
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -195,8 +198,8 @@ def load_of(run: RunRecord) -> Load:
         return Load(run.name, "expert load", run.steps, layers)
     busiest = {name: rows_ES.max(0, keepdims=True) for name, rows_ES in layers.items()}
     for key, values in run.scalars.items():
-        if key.endswith(BUSIEST):
-            busiest.setdefault(key.removeprefix("moe/").removesuffix(BUSIEST), values[None])
+        if key.endswith(_BUSIEST):
+            busiest.setdefault(key.removeprefix("moe/").removesuffix(_BUSIEST), values[None])
     return Load(run.name, "busiest experts", run.steps, busiest)
 
 
@@ -212,9 +215,10 @@ def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:
 
 
 def load_panels(loads: Sequence[Load]) -> dict[str, Panel]:
-    """Returns a heat map for each load that is known, all on one scale; differences have a scale
-    to both sides of 0."""
-    loads, ends = [load for load in loads if load.layers], {False: 2.0, True: 1e-3}
+    """Returns a heat map for each of the first loads that are known, all on one scale; differences
+    have a scale to both sides of 0."""
+    loads = [load for load in loads if load.layers][:_MOST_LOADS]
+    ends = {False: 2.0, True: 1e-3}
     for load in loads:
         rows_RS = np.abs(np.concatenate(list(load.layers.values())))
         if len(finite := rows_RS[np.isfinite(rows_RS)]):

@@ -64,9 +64,6 @@ def test_a_slow_step_and_the_warm_up_leave_a_run_s_figures_as_they_are(tmp_path:
     (tmp_path / "config.toml").touch()
     path.write_text("\n".join(map(json.dumps, lines)))
     assert measure([read_run(tmp_path)]) == {TIME: [0.5], MEMORY: [0.5]}
-    path.write_text(path.read_text().replace("memory/", "other/"))
-    with pytest.raises(ConfigError, match="has no 'memory/peak_gib'"):
-        measure([read_run(tmp_path)])
 
 
 LIMITS = {"steps": 12, "max_slowdown": 0.1, "max_memory_growth": 0.1}

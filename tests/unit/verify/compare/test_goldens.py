@@ -32,7 +32,7 @@ def save(folder: Path, reason: str = "a first one") -> Path:
     return save_golden(folder, record, controls(), reason=reason)
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_golden_is_read_as_it_was_written(tmp_path: Path):
     save(tmp_path / "qwen3")
     path = save(tmp_path / "qwen3", "the router changed")
     assert path.name == f"{golden_key()}.json" and is_golden(tmp_path / "qwen3")
@@ -68,7 +68,7 @@ def test_another_machines_golden_is_refused_in_a_folder_and_a_caveat_by_name(tmp
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}'])
-def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
+def test_file_that_is_no_golden_is_refused(tmp_path: Path, text: str):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError):
         find_golden(tmp_path / "x.json")

@@ -15,13 +15,13 @@ def argument(side: RunSpec, key: str) -> str | None:
     return words[words.index(f"--{key}") + 1] if f"--{key}" in words else None
 
 
-def test_what_a_run_leaves_out_is_common():
+def test_run_takes_what_it_leaves_out_from_the_common_options():
     side = parse_run_spec("", COMMON, default_ranks=2)
     assert (side.ranks, side.revision, side.layout) == (2, "", None)
     assert side.arguments() == ["--training.steps", "6"] and side.job().training.steps == 6
 
 
-def test_words_then_overrides():
+def test_run_is_written_as_words_and_then_overrides():
     words = "revision=main ranks=4 layout=tp=2,ep=2 --training.steps=7 --x.on"
     side = parse_run_spec(words, COMMON)
     assert (side.revision, side.ranks) == ("main", 4)
@@ -32,7 +32,7 @@ def test_words_then_overrides():
     assert argument(side, "parallelism.data_parallel_shard_degree") == "2"
 
 
-def test_options_are_set_only_where_they_are_written():
+def test_layout_sets_only_the_options_that_are_written():
     side = parse_run_spec("layout=pp=2,schedule=GPipe", COMMON)
     assert argument(side, "parallelism.pipeline_parallel_schedule") == "GPipe"
     assert argument(side, "parallelism.fsdp_reshard_after_forward") is None
@@ -55,11 +55,11 @@ def test_options_are_set_only_where_they_are_written():
         ("ranks=2 --a.b 1 2", "overrides are"),
     ],
 )
-def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
+def test_text_that_is_no_run_is_refused_in_a_line(text: str, told: str):
     assert told in refusal(parse_run_spec, text, COMMON)
 
 
-def test_paths_become_absolute(monkeypatch, tmp_path: Path):
+def test_paths_of_overrides_become_absolute(monkeypatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("x")
     (path,) = parse_overrides(["--training.dataset_path", "text"])
@@ -88,7 +88,7 @@ def test_control_runs_on_gpus_keep_the_number_of_ranks():
     assert any(turn.layout and turn.layout.tp == 2 for turn, _ in found)
 
 
-def test_given_layouts_take_their_turns_unless_they_are_refused():
+def test_control_runs_take_turns_over_the_given_layouts_that_are_legal():
     side = parse_run_spec("", COMMON, default_ranks=1)
     found = control_specs(side, 3, layouts=["tp=2", "tp=3"], num_gpus=0)
     assert [turn.layout.tp if turn.layout else 1 for turn, _ in found] == [1, 2, 1]

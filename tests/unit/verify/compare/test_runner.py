@@ -34,7 +34,7 @@ def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(l
         assert run["metrics.log_freq"] == "1" and run["metrics.log_expert_counts"] == "true"
 
 
-def test_noise_is_inside_and_a_learning_rate_is_not(launcher):
+def test_rounding_is_inside_the_band_and_another_learning_rate_is_not(launcher):
     found = compare(trial("layout=tp=2"), launcher, silent)
     assert found.verdict is Verdict.INSIDE and found.band is not None
     assert len(found.band.curves) == 1 + 8, "a pass rests on all"

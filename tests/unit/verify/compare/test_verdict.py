@@ -34,7 +34,7 @@ def test_one_other_bit_is_not_identical(what: str):
     assert found.first is not None and (found.first.step, found.first.quantity) == (5, what)
 
 
-def test_noise_is_inside_and_a_shift_is_different():
+def test_rounding_is_inside_the_band_and_a_shift_is_different():
     inside = compare_runs("noise", run("a"), run("b", 1e-4, seed=99), controls=controls())
     assert inside.verdict is Verdict.INSIDE and inside.first is None and inside.band is not None
     shifted = run("c", 1e-4, seed=98)
@@ -76,7 +76,7 @@ def test_other_tokens_and_other_data_are_refused():
         compare_runs("data", run("a"), other)
 
 
-def test_what_is_unknown_or_missing_is_a_caveat():
+def test_missing_steps_missing_loads_and_another_device_are_caveats():
     short = run("b").at(STEPS[:12])
     found = compare_runs("short", run("a"), short, controls=controls())
     assert found.verdict is Verdict.IDENTICAL and found.candidate.steps == STEPS[:12]

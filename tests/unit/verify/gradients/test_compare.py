@@ -22,7 +22,7 @@ def test_equal_tensors_are_at_distance_0():
     assert difference([], []).error == 0
 
 
-def test_what_should_be_nothing_must_be_nothing():
+def test_tensor_whose_reference_is_zero_must_be_zero():
     assert difference([1e-30], [0.0], least_norm=0.0).error == math.inf
 
 
@@ -47,7 +47,7 @@ def test_nan_and_other_shapes_are_infinitely_far(ours):
         (math.nan, ""),
     ],
 )
-def test_fingerprints(ratio: float, told: str):
+def test_fingerprint_names_the_missing_or_doubled_reduction(ratio: float, told: str):
     found = fingerprint(ratio, AXES)
     assert told in found if told else found == ""
 

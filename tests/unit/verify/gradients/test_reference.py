@@ -25,7 +25,7 @@ def test_the_reference_imports_nothing_of_what_it_judges():
     assert "titan_moe.moe.balance" not in ours, "the auxiliary losses are the reference's own"
 
 
-def test_easy_names_reasons():
+def test_easy_fixture_is_named_with_its_reasons():
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / "gate_qwen3.toml")])
     job = job.with_values(training={"seq_len": SEQ_LEN})
     config = replace(model_config(job.model.name, job.model.flavor), num_layers=3)

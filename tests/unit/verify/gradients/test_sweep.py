@@ -56,7 +56,7 @@ def test_headline_joins_a_message_that_begins_on_the_next_line():
     assert headline(f"{frames}ValueError: one\ntwo") == "ValueError: one"
 
 
-def test_summary_and_page(tmp_path):
+def test_summary_and_page_count_passed_and_failed_layouts(tmp_path):
     results = run(FakeGate({str(TASKS[1][0])}), tmp_path)
     results[2] = replace(results[2], worst=1e-11, worst_tensor="gradient norm.weight")
     facts = summary(results)

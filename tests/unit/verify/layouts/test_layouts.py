@@ -46,7 +46,7 @@ def test_covered_layouts_are_read_back_as_written_and_split_backwards_recompute_
         ("dp_shard=2,ep=4", "ep 4 x etp 1 must divide dp_shard 2 x cp 1 x tp 1 = 2"),
     ],
 )
-def test_what_is_no_layout_gets_one_line(text: str, words: str):
+def test_text_that_is_no_layout_gets_one_line(text: str, words: str):
     assert words in refusal(parse, text)
 
 

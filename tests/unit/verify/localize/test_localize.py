@@ -72,11 +72,11 @@ def baseline(tmp_path: Path) -> Capture:
     return write(tmp_path / "baseline", [values()])
 
 
-def test_ranks_make_one_whole(baseline: Capture, tmp_path: Path):
+def test_captures_of_three_ranks_equal_that_of_one(baseline: Capture, tmp_path: Path):
     assert locate(baseline, write(tmp_path / "two", [values()] * 3)) is None
 
 
-def test_the_first_place_its_tokens_and_norms(baseline: Capture, tmp_path: Path):
+def test_finding_names_the_first_place_with_its_tokens_and_norms(baseline: Capture, tmp_path: Path):
     changed = values()
     changed["output"][8:11] *= 2
     changed["next"] += 1
@@ -101,7 +101,7 @@ def test_a_control_run_says_what_rounding_may_do(baseline: Capture, tmp_path: Pa
     assert locate(baseline, write(tmp_path / "further", [further]), [control]) is not None
 
 
-def test_copies_that_differ(baseline: Capture, tmp_path: Path):
+def test_copies_that_differ_between_ranks_are_named(baseline: Capture, tmp_path: Path):
     other = values()
     other["weight"] *= 1.5
     candidate = write(tmp_path / "two", [values(), other])
@@ -182,9 +182,7 @@ def test_another_choice_without_scores_is_no_tie(tmp_path: Path, only: str):
     assert finding is not None and finding.first.place == CHOICE and not finding.tie
 
 
-def test_a_missing_rank_and_a_missing_capture(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"debug.capture_step"):
-        read_capture(tmp_path)
+def test_capture_that_lacks_a_rank_is_refused(tmp_path: Path):
     write(tmp_path, [values()] * 2)
     (tmp_path / "rank-00001.pt").unlink()
     with pytest.raises(ConfigError, match="1 files of 2 ranks"):

@@ -80,7 +80,7 @@ class Band:
         curves: the baseline and at least FEWEST_CONTROLS control runs of it, over the same steps.
         quantities: those to compare, as far as all curves have them.
 
-    Raises ConfigError for curves that are too few, not finite, or have none of the quantities.
+    Raises ConfigError for curves that are too few or not finite.
     """
 
     def __init__(self, curves: Sequence[RunRecord], quantities: Sequence[str]) -> None:
@@ -94,8 +94,6 @@ class Band:
         known = set(quantities).intersection(*map(quantities_of, curves))
         self.quantities = tuple(q for q in quantities_of(curves[0]) if q in known)
         """"loss", "grad_norm", "load of LAYER", in this order."""
-        if not self.quantities:
-            raise ConfigError("the control runs have no quantity in common that could be compared")
         self._names: dict[str, list[str]] = {}
         for quantity in self.quantities:
             self._names.setdefault(_kind(quantity), []).append(quantity)
