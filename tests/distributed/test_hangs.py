@@ -133,4 +133,4 @@ def test_hang_report_names_groups_and_layers(tmp_path: Path) -> None:
     assert "ranks 2-3 wait in layer 3 (all_gather, all ranks, 2 of 4 there); rank 1 " in others
     assert others.endswith("; rank 0 waits elsewhere")
     assert "rank 0 waits in layer 2's combine (all_to_all, ep group 0-1, 1 of 2" in first
-    assert "; rank 1 is in layer 2's experts (titan_moe/moe/experts.py:" in first
+    assert "; rank 1 is in layer 2's experts (titan_moe/moe/layer.py:" in first
