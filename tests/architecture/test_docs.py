@@ -164,7 +164,7 @@ Rule = Callable[[str, str, Path], list[str]]
 
 
 @pytest.mark.parametrize("rule", [command_problems, path_problems, link_problems, diff_problems])
-def test_commands_paths_links_and_diffs_of_pages_fit(rule: Rule) -> None:
+def test_commands_paths_links_and_diffs_of_pages_are_valid(rule: Rule) -> None:
     found = []
     for path in pages():
         page = path.relative_to(REPO).as_posix()
@@ -194,6 +194,6 @@ def test_pages_named_by_messages_exist() -> None:
         (diff_problems, _STALE, "error: patch failed: README.md:1"),
     ],
 )
-def test_rules_find_planted_problems(rule: Rule, text: str, problem: str) -> None:
+def test_documentation_rules_find_planted_problems(rule: Rule, text: str, problem: str) -> None:
     (line,) = rule("README.md", text, REPO)
     assert problem in line

@@ -204,7 +204,7 @@ def _normal(project: str) -> str:
     return re.sub(r"[-_.]+", "-", project).lower()
 
 
-def test_imported_packages_are_dependencies_and_one_that_is_missing_is_found() -> None:
+def test_imported_packages_are_declared_dependencies() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     dependencies = project["dependencies"]
     assert undeclared(REPO, dependencies) == set()

@@ -147,7 +147,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_what_a_model_calls_in_a_step_is_what_it_called_before(layout: str) -> None:
+def test_model_step_calls_what_it_called_before(layout: str) -> None:
     assert run_on_ranks(_swapped_in_a_step, 2, _LAYOUTS[layout], False) == [[], []]
 
 

@@ -123,7 +123,7 @@ _GROUPS = {name: group for page in _TEXTS.items() for name, group in read_exampl
 
 
 @pytest.mark.parametrize("page", _TEXTS)
-def test_every_marker_is_followed_by_a_block(page: str) -> None:
+def test_every_example_marker_is_followed_by_a_block(page: str) -> None:
     comments = re.findall(r"^ *<!-- (.*)", without_fences(_TEXTS[page]), re.MULTILINE)
     markers = [words for words in comments if not words.startswith(("generated: ", "end -->"))]
     assert len(markers) == sum(map(len, read_examples(page, _TEXTS[page]).values())), markers
@@ -136,7 +136,7 @@ def test_every_marker_is_followed_by_a_block(page: str) -> None:
         for name, group in _GROUPS.items()
     ],
 )
-def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs_as_shown(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_group(_GROUPS[name], tmp_path)
 
@@ -163,7 +163,7 @@ titan-moe --help > help.txt
 """
 
 
-def test_blocks_share_a_folder_and_one_that_fails_is_named(tmp_path: Path) -> None:
+def test_example_has_one_folder_and_names_a_failing_block(tmp_path: Path) -> None:
     ((name, group),) = read_examples("a.md", _PAGE).items()
     with pytest.raises(AssertionError) as caught:
         run_group(group, tmp_path)

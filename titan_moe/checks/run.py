@@ -161,7 +161,7 @@ def _routing_traces(run: Run) -> Iterator[str]:
             f"debug.routing_record"
         )
     if record is not None and Path(record).resolve() == Path(replay).resolve():
-        yield f"debug.routing_record={record} is what is replayed: choose another folder"
+        yield f"debug.routing_record={record} is also debug.routing_replay: choose another folder"
     if debug.moe_force_load_balance:
         yield (
             "debug.moe_force_load_balance=true and debug.routing_replay both say where tokens go: "

@@ -109,7 +109,7 @@ def build_sinks(
     return sinks
 
 
-# Of the console, from left to right: its own name, the metric, and its form.
+# Columns of the console, from left to right: heading, metric and format.
 _COLUMNS = (
     ("loss", "loss", "{:8.5f}"),
     ("grad norm", "grad_norm", "{:8.4f}"),

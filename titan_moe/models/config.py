@@ -229,8 +229,8 @@ class ModelConfig:
         return self.moe is not None and layer >= self.num_dense_layers and interleaved
 
     def mixer(self, layer: int) -> TokenMixer:
-        """The attention or recurrence of a layer; one beyond the last, which multi-token prediction
-        has, attends."""
+        """Returns the attention or recurrence of a layer. Layers of multi-token prediction, whose
+        numbers follow the last one's, attend."""
         recurrent, attention = self.recurrent, self.attention
         if recurrent is None or layer >= self.num_layers:
             if isinstance(attention, MLAConfig) and (own := attention.indexer) is not None:

@@ -76,8 +76,8 @@ class Output(nn.Linear):
 
         Args:
             labels_BS: the next token of each; IGNORE_INDEX where there is no target.
-            factors: as `linear_cross_entropy`; rows lie part after part.
-            further: gets the losses of the further parts, each times its factor, added.
+            factors: those of `linear_cross_entropy`, one for each part of the rows.
+            further: a sum to which the losses of further parts are added, each times its factor.
         """
         with region("loss"):
             weight_VD = self.weight

@@ -30,14 +30,14 @@ MAX_SEQ_LEN = 512
 def attend_in_blocks(
     q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """softmax(scale q k^T) v in causal order: o_BHSC; keys and values may have fewer heads.
+    """Computes o_BHSC = softmax(scale q k^T) v in causal order; k and v may have fewer heads.
 
-    Scores and softmax are at least float32; what multiplies values and gradients has the type of
-    the inputs, as in flash attention.
+    Scores and softmax are at least float32. They are rounded to the inputs' type before they
+    multiply values and gradients, as in flash attention.
 
     Args:
-        mask: bool, broadcast to [B, H, queries, keys]: which keys a query sees; none after it, and
-            at least one. None: all up to its own.
+        mask: bool, broadcast to [B, H, queries, keys]: the keys that a query sees, one at least and
+            none after its own. None: all up to its own.
     """
     return _Blocks.apply(q_BHSC, k_BHSC, v_BHSC, mask, scale)
 

@@ -225,7 +225,7 @@ def test_routing_folders_that_cannot_be_written_or_replayed_are_refused(tmp_path
         (f"--debug.routing_record {full}/notes.txt", "notes.txt holds other files"),
         (f"--job.dump_folder {record}/a --debug.routing_record {record}", "holds job.dump_folder"),
         (f"--debug.routing_replay {tmp_path}/none", "has no record.json: name the folder of a"),
-        (f"{replay} --debug.routing_record {full}/../record", "is what is replayed: choose"),
+        (f"{replay} --debug.routing_record {full}/../record", "is also debug.routing_replay"),
         (f"{replay} --debug.moe_force_load_balance", "both say where tokens go: choose one"),
     ):
         (line,) = problems(arguments)

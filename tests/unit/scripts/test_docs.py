@@ -5,7 +5,7 @@ import pytest
 from scripts.docs.__main__ import filled, main
 
 
-def test_the_generated_parts_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_parts_of_pages_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0, f"{capsys.readouterr().out}: run: python -m scripts.docs"
 
 

@@ -61,7 +61,7 @@ def trial_of(title: str, common: RunSpec, baseline: str, candidate: str, **optio
         common: what a run leaves out.
         options: the other fields of the trial.
     """
-    # As run_train.sh chooses: on each machine NGPU, its GPUs, else 2.
+    # run_train.sh chooses the same: on each machine NGPU, its GPUs, else 2.
     named = os.environ.get("NGPU", "")
     here = int(named) if named.isdecimal() else launch.default_ranks(os.environ)
     ranks = num_nodes() * here
