@@ -12,7 +12,7 @@ from titan_moe.checkpoint.hf import merge as merging
 from titan_moe.checkpoint.hf.merge import merge
 from titan_moe.checkpoint.hf.read import import_folder, load_alone
 from titan_moe.models.lora import pairs_of
-from titan_moe.verify.parity.check import BOUND, cases, distance, logits_difference
+from titan_moe.verify.parity.check import EXPORT_BOUND, cases, distance, logits_difference
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_a_merged_folder_is_the_sum_by_hand_to_the_bit(family, dtype, tmp_path, 
     )
     adapters = {n: x.detach() for n, x in adapters_of(ours).items() if not n.startswith("mtp.")}
     assert_same_bits(found, _by_hand(base, adapters, dtype))
-    assert logits_difference(tmp_path / "out") <= BOUND
+    assert logits_difference(tmp_path / "out") <= EXPORT_BOUND
     merge(step, tmp_path / "again", dtype, tmp_path / "imported")
     assert_same_bits(read_folder(tmp_path / "again"), read_folder(tmp_path / "out"))
 
