@@ -680,7 +680,7 @@ class ActivationCheckpoint(Section):
     """'full': every layer; 'selective': what selective_ac_option says."""
     selective_ac_option: str = Field("2", pattern="^([1-9][0-9]*|op)$")
     """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
-    products, attention, reduce-scatters and all-to-alls, whose results are kept."""
+    products, attention, reduce-scatters, all-reduces and all-to-alls, whose results are kept."""
     keep_exchanged_rows: bool = False
     """In layers that are recomputed whole, keep the rows that expert parallelism brought to a
     rank's experts instead of exchanging them again: four exchanges a layer instead of five, for

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
@@ -273,7 +273,7 @@ class ModelConfig:
         return self.local is None or self.local.global_rotary or self.local_in(layer) is not None
 
 
-_TABLES = (ModelConfig, MoEConfig, GQAConfig, MLAConfig, IndexerConfig, GatedDeltaConfig)
+_TABLES = (ModelConfig, MoEConfig, IndexerConfig, *get_args(TokenMixer))
 _FIELDS = {each.name: (each.type, each.default) for table in _TABLES for each in fields(table)}
 
 

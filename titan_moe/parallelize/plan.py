@@ -33,7 +33,8 @@ def types_of(training: Training) -> Types:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's layout on a world of ranks, with nothing left to choose."""
+    """A job's layout on a world of ranks: all that depends on more than one key. What one key says
+    alone, such as the layers that are recomputed, is read from `job`."""
 
     job: JobConfig
     """The job of one training stage, for the keys that mean what they say."""
@@ -73,7 +74,8 @@ class Plan:
     stops_on_overflow: bool
     """True if a step, or a validation, that dropped rows does not count and ends the run."""
     counts_in_documents: bool
-    """True if positions count in the document, since attention depends on them; else in the row."""
+    """True if positions count from a document's start, since attention depends on them; else from
+    the sequence's."""
     counts_answers: bool
     """True if routers count, and balance, tokens with a target alone: those of conversations, whose
     losses' divisor would else be a part of the tokens summed."""

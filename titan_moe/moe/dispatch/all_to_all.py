@@ -13,7 +13,7 @@ downwards, the backward upwards:
     | forward          | backward         |
     |------------------|------------------|
     | start counts     |                  |
-    | gather           |                  |
+    | gather           | add up           |
     | wait for counts  |                  |
     | start weights    | wait for weights |
     | start rows       | wait for rows    |
