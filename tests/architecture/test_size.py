@@ -19,15 +19,15 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 30_114, "tests": 25_383, "scripts": 3_831}
+BUDGETS = {"titan_moe": 30_131, "tests": 25_396, "scripts": 3_831}
 WORDS = 43_000
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_610,
     "checks": 930,
     "cli": 1_380,
-    "comm": 490,
-    "config": 1_050,
+    "comm": 500,
+    "config": 1_060,
     "data": 3_620,
     "debug": 870,
     "distributed": 2_570,

@@ -77,7 +77,8 @@ def test_max_loss_is_that_of_one_data_rank_over_its_own_targets(axis: str):
     rows = slice(2), slice(7, 9)
     alone = [run_on_ranks(worst_loss, 1, make_job("qwen3"), each)[0] for each in rows]
     assert all(loss == worst for loss, worst in alone) and alone[0] != alone[1]
-    job = make_job("qwen3", parallelism={f"{axis}_parallel_degree": 2})
+    degrees = {f"{axis}_parallel_degree": 2}
+    job = make_job("qwen3", parallelism=degrees, training={"local_batch_size": 2})
     for loss, worst in run_on_ranks(worst_loss, 4, job, *rows):
         assert worst == pytest.approx(max(alone)[0], rel=1e-12) and worst > loss + 1e-3
 

@@ -193,8 +193,7 @@ def _allocate(
 class Emulation:
     """Emulates `all_to_all_vdev` of one channel over a group's own all-to-all.
 
-    Raises AssertionError where torch's kernel would read or write what it must not. Types and
-    shapes are those that `Channel` makes.
+    Raises AssertionError where torch's kernel would read or write what it must not.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -209,6 +208,14 @@ class Emulation:
         out_splits_offsets: Tensor,
         group_name: str,
     ) -> None:
+        ranks = self._group.size()
+        assert group_name == self._group.group_name, "another group"
+        assert in_splits.shape == (ranks,), "in_splits: one number for each rank"
+        assert out_splits_offsets.shape == (2, ranks), "splits, then offsets"
+        splits = in_splits, out_splits_offsets
+        assert all(each.dtype is torch.int64 for each in splits), "sizes are int64"
+        assert all(each.is_contiguous() for each in (input, out, *splits)), "gaps"
+        assert input.dtype is out.dtype and input.stride(0) == out.stride(0), "unequal rows"
         assert input.stride(0) * input.element_size() % ROW_BYTES == 0, "rows of odd size"
         if self._last is not None:
             before, copy, places = self._last

@@ -13,7 +13,7 @@ downwards, the backward upwards:
     | forward          | backward         |
     |------------------|------------------|
     | start counts     |                  |
-    | gather           | add up           |
+    | gather           |                  |
     | wait for counts  |                  |
     | start weights    | wait for weights |
     | start rows       | wait for rows    |
