@@ -45,7 +45,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq": "colwise",
     "*.attention.wk": "colwise",
     "*.attention.wv": "colwise",
-    "*.attention.gate": "colwise",
+    "*.attention.wg": "colwise",
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
     "*.attention.wq_norm": "colwise_norm",
