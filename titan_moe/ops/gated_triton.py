@@ -102,27 +102,22 @@ def _value(
 ):
     """Returns the function of the gate, and its slope. NaN stays NaN, as in torch.clamp."""
     nan: tl.constexpr = tl.PropagateNan.ALL
-    low = tl.minimum(gate, LIMIT, propagate_nan=nan) if CLAMPS == "before" else gate
+    x = tl.minimum(gate, LIMIT, propagate_nan=nan) if CLAMPS == "before" else gate
     if FUNCTION == "relu2":
-        root = tl.maximum(low, 0, propagate_nan=nan)
-        value = root * root
-        slope = 2 * root
+        root = tl.maximum(x, 0, propagate_nan=nan)
+        slope, value = 2 * root, root * root
+    elif FUNCTION == "situ":
+        sigmoid, tanh = 1 / (1 + tl.exp(-x)), _tanh(x / 4)
+        slope = sigmoid * (1 - tanh * tanh + 4 * tanh * (1 - sigmoid))
+        value = 4 * tanh * sigmoid
+    elif FUNCTION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), and 2 z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+        sigmoid = 1 / (1 + tl.exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
+        steep = 1.5957691216057308 * (1 + 0.134145 * x * x)
+        slope, value = sigmoid * (1 + steep * x * (1 - sigmoid)), x * sigmoid
     else:
-        if FUNCTION == "gelu_tanh":
-            # (1 + tanh(z)) / 2 = sigmoid(2 z), with 2 z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
-            inner = 1.5957691216057308 * low * (1 + 0.044715 * low * low)
-            steep = 1.5957691216057308 * (1 + 3 * 0.044715 * low * low)
-            sigmoid = 1 / (1 + tl.exp(-inner))
-        else:
-            steep = SLOPE
-            sigmoid = 1 / (1 + tl.exp(-SLOPE * low))
-        if FUNCTION == "situ":
-            tanh = _tanh(low / 4)
-            value = 4 * tanh * sigmoid
-            slope = sigmoid * (1 - tanh * tanh + 4 * tanh * (1 - sigmoid))
-        else:
-            value = low * sigmoid
-            slope = sigmoid * (1 + steep * low * (1 - sigmoid))
+        sigmoid = 1 / (1 + tl.exp(-SLOPE * x))
+        slope, value = sigmoid * (1 + SLOPE * x * (1 - sigmoid)), x * sigmoid
     if CLAMPS != "never":
         slope = tl.where((value if CLAMPS == "after" else gate) > LIMIT, 0, slope)
     if CLAMPS == "after":
@@ -171,11 +166,9 @@ def _gated_rows_kernel(
     inside = is_row[:, None] & (column < DIM)[None, :]
     place = row[:, None] * DIM + column[None, :]
     gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
-    if GATED:
-        up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
+    up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
     hidden, _ = _value(gate, FUNCTION, SLOPE, CLAMPS, LIMIT)
-    if GATED:
-        hidden *= _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT)
+    hidden *= _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT) if GATED else 1.0
     if HAS_WEIGHTS:
         hidden *= tl.load(weights_ptr + row, mask=is_row, other=0).to(dtype)[:, None]
     tl.store(hidden_ptr + place, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
@@ -218,25 +211,21 @@ def _gated_rows_backward_kernel(
         inside = is_row[:, None] & (column < DIM)[None, :]
         place = row[:, None] * DIM + column[None, :]
         gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
-        if GATED:
-            up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
+        up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
         grad = tl.load(grad_ptr + place, mask=inside, other=0).to(dtype)
         value, slope = _value(gate, FUNCTION, SLOPE, CLAMPS, LIMIT)
-        hidden = value
-        if GATED:
-            factor = _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT)
-            hidden = value * factor
+        factor = _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT) if GATED else 1.0
+        hidden = value * factor
         grad_weight += tl.sum(hidden * grad, 1)
         grad *= weight[:, None]
+        grad_up = grad * value
+        if FUNCTION == "situ":
+            grad_up *= 1 - factor * factor / 625
+        elif CLAMPS != "never":
+            grad_up = tl.where(tl.abs(up) > LIMIT, 0, grad_up)
+        tl.store(grad_gate_ptr + place, (grad * factor * slope).to(out), mask=inside)
         if GATED:
-            grad_up = grad * value
-            if FUNCTION == "situ":
-                grad_up *= 1 - factor * factor / 625
-            elif CLAMPS != "never":
-                grad_up = tl.where(tl.abs(up) > LIMIT, 0, grad_up)
             tl.store(grad_up_ptr + place, grad_up.to(out), mask=inside)
-            grad *= factor
-        tl.store(grad_gate_ptr + place, (grad * slope).to(out), mask=inside)
         tl.store(grad_ptr + place, (hidden * weight[:, None]).to(out), mask=inside)
     if HAS_WEIGHTS:
         tl.store(grad_weights_ptr + row, grad_weight, mask=is_row)
