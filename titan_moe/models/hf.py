@@ -21,6 +21,7 @@ from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_names import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
+from titan_moe.ops.activation import EARLIER_NAMES
 
 CONFIG = "config.json"
 _METHODS = ("fp8", "mxfp4")
@@ -326,8 +327,8 @@ def as_record(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> ModelConfig:
-    """The dimensions that `as_record` made a record of, also before a layer's attention had its own
-    positions and window."""
+    """The dimensions that `as_record` made a record of, also before layers' attention and
+    activations had records of their own."""
     return _ADAPTER.validate_python(_by_layer(record) if "rope" in record else record)
 
 
@@ -352,4 +353,6 @@ def _by_layer(record: dict[str, Any]) -> dict[str, Any]:
         if attends_last:
             pattern = (pattern * record["num_layers"])[:last] + "a"
         record["recurrent"] = recurrent
+    if moe := record.get("moe"):
+        record["moe"] = moe | {"activation": asdict(EARLIER_NAMES[moe["activation"]])}
     return record | {"pattern": pattern}

@@ -219,22 +219,28 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
         seen = mean_seen(LocalAttention("window", attention.top_k), seq_len)
     products = 2.0 * (products + attention.score_channels * seen)
-    moe = config.moe
+    moe, (dense, routed) = config.moe, _matrices(config)
     if not config.is_moe_layer(layer) or moe is None:
-        return products + 2.0 * 3 * config.dim * config.hidden_dim
-    active = moe.top_k + moe.num_shared_experts
+        return products + 2.0 * dense * config.dim * config.hidden_dim
+    active = routed * moe.top_k + dense * moe.num_shared_experts
     gates = moe.num_experts + moe.shared_gate
-    return products + 2.0 * config.dim * (gates + 3 * active * moe.hidden_dim)
+    return products + 2.0 * config.dim * (gates + active * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
     dense = 2 * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
-    moe = config.moe
+    moe, matrices = config.moe, _matrices(config)
     if not config.is_moe_layer(layer) or moe is None:
-        return Size(dense + 3 * config.dim * config.hidden_dim)
-    expert = 3 * config.dim * moe.hidden_dim
+        return Size(dense + matrices.dense * config.dim * config.hidden_dim)
+    shared, expert = (number * config.dim * moe.hidden_dim for number in matrices)
     router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
-    biases = moe.projection_bias * (2 * moe.hidden_dim + config.dim)
+    biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.dim)
     return Size(
-        dense + router + moe.num_shared_experts * expert, moe.num_experts * (expert + biases)
+        dense + router + moe.num_shared_experts * shared, moe.num_experts * (expert + biases)
     )
+
+
+def _matrices(config: ModelConfig) -> Size:
+    """Returns the projections of a dense feed-forward or shared expert, and of a routed expert."""
+    moe = config.moe
+    return Size(2 + config.activation.gated, 2 + moe.activation.gated if moe else 0)
