@@ -214,6 +214,8 @@ class ModelConfig:
     hidden_dim: int
     """Hidden dim of the dense feed-forward layers."""
     moe: MoEConfig | None
+    dense_beside_experts: bool = False
+    """Layers with experts have a dense feed-forward too, and add up the two outputs (Gemma 4)."""
     activation: Activation = SWIGLU
     """Activation of the dense feed-forward layers, and of the shared experts."""
     num_dense_layers: int = 0
@@ -227,6 +229,16 @@ class ModelConfig:
     pattern: str = "a"
     """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, and "r"
     `recurrent`. So "nna" is of layers of which each third sees the whole past."""
+    sandwich_norms: bool = False
+    """Attention and feed-forward are followed by norms too, before they are added to the stream;
+    where a dense feed-forward and experts are beside each other, each of the two is, first."""
+    layer_scales: bool = False
+    """Each layer multiplies the stream by a number that a checkpoint holds and that never trains.
+    """
+    embedding_scale: float = 1.0
+    """Factor of the embedding's rows, rounded to their type."""
+    logit_cap: float | None = None
+    """C of the output's C tanh(logits / C); None: the logits as they are (arXiv 2408.00118)."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False
@@ -247,6 +259,11 @@ class ModelConfig:
         layer = min(layer, self.num_layers - 1)
         interleaved = (layer + 1) % self.moe_every == 0
         return self.moe is not None and layer >= self.num_dense_layers and interleaved
+
+    @property
+    def has_dense(self) -> bool:
+        """Returns whether some layer has a dense feed-forward."""
+        return self.dense_beside_experts or not all(map(self.is_moe_layer, range(self.num_layers)))
 
     def mixer(self, layer: int) -> TokenMixer:
         """Returns the attention or recurrence of a layer. Layers of multi-token prediction, whose

@@ -220,20 +220,28 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
         seen = mean_seen(LocalAttention("window", attention.top_k), seq_len)
     products = 2.0 * (products + attention.score_channels * seen)
     moe, (dense, routed) = config.moe, _matrices(config)
-    if not config.is_moe_layer(layer) or moe is None:
-        return products + 2.0 * dense * config.dim * config.hidden_dim
+    experts = config.is_moe_layer(layer) and moe is not None
+    if config.dense_beside_experts or not experts:
+        products += 2.0 * dense * config.dim * config.hidden_dim
+    if moe is None or not experts:
+        return products
     active = routed * moe.top_k + dense * moe.num_shared_experts
     gates = moe.num_experts + moe.shared_gate
     return products + 2.0 * config.dim * (gates + active * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
-    dense = 2 * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
     moe, matrices = config.moe, _matrices(config)
-    if not config.is_moe_layer(layer) or moe is None:
-        return Size(dense + matrices.dense * config.dim * config.hidden_dim)
+    experts, beside = config.is_moe_layer(layer), config.dense_beside_experts
+    norms = 2 + 2 * config.sandwich_norms + experts * beside * (1 + 2 * config.sandwich_norms)
+    dense = norms * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
+    if beside or not experts:
+        dense += matrices.dense * config.dim * config.hidden_dim
+    if moe is None or not experts:
+        return Size(dense)
     shared, expert = (number * config.dim * moe.hidden_dim for number in matrices)
     router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
+    router += (moe.stream_eps is not None) * (config.dim + moe.num_experts)
     biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.dim)
     return Size(
         dense + router + moe.num_shared_experts * shared, moe.num_experts * (expert + biases)

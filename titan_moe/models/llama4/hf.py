@@ -104,7 +104,7 @@ _BLOCK: names.HFKeys = {
         "moe.shared_experts.*.weight", "feed_forward.shared_expert.*.weight", names.PROJECTIONS
     ),
     **names.renamed("moe.*.weight", "feed_forward.*.weight", {"router.gate": "router"}),
-    **names.stacks("feed_forward", transposed=True),
+    **names.stacks("feed_forward.experts", transposed=True),
 }
 
 
