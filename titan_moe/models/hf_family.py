@@ -346,7 +346,7 @@ def rope_table(rope: RopeConfig | None, factor: float) -> dict[str, Any]:
     that rotate."""
     written = rope_to_hf(rope)
     table = {"rope_type": "default", **(written.pop("rope_scaling") or {}), **written}
-    return table | ({} if factor == 1 else {"partial_rotary_factor": factor})
+    return {**table, "partial_rotary_factor": factor}
 
 
 def rope_from_hf(
