@@ -105,7 +105,7 @@ class Oracle(nn.Module):
         make = AutoModelForCausalLM.from_config if self.has_class else TextWithOutput
         self.model = make(config, attn_implementation="eager")
         depths = settings.get("num_nextn_predict_layers", 0)
-        self.mtp = MtpModel(self.model, depths) if depths else None
+        self.mtp = MtpModel(self.model, depths) if depths else None  # type: ignore[arg-type]
         self.num_layers = config.num_hidden_layers
         self.cap = settings.get("final_logit_softcapping")
         self.eval()
