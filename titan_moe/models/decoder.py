@@ -17,7 +17,7 @@ from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
-from titan_moe.models.rope import Rope, Rotation
+from titan_moe.models.rope import Rope, Rotation, rope_key
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.attention import AttentionCore
@@ -47,6 +47,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq": "colwise",
     "*.attention.wk": "colwise",
     "*.attention.wv": "colwise",
+    "*.attention.wg": "colwise",
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
     "*.attention.wq_norm": "colwise_norm",
@@ -108,27 +109,36 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention or recurrence, then a dense or MoE feed-forward, each added to the stream.
+    """Pre-norm attention or recurrence, then a dense feed-forward, experts or both, each added to
+    the stream.
 
     `layer` is the block's number in the whole model, where multi-token prediction's come last.
-    `sees` says which of the decoder's masks is the block's: "state", or how far it attends.
+    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. `turns`
+    says which of its rotations is the block's; a recurrence has no use for any.
     """
+
+    scale: Tensor | None
 
     def __init__(
         self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.sees: Sees = "state" if config.recurs(layer) else config.local_in(layer)
         mixer = config.mixer(layer)
+        self.sees: Sees
         self.attention: Attention
         if isinstance(mixer, GatedDeltaConfig):
+            self.sees, self.turns = "state", rope_key(config.attention)
             eps = config.norm_eps
             self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
         else:
-            self.attention = build_attention(mixer, config, layer, core)
-        self.attention_norm = norm_of(config)(config.dim)
-        self.ffn_norm = norm_of(config)(config.dim)
+            self.sees, self.turns = mixer.local, rope_key(mixer)
+            self.attention = build_attention(mixer, config, core)
+        make_norm = partial(norm_of(config), config.dim)
+        self.attention_norm, self.ffn_norm = make_norm(), make_norm()
+        self.post_attention_norm = make_norm() if config.sandwich_norms else nn.Identity()
+        self.post_ffn_norm = make_norm() if config.sandwich_norms else nn.Identity()
+        self.register_buffer("scale", torch.ones(1) if config.layer_scales else None)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         activation = config.activation.of(layer)
@@ -139,8 +149,18 @@ class Block(nn.Module):
             if shared_dim:
                 shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
             self.moe = MoE(config.dim, moe, shared)
-        else:
+        if self.moe is None or config.dense_beside_experts:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim, activation)
+        self.moe_norm: nn.Module | None = None
+        if self.moe is not None and self.feed_forward is not None:
+            self.moe_norm = make_norm()
+            self.post_dense_norm = make_norm() if config.sandwich_norms else nn.Identity()
+            self.post_moe_norm = make_norm() if config.sandwich_norms else nn.Identity()
+
+    def init_buffers(self) -> None:
+        """Sets the factor of the stream to 1; also called after the meta device."""
+        if self.scale is not None:
+            self.scale.fill_(1)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
@@ -149,14 +169,22 @@ class Block(nn.Module):
         h_BSD = self.attention_norm(x_BSD)
         with region("attention"):
             h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-        x_BSD = x_BSD + h_BSD
+        x_BSD = x_BSD + self.post_attention_norm(h_BSD)
+        x_BSD = x_BSD + self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS))
+        return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
+
+    def _fed_forward(self, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
         h_BSD = self.ffn_norm(x_BSD)
-        if self.moe is not None:
-            return x_BSD + self.moe(h_BSD, counted_BS)
-        assert self.feed_forward is not None
+        if self.feed_forward is None:
+            assert self.moe is not None
+            return self.moe(h_BSD, counted_BS)
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
-        return x_BSD + h_BSD
+        if self.moe is None or self.moe_norm is None:
+            return h_BSD
+        stream_BSD = None if self.moe.config.stream_eps is None else x_BSD
+        routed_BSD = self.moe(self.moe_norm(x_BSD), counted_BS, stream_BSD)
+        return self.post_dense_norm(h_BSD) + self.post_moe_norm(routed_BSD)
 
 
 class Decoder(nn.Module):
@@ -173,17 +201,18 @@ class Decoder(nn.Module):
         self.core = core or plain_core(config)
         self.recurrence = recurrence or Recurrence(chunked_rule, mask_documents=False)
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.rope = Rope(config.attention.rope_dim, config.rope)
         make_block = partial(Block, config=config, core=self.core, recurrence=self.recurrence)
         # A dict, not a list: a pipeline stage keeps the numbers of the layers that it holds.
         self.layers = nn.ModuleDict(
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
         self.norm = norm_of(config)(config.dim)
-        self.output = Output(config.dim, config.vocab_size)
+        self.output = Output(config.dim, config.vocab_size, config.logit_cap)
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
             self.mtp = MultiTokenPrediction(config, make_block)
+        turns = dict.fromkeys(block.turns for block in self.blocks().values())
+        self.ropes = nn.ModuleList(Rope(*key) for key in turns)
         selection = Selection()
         for module in self.modules():
             if isinstance(module, Indexer | SharedSelection):
@@ -244,21 +273,28 @@ class Decoder(nn.Module):
         """Returns the output layer's inputs, each x_BSD: the decoder's, and in training, if there
         are tokens ahead, one for each depth of multi-token prediction. Given the labels ahead,
         experts of a depth count only its targets."""
-        x_BSD = self.tok_embeddings(tokens_BS)
-        rotation = self.rope(positions_BS, x_BSD.dtype)
+        x_BSD, scale = self.tok_embeddings(tokens_BS), self.config.embedding_scale
+        if scale != 1 and not isinstance(self.tok_embeddings, _PassOn):
+            x_BSD = x_BSD * torch.tensor(scale, dtype=x_BSD.dtype).item()
+        blocks = self.blocks().values()
         masks = {
             sees: self.recurrence.mask(documents_BS)
             if sees == "state"
             else self.core.mask(documents_BS, sees, bounds)
-            for sees in dict.fromkeys(block.sees for block in self.blocks().values())
+            for sees in dict.fromkeys(block.sees for block in blocks)
+        }
+        turns = {block.turns for block in blocks}
+        rotations = {
+            rope.key: rope(positions_BS, x_BSD.dtype) for rope in self.ropes if rope.key in turns
         }
         for block in self.layers.values():
-            x_BSD = block(x_BSD, rotation, masks[block.sees], counted_BS)  # type: ignore[index]
+            context = rotations[block.turns], masks[block.sees]  # type: ignore[index]
+            x_BSD = block(x_BSD, *context, counted_BS)
         x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
         counted_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
-        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks, counted_BKS)]
+        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotations, masks, counted_BKS)]
 
     def blocks(self) -> dict[str, Block]:
         """All blocks, multi-token prediction's last, by name: {"layers.0": Block, ...}."""
@@ -340,7 +376,7 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] |
     parts = name.split(".")
     if "A_log" in parts:  # exp(A_log) is the rate at which a state decays.
         return 0.01, 16.0
-    if "dt_bias" in parts or "out_norm" in parts:
+    if {"dt_bias", "out_norm", "scale"} & set(parts):
         return None
     if ADAPTER in name:
         return 0.0 if name.endswith("b") else config.init_std

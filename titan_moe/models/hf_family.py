@@ -13,7 +13,7 @@ two forms: that of published models (`rope_theta`, `rope_scaling`), and what tra
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -117,10 +117,12 @@ class Form:
     """Values of keys that config.json may leave out."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """Keys that are read with this value alone, and written."""
+    required: dict[str, Any] = field(default_factory=dict)
+    """Keys that config.json must have, with this value alone: without them it is another model."""
     fields: Fields = field(default_factory=dict)
     """Fields that no key tells."""
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `rope_from_hf`."""
+    rope: Mapping[str, Any] | None = field(default_factory=dict)
+    """Arguments of `rope_from_hf`. None: no layer has positions."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that transformers writes -> the published keys, which go before them; and `_ALIASES`."""
 
@@ -130,13 +132,16 @@ class Form:
         aliases = {key: settings.get(alias) for alias, key in names.items()}
         settings = aliases | {key: value for key, value in settings.items() if value is not None}
         only(settings, hidden_act=("silu",), **{key: (it,) for key, it in self.fixed.items()})
+        for key, value in self.required.items():
+            only({key: needed(settings, key)}, **{key: (value,)})
         is_latent = self.attention is MLAConfig
         defaults = {**({} if is_latent else _gqa_defaults(settings)), **_DEFAULTS, **self.defaults}
         fields = {
             path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
             for path, key in self.keys.items()
         }
-        fields = checked(fields, self.keys) | {"rope": rope_from_hf(settings, **self.rope)}
+        rope = None if self.rope is None else rope_from_hf(settings, **self.rope)
+        fields = checked(fields, self.keys) | {"attention.rope": rope}
         if fields.get("moe.num_groups", 1) > 1:  # The best two experts tell a group's score.
             fields["moe.group_score_top"] = 2
         rotated = "attention.partial_rotary_factor"
@@ -147,7 +152,8 @@ class Form:
         return fields | self.fields
 
     def config(self, fields: Fields) -> ModelConfig:
-        """The dimensions with these fields, dense where none of them is under `moe`."""
+        """The dimensions with these fields, dense where none of them is under `moe`. Fields under
+        `near` are those that differ from `attention`'s."""
         tables: dict[str, dict[str, Any]] = defaultdict(dict)
         for path, value in fields.items():
             table, _, name = path.rpartition(".")
@@ -156,6 +162,8 @@ class Form:
             tables["attention"]["indexer"] = IndexerConfig(**tables["attention.indexer"])
         kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": GatedDeltaConfig}
         made = {name: kind(**tables[name]) for name, kind in kinds.items() if name in tables}
+        if "near" in tables:
+            made["near"] = replace(made["attention"], **tables["near"])
         return ModelConfig(**{"moe": None, **tables[""], **made})
 
     def attention_of(self, config: ModelConfig) -> Any:
@@ -171,15 +179,17 @@ class Form:
 
     def write(self, config: ModelConfig, **own: Any) -> dict[str, Any]:
         """A config.json of these dimensions, with the family's `own` keys."""
+        rope = next((each.rope for each in config.attentions if each.rope), None)
         return {
             "architectures": [f"{self.architecture}ForCausalLM"],
             "model_type": self.model_type,
             "hidden_act": "silu",
             "num_key_value_heads": self.attention_of(config).num_kv_heads,
             **self.fixed,
+            **self.required,
             **own,
             **{key: attrgetter(path)(config) for path, key in self.keys.items()},
-            **rope_to_hf(config.rope),
+            **({} if self.rope is None else rope_to_hf(rope)),
         }
 
 
@@ -248,9 +258,41 @@ def attending(settings: Settings, other: str, num_layers: int) -> list[bool] | N
     return kinds and [kind == FULL for kind in kinds[:num_layers]]
 
 
-def kinds_of(attends: Sequence[bool], other: str) -> list[str]:
-    """The `layer_types` of layers, of which these see the whole sequence."""
-    return [FULL if each else other for each in attends]
+def of_layers(settings: Settings, layers: Sequence[int], own: Fields) -> Fields:
+    """Returns the keys of config.json that these layers have for themselves. `own`: as published;
+    transformers 5 writes them in `per_layer_config`, which goes before them.
+
+    Raises ConfigError if other layers are in that table, or these differ in it.
+    """
+    table = settings.get("per_layer_config")
+    if table is None:
+        return own
+    named = {int(layer): values for layer, values in table.items() if values}
+    if sorted(named) != list(layers) or any(x != named[layers[0]] for x in named.values()):
+        raise ConfigError(
+            f"config.json: per_layer_config must be the same for layers {list(layers)}, and empty "
+            f"for others: {table}"
+        )
+    return dict(named[layers[0]])
+
+
+def kinds_of(config: ModelConfig, other: str) -> list[str]:
+    """The `layer_types` of all layers: those that do not see the whole sequence are the `other`."""
+    mixers = map(config.mixer, range(config.num_layers))
+    return [FULL if each is config.attention else other for each in mixers]
+
+
+def near_size(config: ModelConfig) -> int | None:
+    """Returns how many tokens layers of the near past see; None without such layers."""
+    return config.near.local.size if config.near and config.near.local else None
+
+
+def pattern_of(attends: Sequence[bool], other: str) -> str:
+    """Returns the shortest pattern of layers, of which these see the whole sequence. `other`: the
+    letter of the others."""
+    kinds = "".join("a" if each else other for each in attends)
+    lengths = range(1, len(kinds) + 1)
+    return next(kinds[:n] for n in lengths if (kinds[:n] * len(kinds)).startswith(kinds))
 
 
 def period(key: str, layers: Sequence[bool]) -> int:
@@ -272,8 +314,10 @@ _SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
 """Scalings of positions by rope_type, with the numbers that config.json names alike."""
 
 
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The keys rope_theta and rope_scaling."""
+def rope_to_hf(rope: RopeConfig | None) -> dict[str, Any]:
+    """The keys rope_theta and rope_scaling; none without positions."""
+    if rope is None:
+        return {}
     scaling = rope.scaling
     if scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}

@@ -54,20 +54,24 @@ def attention_stats(attention: TokenMixer, dim: int) -> AttentionStats:
 @attention_stats.register
 def _(attention: GQAConfig, dim: int) -> AttentionStats:
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    queries = heads * (1 + attention.output_gate)
-    matrices = dim * (queries + heads + 2 * kv_heads) * head_dim
-    biases = attention.bias * ((queries + 2 * kv_heads) * head_dim + attention.output_bias * dim)
+    v_dim, by_channel = attention.v_dim, attention.gate == "channels"
+    queries = heads * (1 + by_channel) * head_dim
+    keys, own_values = kv_heads * head_dim, kv_heads * v_dim * (not attention.shares_kv)
+    matrices = dim * (queries + keys + own_values + heads * v_dim)
+    matrices += dim * heads * (attention.gate == "heads")
+    biases = attention.bias * (queries + keys + own_values + attention.output_bias * dim)
     normed_heads = {"learned": 2, "across_heads": heads + kv_heads}
     norms = normed_heads.get(attention.qk_norm, 0) * head_dim
     flash = not attention.sinks  # Flex attention, which sinks take, adds up in registers.
     return AttentionStats(
         parameters=matrices + biases + norms + attention.sinks * heads,
         matrices=matrices,
-        score_channels=heads * 2 * head_dim,
-        saved=(3 * heads + 3 * kv_heads + 2 * heads * attention.output_gate) * head_dim,
-        results=2 * (heads + 2 * kv_heads) * head_dim + queries * head_dim,
+        score_channels=heads * (head_dim + v_dim),
+        saved=(2 * heads + 2 * kv_heads) * head_dim
+        + (heads * (1 + 2 * by_channel) + kv_heads * (1 + attention.v_norm)) * v_dim,
+        results=2 * kv_heads * (head_dim + v_dim) + 2 * heads * v_dim + queries,
         query_sums=flash * heads * _tiled(head_dim),
-        expanded=flash * (heads != kv_heads) * 2 * heads * head_dim,
+        expanded=flash * (heads != kv_heads) * heads * (head_dim + v_dim),
     )
 
 
@@ -208,27 +212,36 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 
 
 def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
-    seen = mean_seen(config.local_in(layer), seq_len)
-    attention = attention_stats(config.mixer(layer), config.dim)
+    mixer = config.mixer(layer)
+    local = None if isinstance(mixer, GatedDeltaConfig) else mixer.local
+    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, config.dim)
     products = attention.matrices + attention.index_channels * seen + attention.state_products
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
-        seen = mean_seen(LocalAttention("window", attention.top_k, global_every=0), seq_len)
+        seen = mean_seen(LocalAttention("window", attention.top_k), seq_len)
     products = 2.0 * (products + attention.score_channels * seen)
     moe, (dense, routed) = config.moe, _matrices(config)
-    if not config.is_moe_layer(layer) or moe is None:
-        return products + 2.0 * dense * config.dim * config.hidden_dim
+    experts = config.is_moe_layer(layer) and moe is not None
+    if config.dense_beside_experts or not experts:
+        products += 2.0 * dense * config.dim * config.hidden_dim
+    if moe is None or not experts:
+        return products
     active = routed * moe.top_k + dense * moe.num_shared_experts
     gates = moe.num_experts + moe.shared_gate
     return products + 2.0 * config.dim * (gates + active * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
-    dense = 2 * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
     moe, matrices = config.moe, _matrices(config)
-    if not config.is_moe_layer(layer) or moe is None:
-        return Size(dense + matrices.dense * config.dim * config.hidden_dim)
+    experts, beside = config.is_moe_layer(layer), config.dense_beside_experts
+    norms = 2 + 2 * config.sandwich_norms + experts * beside * (1 + 2 * config.sandwich_norms)
+    dense = norms * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
+    if beside or not experts:
+        dense += matrices.dense * config.dim * config.hidden_dim
+    if moe is None or not experts:
+        return Size(dense)
     shared, expert = (number * config.dim * moe.hidden_dim for number in matrices)
     router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
+    router += (moe.stream_eps is not None) * (config.dim + moe.num_experts)
     biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.dim)
     return Size(
         dense + router + moe.num_shared_experts * shared, moe.num_experts * (expert + biases)

@@ -327,7 +327,7 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     if recompute.keep_exchanged_rows:
         recomputed["exchanged rows"] = _exchanged_per_token(plan, rows)
     if recompute.keep_attention:  # As wide as values, or more.
-        recomputed["attention"] = config.attention.num_heads * config.attention.qk_dim
+        recomputed["attention"] = max(each.num_heads * each.qk_dim for each in config.attentions)
     num_recomputed = -(-num_layers // recompute.every) if recompute.every else 0
     num_others = num_layers - num_recomputed
     kept = {f"{name} of recomputed layers": num_recomputed * n for name, n in recomputed.items()}
@@ -358,14 +358,20 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     # Gate, up and the rows of the last product; of plain SwiGLU silu(gate) too.
     activation = config.activation.of(-1)
     dense = 2 + activation.gated + (activation == SWIGLU)
-    feed_forward = float(dense) * config.hidden_dim if _has_dense_layer(config) else 0.0
+    feed_forward = float(dense) * config.hidden_dim * config.has_dense
+    beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
         # x, gate and up of a routed row are kept; the rest is computed again.
         routed = rows * moe.top_k * (config.dim + (1 + moe.activation.gated) * moe.hidden_dim)
         shared = dense * moe.num_shared_experts * moe.hidden_dim
-        feed_forward = max(feed_forward, routed + shared)
-    # Both norms' outputs and both sums with the stream.
-    return {"norms and sums": 4 * config.dim, "attention": attention, "feed-forward": feed_forward}
+        feed_forward = max(feed_forward, routed + shared + beside)
+    # Both norms' outputs and both sums with the stream; norms after them keep what they read.
+    norms = 4 + 2 * config.sandwich_norms + 5 * config.dense_beside_experts
+    return {
+        "norms and sums": norms * config.dim,
+        "attention": attention,
+        "feed-forward": feed_forward,
+    }
 
 
 def _results_per_token(plan: Plan, rows: float) -> Lines:
@@ -374,14 +380,11 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     config = plan.config
     attention = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     first = 1 + config.activation.gated
-    feed_forward = float(first * config.hidden_dim + config.dim) * _has_dense_layer(config)
+    feed_forward = float(first * config.hidden_dim + config.dim) * config.has_dense
+    beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
         routed = rows * moe.top_k * ((1 + moe.activation.gated) * moe.hidden_dim + config.dim)
         routed += _exchanged_per_token(plan, rows)
         shared = first * moe.num_shared_experts * moe.hidden_dim
-        feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
+        feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0) + beside)
     return {"norms and sums": 2 * config.dim, "attention": attention, "feed-forward": feed_forward}
-
-
-def _has_dense_layer(config: ModelConfig) -> bool:
-    return not all(map(config.is_moe_layer, range(config.num_layers)))

@@ -1,6 +1,5 @@
 """Dense feed-forwards with each activation, limits by layer, sizes, earlier names in records."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,10 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.gated_cases import ACTIVATIONS, plain
 from titan_moe.models.decoder import Decoder, FeedForward
-from titan_moe.models.hf import as_record, from_record
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops, part_sizes
-from titan_moe.ops.activation import CLAMPED_SWIGLU, SWIGLU, Activation
+from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.parallelize.memory_table import _values_per_token
 
 D, F = 6, 5
@@ -80,15 +78,3 @@ def test_limit_holds_in_the_layers_that_are_named():
     assert [each.activation for each in dense] == [SWIGLU, SWIGLU, after, SWIGLU]
     routed = [block.moe and block.moe.experts.compute.activation for block in blocks]
     assert [each and each.limit for each in routed] == [None, 7.0, 7.0, None]
-
-
-@pytest.mark.parametrize(
-    "name, activation", [("swiglu", SWIGLU), ("clamped_swiglu", CLAMPED_SWIGLU)]
-)
-def test_record_with_an_earlier_name_of_an_activation_is_read(name: str, activation: Activation):
-    config = replace(GATE, moe=replace(GATE.moe, activation=activation))
-    record = json.loads(json.dumps(as_record(config)))
-    assert from_record(record) == config
-    record["moe"]["activation"] = name
-    del record["activation"]
-    assert from_record(record) == config
