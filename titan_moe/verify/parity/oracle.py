@@ -124,7 +124,7 @@ class Oracle(nn.Module):
 def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     # Qwen3-Next's norms multiply by 1 + weight.
-    zero_centred = any("linear_attn" in name for name in tensors)
+    zero_centred = any("linear_attn" in name or "g_proj" in name for name in tensors)
     for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in name or "scal" in name:
