@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from titan_moe.checks.base import Rule, Run, choices, divisors, must_divide
 from titan_moe.config import pipeline
 from titan_moe.config.errors import Mistake
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.config import CompressedConfig, ModelConfig
 
 
 def _ranks(run: Run) -> Iterator[Mistake]:
@@ -135,6 +135,20 @@ def _sparse(run: Run) -> Iterator[str]:
     )
 
 
+def _blocks(run: Run) -> Iterator[str]:
+    degrees = run.job.parallelism
+    axes = {
+        "context_parallel_degree": degrees.context_parallel_degree,
+        "tensor_parallel_degree": degrees.tensor_parallel_degree,
+    }
+    cut = [f"{key}={degree}" for key, degree in axes.items() if degree > 1]
+    if cut and isinstance(run.model.attention, CompressedConfig):
+        yield (
+            f"parallelism.{cut[0]}: {run.flavor} compresses blocks of whole sequences, in one head "
+            "of keys, and mixes whole streams: choose 1"
+        )
+
+
 def _shared_keys(run: Run) -> Iterator[str]:
     """Yields a line unless each stage of a pipeline begins with a layer that selects keys."""
     degrees, indexer = run.job.parallelism, run.model.indexer
@@ -209,6 +223,7 @@ RULES: list[Rule] = [
     _recurrent_segments,
     _ulysses,
     _sparse,
+    _blocks,
     _pipeline,
     _split_groups,
     _thread_blocks,

@@ -47,7 +47,9 @@ run has, and few enough for every type that they are converted to."""
 
 
 Score = Annotated[
-    Literal["softmax", "sigmoid"], registered("titan_moe.moe.router:SCORES"), AS_IT_IS
+    Literal["softmax", "sigmoid", "sqrtsoftplus"],
+    registered("titan_moe.moe.router:SCORES"),
+    AS_IT_IS,
 ]
 
 

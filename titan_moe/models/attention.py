@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from titan_moe.models.config import (
     AttentionConfig,
+    CompressedConfig,
     GQAConfig,
     MLAConfig,
     ModelConfig,
@@ -20,7 +21,7 @@ from titan_moe.models.indexer import Indexer, SharedSelection
 from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops import flex_attention, varlen_attention
-from titan_moe.ops.attention import LOAD_BYTES, AttentionCore, choose_core
+from titan_moe.ops.attention import LOAD_BYTES, AttentionCore, Sdpa, choose_core
 from titan_moe.ops.sparse_attention import SparseAttention
 
 
@@ -226,6 +227,8 @@ def plain_core(
     if config.indexer is not None:
         return SparseAttention(mask_documents=mask_documents)
     kinds = config.attentions
+    if isinstance(config.attention, CompressedConfig):  # It adds keys to an explicit mask.
+        return Sdpa(mask_documents=mask_documents)
     return choose_core(
         mask_documents=mask_documents,
         local_or_sinks=any(each.local or each.sinks for each in kinds),

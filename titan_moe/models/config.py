@@ -171,6 +171,43 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
+class CompressedConfig:
+    """Attention of DeepSeek-V4: to a window of tokens, and to blocks of tokens that are compressed
+    into one key each. There is one head of keys, which are the values too."""
+
+    num_heads: int
+    head_dim: int
+    q_rank: int
+    """Rank of the query's latent."""
+    rope_dim: int
+    """Channels that positions rotate: the last ones of a head."""
+    rope: RopeConfig | None
+    local: LocalAttention | None
+    output_groups: int
+    """Equal groups of heads, each of which has a low-rank output projection of its own."""
+    output_rank: int
+    """Rank of a group's projection."""
+    ratio: int = 0
+    """Tokens of a block, counted from where a document begins. 0: the window alone."""
+    indexer: IndexerConfig | None = None
+    """Selects the blocks that a query sees. Blocks overlap then: each is compressed from its own
+    tokens and those of the block before. None: a query sees all blocks that ended before it."""
+
+    num_kv_heads: ClassVar[int] = 1
+    sinks: ClassVar[bool] = True
+
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a query's and a key's head."""
+        return self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of a value's head."""
+        return self.head_dim
+
+
+@dataclass(frozen=True)
 class GatedDeltaConfig:
     """Layers with a recurrent state in place of attention: the gated delta rule (arXiv 2412.06464),
     or Kimi Delta Attention (arXiv 2510.26692)."""
@@ -195,7 +232,7 @@ class GatedDeltaConfig:
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
-AttentionConfig = GQAConfig | MLAConfig
+AttentionConfig = GQAConfig | MLAConfig | CompressedConfig
 """The variants. A further one has num_heads, num_kv_heads, rope, rope_dim, qk_dim, v_dim, local and
 sinks too, its module in models/attention.py and its counts in models/stats.py."""
 TokenMixer = AttentionConfig | GatedDeltaConfig
@@ -225,10 +262,12 @@ class ModelConfig:
     makes them dense."""
     near: AttentionConfig | None = None
     """Attention of layers that see the near past alone."""
+    sparse: AttentionConfig | None = None
+    """Attention of layers that see selected keys of the past, beside layers that see all."""
     recurrent: GatedDeltaConfig | None = None
     pattern: str = "a"
-    """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, and "r"
-    `recurrent`. So "nna" is of layers of which each third sees the whole past."""
+    """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, "s"
+    `sparse`, and "r" `recurrent`. So "nna" is of layers of which each third sees the whole past."""
     sandwich_norms: bool = False
     """Attention and feed-forward are followed by norms too, before they are added to the stream;
     where a dense feed-forward and experts are beside each other, each of the two is, first."""
@@ -239,6 +278,15 @@ class ModelConfig:
     """Factor of the embedding's rows, rounded to their type."""
     logit_cap: float | None = None
     """C of the output's C tanh(logits / C); None: the logits as they are (arXiv 2408.00118)."""
+    num_hash_layers: int = 0
+    """The first layers, whose experts depend on the token's id alone, by a table."""
+    streams: int = 1
+    """Residual streams of a token; more than one are mixed around each sublayer by
+    hyper-connections (arXiv 2512.24880)."""
+    sinkhorn_steps: int = 20
+    """Steps that make the streams' mixing matrices doubly stochastic."""
+    streams_eps: float = 1e-6
+    """Epsilon of these steps, and least share of a stream in a sublayer's input."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False
@@ -268,7 +316,7 @@ class ModelConfig:
     def mixer(self, layer: int) -> TokenMixer:
         """Returns the attention or recurrence of a layer. Layers of multi-token prediction, whose
         numbers follow the last one's, see the whole past."""
-        kinds = {"a": self.attention, "n": self.near, "r": self.recurrent}
+        kinds = {"a": self.attention, "n": self.near, "s": self.sparse, "r": self.recurrent}
         beyond = layer >= self.num_layers
         mixer = kinds["a" if beyond else self.pattern[layer % len(self.pattern)]]
         assert mixer is not None, f"the pattern {self.pattern!r} names what is not given"
@@ -300,7 +348,10 @@ class ModelConfig:
     @property
     def has_temperature(self) -> bool:
         """True if attention depends on positions themselves, not only on their differences."""
-        return any(isinstance(each, GQAConfig) and each.temperature for each in self.attentions)
+        return any(
+            isinstance(each, CompressedConfig) or (isinstance(each, GQAConfig) and each.temperature)
+            for each in self.attentions
+        )
 
 
 _TABLES = (ModelConfig, MoEConfig, IndexerConfig, *get_args(TokenMixer))

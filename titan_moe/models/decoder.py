@@ -11,9 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import titan_moe.models.compressed_attention  # noqa: F401  Registers its attention.
 from titan_moe.models.attention import Attention, build_attention, plain_core
 from titan_moe.models.config import GatedDeltaConfig, ModelConfig
 from titan_moe.models.gated_delta_net import GatedDeltaNet
+from titan_moe.models.hyper_connections import Collapse, HyperConnection, Residual
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
@@ -135,13 +137,17 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = make_norm(), make_norm()
         self.post_attention_norm = make_norm() if config.sandwich_norms else nn.Identity()
         self.post_ffn_norm = make_norm() if config.sandwich_norms else nn.Identity()
+        connection = partial(HyperConnection, config) if config.streams > 1 else Residual
+        self.attention_streams, self.ffn_streams = connection(), connection()
         self.register_buffer("scale", torch.ones(1) if config.layer_scales else None)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         activation = config.activation.of(layer)
         if config.is_moe_layer(layer):
             assert config.moe is not None
-            moe = replace(config.moe, activation=config.moe.activation.of(layer))
+            rows = config.vocab_size if layer < config.num_hash_layers else 0
+            own = config.moe.activation.of(layer)
+            moe = replace(config.moe, activation=own, table_rows=rows)
             shared, shared_dim = None, moe.num_shared_experts * moe.hidden_dim
             if shared_dim:
                 shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
@@ -160,21 +166,35 @@ class Block(nn.Module):
             self.scale.fill_(1)
 
     def forward(
-        self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        rotation: Rotation,
+        mask: Any,
+        counted_BS: Tensor | None = None,
+        ids_BS: Tensor | None = None,
     ) -> Tensor:
-        """Returns the stream after the block. `counted_BS`: as `MoE.forward` takes it."""
-        h_BSD = self.attention_norm(x_BSD)
-        with region("attention"):
-            h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-        x_BSD = x_BSD + self.post_attention_norm(h_BSD)
-        x_BSD = x_BSD + self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS))
+        """Returns the stream after the block; several streams lie beside each other in D.
+        `counted_BS`, `ids_BS`: as `MoE.forward` takes them."""
+
+        def attend(x_BSD: Tensor) -> Tensor:
+            h_BSD = self.attention_norm(x_BSD)
+            with region("attention"):
+                h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
+            return self.post_attention_norm(h_BSD)
+
+        def feed_forward(x_BSD: Tensor) -> Tensor:
+            return self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS, ids_BS))
+
+        x_BSD = self.ffn_streams(self.attention_streams(x_BSD, attend), feed_forward)
         return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
 
-    def _fed_forward(self, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
+    def _fed_forward(
+        self, x_BSD: Tensor, counted_BS: Tensor | None, ids_BS: Tensor | None
+    ) -> Tensor:
         h_BSD = self.ffn_norm(x_BSD)
         if self.feed_forward is None:
             assert self.moe is not None
-            return self.moe(h_BSD, counted_BS)
+            return self.moe(h_BSD, counted_BS, ids_BS=ids_BS)
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
         if self.moe is None or self.moe_norm is None:
@@ -203,6 +223,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
+        self.norm_streams = Collapse(config) if config.streams > 1 else nn.Identity()
         self.norm = norm_of(config)(config.dim)
         self.output = Output(config.dim, config.vocab_size, config.logit_cap)
         self.mtp: MultiTokenPrediction | None = None
@@ -225,6 +246,7 @@ class Decoder(nn.Module):
         ahead_labels_BKS: Tensor | None = None,
         bounds: DocumentBounds | None = None,
         counted_BS: Tensor | None = None,
+        ids_BS: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V] in the compute type; with labels the sum of cross-entropies.
 
@@ -241,6 +263,7 @@ class Decoder(nn.Module):
             ahead_labels_BKS: their labels.
             bounds: bounds of the documents, for an attention core that needs them on the host.
             counted_BS: as `MoE.forward` takes it.
+            ids_BS: token ids, on a pipeline stage whose first argument is the stream.
         """
         if tokens_BS.ndim == 1:
             shape = list(tokens_BS.shape)
@@ -251,7 +274,8 @@ class Decoder(nn.Module):
             row_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
             positions_BS = row_S.expand_as(tokens_BS)
         ahead = ahead_tokens_BKS, ahead_labels_BKS
-        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, *ahead, bounds, counted_BS)
+        sequences = tokens_BS, documents_BS, positions_BS
+        hidden = self.hidden(*sequences, *ahead, bounds, counted_BS, ids_BS)
         if labels_BS is None or len(hidden) == 1:
             return self.output(hidden[0], labels_BS)
         assert self.mtp is not None and ahead_labels_BKS is not None
@@ -266,6 +290,7 @@ class Decoder(nn.Module):
         ahead_labels_BKS: Tensor | None = None,
         bounds: DocumentBounds | None = None,
         counted_BS: Tensor | None = None,
+        ids_BS: Tensor | None = None,
     ) -> list[Tensor]:
         """Returns the output layer's inputs, each x_BSD: the decoder's, and in training, if there
         are tokens ahead, one for each depth of multi-token prediction. Given the labels ahead,
@@ -273,6 +298,9 @@ class Decoder(nn.Module):
         x_BSD, scale = self.tok_embeddings(tokens_BS), self.config.embedding_scale
         if scale != 1 and not isinstance(self.tok_embeddings, _PassOn):
             x_BSD = x_BSD * torch.tensor(scale, dtype=x_BSD.dtype).item()
+        if self.config.streams > 1 and not isinstance(self.tok_embeddings, _PassOn):
+            x_BSD = x_BSD.repeat(1, 1, self.config.streams)
+        ids_BS = tokens_BS if ids_BS is None else ids_BS
         blocks = self.blocks().values()
         masks = {
             sees: self.recurrence.mask(documents_BS)
@@ -286,8 +314,8 @@ class Decoder(nn.Module):
         }
         for block in self.layers.values():
             context = rotations[block.turns], masks[block.sees]  # type: ignore[index]
-            x_BSD = block(x_BSD, *context, counted_BS)
-        x_BSD = self.norm(x_BSD)
+            x_BSD = block(x_BSD, *context, counted_BS, ids_BS)
+        x_BSD = self.norm(self.norm_streams(x_BSD))
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
         counted_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
@@ -321,6 +349,8 @@ def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
     for end in _ENDS:
         if end not in names:
             model.set_submodule(end, _PassOn())
+    if "norm" not in names:
+        model.norm_streams = nn.Identity()
     for layer in list(model.layers):
         if f"layers.{layer}" not in names:
             del model.layers[layer]
@@ -353,8 +383,9 @@ def is_bias(name: str) -> bool:
 
 
 def is_wide(name: str) -> bool:
-    """Returns whether a parameter must be float32 or wider, as a decay rate: it is an exponent."""
-    return ".decay." in name
+    """Returns whether a parameter must be float32 or wider: a decay rate, which is an
+    exponent, or what mixes residual streams, whose errors all layers would carry on."""
+    return ".decay." in name or "_streams." in name
 
 
 def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -364,7 +395,9 @@ def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def wide_units(part: Decoder) -> list[nn.Module]:
     """Returns the modules whose parameters are all `is_wide`."""
-    return [m for name, m in part.named_modules() if name.endswith(".decay")]
+    wide = (".decay", "_streams")
+    modules = [m for name, m in part.named_modules() if name.endswith(wide)]
+    return [module for module in modules if list(module.parameters(recurse=False))]
 
 
 def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:

@@ -153,7 +153,7 @@ class Form:
 
     def config(self, fields: Fields) -> ModelConfig:
         """The dimensions with these fields, dense where none of them is under `moe`. Fields under
-        `near` are those that differ from `attention`'s."""
+        `near` and `sparse` are those that differ from `attention`'s."""
         tables: dict[str, dict[str, Any]] = defaultdict(dict)
         for path, value in fields.items():
             table, _, name = path.rpartition(".")
@@ -162,8 +162,9 @@ class Form:
             tables["attention"]["indexer"] = IndexerConfig(**tables["attention.indexer"])
         kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": GatedDeltaConfig}
         made = {name: kind(**tables[name]) for name, kind in kinds.items() if name in tables}
-        if "near" in tables:
-            made["near"] = replace(made["attention"], **tables["near"])
+        for name in ("near", "sparse"):
+            if name in tables:
+                made[name] = replace(made["attention"], **tables[name])
         return ModelConfig(**{"moe": None, **tables[""], **made})
 
     def attention_of(self, config: ModelConfig) -> Any:

@@ -59,6 +59,8 @@ def trained(names: Iterable[str], config: ModelConfig, training: Training, lora:
     names = set(names)
     if config.indexer is not None and training.indexer_stage == "dense":
         names = {name for name in names if ".indexer." in name}
+    if config.sparse is not None:  # Its indexers' selection has no gradient.
+        names = {name for name in names if ".indexer." not in name}
     if lora.rank is not None:
         names = {name for name in names if ADAPTER in name}
     frozen = training.freeze
@@ -119,7 +121,7 @@ def sizes_by_name(
     found: tuple[dict[str, Size], dict[str, Size]] = {}, {}
     for name, parameter in named.items():
         first, second, *_ = name.split(".")
-        part = f"layers.{second}" if first == "layers" else first
+        part = f"layers.{second}" if first == "layers" else first.removesuffix("_streams")
         for sizes, counts in zip(found, (True, name in trains), strict=True):
             number = parameter.numel() * counts
             dense, routed = sizes.get(part, Size(0))

@@ -29,6 +29,9 @@ class MoEConfig:
     top_groups: int = 1
     group_score_top: int = 1
     """Number of a group's best scores whose sum is its score: 1 in DeepSeek-V2, 2 in V3."""
+    table_rows: int = 0
+    """Rows of a table that names the experts of each token id, whatever the scores; 0: scores
+    select. `decoder.Block` sets it."""
     router_bias: bool = False
     """The router's logits have a bias (gpt-oss)."""
     stream_eps: float | None = None

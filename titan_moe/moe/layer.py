@@ -76,6 +76,7 @@ class MoE(nn.Module):
         x_BSD: Tensor,
         counted_BS: Tensor | None = None,
         stream_BSD: Tensor | None = None,
+        ids_BS: Tensor | None = None,
     ) -> Tensor:
         """Returns the layer's output, [B, S, D].
 
@@ -83,12 +84,14 @@ class MoE(nn.Module):
             counted_BS: True for the tokens that loads, and so routing biases, and balance losses
                 count; None: for all.
             stream_BSD: what the router reads; None: x_BSD.
+            ids_BS: the tokens' ids, for a router with a table.
         """
         x_TD = x_BSD.flatten(0, 1)
         with region("route"):
             scores = self.router(x_TD if stream_BSD is None else stream_BSD.flatten(0, 1))
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
-        choice = self.memo.decide(partial(self.choose, counted_BS=counted_BS), scores_BSE)
+        choose = partial(self.choose, counted_BS=counted_BS, ids_BS=ids_BS)
+        choice = self.memo.decide(choose, scores_BSE)
         with region("route"):
             weights_TK = self.router.weigh(scores.scores_TE, choice.experts_TK)
         if self.training:
@@ -128,10 +131,17 @@ class MoE(nn.Module):
         """Cuts a tensor of the tokens, [T, ...], into chunks of a token or more."""
         return (x_T,) if self.num_chunks == 1 else x_T.tensor_split(self.num_chunks)
 
-    def choose(self, scores_BSE: Tensor, counted_BS: Tensor | None = None) -> Choice:
+    def choose(
+        self, scores_BSE: Tensor, counted_BS: Tensor | None = None, ids_BS: Tensor | None = None
+    ) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
         with region("route"):
-            experts_TK = self.router.select(scores_BSE.flatten(0, 1), self.router.expert_bias)
+            table, named = self.router.table, ()
+            if table is not None:
+                assert ids_BS is not None, "a table wants the tokens' ids"
+                named = (table[ids_BS.flatten()],)
+            bias_E = self.router.expert_bias
+            experts_TK = self.router.select(scores_BSE.flatten(0, 1), bias_E, *named)
         chunks = [
             (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
             for chunk_TK in self._chunks(experts_TK)

@@ -33,7 +33,16 @@ def _sigmoid(logits_TE: Tensor) -> Scores:
     return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
 
 
-SCORES: dict[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
+def _sqrt_softplus(logits_TE: Tensor) -> Scores:
+    scores_TE = F.softplus(logits_TE).sqrt()
+    return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
+
+
+SCORES: dict[str, Callable[[Tensor], Scores]] = {
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}
 """Score functions by the names that `MoEConfig.score` takes."""
 
 
@@ -46,13 +55,15 @@ class Router(nn.Module):
 
     Buffers: `expert_bias` [E] enters the selection but not the weights (arXiv 2408.15664);
     `previous_load` [E] holds each expert's share of the previous step's tokens; `tokens_per_expert`
-    [E] counts this step's; `balance_loss` sums this step's auxiliary losses.
+    [E] counts this step's; `balance_loss` sums this step's auxiliary losses; `table` [rows, K] may
+    name the experts of each token id.
     """
 
     expert_bias: Tensor
     previous_load: Tensor
     tokens_per_expert: Tensor
     balance_loss: Tensor
+    table: Tensor | None
 
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
@@ -63,6 +74,11 @@ class Router(nn.Module):
         if config.stream_eps is not None:
             self.scale = nn.Parameter(torch.empty(dim))
         self.select: nn.Module = BestExperts(config)
+        table = None
+        if config.table_rows:
+            self.select = TableExperts()
+            table = torch.empty(config.table_rows, config.top_k, dtype=torch.int64)
+        self.register_buffer("table", table)
         if config.force_load_balance:
             self.select = GivenExperts("each in turn", partial(_in_turn, config))
         self.weigh = GatingWeights(config)
@@ -81,6 +97,8 @@ class Router(nn.Module):
         self.previous_load.fill_(1 / self.config.num_experts)
         self.tokens_per_expert.zero_()
         self.balance_loss.zero_()
+        if self.table is not None:  # A new run's; published models have tables of their own.
+            self.table.copy_(_in_turn(self.config, self.table))
 
     def forward(self, x_TD: Tensor) -> Scores:
         return self.score(self._logits(x_TD))
@@ -115,6 +133,13 @@ class BestExperts(nn.Module):
         return f"{self.config.top_k} of {self.config.num_experts}"
 
 
+class TableExperts(nn.Module):
+    """Selects the experts that a table names for the tokens' ids, experts_TK."""
+
+    def forward(self, scores_TE: Tensor, bias_E: Tensor, experts_TK: Tensor) -> Tensor:
+        return experts_TK
+
+
 class GivenExperts(nn.Module):
     """Takes the place of `BestExperts`: scores have no say in where tokens go.
 
@@ -127,7 +152,7 @@ class GivenExperts(nn.Module):
         super().__init__()
         self.name, self.choose = name, choose
 
-    def forward(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+    def forward(self, scores_TE: Tensor, bias_E: Tensor, *_: Tensor) -> Tensor:
         return self.choose(scores_TE)
 
     def extra_repr(self) -> str:
@@ -245,8 +270,8 @@ def update_routers(
     # A layer that has counted no token keeps its load: prediction beyond short documents.
     loads_LE = (counts_LE / total_L1).where(total_L1 > 0, torch.stack(loads))
     torch._foreach_copy_(loads, list(loads_LE.to(loads[0].dtype).unbind()))
-    # The bias of a frozen router stays as it is.
-    moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad]
+    # The bias of a frozen router stays as it is, and a table has no use for one.
+    moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad and router.table is None]
     if moves and (speed := local[0].config.bias_update_speed):
         biases = [router.expert_bias for router in local]
         moved = updated_bias(torch.stack(biases), counts_LE, speed).unbind()

@@ -132,7 +132,7 @@ class Sizes(NamedTuple):
 def _sizes(plan: Plan) -> Sizes:
     job, config = plan.job, plan.config
     warms_up = config.indexer is not None and job.training.indexer_stage == "dense"
-    if job.lora.rank is None and not job.training.freeze and not warms_up:
+    if job.lora.rank is None and not job.training.freeze and not warms_up and not config.sparse:
         sizes = part_sizes(config)
         return Sizes(sizes, sizes)
     from titan_moe.models.trained import sizes_by_name  # With torch: names decide.

@@ -335,7 +335,7 @@ def _execution(parts: list[Decoder], plan: Plan, meshes: Meshes, device: torch.d
         list(parts),
         meshes=meshes,
         parallelism=plan.job.parallelism,
-        dim=plan.config.dim,
+        dim=plan.config.dim * plan.config.streams,
         dtype=_dtype(plan.types.compute),
         device=device,
     )

@@ -28,9 +28,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 PREVIOUS_LOAD = ".router.previous_load"
 EXPERT_BIAS = ".router.expert_bias"
+TABLE = ".router.table"
 _INDEXER = ".indexer."
 # Parts of names that transformers 5 has in files alone: in memory a layer has another name.
-_FILES_ALONE = ("{expert}", "block_sparse_moe.", "self_attn.f_")
+_FILES_ALONE = ("{expert}", "block_sparse_moe.", "self_attn.f_", ".attn.", ".ffn.")
 
 _COMPARED = 2**24  # Elements of two tensors that are compared at once.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
@@ -129,7 +130,7 @@ def _ways(model: HFModel, name: str) -> list[HFWeight]:
         mtp, number = match[1] or "", int(match[2])
         layer = number + (model.config.num_layers if mtp else 0)
         pattern = f"{mtp}layers.{{layer}}.{pattern[match.end() :]}"
-    ways = model.keys.get(pattern, ())
+    ways = model.keys.get(name, model.keys.get(pattern, ()))  # A layer may have its own.
     if not ways and not name.endswith(EXPERT_BIAS):
         raise RunError(f"{name} has no place in the Hugging Face form of {model.family}")
     return [replace(way, name=way.name.replace("{layer}", str(layer))) for way in ways]

@@ -32,7 +32,7 @@ from titan_moe.checkpoint.hf.folder import (
     refuse_not_finite,
     save,
 )
-from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, write_as
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, TABLE, Shapes, write_as
 from titan_moe.checkpoint.hf.peft import export_adapters
 from titan_moe.checkpoint.hf.pieces import Stored, whole
 from titan_moe.checkpoint.hf.read import Source, checkpoint_source, shown, speed_line
@@ -213,6 +213,8 @@ def _written_types(targets: Targets, dtype: torch.dtype) -> dict[str, torch.dtyp
         types[name] = torch.promote_types(dtype, torch.float32) if wide else dtype
         if name.endswith(EXPERT_BIAS):
             types[name] = torch.float32
+        if name.endswith(TABLE):
+            types[name] = torch.int64
     return types
 
 

@@ -93,6 +93,7 @@ class Pipeline:
             target=batch.labels_BS if self._num_stages - 1 in self._stages else None,
             losses=losses,
             return_outputs=False,
+            ids_BS=batch.tokens_BS,
             **batch.beside_tokens(),
         )
         if losses:

@@ -129,7 +129,7 @@ def _watch_routing(name: str, moe: MoE, watcher: Watcher) -> list[RemovableHandl
         def margin(scores_TE: Tensor) -> Tensor:
             return choice_margins(scores_TE, bias_E, config)[:, None]
 
-        scores_TE, bias_E = args
+        scores_TE, bias_E = args[:2]
         watcher.forward(router, "choice", scores_TE, watcher.by_token(choice))
         watcher.forward(router, "margin", scores_TE, watcher.by_token(margin))
 
@@ -218,6 +218,8 @@ def choice_margins(scores_TE: Tensor, bias_E: Tensor, config: MoEConfig) -> Tens
     is less."""
     biased_TE = scores_TE.detach().double() + bias_E
     margin_T = biased_TE.new_full((len(biased_TE),), torch.inf)
+    if config.table_rows:
+        return margin_T
     if config.num_groups > 1 and config.top_groups < config.num_groups:
         by_group = biased_TE.unflatten(-1, (config.num_groups, -1))
         strength_TG = by_group.topk(config.group_score_top, dim=-1).values.sum(-1)

@@ -148,6 +148,8 @@ class Reference:
             for name, router in self.routers.items():
                 logits_SE = self.scores[name].logits_TE
                 experts_SK = chosen_experts(logits_SE, router)
+                if router.table is not None:
+                    experts_SK = router.table[tokens_S]
                 routed[name] += _times_chosen(experts_SK, router)
                 # Positions that a depth of prediction has no target for are left out.
                 depth = _mtp_depth(name)
@@ -213,7 +215,7 @@ class Reference:
     def _balance(self, router: Router, counts_E: Tensor) -> None:
         """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
         excess_E = counts_E.double() - counts_E.double().mean()
-        if router.gate.weight.requires_grad:
+        if router.gate.weight.requires_grad and router.table is None:
             router.expert_bias.sub_(self.moe.bias_update_speed * excess_E.sign().float())
         if counts_E.any():
             router.previous_load.copy_(counts_E.double() / counts_E.sum())

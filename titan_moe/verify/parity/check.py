@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,7 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
+from titan_moe.moe.config import MoEConfig
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.training.capture.hooks import choice_margins
 from titan_moe.training.train_step import look_ahead
@@ -182,7 +184,7 @@ def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
     """Parameters, routing biases and layers' scales."""
-    kept = ("expert_bias", ".scale")
+    kept = ("expert_bias", ".scale", ".table")
     biases = {name: b for name, b in model.named_buffers() if name.endswith(kept)}
     return dict(model.named_parameters()) | biases
 
@@ -231,7 +233,10 @@ def _their_gradients(oracle: Oracle, found: HFModel, batch: LocalBatch) -> dict[
     with computing_in(torch.float64), TemporaryDirectory() as folder:
         _their_loss(oracle, found.config, batch).backward()
         holder = Decoder(found.config)
-        tensors = {n: t if t.grad is None else t.grad for n, t in oracle.tensors().items()}
+        tensors = {
+            name: torch.zeros_like(t) if t.grad is None else t.grad
+            for name, t in oracle.tensors().items()
+        }
         _write(oracle, tensors, folder)
         load_folder(holder, found, Path(folder))
     left_out = {name for group in tied_weights(found.config) for name in group[1:]}
@@ -346,8 +351,8 @@ def logits_difference(folder: Path) -> float:
 def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
 
-    def watch(select: nn.Module, args: tuple[Tensor, Tensor], experts_TK: Tensor) -> None:
-        margins.append(choice_margins(*args, select.config).min().item())  # type: ignore[arg-type]
+    def watch(config: MoEConfig, _: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
+        margins.append(choice_margins(*args[:2], config).min().item())
 
     for moe in model.moe_layers().values():
-        moe.router.select.register_forward_hook(watch)
+        moe.router.select.register_forward_hook(partial(watch, moe.config))

@@ -114,7 +114,7 @@ class Oracle(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and routing biases by their published names."""
         found = dict(self.model.named_parameters())
-        kept = ("correction_bias", "layer_scalar")
+        kept = ("correction_bias", "layer_scalar", "tid2eid")
         found |= {n: b for n, b in self.model.named_buffers() if n.endswith(kept)}
         if self.mtp is not None:
             own = [*self.mtp.layers.named_parameters(), *self.mtp.layers.named_buffers()]
@@ -149,7 +149,11 @@ def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     zero_centred = any("linear_attn" in name or "g_proj" in name for name in tensors)
     for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=generator)
-        if "norm" in name or "scal" in name:
+        if "tid2eid" in name:  # Distinct experts of each token id.
+            experts = len(tensors[name.replace("tid2eid", "weight")])
+            drawn = torch.rand(len(tensor), experts, generator=generator).argsort(1)
+            drawn = drawn[:, : tensor.shape[1]]
+        elif "norm" in name or "scal" in name:
             drawn = (0 if zero_centred and "linear_attn" not in name else 1) + 0.1 * noise
         elif "A_log" in name:
             drawn = noise - 2
