@@ -74,7 +74,8 @@ class HyperConnection(_Streams):
         mix_BSNN = doubly_stochastic(mix.unflatten(-1, (self.num, -1)), self.steps, self.eps)
         mixed_BSND = mix_BSNN.to(x_BSE.dtype).mT @ streams_BSND
         shares_BSN = 2 * out_BSN.sigmoid().to(x_BSE.dtype)
-        return (mixed_BSND + shares_BSN[..., None] * y_BSD[:, :, None]).flatten(2)
+        added_BSND = shares_BSN[..., None] * y_BSD[:, :, None]
+        return mixed_BSND.flatten(2) + added_BSND.flatten(2)  # No view, which FSDP warns of.
 
 
 def doubly_stochastic(logits_BSNN: Tensor, steps: int, eps: float) -> Tensor:

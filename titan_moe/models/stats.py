@@ -7,6 +7,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from titan_moe.models.config import (
+    CompressedConfig,
     GatedDeltaConfig,
     GQAConfig,
     IndexerConfig,
@@ -35,7 +36,9 @@ class AttentionStats(NamedTuple):
     index_channels: int = 0
     """Multiplications of a token with each token whose key an indexer scores."""
     top_k: int | None = None
-    """The most tokens that a token sees; None: all that causal order leaves."""
+    """The most tokens, or blocks, that a token sees; None: all that causal order leaves."""
+    ratio: int = 0
+    """Tokens of a block, whose one key is seen beside the window's; 0: there are no blocks."""
     query_sums: int = 0
     """Elements of a token's query gradients that FlashAttention's backward adds up in float32, with
     heads as wide as its tiles (`dq_accum` of ATen's mha_varlen_bwd); 0 for other kernels."""
@@ -122,6 +125,32 @@ def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int)
 
 
 @attention_stats.register
+def _(attention: CompressedConfig, dim: int) -> AttentionStats:
+    channels, rank, indexer = attention.head_dim, attention.q_rank, attention.indexer
+    heads, low = attention.num_heads * channels, attention.output_groups * attention.output_rank
+    matrices = dim * (rank + channels + low) + heads * (rank + attention.output_rank)
+    parameters = matrices + rank + channels + attention.num_heads
+    width, queries = channels * (2 if indexer else 1) * (attention.ratio > 0), 0
+    if indexer is not None:
+        queries = indexer.num_heads * indexer.head_dim
+        own = rank * queries + dim * (indexer.num_heads + 4 * indexer.head_dim)
+        parameters += own + (2 * attention.ratio + 1) * indexer.head_dim
+        matrices += own
+    parameters += (2 * dim + attention.ratio) * width + channels * (width > 0)
+    return AttentionStats(
+        parameters=parameters,
+        matrices=matrices + 2 * dim * width,
+        score_channels=2 * heads,
+        # A head's channels get one more for the sinks, in queries and in the output.
+        saved=5 * heads + 2 * attention.num_heads + 2 * rank + 3 * channels + low + 6 * width,
+        results=4 * heads + rank + 2 * channels + low + 2 * width,
+        index_channels=queries,
+        top_k=indexer and indexer.top_k,
+        ratio=attention.ratio,
+    )
+
+
+@attention_stats.register
 def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
     heads, rank = attention.num_value_heads, attention.gate_rank
     keys, values = attention.num_key_heads * attention.key_dim, heads * attention.value_dim
@@ -171,7 +200,9 @@ def part_sizes(config: ModelConfig) -> dict[str, Size]:
     embedding = config.vocab_size * config.dim
     parts = {"tok_embeddings": Size(embedding)}
     parts |= {f"layers.{layer}": _layer_size(config, layer) for layer in range(config.num_layers)}
-    parts |= {"norm": Size(config.dim), "output": Size(embedding)}
+    collapse = config.streams * (config.streams * config.dim + 1) + 1
+    parts["norm"] = Size(config.dim + collapse * (config.streams > 1))
+    parts["output"] = Size(embedding)
     if config.num_mtp_layers:
         blocks = [_layer_size(config, config.num_layers + k) for k in range(config.num_mtp_layers)]
         around = config.num_mtp_layers * (embedding + 2 * config.dim**2 + 3 * config.dim)
@@ -215,9 +246,16 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     mixer = config.mixer(layer)
     local = None if isinstance(mixer, GatedDeltaConfig) else mixer.local
     seen, attention = mean_seen(local, seq_len), attention_stats(mixer, config.dim)
-    products = attention.matrices + attention.index_channels * seen + attention.state_products
+    keys, all_keys = seq_len // max(attention.ratio, 1), seen
+    if attention.ratio:
+        all_keys = mean_seen(None, keys) if keys else 0.0
+    products = attention.matrices + attention.index_channels * all_keys + attention.state_products
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
-        seen = mean_seen(LocalAttention("window", attention.top_k), seq_len)
+        best = LocalAttention("window", attention.top_k)
+        all_keys = mean_seen(best, keys) if keys else 0.0
+    seen = seen + all_keys if attention.ratio else all_keys
+    if (streams := config.streams) > 1:  # Two projections of all streams; and they are mixed.
+        products += 2 * streams * (streams + 2) * (streams + 1) * config.dim
     products = 2.0 * (products + attention.score_channels * seen)
     moe, (dense, routed) = config.moe, _matrices(config)
     experts = config.is_moe_layer(layer) and moe is not None
@@ -235,6 +273,8 @@ def _layer_size(config: ModelConfig, layer: int) -> Size:
     experts, beside = config.is_moe_layer(layer), config.dense_beside_experts
     norms = 2 + 2 * config.sandwich_norms + experts * beside * (1 + 2 * config.sandwich_norms)
     dense = norms * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
+    rows = config.streams * (config.streams + 2)
+    dense += 2 * (rows * config.streams * config.dim + rows + 3) * (config.streams > 1)
     if beside or not experts:
         dense += matrices.dense * config.dim * config.hidden_dim
     if moe is None or not experts:

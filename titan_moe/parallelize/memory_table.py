@@ -25,7 +25,7 @@ from typing import NamedTuple
 from titan_moe.config import pipeline
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims
-from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
+from titan_moe.models.config import LOSS_CHUNKS, CompressedConfig, ModelConfig
 from titan_moe.models.stats import Size, attention_stats, flash_workspace, part_sizes
 from titan_moe.moe.config import places_reached, rows_of_buffers
 from titan_moe.ops.activation import SWIGLU
@@ -316,7 +316,7 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
         hidden = rows * config.moe.top_k * config.moe.hidden_dim
         values["rows before the experts' last product"] = hidden
         results["rows before the experts' last product"] = hidden
-    recomputed: Lines = {"inputs": float(config.dim)}
+    recomputed: Lines = {"inputs": float(config.dim * config.streams)}
     pairs = 0.0
     if config.indexer is not None:
         # Matrices of all pairs, whole on each rank of tp, and a mask that takes half a value a
@@ -324,6 +324,9 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
         pairs = float(plan.job.training.seq_len * plan.dims.tp)
         values["mask of pairs"] = results["mask of pairs"] = pairs / 2
         recomputed["bits of pairs"] = pairs / 16
+    if isinstance(config.attention, CompressedConfig):  # No fused kernel takes its heads.
+        scores = float(plan.job.training.seq_len * config.attention.num_heads)
+        values["scores of pairs"] = results["scores of pairs"] = 2 * scores
     if recompute.keep_exchanged_rows:
         recomputed["exchanged rows"] = _exchanged_per_token(plan, rows)
     if recompute.keep_attention:  # As wide as values, or more.
@@ -333,7 +336,7 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     kept = {f"{name} of recomputed layers": num_recomputed * n for name, n in recomputed.items()}
     others = results if recompute.by_operation else values
     kept |= {f"{name} of other layers": num_others * n for name, n in others.items()}
-    kept["inputs and outputs of stages"] = share.streams * config.dim
+    kept["inputs and outputs of stages"] = share.streams * config.dim * config.streams
     layer = {f"{name}, with gradients": 2 * n for name, n in values.items()}
     layer["matrices of pairs"] = _PAIR_MATRICES * 2 * pairs
     copies = 2 * rows * config.moe.top_k * config.dim if config.moe else 0.0
@@ -367,6 +370,8 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
         feed_forward = max(feed_forward, routed + shared + beside)
     # Both norms' outputs and both sums with the stream; norms after them keep what they read.
     norms = 4 + 2 * config.sandwich_norms + 5 * config.dense_beside_experts
+    if config.streams > 1:  # Streams and their norm, in float32, and what both sublayers add.
+        norms += 12 * config.streams
     return {
         "norms and sums": norms * config.dim,
         "attention": attention,

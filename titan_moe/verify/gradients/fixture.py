@@ -89,7 +89,8 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
     # If groups limit the choice, an expert that scores low takes its group with it.
     group_size = config.moe.num_experts // config.moe.num_groups if config.moe.num_groups > 1 else 1
     first = config.moe.num_experts // 2
-    idle = (layers[len(layers) // 2], range(first, first + group_size))
+    scoring = [name for name, moe in model.moe_layers().items() if moe.router.table is None]
+    idle = (scoring[len(scoring) // 2], range(first, first + group_size))
     buffers = seed_buffers(layers, config.moe.num_experts, idle, job.debug.seed)
     scaled = [name for name, block in model.blocks().items() if block.scale is not None]
     buffers |= {
