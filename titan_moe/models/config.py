@@ -178,13 +178,37 @@ class GatedDeltaConfig:
     depends on it."""
 
 
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Layers of Mamba-2 (arXiv 2405.21060): a state per head that decays and is added to. The
+    paper's C, B and x are queries, keys and values here."""
+
+    num_key_heads: int
+    """Groups: their heads share a B and a C, and their channels one norm."""
+    num_value_heads: int
+    """A multiple of it. Each has a state [key_dim, value_dim]."""
+    key_dim: int
+    """Channels of B and C: the state's size."""
+    value_dim: int
+    conv_size: int
+    """Tokens that a channel's convolution sees, its own among them."""
+    conv_bias: bool = True
+    time_step_min: float = 0.001
+    """Least time step, and least initial one."""
+    time_step_max: float = 0.1
+    """Largest initial time step."""
+    time_step_floor: float = 1e-4
+    """Bound of initial time steps, where it is above `time_step_min`."""
+
+
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig
 """The variants. A further one has num_heads, num_kv_heads, rope_dim, qk_dim, v_dim and sinks too,
 its module in models/attention.py and its counts in models/stats.py."""
-TokenMixer = AttentionConfig | GatedDeltaConfig
+RecurrentConfig = GatedDeltaConfig | Mamba2Config
+TokenMixer = AttentionConfig | RecurrentConfig
 """Dimensions of the part of a layer that mixes tokens."""
 
 
@@ -206,7 +230,7 @@ class ModelConfig:
     """Interval of MoE layers: moe_every - 1, 2 * moe_every - 1, ..., unless `num_dense_layers`
     makes them dense."""
     local: LocalAttention | None = None
-    recurrent: GatedDeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, build_attention, plain_core
-from titan_moe.models.config import GatedDeltaConfig, ModelConfig
+from titan_moe.models.config import GatedDeltaConfig, Mamba2Config, ModelConfig
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
+from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation
@@ -55,6 +56,8 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.in_proj.*": "colwise",
     "*.attention.gates.*": "colwise",
     "*.attention.conv.*": "heads",
+    "*.attention.conv_bias.*": "heads",
+    "*.attention.out_norm.scale": "heads",
     "*.attention.decay.*": "heads",
     "*.attention.out_proj": "rowwise",
     "*.attention.wo": "rowwise",
@@ -118,6 +121,8 @@ class Block(nn.Module):
         if isinstance(mixer, GatedDeltaConfig):
             eps = config.norm_eps
             self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
+        elif isinstance(mixer, Mamba2Config):
+            self.attention = Mamba2(config.dim, mixer, norm_eps=config.norm_eps, core=recurrence)
         else:
             self.attention = build_attention(mixer, config, layer, core)
         self.attention_norm = norm_of(config)(config.dim)
@@ -307,7 +312,7 @@ class _PassOn(nn.Identity):
 def is_bias(name: str) -> bool:
     """Returns whether a parameter is a bias of any shape: it starts at zero and does not decay."""
     last = name.rsplit(".", 1)[-1]
-    return last.endswith("bias") or last in _BIASES
+    return last.endswith("bias") or last in _BIASES or ".conv_bias." in name
 
 
 def is_wide(name: str) -> bool:
@@ -325,13 +330,16 @@ def wide_units(part: Decoder) -> list[nn.Module]:
     return [m for name, m in part.named_modules() if name.endswith(".decay")]
 
 
-def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:
+def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | None:
     """Returns the standard deviation that draws a parameter. None: ones, as a norm's weight. Two
-    numbers: the parameter is the logarithm of a uniform number between them."""
-    parts = name.split(".")
+    numbers: the parameter is the logarithm of a uniform number between them. Three: its softplus is
+    uniform in its logarithm between two of them, and the third at least."""
+    parts, mixer = name.split("."), config.recurrent
     if "A_log" in parts:  # exp(A_log) is the rate at which a state decays.
-        return 0.01, 16.0
-    if "dt_bias" in parts or "out_norm" in parts:
+        return 1.0 if isinstance(mixer, Mamba2Config) else 0.01, 16.0
+    if "dt_bias" in parts and isinstance(mixer, Mamba2Config):
+        return mixer.time_step_min, mixer.time_step_max, mixer.time_step_floor
+    if {"dt_bias", "D", "out_norm"} & set(parts):
         return None
     if ADAPTER in name:
         return 0.0 if name.endswith("b") else config.init_std

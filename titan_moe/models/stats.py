@@ -10,6 +10,7 @@ from titan_moe.models.config import (
     GatedDeltaConfig,
     GQAConfig,
     IndexerConfig,
+    Mamba2Config,
     MLAConfig,
     ModelConfig,
     TokenMixer,
@@ -135,6 +136,24 @@ def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
         results=2 * convolved + 2 * values + heads + rates + narrow,
         # The state is read twice, by the key and by the query, and written once.
         state_products=3 * values * attention.key_dim,
+    )
+
+
+@attention_stats.register
+def _(attention: Mamba2Config, dim: int) -> AttentionStats:
+    heads = attention.num_value_heads
+    keys, values = attention.num_key_heads * attention.key_dim, heads * attention.value_dim
+    convolved = 2 * keys + values
+    matrices = dim * (convolved + 2 * values + heads) + convolved * attention.conv_size
+    return AttentionStats(
+        parameters=matrices + attention.conv_bias * convolved + 3 * heads + values,
+        matrices=matrices,
+        score_channels=0,
+        # What D multiplies, the gate and the norm keep is float32, and takes as much as two each.
+        saved=2 * convolved + 14 * values + 8 * heads,
+        results=2 * convolved + 2 * values + heads,
+        # The state is read once and written once.
+        state_products=2 * values * attention.key_dim,
     )
 
 
