@@ -265,6 +265,11 @@ class ModelConfig:
         return self.attention if attends else recurrent
 
     @property
+    def row_dim(self) -> int:
+        """Channels of the rows that routed experts are given."""
+        return (self.moe and self.moe.latent_dim) or self.dim
+
+    @property
     def mixers(self) -> set[TokenMixer]:
         """Returns the different mixers of all layers."""
         return {self.mixer(layer) for layer in range(self.num_layers)}

@@ -347,7 +347,7 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | N
         return 0.0
     if any(part.endswith("norm") for part in parts):
         return 0.0 if config.zero_centred_norms else None
-    if {"wo", "w2", "out_proj"} & set(parts):
+    if {"wo", "w2", "out_proj", "from_experts"} & set(parts):
         return config.init_std / (2 * config.num_layers) ** 0.5
     return config.init_std
 

@@ -236,9 +236,9 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     moe = config.moe
     if not config.is_moe_layer(layer) or moe is None:
         return products + 2.0 * 3 * config.dim * config.hidden_dim
-    active = moe.top_k + moe.num_shared_experts
-    gates = moe.num_experts + moe.shared_gate
-    return products + 2.0 * config.dim * (gates + 3 * active * moe.hidden_dim)
+    gates, latent = moe.num_experts + moe.shared_gate, 2 * (moe.latent_dim or 0)
+    dense = config.dim * (gates + latent + 3 * moe.num_shared_experts * moe.hidden_dim)
+    return products + 2.0 * (dense + 3 * config.row_dim * moe.top_k * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
@@ -246,9 +246,9 @@ def _layer_size(config: ModelConfig, layer: int) -> Size:
     moe = config.moe
     if not config.is_moe_layer(layer) or moe is None:
         return Size(dense + 3 * config.dim * config.hidden_dim)
-    expert = 3 * config.dim * moe.hidden_dim
     router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
-    biases = moe.projection_bias * (2 * moe.hidden_dim + config.dim)
-    return Size(
-        dense + router + moe.num_shared_experts * expert, moe.num_experts * (expert + biases)
-    )
+    shared = 3 * config.dim * moe.num_shared_experts * moe.hidden_dim
+    latent = 2 * config.dim * (moe.latent_dim or 0)
+    biases = moe.projection_bias * (2 * moe.hidden_dim + config.row_dim)
+    expert = 3 * config.row_dim * moe.hidden_dim + biases
+    return Size(dense + router + shared + latent, moe.num_experts * expert)

@@ -284,7 +284,7 @@ def _symmetric_memory(plan: Plan) -> Lines:
     if not num_rows:
         return {}
     return {
-        "buffers of rows": num_rows * plan.config.dim * _widths(plan)[1],
+        "buffers of rows": num_rows * plan.config.row_dim * _widths(plan)[1],
         "routing weights, in 64 bytes each": num_rows * 64,
     }
 
@@ -335,7 +335,7 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     kept["inputs and outputs of stages"] = share.streams * config.dim
     layer = {f"{name}, with gradients": 2 * n for name, n in values.items()}
     layer["matrices of pairs"] = _PAIR_MATRICES * 2 * pairs
-    copies = 2 * rows * config.moe.top_k * config.dim if config.moe else 0.0
+    copies = 2 * rows * config.moe.top_k * config.row_dim if config.moe else 0.0
     table = {"kept": kept, "layer": layer, "copies": {"rows that go home": copies}}
     return {term: {line: n * bytes_ for line, n in lines.items()} for term, lines in table.items()}
 
@@ -348,7 +348,7 @@ def _exchanged_per_token(plan: Plan, rows: float) -> float:
         return 0.0
     once = min(rows * places_reached(moe.top_k, ranks), ranks)
     deduplicates = plan.dispatch.name == "deduplicated"
-    return (once if deduplicates else rows * moe.top_k) * plan.config.dim
+    return (once if deduplicates else rows * moe.top_k) * plan.config.row_dim
 
 
 def _values_per_token(config: ModelConfig, rows: float) -> Lines:
@@ -357,8 +357,9 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        # x, gate and up of a routed row are kept; the rest is computed again.
-        routed = rows * moe.top_k * (config.dim + 2 * moe.hidden_dim)
+        # x, gate and up of a routed row are kept, the sum of a latent's rows; the rest is computed
+        # again.
+        routed = rows * moe.top_k * (config.row_dim + 2 * moe.hidden_dim) + (moe.latent_dim or 0)
         shared = 4 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)
     # Both norms' outputs and both sums with the stream.
@@ -372,7 +373,9 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     attention = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        routed = rows * moe.top_k * (2 * moe.hidden_dim + config.dim)
+        routed = rows * moe.top_k * (2 * moe.hidden_dim + config.row_dim)
+        if moe.latent_dim is not None:  # The results of both maps.
+            routed += moe.latent_dim + config.dim
         routed += _exchanged_per_token(plan, rows)
         shared = 2 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))

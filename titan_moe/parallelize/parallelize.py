@@ -352,7 +352,7 @@ def _open_symmetric_memory(
     symmetric_memory.check_available(device)
     dtype, group = _dtype(plan.types.compute), meshes.group("ep")
     channels = symmetric_memory.open_channels(
-        group, plan.exchange_rows, plan.config.dim, dtype, device
+        group, plan.exchange_rows, plan.config.row_dim, dtype, device
     )
     for moe in (each for part in parts for each in part.moe_layers().values()):
         assert isinstance(moe.dispatcher, SymmetricDispatcher)

@@ -12,6 +12,7 @@ from titan_moe.moe.layer import MoE
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, D, HIDDEN, SHARED, EXPERTS, TOP_K = 2, 30, 16, 8, 24, 4, 2
+LATENT = 12
 TOKENS = ROWS * SEQ_LEN
 
 
@@ -56,13 +57,16 @@ SETTINGS = {
     "weighted inputs": {"weights_scale": "inputs"},
     "gpt-oss": {"activation": "clamped_swiglu", "projection_bias": True},
     "padded": {"row_alignment": 16},
+    "latent": {"latent_dim": LATENT},
 }
 
 
-def expected(rows: int) -> Counter:
+def expected(rows: int, dim: int) -> Counter:
     """Returns the number of storages by elements: x, gate and up of routed rows, once each; never
-    y, hidden rows or weighted rows."""
-    found = Counter({rows * D: 1, rows * HIDDEN: 2})
+    y, hidden rows or weighted rows. With rows of a latent, their sum too."""
+    found = Counter({rows * dim: 1, rows * HIDDEN: 2})
+    if dim != D:
+        found += Counter({TOKENS * dim: 1})
     # The layer's input, which router and shared experts read, and what the latter keep.
     found += Counter({TOKENS * D: 1, TOKENS * SHARED: 4})
     return found
@@ -73,5 +77,5 @@ def expected(rows: int) -> Counter:
 def test_backward_keeps_x_gate_and_up_of_each_routed_row_once(ep: int, name: str):
     arguments = ep, SETTINGS[name]
     for sizes, rows in [kept(*arguments)] if ep == 1 else run_on_ranks(kept, ep, *arguments):
-        wanted = expected(rows)
+        wanted = expected(rows, SETTINGS[name].get("latent_dim", D))
         assert sizes == Counter({n: c for n, c in wanted.items() if n >= rows * HIDDEN}), rows
