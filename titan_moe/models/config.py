@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.local_attention import LocalAttention
 
 
@@ -224,6 +225,8 @@ class ModelConfig:
     hidden_dim: int
     """Hidden dim of the dense feed-forward layers."""
     moe: MoEConfig | None
+    activation: Activation = SWIGLU
+    """Activation of the dense feed-forward layers, and of the shared experts."""
     num_dense_layers: int = 0
     """The first layers whose feed-forward is dense although `moe` is set."""
     moe_every: int = 1

@@ -4,11 +4,11 @@ Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, build_attention, plain_core
@@ -20,8 +20,10 @@ from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.cross_entropy import IGNORE_INDEX
+from titan_moe.ops.gated import activated
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.runtime.regions import region
@@ -86,20 +88,25 @@ and routed experts."""
 
 
 class FeedForward(nn.Module):
-    """Dense SwiGLU (arXiv 2002.05202): w2 (silu(w1 x) * w3 x); if gated, times sigmoid(gate x).
+    """Dense feed-forward: w2 activation(w1 x, w3 x); if gated, times sigmoid(gate x).
 
-    That number per token is applied before w2, which is linear.
+    That number per token is applied before w2, which is linear. There is no w3 if the activation
+    has no second factor.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, *, gated: bool = False) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, activation: Activation = SWIGLU, *, gated: bool = False
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False) if activation.gated else None
         self.gate = nn.Linear(dim, 1, bias=False) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.silu(self.w1(x)) * self.w3(x)
+        gate, up = self.w1(x), None if self.w3 is None else self.w3(x)
+        hidden = activated(gate, up, self.activation)
         return self.w2(hidden if self.gate is None else hidden * self.gate(x).sigmoid())
 
 
@@ -129,14 +136,16 @@ class Block(nn.Module):
         self.ffn_norm = norm_of(config)(config.dim)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
+        activation = config.activation.of(layer)
         if config.is_moe_layer(layer):
             assert config.moe is not None
-            shared_dim = config.moe.num_shared_experts * config.moe.hidden_dim
-            gated = config.moe.shared_gate
-            shared = FeedForward(config.dim, shared_dim, gated=gated) if shared_dim else None
-            self.moe = MoE(config.dim, config.moe, shared)
+            moe = replace(config.moe, activation=config.moe.activation.of(layer))
+            shared, shared_dim = None, moe.num_shared_experts * moe.hidden_dim
+            if shared_dim:
+                shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
+            self.moe = MoE(config.dim, moe, shared)
         else:
-            self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+            self.feed_forward = FeedForward(config.dim, config.hidden_dim, activation)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None

@@ -21,6 +21,7 @@ from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_names import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
+from titan_moe.ops.activation import EARLIER_NAMES
 
 CONFIG = "config.json"
 _METHODS = ("fp8", "mxfp4")
@@ -321,5 +322,8 @@ def as_record(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> ModelConfig:
-    """The dimensions that `as_record` made a record of."""
+    """The dimensions that `as_record` made a record of, also of one whose activation is a name."""
+    moe = record.get("moe") or {}
+    if isinstance(name := moe.get("activation"), str):
+        record = record | {"moe": moe | {"activation": asdict(EARLIER_NAMES[name])}}
     return _ADAPTER.validate_python(record)

@@ -51,8 +51,9 @@ def adapt(model: nn.Module, config: Lora) -> None:
         if not any(matches(name, pattern) for pattern in config.targets):
             continue
         if isinstance(module, Experts):
-            module.adapter = ExpertAdapter(config.rank, *module.w1.shape)
             plain = module.compute
+            gated = plain.activation.gated
+            module.adapter = ExpertAdapter(config.rank, *module.w1.shape, gated=gated)
             module.compute = AdaptedOutputs(
                 plain.activation, scale_inputs=plain.scale_inputs, scale=config.scale
             )

@@ -233,22 +233,28 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
         seen = mean_seen(LocalAttention("window", attention.top_k, global_every=0), seq_len)
     products = 2.0 * (products + attention.score_channels * seen)
-    moe = config.moe
+    moe, (dense, routed) = config.moe, _matrices(config)
     if not config.is_moe_layer(layer) or moe is None:
-        return products + 2.0 * 3 * config.dim * config.hidden_dim
+        return products + 2.0 * dense * config.dim * config.hidden_dim
     gates, latent = moe.num_experts + moe.shared_gate, 2 * (moe.latent_dim or 0)
-    dense = config.dim * (gates + latent + 3 * moe.num_shared_experts * moe.hidden_dim)
-    return products + 2.0 * (dense + 3 * config.row_dim * moe.top_k * moe.hidden_dim)
+    whole = config.dim * (gates + latent + dense * moe.num_shared_experts * moe.hidden_dim)
+    return products + 2.0 * (whole + routed * config.row_dim * moe.top_k * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
     dense = 2 * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
-    moe = config.moe
+    moe, matrices = config.moe, _matrices(config)
     if not config.is_moe_layer(layer) or moe is None:
-        return Size(dense + 3 * config.dim * config.hidden_dim)
+        return Size(dense + matrices.dense * config.dim * config.hidden_dim)
     router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
-    shared = 3 * config.dim * moe.num_shared_experts * moe.hidden_dim
+    shared = matrices.dense * config.dim * moe.num_shared_experts * moe.hidden_dim
     latent = 2 * config.dim * (moe.latent_dim or 0)
-    biases = moe.projection_bias * (2 * moe.hidden_dim + config.row_dim)
-    expert = 3 * config.row_dim * moe.hidden_dim + biases
+    biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.row_dim)
+    expert = matrices.routed * config.row_dim * moe.hidden_dim + biases
     return Size(dense + router + shared + latent, moe.num_experts * expert)
+
+
+def _matrices(config: ModelConfig) -> Size:
+    """Returns the projections of a dense feed-forward or shared expert, and of a routed expert."""
+    moe = config.moe
+    return Size(2 + config.activation.gated, 2 + moe.activation.gated if moe else 0)

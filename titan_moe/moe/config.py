@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from titan_moe.config.job_config import Score
+from titan_moe.ops.activation import SWIGLU, Activation
 
 _FEWEST_RANKS, _LEAST_SAVING = 8, 1.2
 
@@ -34,9 +35,9 @@ class MoEConfig:
     router_bias: bool = False
     """The router's logits have a bias (gpt-oss)."""
     projection_bias: bool = False
-    """The experts' three projections have biases (gpt-oss)."""
-    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    """silu(gate) * up, or gpt-oss's clamped form of it (`experts.py`)."""
+    """The experts' projections have biases (gpt-oss)."""
+    activation: Activation = SWIGLU
+    """Activation of the routed experts; that of the shared ones is `ModelConfig.activation`."""
     weights_scale: Literal["outputs", "inputs"] = "outputs"
     """Tensor that a routing weight multiplies: an expert's output, or its input token (Llama 4)."""
     row_alignment: int = 1

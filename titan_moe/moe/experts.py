@@ -1,4 +1,4 @@
-"""The routed experts of one layer, stacked: gated feed-forwards as three grouped GEMMs.
+"""The routed experts of one layer, stacked: feed-forwards as three grouped GEMMs, two if not gated.
 
 Between its projections an expert makes several values of a row that are F wide: silu(gate), its
 product with up, that times the routing weight. All of them follow from gate, up and the weight, and
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.ops.gated import gated_rows, gated_rows_backward
+from titan_moe.ops.activation import Activation
+from titan_moe.ops.gated import Activated, gated_rows, gated_rows_backward
 from titan_moe.ops.grouped_mm import (
     GroupedMM,
     add_bias,
@@ -27,7 +28,8 @@ from titan_moe.ops.grouped_mm import (
 
 ExpertWeights = Mapping[str, Tensor]
 """The experts' weights by the names of the parameters of `Experts`: w1, w3 [E, F, D], w2 [E, D, F];
-with biases b1, b3 [E, F] and b2 [E, D]; with adapters adapter.w13_a, ... (`ExpertAdapter`)."""
+with biases b1, b3 [E, F] and b2 [E, D]; with adapters adapter.w13_a, ... (`ExpertAdapter`). Without
+w3, b3 and w3_b where the activation is not gated."""
 
 
 class ExpertAdapter(nn.Module):
@@ -37,11 +39,13 @@ class ExpertAdapter(nn.Module):
     weight; w2_a [E, r, F] and w2_b [E, D, r].
     """
 
-    def __init__(self, rank: int, num_experts: int, hidden_dim: int, dim: int) -> None:
+    def __init__(
+        self, rank: int, num_experts: int, hidden_dim: int, dim: int, *, gated: bool = True
+    ) -> None:
         super().__init__()
         self.w13_a = nn.Parameter(torch.empty(num_experts, rank, dim))
         self.w1_b = nn.Parameter(torch.empty(num_experts, hidden_dim, rank))
-        self.w3_b = nn.Parameter(torch.empty(num_experts, hidden_dim, rank))
+        self.w3_b = nn.Parameter(torch.empty(num_experts, hidden_dim, rank)) if gated else None
         self.w2_a = nn.Parameter(torch.empty(num_experts, rank, hidden_dim))
         self.w2_b = nn.Parameter(torch.empty(num_experts, dim, rank))
 
@@ -63,7 +67,7 @@ class ExpertOutputs(nn.Module):
     """
 
     def __init__(
-        self, activation: str, *, scale_inputs: bool, multiply: GroupedMM = grouped_mm
+        self, activation: Activation, *, scale_inputs: bool, multiply: GroupedMM = grouped_mm
     ) -> None:
         super().__init__()
         self.activation, self.scale_inputs, self.multiply = activation, scale_inputs, multiply
@@ -77,10 +81,11 @@ class ExpertOutputs(nn.Module):
         # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
         before_R1 = weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else None
         after_R1 = None if self.scale_inputs else weights_R1
-        stacks = w["w1"], w["w3"], offsets_E, multiply
+        stacks = w["w1"], w.get("w3"), offsets_E, multiply
         gate_RF, up_RF = projections(rows.x_RD, before_R1, *stacks)
         gate_RF = add_bias(gate_RF, w.get("b1"), offsets_E)
-        up_RF = add_bias(up_RF, w.get("b3"), offsets_E)
+        if up_RF is not None:
+            up_RF = add_bias(up_RF, w.get("b3"), offsets_E)
         y_RD = activated_projection(
             gate_RF, up_RF, after_R1, w["w2"], offsets_E, self.activation, multiply
         )
@@ -93,7 +98,7 @@ class AdaptedOutputs(ExpertOutputs):
     Beside gate and up, the rows before w2 are kept for the backward: F more values of a row.
     """
 
-    def __init__(self, activation: str, *, scale_inputs: bool, scale: float) -> None:
+    def __init__(self, activation: Activation, *, scale_inputs: bool, scale: float) -> None:
         super().__init__(activation, scale_inputs=scale_inputs)
         self.scale = scale
 
@@ -112,19 +117,21 @@ class AdaptedOutputs(ExpertOutputs):
 
         low_Rr = self.scale * grouped_mm(x_RD, w["adapter.w13_a"], offsets_E)
         gate_RF = add_bias(product(x_RD, low_Rr, "w1"), w.get("b1"), offsets_E)
-        up_RF = add_bias(product(x_RD, low_Rr, "w3"), w.get("b3"), offsets_E)
-        hidden_RF = _Activated.apply(gate_RF, up_RF, after_R1, self.activation)
+        up_RF = None
+        if "w3" in w:
+            up_RF = add_bias(product(x_RD, low_Rr, "w3"), w.get("b3"), offsets_E)
+        hidden_RF = Activated.apply(gate_RF, up_RF, after_R1, self.activation)
         low_Rr = self.scale * grouped_mm(hidden_RF, w["adapter.w2_a"], offsets_E)
         return add_bias(product(hidden_RF, low_Rr, "w2"), w.get("b2"), offsets_E, after_R1)
 
 
 def activated_projection(
     gate_RF: Tensor,
-    up_RF: Tensor,
+    up_RF: Tensor | None,
     weights_R1: Tensor | None,
     w2_EDF: Tensor,
     offsets_E: Tensor,
-    activation: str,
+    activation: Activation,
     multiply: GroupedMM = grouped_mm,
 ) -> Tensor:
     """multiply(weights * activation(gate, up), w2): y_RD. With `grouped_mm` keeps no hidden rows.
@@ -134,7 +141,7 @@ def activated_projection(
     if multiply is grouped_mm:
         operands = gate_RF, up_RF, weights_R1, w2_EDF, offsets_E
         return _Projection.apply(_KeptOperands.apply(*operands, activation), operands, activation)
-    hidden_RF = _Activated.apply(gate_RF, up_RF, weights_R1, activation)
+    hidden_RF = Activated.apply(gate_RF, up_RF, weights_R1, activation)
     return multiply(hidden_RF, w2_EDF, offsets_E)
 
 
@@ -142,10 +149,10 @@ def projections(
     x_RD: Tensor,
     weights_R1: Tensor | None,
     w1_EFD: Tensor,
-    w3_EFD: Tensor,
+    w3_EFD: Tensor | None,
     offsets_E: Tensor,
     multiply: GroupedMM = grouped_mm,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """multiply(weights * x, w) for w1 and for w3: gate_RF and up_RF. With `grouped_mm` keeps x, not
     the weighted rows. Another product keeps its operands for the backward as it needs them.
     """
@@ -153,24 +160,8 @@ def projections(
         if multiply is grouped_mm:
             return _ScaledProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
         x_RD = x_RD * weights_R1
-    return multiply(x_RD, w1_EFD, offsets_E), multiply(x_RD, w3_EFD, offsets_E)
-
-
-class _Activated(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
-    ) -> Tensor:
-        ctx.save_for_backward(gate_RF, up_RF, weights_R1)  # type: ignore[arg-type]
-        ctx.activation = activation  # type: ignore[attr-defined]
-        return gated_rows(gate_RF, up_RF, weights_R1, activation)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        gate_RF, up_RF, weights_R1 = ctx.saved_tensors
-        grads = gated_rows_backward(grad_RF.clone(), gate_RF, up_RF, weights_R1, ctx.activation)
-        return grads.gate_RF, grads.up_RF, grads.weights_R1, None
+    up_RF = None if w3_EFD is None else multiply(x_RD, w3_EFD, offsets_E)
+    return multiply(x_RD, w1_EFD, offsets_E), up_RF
 
 
 class _KeptOperands(torch.autograd.Function):
@@ -184,11 +175,11 @@ class _KeptOperands(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         gate_RF: Tensor,
-        up_RF: Tensor,
+        up_RF: Tensor | None,
         weights_R1: Tensor | None,
         w2_EDF: Tensor,
         offsets_E: Tensor,
-        activation: str,
+        activation: Activation,
     ) -> Tensor:
         ctx.save_for_backward(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E)  # type: ignore[arg-type]
         ctx.activation = activation  # type: ignore[attr-defined]
@@ -212,7 +203,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, link_RD: Tensor, operands: tuple[Any, ...], activation: str
+        ctx: FunctionCtx, link_RD: Tensor, operands: tuple[Any, ...], activation: Activation
     ) -> Tensor:
         gate_RF, up_RF, weights_R1, w2_EDF, offsets_E = operands
         return grouped_mm(gated_rows(gate_RF, up_RF, weights_R1, activation), w2_EDF, offsets_E)
@@ -230,22 +221,22 @@ class _ScaledProjections(torch.autograd.Function):
         x_RD: Tensor,
         weights_R1: Tensor,
         w1_EFD: Tensor,
-        w3_EFD: Tensor,
+        w3_EFD: Tensor | None,
         offsets_E: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
-        scaled_RD = x_RD * weights_R1
-        return grouped_mm(scaled_RD, w1_EFD, offsets_E), grouped_mm(scaled_RD, w3_EFD, offsets_E)
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)  # type: ignore[arg-type]
+        return projections(x_RD * weights_R1, None, w1_EFD, w3_EFD, offsets_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_gate_RF: Tensor, grad_up_RF: Tensor):  # type: ignore[override, no-untyped-def]
         x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E = ctx.saved_tensors
-        scaled_RD = x_RD * weights_R1
+        scaled_RD, grad_w3_EFD = x_RD * weights_R1, None
         _, _, *trains, _ = ctx.needs_input_grad
         gate, up = ((scaled_RD, w_EFD, offsets_E) for w_EFD in (w1_EFD, w3_EFD))
         grad_RD, grad_w1_EFD = grouped_mm_backward(grad_gate_RF, *gate, (True, trains[0]))
-        other_RD, grad_w3_EFD = grouped_mm_backward(grad_up_RF, *up, (True, trains[1]))
-        grad_RD.add_(other_RD)
-        grad_weights_R1 = torch.mul(grad_RD, x_RD, out=other_RD).sum(-1, keepdim=True)
+        if w3_EFD is not None:
+            other_RD, grad_w3_EFD = grouped_mm_backward(grad_up_RF, *up, (True, trains[1]))
+            grad_RD.add_(other_RD)
+        grad_weights_R1 = torch.mul(grad_RD, x_RD, out=scaled_RD).sum(-1, keepdim=True)
         return grad_RD.mul_(weights_R1), grad_weights_R1, grad_w1_EFD, grad_w3_EFD, None

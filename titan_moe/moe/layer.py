@@ -192,14 +192,15 @@ class Experts(nn.Module):
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
         num_experts, hidden_dim = config.num_experts, config.hidden_dim
+        gated = config.activation.gated
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim)) if gated else None
         self.b1 = self.b2 = self.b3 = None
         if config.projection_bias:
             self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim))
             self.b2 = nn.Parameter(torch.empty(num_experts, dim))
-            self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
+            self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim)) if gated else None
         self.adapter: ExpertAdapter | None = None
         self.compute = ExpertOutputs(
             config.activation, scale_inputs=config.weights_scale == "inputs"

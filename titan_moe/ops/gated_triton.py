@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.ops.gated import ACTIVATIONS, Activation, GatedGradients
+from titan_moe.ops.activation import Activation
+from titan_moe.ops.gated import GatedGradients
 
 _TILE = 2048
 """Elements of a program's tile: 16 for each thread, of gate, up and gradient at once."""
@@ -15,63 +16,70 @@ _MAX_COLUMNS = 512
 
 
 def gated_rows(
-    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+    gate_RF: Tensor, up_RF: Tensor | None, weights_R1: Tensor | None, activation: Activation
 ) -> Tensor:
     """Computes `gated.gated_rows`."""
-    gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
+    gate_RF, up_RF = gate_RF.contiguous(), _or_other(up_RF, gate_RF)
     num_rows, dim = gate_RF.shape
     hidden_RF = torch.empty_like(gate_RF)
-    constants = _constants(gate_RF, weights_R1, ACTIVATIONS[activation])
+    constants = _constants(gate_RF, weights_R1, activation)
     if hidden_RF.numel():
         rows, columns = constants["ROWS"], constants["COLUMNS"]
         grid = (triton.cdiv(num_rows, rows), triton.cdiv(dim, columns))
-        weights = _weights(weights_R1, gate_RF)
+        weights = _or_other(weights_R1, gate_RF)
         _gated_rows_kernel[grid](gate_RF, up_RF, weights, hidden_RF, num_rows, **constants)
     return hidden_RF
 
 
 def gated_rows_backward(
-    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+    grad_RF: Tensor,
+    gate_RF: Tensor,
+    up_RF: Tensor | None,
+    weights_R1: Tensor | None,
+    activation: Activation,
 ) -> GatedGradients:
     """Computes `gated.gated_rows_backward`; the recomputed result overwrites `grad_RF`."""
-    grad_RF, gate_RF, up_RF = grad_RF.contiguous(), gate_RF.contiguous(), up_RF.contiguous()
-    grad_gate_RF, grad_up_RF = torch.empty_like(gate_RF), torch.empty_like(up_RF)
+    grad_RF, gate_RF = grad_RF.contiguous(), gate_RF.contiguous()
+    grad_gate_RF = torch.empty_like(gate_RF)
+    grad_up_RF = None if up_RF is None else torch.empty_like(gate_RF)
     num_rows = len(grad_RF)
     grad_weights_R1 = None if weights_R1 is None else weights_R1.new_empty(num_rows, 1)
-    constants = _constants(gate_RF, weights_R1, ACTIVATIONS[activation])
+    constants = _constants(gate_RF, weights_R1, activation)
     if num_rows:
         _gated_rows_backward_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
             grad_RF,
             gate_RF,
-            up_RF,
-            _weights(weights_R1, gate_RF),
+            _or_other(up_RF, gate_RF),
+            _or_other(weights_R1, gate_RF),
             grad_gate_RF,
-            grad_up_RF,
-            _weights(grad_weights_R1, gate_RF),
+            _or_other(grad_up_RF, gate_RF),
+            _or_other(grad_weights_R1, gate_RF),
             num_rows,
             **constants,
         )
     return GatedGradients(grad_gate_RF, grad_up_RF, grad_weights_R1, grad_RF)
 
 
-def _weights(weights_R1: Tensor | None, other: Tensor) -> Tensor:
-    """Returns the weights, or any tensor in place of None, which a kernel does not take."""
-    return other if weights_R1 is None else weights_R1.contiguous()
+def _or_other(x: Tensor | None, other: Tensor) -> Tensor:
+    """Returns a contiguous tensor, or any in place of None, which a kernel does not take."""
+    return other if x is None else x.contiguous()
 
 
 def _constants(
     gate_RF: Tensor, weights_R1: Tensor | None, activation: Activation
 ) -> dict[str, Any]:
     """Constants of both kernels. A tile's rows and columns are powers of two."""
-    dim = gate_RF.shape[1]
+    dim, limit = gate_RF.shape[1], activation.limit
     columns = min(triton.next_power_of_2(dim), _MAX_COLUMNS)
-    limit, slope = activation.clamp or (0.0, 0.0)
     return {
         "DIM": dim,
         "HAS_WEIGHTS": weights_R1 is not None,
-        "CLAMPED": activation.clamp is not None,
-        "LIMIT": limit,
-        "SLOPE": slope,
+        "FUNCTION": activation.function,
+        "GATED": activation.gated,
+        "SLOPE": activation.slope,
+        "CLAMPS": "never" if limit is None else activation.clamps,
+        "LIMIT": limit or 0.0,
+        "SHIFT": activation.up_shift,
         "ROWS": _TILE // columns,
         "COLUMNS": columns,
         "WIDE": gate_RF.element_size() == 8,
@@ -79,21 +87,57 @@ def _constants(
 
 
 @triton.jit
-def _parts(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """Returns silu(gate), its slope, and its factor. NaN stays NaN, as in torch.clamp."""
-    if CLAMPED:
-        nan: tl.constexpr = tl.PropagateNan.ALL
-        low = tl.minimum(gate, LIMIT, propagate_nan=nan)
-        sigmoid = 1 / (1 + tl.exp(-SLOPE * low))
-        slope = tl.where(gate > LIMIT, 0, sigmoid * (1 + SLOPE * low * (1 - sigmoid)))
-        silu = low * sigmoid
-        factor = tl.minimum(tl.maximum(up, -LIMIT, propagate_nan=nan), LIMIT, propagate_nan=nan) + 1
+def _tanh(x):
+    """Returns tanh(x); near zero by its series, where the quotient would lose digits."""
+    power = tl.exp(-2 * tl.abs(x))
+    quotient = (1 - power) / (1 + power)
+    square = x * x
+    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.02, series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def _value(
+    gate, FUNCTION: tl.constexpr, SLOPE: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr
+):
+    """Returns the function of the gate, and its slope. NaN stays NaN, as in torch.clamp."""
+    nan: tl.constexpr = tl.PropagateNan.ALL
+    x = tl.minimum(gate, LIMIT, propagate_nan=nan) if CLAMPS == "before" else gate
+    if FUNCTION == "relu2":
+        root = tl.maximum(x, 0, propagate_nan=nan)
+        slope, value = 2 * root, root * root
+    elif FUNCTION == "situ":
+        sigmoid, tanh = 1 / (1 + tl.exp(-x)), _tanh(x / 4)
+        slope = sigmoid * (1 - tanh * tanh + 4 * tanh * (1 - sigmoid))
+        value = 4 * tanh * sigmoid
+    elif FUNCTION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), and 2 z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+        sigmoid = 1 / (1 + tl.exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
+        steep = 1.5957691216057308 * (1 + 0.134145 * x * x)
+        slope, value = sigmoid * (1 + steep * x * (1 - sigmoid)), x * sigmoid
     else:
-        sigmoid = 1 / (1 + tl.exp(-gate))
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
-        silu = gate * sigmoid
-        factor = up
-    return silu, slope, factor
+        sigmoid = 1 / (1 + tl.exp(-SLOPE * x))
+        slope, value = sigmoid * (1 + SLOPE * x * (1 - sigmoid)), x * sigmoid
+    if CLAMPS != "never":
+        slope = tl.where((value if CLAMPS == "after" else gate) > LIMIT, 0, slope)
+    if CLAMPS == "after":
+        value = tl.minimum(value, LIMIT, propagate_nan=nan)
+    return value, slope
+
+
+@triton.jit
+def _factor(
+    up, FUNCTION: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr
+):
+    """Returns what the function of the gate is multiplied with."""
+    factor = up
+    if FUNCTION == "situ":
+        factor = 25 * _tanh(up / 25)
+    elif CLAMPS != "never":
+        nan: tl.constexpr = tl.PropagateNan.ALL
+        factor = tl.maximum(up, -LIMIT, propagate_nan=nan)
+        factor = tl.minimum(factor, LIMIT, propagate_nan=nan)
+    return factor + SHIFT if SHIFT != 0 else factor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -105,9 +149,12 @@ def _gated_rows_kernel(
     num_rows,
     DIM: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    LIMIT: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
     SLOPE: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -120,8 +167,8 @@ def _gated_rows_kernel(
     place = row[:, None] * DIM + column[None, :]
     gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
     up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
-    silu, _, factor = _parts(gate, up, CLAMPED, LIMIT, SLOPE)
-    hidden = silu * factor
+    hidden, _ = _value(gate, FUNCTION, SLOPE, CLAMPS, LIMIT)
+    hidden *= _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT) if GATED else 1.0
     if HAS_WEIGHTS:
         hidden *= tl.load(weights_ptr + row, mask=is_row, other=0).to(dtype)[:, None]
     tl.store(hidden_ptr + place, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
@@ -139,9 +186,12 @@ def _gated_rows_backward_kernel(
     num_rows,
     DIM: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    LIMIT: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
     SLOPE: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -163,15 +213,19 @@ def _gated_rows_backward_kernel(
         gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
         up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
         grad = tl.load(grad_ptr + place, mask=inside, other=0).to(dtype)
-        silu, slope, factor = _parts(gate, up, CLAMPED, LIMIT, SLOPE)
-        hidden = silu * factor
+        value, slope = _value(gate, FUNCTION, SLOPE, CLAMPS, LIMIT)
+        factor = _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT) if GATED else 1.0
+        hidden = value * factor
         grad_weight += tl.sum(hidden * grad, 1)
         grad *= weight[:, None]
-        grad_up = grad * silu
-        if CLAMPED:
+        grad_up = grad * value
+        if FUNCTION == "situ":
+            grad_up *= 1 - factor * factor / 625
+        elif CLAMPS != "never":
             grad_up = tl.where(tl.abs(up) > LIMIT, 0, grad_up)
         tl.store(grad_gate_ptr + place, (grad * factor * slope).to(out), mask=inside)
-        tl.store(grad_up_ptr + place, grad_up.to(out), mask=inside)
+        if GATED:
+            tl.store(grad_up_ptr + place, grad_up.to(out), mask=inside)
         tl.store(grad_ptr + place, (hidden * weight[:, None]).to(out), mask=inside)
     if HAS_WEIGHTS:
         tl.store(grad_weights_ptr + row, grad_weight, mask=is_row)

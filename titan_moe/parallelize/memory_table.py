@@ -28,6 +28,7 @@ from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, Parallel
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.models.stats import Size, attention_stats, flash_workspace, part_sizes
 from titan_moe.moe.config import places_reached, rows_of_buffers
+from titan_moe.ops.activation import SWIGLU
 from titan_moe.parallelize.plan import Plan
 
 SKEW = 2.0
@@ -354,13 +355,16 @@ def _exchanged_per_token(plan: Plan, rows: float) -> float:
 def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     """Elements that one token's forward through the largest layer leaves for the backward."""
     attention = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
-    # Gate, up, silu(gate) and their product.
-    feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
+    # Gate, up and the rows of the last product; of plain SwiGLU silu(gate) too.
+    activation = config.activation.of(-1)
+    dense = 2 + activation.gated + (activation == SWIGLU)
+    feed_forward = float(dense) * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
         # x, gate and up of a routed row are kept, the sum of a latent's rows; the rest is computed
         # again.
-        routed = rows * moe.top_k * (config.row_dim + 2 * moe.hidden_dim) + (moe.latent_dim or 0)
-        shared = 4 * moe.num_shared_experts * moe.hidden_dim
+        row = config.row_dim + (1 + moe.activation.gated) * moe.hidden_dim
+        routed = rows * moe.top_k * row + (moe.latent_dim or 0)
+        shared = dense * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)
     # Both norms' outputs and both sums with the stream.
     return {"norms and sums": 4 * config.dim, "attention": attention, "feed-forward": feed_forward}
@@ -371,13 +375,15 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     input, attention with all it keeps, the results of products, and the exchanged rows."""
     config = plan.config
     attention = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
-    feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
+    first = 1 + config.activation.gated
+    feed_forward = float(first * config.hidden_dim + config.dim) * _has_dense_layer(config)
     if moe := config.moe:
-        routed = rows * moe.top_k * (2 * moe.hidden_dim + config.row_dim)
+        row = (1 + moe.activation.gated) * moe.hidden_dim + config.row_dim
+        routed = rows * moe.top_k * row
         if moe.latent_dim is not None:  # The results of both maps.
             routed += moe.latent_dim + config.dim
         routed += _exchanged_per_token(plan, rows)
-        shared = 2 * moe.num_shared_experts * moe.hidden_dim
+        shared = first * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
     return {"norms and sums": 2 * config.dim, "attention": attention, "feed-forward": feed_forward}
 

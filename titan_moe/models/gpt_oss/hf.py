@@ -7,6 +7,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.ops.activation import CLAMPED_SWIGLU
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("gpt_oss",)
@@ -25,7 +26,7 @@ _FORM = hf.Form(
         "moe.normalize_top_k": True,
         "moe.router_bias": True,
         "moe.projection_bias": True,
-        "moe.activation": "clamped_swiglu",
+        "moe.activation": CLAMPED_SWIGLU,
     },
     rope={"theta": 150_000.0},
 )
