@@ -106,4 +106,4 @@ def _printed(job: JobConfig) -> str:
 def test_a_printed_model_shows_recipes_under_tensor_parallelism():
     for text in run_on_ranks(_printed, 2, job_of("rowwise_with_gw_hp", "tp=2")):
         assert "ColumnParallelLinear(Float8Linear(rowwise_with_gw_hp))" in text
-        assert "ExpertOutputs(swiglu, grouped_mm)" in text
+        assert "ExpertOutputs(silu, grouped_mm)" in text

@@ -1,5 +1,6 @@
-"""Cases for the gated activations, and autograd in float64 to compare with."""
+"""Cases for the activations of feed-forwards, and autograd in float64 to compare with."""
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -8,7 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.ops.gated import ACTIVATIONS, gated_rows, gated_rows_backward
+from titan_moe.ops.activation import CLAMPED_SWIGLU, SWIGLU, Activation
+from titan_moe.ops.gated import gated_rows, gated_rows_backward
+
+ACTIVATIONS = {
+    "swiglu": SWIGLU,
+    "gpt-oss": CLAMPED_SWIGLU,
+    "DeepSeek-V4": Activation(limit=10.0),
+    "Step-3.7": Activation(limit=7.0, clamps="after"),
+    "Gemma 4": Activation("gelu_tanh"),
+    "Nemotron 3": Activation("relu2", gated=False),
+    "Kimi-K3": Activation("situ"),
+}
 
 # (rows, F): odd, one column, several tiles wide, several programs, none at all.
 SIZES = [(5, 3), (3, 1), (7, 1100), (70, 96), (0, 8)]
@@ -21,13 +33,14 @@ ROUNDED_ONCE = TOLERANCES | {torch.bfloat16: 5e-4}
 
 class Case(NamedTuple):
     name: str
-    gate_up: tuple[Tensor, Tensor]
+    gate_up: list[Tensor]
     weights_R1: Tensor | None
     grad_RF: Tensor
 
 
 def cases(dtype: torch.dtype, device: str = "cpu") -> Iterator[Case]:
-    """Wide enough that both sides of every clamp occur. Weights are in at least float32."""
+    """Wide enough that both sides of every clamp occur, and its bounds. Weights are in at least
+    float32."""
     drawn = torch.Generator().manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -35,18 +48,39 @@ def cases(dtype: torch.dtype, device: str = "cpu") -> Iterator[Case]:
         return torch.randn(*shape, generator=drawn, dtype=torch.float64).to(dtype).to(device)
 
     for name, weighted, (rows, dim) in product(ACTIVATIONS, (False, True), SIZES):
-        gate_up = 6 * draw(rows, dim), 6 * draw(rows, dim)
+        gate_up = [6 * draw(rows, dim) for _ in range(1 + ACTIVATIONS[name].gated)]
+        for x in gate_up:
+            for row, bound in enumerate((7.0, 10.0, -7.0, -10.0)):
+                x[row::5, :1] = bound
         yield Case(name, gate_up, draw(rows, 1, dtype=wide) if weighted else None, draw(rows, dim))
 
 
-def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
+def plain(name: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The activation as its definition has it, for autograd."""
-    if name == "swiglu":
-        return F.silu(gate) * up
-    # Clamped so that a bound itself has a gradient, as torch.clamp's has no longer in torch 2.14.
-    gate = torch.where(gate > 7.0, 7.0, gate)
-    up = torch.where(up.abs() > 7.0, 7.0 * up.sign(), up)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    if up is None:
+        return F.relu(gate) ** 2
+    if name == "gpt-oss":
+        low = _below(gate, 7.0)
+        return low * torch.sigmoid(1.702 * low) * (_within(up, 7.0) + 1)
+    if name == "DeepSeek-V4":
+        return F.silu(_below(gate, 10.0)) * _within(up, 10.0)
+    if name == "Step-3.7":
+        return _below(F.silu(gate), 7.0) * _within(up, 7.0)
+    if name == "Gemma 4":
+        cubic = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + torch.tanh(cubic)) * up
+    if name == "Kimi-K3":
+        return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
+    return F.silu(gate) * up
+
+
+# A bound itself has a gradient, as torch.clamp's has no longer in torch 2.14.
+def _below(x: Tensor, bound: float) -> Tensor:
+    return torch.where(x > bound, bound, x)
+
+
+def _within(x: Tensor, bound: float) -> Tensor:
+    return torch.where(x.abs() > bound, bound * x.sign(), x)
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +93,7 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False) -> None:
     """Checks values and gradients against autograd in float64."""
     for case in cases(dtype, device):
-        gate_up = tuple(x.double().requires_grad_() for x in case.gate_up)
+        gate_up = [x.double().requires_grad_() for x in case.gate_up]
         inputs, weights = list(gate_up), None
         expected = plain(case.name, *gate_up)
         if case.weights_R1 is not None:
@@ -68,9 +102,12 @@ def check(dtype: torch.dtype, device: str = "cpu", *, rounds_once: bool = False)
         wanted = torch.autograd.grad(expected, inputs, case.grad_RF.double())
 
         kept = [x.clone() for x in case.gate_up]
-        hidden = gated_rows(*case.gate_up, case.weights_R1, case.name)
-        found = gated_rows_backward(case.grad_RF.clone(), *case.gate_up, case.weights_R1, case.name)
-        grads = [found.gate_RF, found.up_RF, *([] if weights is None else [found.weights_R1])]
+        gate, up = [*case.gate_up, None][:2]
+        operands = gate, up, case.weights_R1, ACTIVATIONS[case.name]
+        hidden = gated_rows(*operands)
+        found = gated_rows_backward(case.grad_RF.clone(), *operands)
+        assert (found.up_RF is None) == (up is None)
+        grads = [x for x in found[:3] if x is not None]
         results = [hidden, found.hidden_RF, *grads]
         for ours, theirs in zip(results, [expected, expected, *wanted], strict=True):
             assert ours is not None and ours.shape == theirs.shape and ours.is_contiguous()
@@ -92,10 +129,11 @@ def check_kernels(device: str) -> None:
 def _check_what_is_not_finite(dtype: torch.dtype, device: str) -> None:
     """NaN and infinities become what the definition makes of them: no clamp drops them."""
     values = torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0], dtype=dtype, device=device)
-    gate, up = values.repeat_interleave(4)[None], values.repeat(4)[None]
-    for name in ACTIVATIONS:
-        expected = plain(name, gate.double(), up.double())
-        found = gated_rows_backward(torch.ones_like(gate), gate, up, None, name)
-        for hidden in (gated_rows(gate, up, None, name), found.hidden_RF):
+    both = values.repeat_interleave(4)[None], values.repeat(4)[None]
+    for name, activation in ACTIVATIONS.items():
+        gate, up = both if activation.gated else (both[0], None)
+        expected = plain(name, gate.double(), None if up is None else up.double())
+        found = gated_rows_backward(torch.ones_like(gate), gate, up, None, activation)
+        for hidden in (gated_rows(gate, up, None, activation), found.hidden_RF):
             torch.testing.assert_close(hidden.double(), expected, rtol=0.02, atol=0, equal_nan=True)
         assert found.gate_RF[gate.isnan()].isnan().all()

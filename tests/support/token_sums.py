@@ -18,6 +18,7 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.layer import Experts
 from titan_moe.moe.router import Router
+from titan_moe.ops.activation import CLAMPED_SWIGLU
 from titan_moe.ops.attention import Sdpa, sdpa
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule, short_convolution
 from titan_moe.ops.grouped_mm import add_bias
@@ -189,7 +190,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
         draw, Router(D, ROUTER), draw(TOKENS, D), pick=lambda scores: scores.logits_TE
     ),
     "experts": _experts,
-    "experts with biases": partial(_experts, projection_bias=True, activation="clamped_swiglu"),
+    "experts with biases": partial(_experts, projection_bias=True, activation=CLAMPED_SWIGLU),
     "experts of weighted tokens": partial(_experts, weights_scale="inputs"),
     "biases of weighted rows": lambda draw: (
         partial(lambda ends, y, bias, weights: add_bias(y, bias, ends, weights), draw.ends()),

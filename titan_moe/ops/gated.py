@@ -127,8 +127,8 @@ def hidden_and_pull(gate: Tensor, up: Tensor | None, activation: Activation) -> 
 
 def _factor(up: Tensor, activation: Activation) -> tuple[Tensor, PullOne]:
     if activation.function == "situ":
-        tanh = torch.tanh(up / 25)
-        return 25 * tanh, lambda grad: grad.mul_(1 - tanh * tanh)
+        factor, slope = _bent(up, 25.0)
+        return factor, lambda grad: grad.mul_(slope)
     if (limit := activation.limit) is None:
         return up + activation.up_shift if activation.up_shift else up, lambda grad: grad
     bounded = up.clamp(-limit, limit)
@@ -154,12 +154,14 @@ def _relu2(x: Tensor, _: float) -> tuple[Tensor, PullOne]:
 
 
 def _situ(x: Tensor, _: float) -> tuple[Tensor, PullOne]:
-    tanh, sigmoid = torch.tanh(x / 4), torch.sigmoid(x)
+    (bent, slope), sigmoid = _bent(x, 4.0), torch.sigmoid(x)
+    return bent * sigmoid, lambda grad: grad * (sigmoid * (slope + bent * torch.sigmoid(-x)))
 
-    def pull(grad: Tensor) -> Tensor:
-        return grad * (sigmoid * (1 - tanh * tanh + 4 * tanh * (1 - sigmoid)))
 
-    return 4 * tanh * sigmoid, pull
+def _bent(x: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """Returns size * tanh(x / size), and its slope; 1 - tanh^2 would lose digits."""
+    twice = 2 / size * x
+    return size * torch.tanh(x / size), 4 * torch.sigmoid(twice) * torch.sigmoid(-twice)
 
 
 _FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "relu2": _relu2, "situ": _situ}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.gated_cases import ACTIVATIONS
 from tests.support.grouped_mm_cases import TOLERANCE
 from tests.support.tiny import make_job, tiny
 from titan_moe.config.job_config import Lora
@@ -11,7 +12,7 @@ from titan_moe.models.lora import adapt, adaptable
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import AdaptedOutputs, ExpertOutputs
 from titan_moe.ops import grouped_mm
-from titan_moe.ops.gated import ACTIVATIONS
+from titan_moe.ops.activation import SWIGLU, Activation
 
 COUNTS, TAIL, D, F, RANK, SCALE = [3, 0, 5, 1], 2, 8, 16, 8, 0.7
 OFFSETS = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
@@ -27,9 +28,10 @@ SHAPES = {
 }
 
 
-def stacks(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def stacks(dtype: torch.dtype, activation: Activation = SWIGLU) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    drawn = {name: 0.5 * torch.randn(shape) for name, shape in SHAPES.items()}
+    shapes = {name: shape for name, shape in SHAPES.items() if activation.gated or "w3" not in name}
+    drawn = {name: 0.5 * torch.randn(shape) for name, shape in shapes.items()}
     found = {name: w.to(dtype) for name, w in drawn.items()}
     for name, w in found.items():
         w.requires_grad_("adapter" in name)
@@ -43,6 +45,7 @@ def added_up(w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: w[name] + SCALE * w[f"adapter.{name}_b"] @ w[f"adapter.{a}"]
         for name, a in firsts.items()
+        if name in w
     }
 
 
@@ -52,19 +55,21 @@ def added_up(w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_adapted_experts_equal_experts_of_merged_weights(
     name: str, scale_inputs: bool, dtype: torch.dtype
 ):
-    weights, real = stacks(dtype), sum(COUNTS)
+    activation = ACTIVATIONS[name]
+    weights, real = stacks(dtype, activation), sum(COUNTS)
     x = torch.randn(real + TAIL, D).to(dtype)
     x[real:] = torch.nan  # Rows of no expert.
     x.requires_grad_()
     factors = torch.rand(real + TAIL)
-    compute = AdaptedOutputs(name, scale_inputs=scale_inputs, scale=SCALE)
+    compute = AdaptedOutputs(activation, scale_inputs=scale_inputs, scale=SCALE)
     trained = [x, *(w for w in weights.values() if w.requires_grad)]
     grad = torch.randn(real, D).to(dtype)
 
     ours = compute(ExpertRows(x, factors, OFFSETS), weights)[:real]
     found = torch.autograd.grad(ours, trained, grad)
     wide = ExpertRows(x.double(), factors.double(), OFFSETS)
-    theirs = ExpertOutputs(name, scale_inputs=scale_inputs)(wide, added_up(weights))[:real]
+    merged = ExpertOutputs(activation, scale_inputs=scale_inputs)
+    theirs = merged(wide, added_up(weights))[:real]
     wanted = torch.autograd.grad(theirs, trained, grad.double())
 
     bound = TOLERANCE[dtype]
@@ -87,7 +92,7 @@ def test_frozen_weights_cost_no_product(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grouped_mm, "grouped_mm_grad_weights", counted)
     x = torch.randn(sum(COUNTS), D, dtype=torch.float64, requires_grad=True)
     rows = ExpertRows(x, torch.rand(len(x), dtype=torch.float64), OFFSETS)
-    compute = AdaptedOutputs("swiglu", scale_inputs=False, scale=SCALE)
+    compute = AdaptedOutputs(SWIGLU, scale_inputs=False, scale=SCALE)
     compute(rows, weights).sum().backward()
     assert sorted(shapes) == sorted(SHAPES[name] for name in SHAPES if "adapter" in name)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.gated_cases import plain
+from tests.support.gated_cases import ACTIVATIONS, plain
 from titan_moe.comm.collectives import AllToAll, InFlight
 from titan_moe.distributed.compile import _compile_pieces
 from titan_moe.models.decoder import FeedForward
@@ -17,6 +17,7 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, Route
 from titan_moe.moe.layer import Experts, MoE
+from titan_moe.ops.activation import CLAMPED_SWIGLU
 from titan_moe.ops.grouped_mm import grouped_mm
 from titan_moe.verify.gradients.poison import Poison
 
@@ -53,11 +54,10 @@ def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
 
 
 def slow_expert(experts: Experts, e: int, x: Tensor) -> Tensor:
-    gate, up = experts.w1[e] @ x, experts.w3[e] @ x
-    if experts.b1 is None:
-        return experts.w2[e] @ plain("swiglu", gate, up)
-    hidden = plain("clamped_swiglu", gate + experts.b1[e], up + experts.b3[e])
-    return experts.w2[e] @ hidden + experts.b2[e]
+    (name,) = (n for n, each in ACTIVATIONS.items() if each == experts.compute.activation)
+    firsts = [(experts.w1, experts.b1), (experts.w3, experts.b3)][: 1 + ACTIVATIONS[name].gated]
+    gate_up = [w[e] @ x + (0 if b is None else b[e]) for w, b in firsts]
+    return experts.w2[e] @ plain(name, *gate_up) + (0 if experts.b2 is None else experts.b2[e])
 
 
 def _grads(
@@ -71,13 +71,18 @@ def _grads(
     return grads | {"x": x_BSD.grad.clone()}
 
 
-BIASED = replace(CONFIG, router_bias=True, projection_bias=True, activation="clamped_swiglu")
+BIASED = replace(CONFIG, router_bias=True, projection_bias=True, activation=CLAMPED_SWIGLU)
+UNGATED = replace(CONFIG, activation=ACTIVATIONS["Nemotron 3"])
 KINDS = {
     "plain": CONFIG,
     "latent": replace(CONFIG, latent_dim=12),
     "weighted inputs": replace(CONFIG, weights_scale="inputs"),
     "biases": BIASED,
     "biases, weighted inputs": replace(BIASED, weights_scale="inputs"),
+    "not gated": UNGATED,
+    "not gated, weighted inputs": replace(UNGATED, weights_scale="inputs"),
+    "not gated, biases": replace(UNGATED, projection_bias=True),
+    "clamped after": replace(CONFIG, activation=ACTIVATIONS["Step-3.7"]),
 }
 
 
@@ -87,7 +92,7 @@ def test_layer_matches_the_loop_forward_and_backward_and_in_a_second_backward(
     row_alignment: int, kind: str
 ):
     layer = _layer(replace(KINDS[kind], row_alignment=row_alignment))
-    if layer.experts.b1 is not None:
+    if layer.experts.compute.activation.limit is not None:
         layer.experts.w1.data.mul_(6)  # Some are clamped.
     x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
     layer.router.expert_bias[2] = -100.0  # Expert 2 gets no token.
@@ -116,7 +121,10 @@ def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.d
         assert torch.equal(grad, clean_grads[name]), name
 
 
-@pytest.mark.parametrize("kind, other_product", [("plain", True), ("biases", False)])
+@pytest.mark.parametrize(
+    "kind, other_product",
+    [("plain", True), ("biases", False), ("not gated, weighted inputs", False)],
+)
 def test_compiled_pieces_have_the_same_gradients(kind: str, other_product: bool):
     layer = _layer(KINDS[kind])
     if other_product:

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
+from tests.support.gated_cases import ACTIVATIONS
 from tests.support.sm90 import compile_kernel, spilled_bytes
-from titan_moe.ops.gated import ACTIVATIONS
 
 pytest.importorskip("triton")
 
