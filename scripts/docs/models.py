@@ -86,7 +86,7 @@ def _attention(config: ModelConfig) -> str:
     words = f"{type(attention).__name__.removesuffix('Config')}, {attention.num_heads} heads"
     if isinstance(attention, GQAConfig):
         words = f"GQA {attention.num_heads}/{attention.num_kv_heads} x {attention.head_dim}"
-        if attention.rope_dim < attention.head_dim:
+        if 0 < attention.rope_dim < attention.head_dim:
             words += f", {attention.rope_dim} rotate"
     elif isinstance(attention, MLAConfig):
         channels = f"{attention.nope_dim}+{attention.rope_dim}"
@@ -97,8 +97,8 @@ def _attention(config: ModelConfig) -> str:
         state = f"{recurrent.key_dim}x{recurrent.value_dim}"
         attending = config.num_layers - sum(map(config.recurs, range(config.num_layers)))
         words += f" in {attending} layers, {recurrent.num_value_heads} states {state}"
-    if config.local is not None:
-        words += f", {config.local.kind} {config.local.size:,}"
+    if config.near is not None and (local := config.near.local) is not None:
+        words += f", {local.kind} {local.size:,}"
     return words + (", sinks" if attention.sinks else "")
 
 

@@ -4,7 +4,6 @@ Errors are the largest differences from one process in float64: of o, dq, dk, dv
 gradient summed over ranks.
 """
 
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -28,8 +27,7 @@ METHODS = ["allgather", "ulysses", "ring"]
 SEQ_LEN = 96
 SCALE = 0.3
 
-
-Local = partial(LocalAttention, global_every=0)
+Local = LocalAttention
 
 
 class Case(NamedTuple):
@@ -119,7 +117,13 @@ def test_every_method_equals_one_process(cp_size: int) -> None:
     _check(largest_errors, cp_size, cases)
 
 
-LOCALS = [None, Local("window", 1), Local("window", 29), Local("window", 999), Local("chunk", 24)]
+LOCALS = [
+    None,
+    Local("window", 1),
+    Local("window", 29),
+    Local("window", 999),
+    Local("chunk", 24),
+]
 
 
 @pytest.mark.parametrize("cp_size", tiered([2], slow=[4]))

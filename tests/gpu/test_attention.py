@@ -15,9 +15,9 @@ from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
 DEVICE = "cuda"
 LOCALS = {
     "all": None,
-    "window": LocalAttention("window", 100, global_every=0),
-    "narrow window": LocalAttention("window", 3, global_every=0),
-    "chunk": LocalAttention("chunk", 128, global_every=0),
+    "window": LocalAttention("window", 100),
+    "narrow window": LocalAttention("window", 3),
+    "chunk": LocalAttention("chunk", 128),
 }
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
 
@@ -14,7 +14,7 @@ MODEL = replace(
     vocab_size=272,
     dim=64,
     num_layers=4,
-    attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=4),
+    attention=GQAConfig(16, 8, 4, RopeConfig(10_000.0)),
     hidden_dim=512,
     moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=256, num_shared_experts=1),
 )

@@ -130,7 +130,7 @@ class _AddsDecay(Recurrence):
 
 
 def _gates(draw: Draw, gate_rank: int | None) -> Case:
-    config = GatedDeltaConfig(2, 2, 8, 8, 4, 4, gate_rank=gate_rank)
+    config = GatedDeltaConfig(2, 2, 8, 8, 4, gate_rank=gate_rank)
     core = _AddsDecay(chunked_rule, mask_documents=False)
     module, place = GatedDeltaNet(D, config, norm_eps=1e-6, core=core), draw.places()
     x_BSD = draw(TOKENS // ROW, ROW, D, mean=0.0)

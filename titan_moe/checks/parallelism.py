@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from titan_moe.checks.base import Rule, Run, choices, divisors, must_divide
 from titan_moe.config import pipeline
 from titan_moe.config.errors import Mistake
+from titan_moe.models.config import ModelConfig
 
 
 def _ranks(run: Run) -> Iterator[Mistake]:
@@ -32,8 +33,7 @@ def _ranks(run: Run) -> Iterator[Mistake]:
 def _tensor(run: Run) -> Iterator[Mistake]:
     degree, model = run.job.parallelism.tensor_parallel_degree, run.model
     sizes = {
-        "num_heads": model.attention.num_heads,
-        "num_kv_heads": model.attention.num_kv_heads,
+        **_heads(model),
         "vocab_size": model.vocab_size,
     }
     if model.recurrent is not None:
@@ -45,6 +45,15 @@ def _tensor(run: Run) -> Iterator[Mistake]:
         sizes["the shared experts' hidden_dim"] = shared
     key = "parallelism.tensor_parallel_degree"
     yield from must_divide(key, degree, sizes, of=f" of {run.flavor}")
+
+
+def _heads(model: ModelConfig) -> dict[str, int]:
+    """Returns the numbers of heads of all layers' attention: what divides them divides each."""
+    kinds = model.attentions
+    return {
+        "num_heads": math.gcd(*(each.num_heads for each in kinds)),
+        "num_kv_heads": math.gcd(*(each.num_kv_heads for each in kinds)),
+    }
 
 
 def _symmetric_memory(run: Run) -> Iterator[str]:
@@ -100,15 +109,14 @@ def _recurrent_segments(run: Run) -> Iterator[str]:
 
 
 def _ulysses(run: Run) -> Iterator[Mistake]:
-    degrees, attention = run.job.parallelism, run.model.attention
+    degrees, of_heads = run.job.parallelism, _heads(run.model)
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
-    heads = math.gcd(attention.num_heads, attention.num_kv_heads)
+    heads = math.gcd(*of_heads.values())
     if degrees.context_parallel_rotate_method != "ulysses" or heads % tp or heads // tp % cp == 0:
         return
     yield Mistake(
         f"parallelism.context_parallel_degree={cp} with context_parallel_rotate_method=ulysses "
-        f"must divide num_heads={attention.num_heads} / tp {tp} and "
-        f"num_kv_heads={attention.num_kv_heads} / tp {tp}",
+        f"must divide {' and '.join(f'{key}={n} / tp {tp}' for key, n in of_heads.items())}",
         [
             *divisors("parallelism.context_parallel_degree", heads // tp),
             [{"parallelism.context_parallel_rotate_method": "allgather"}],

@@ -48,9 +48,9 @@ class Attend(nn.Module):
 
 @singledispatch
 def build_attention(
-    attention: AttentionConfig, config: ModelConfig, layer: int, core: AttentionCore
+    attention: AttentionConfig, config: ModelConfig, core: AttentionCore
 ) -> Attention:
-    """The attention of one layer. TypeError for dimensions that no variant has registered."""
+    """The attention of a layer. TypeError for dimensions that no variant has registered."""
     raise TypeError(f"models/attention.py builds no attention from a {type(attention).__name__}")
 
 
@@ -58,24 +58,26 @@ def build_attention(
 class GQA(Attention):
     """Grouped-query attention (arXiv 2305.13245).
 
-    Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k may be normed. Where
-    positions do not rotate a layer's queries and keys, `temperature` may scale queries.
+    Queries in `num_heads` heads, keys and values in `num_kv_heads`; each may be normed. Where
+    positions do not rotate queries and keys, `temperature` may scale queries.
     """
 
-    def __init__(
-        self, attention: GQAConfig, config: ModelConfig, layer: int, core: AttentionCore
-    ) -> None:
+    def __init__(self, attention: GQAConfig, config: ModelConfig, core: AttentionCore) -> None:
         super().__init__()
         self.config, self.core = attention, core
-        self.pairing, self.rotary = config.rope.pairing, config.rotates(layer)
-        self.norm_eps, self.head_dim = config.norm_eps, attention.head_dim
-        self.scale = self.head_dim**-0.5 * softmax_factor(config.rope)
-        dim, bias = config.dim, attention.bias
-        heads, keys = (n * self.head_dim for n in (attention.num_heads, attention.num_kv_heads))
-        self.wq = nn.Linear(dim, heads * (1 + attention.output_gate), bias=bias)
-        self.wk = nn.Linear(dim, keys, bias=bias)
-        self.wv = nn.Linear(dim, keys, bias=bias)
-        self.wo = nn.Linear(heads, dim, bias=bias and attention.output_bias)
+        self.scale = attention.scale or attention.head_dim**-0.5 * softmax_factor(attention.rope)
+        dim, bias, heads, kv_heads = (
+            config.dim, attention.bias, attention.num_heads, attention.num_kv_heads
+        )  # fmt: skip
+        gates = heads if attention.gate == "channels" else 0
+        self.wq = nn.Linear(dim, (heads + gates) * attention.head_dim, bias=bias)
+        self.wk = nn.Linear(dim, kv_heads * attention.head_dim, bias=bias)
+        self.wv: nn.Linear | None = None
+        if not attention.shares_kv:
+            self.wv = nn.Linear(dim, kv_heads * attention.v_dim, bias=bias)
+        self.wo = nn.Linear(heads * attention.v_dim, dim, bias=bias and attention.output_bias)
+        by_head = attention.gate == "heads"
+        self.gate = nn.Linear(dim, heads, bias=False) if by_head else None
         # Norms of whole projections, over all heads; norms of each head.
         self.wq_norm: nn.Module = nn.Identity()
         self.wk_norm: nn.Module = nn.Identity()
@@ -85,38 +87,48 @@ class GQA(Attention):
             self.wq_norm = nn.RMSNorm(self.wq.out_features, eps=config.norm_eps)
             self.wk_norm = nn.RMSNorm(self.wk.out_features, eps=config.norm_eps)
         elif attention.qk_norm == "learned":
-            self.q_norm = norm_of(config)(self.head_dim)
-            self.k_norm = norm_of(config)(self.head_dim)
-        self.sinks = PerHead(attention.num_heads) if attention.sinks else None
+            self.q_norm = norm_of(config)(attention.head_dim)
+            self.k_norm = norm_of(config)(attention.head_dim)
+        self.norm = partial(F.rms_norm, eps=config.norm_eps)
+        self.sinks = PerHead(heads) if attention.sinks else None
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
     ) -> Tensor:
-        heads = (-1, self.head_dim)
-        q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
-        if self.config.output_gate:  # Each head's channels lie beside their gates.
-            q, gate = (x.flatten(2) for x in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+        config, heads, gate = self.config, (-1, self.config.head_dim), None
+        q, k = self.wq(x_BSD), self.wk(x_BSD)
+        v = k if self.wv is None else self.wv(x_BSD)
+        if config.gate == "channels":  # Each head's channels lie beside their gates.
+            q, gate = (x.flatten(2) for x in q.unflatten(-1, (-1, 2, config.head_dim)).unbind(-2))
         q_BSHC = self.q_norm(self.wq_norm(q).unflatten(-1, heads))
         k_BSHC = self.k_norm(self.wk_norm(k).unflatten(-1, heads))
-        v_BSHC = v.unflatten(-1, heads)
+        v_BSHC = v.unflatten(-1, (-1, config.v_dim))
+        if config.v_norm:
+            v_BSHC = self.norm(v_BSHC, (config.v_dim,))
+        if config.value_scale != 1:
+            v_BSHC = v_BSHC * config.value_scale
         q_BSHC, k_BSHC = self.place(q_BSHC, k_BSHC, rotation)
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
         sinks_H = None if self.sinks is None else self.sinks()
         o_BHSC = self.attend(self.core, q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
-        o_BSD = o_BHSC.transpose(1, 2).flatten(2)
-        return self.wo(o_BSD * gate.sigmoid() if self.config.output_gate else o_BSD)
+        o_BSHC = o_BHSC.transpose(1, 2)
+        if self.gate is not None:
+            o_BSHC = o_BSHC * self.gate(x_BSD).sigmoid()[..., None]
+        o_BSD = o_BSHC.flatten(2)
+        return self.wo(o_BSD if gate is None else o_BSD * gate.sigmoid())
 
     def place(self, q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Gives queries and keys their positions in the sequence."""
-        if not self.rotary:
-            if self.config.temperature is not None:
-                q_BSHC = _tempered(q_BSHC, rotation, self.config.temperature)
+        config, rope = self.config, self.config.rope
+        if rope is None:
+            if config.temperature is not None:
+                q_BSHC = _tempered(q_BSHC, rotation, config.temperature)
             return q_BSHC, k_BSHC
-        q_BSHC, k_BSHC = (rotate(x_BSHC, rotation, self.pairing) for x_BSHC in (q_BSHC, k_BSHC))
-        if self.config.qk_norm != "unweighted":
+        q_BSHC, k_BSHC = (rotate(x_BSHC, rotation, rope.pairing) for x_BSHC in (q_BSHC, k_BSHC))
+        if config.qk_norm != "unweighted":
             return q_BSHC, k_BSHC
-        norm = partial(F.rms_norm, normalized_shape=(self.head_dim,), eps=self.norm_eps)
-        return norm(q_BSHC), norm(k_BSHC)
+        channels = (config.head_dim,)
+        return self.norm(q_BSHC, channels), self.norm(k_BSHC, channels)
 
 
 class PerHead(nn.Module):
@@ -142,13 +154,11 @@ class MLA(Attention):
     indexer, `core` also takes its `Index` or `SharedKeys` (ops/sparse_attention.py).
     """
 
-    def __init__(
-        self, attention: MLAConfig, config: ModelConfig, layer: int, core: AttentionCore
-    ) -> None:
+    def __init__(self, attention: MLAConfig, config: ModelConfig, core: AttentionCore) -> None:
         super().__init__()
-        self.config, self.core, self.pairing = attention, core, config.rope.pairing
+        self.config, self.core = attention, core
         dim, qk_dim = config.dim, attention.qk_dim
-        self.scale = qk_dim**-0.5 * softmax_factor(config.rope)
+        self.scale = qk_dim**-0.5 * softmax_factor(attention.rope)
         if attention.q_rank is None:
             self.wq = nn.Linear(dim, attention.num_heads * qk_dim, bias=False)
         else:
@@ -170,14 +180,14 @@ class MLA(Attention):
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
     ) -> Tensor:
-        config = self.config
+        config, rope = self.config, self.config.rope
         whole_rank = config.q_rank is None
         q, latent = (self.wq if whole_rank else self.wq_a)(x_BSD), self.wkv_a(x_BSD)
         q_latent = q if whole_rank else self.q_norm(q)
         q = q if whole_rank else self.wq_b(q_latent)
         q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
-        if config.rotary:
-            q_BSHC = rotate(q_BSHC, rotation, self.pairing, first=config.nope_dim)
+        if rope is not None:
+            q_BSHC = rotate(q_BSHC, rotation, rope.pairing, first=config.nope_dim)
 
         latent_BSR, k_rope = latent.split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
@@ -186,8 +196,8 @@ class MLA(Attention):
         if config.nope_dim * v_BSHC.element_size() % LOAD_BYTES:
             v_BSHC = v_BSHC.contiguous()  # Its rows begin between the loads of fused kernels.
         k_rope = k_rope[:, :, None]
-        if config.rotary:
-            k_rope = rotate(k_rope, rotation, self.pairing)
+        if rope is not None:
+            k_rope = rotate(k_rope, rotation, rope.pairing)
         k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
 
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
@@ -215,18 +225,19 @@ def plain_core(
     """The fastest core for a model that computes in `dtype`, with whole sequences on one device."""
     if config.indexer is not None:
         return SparseAttention(mask_documents=mask_documents)
-    heads = config.attention
+    kinds = config.attentions
     return choose_core(
         mask_documents=mask_documents,
-        local_or_sinks=config.local is not None or heads.sinks,
+        local_or_sinks=any(each.local or each.sinks for each in kinds),
         takes_varlen=device_type == "cuda"
-        and varlen_attention.takes(heads.qk_dim, heads.v_dim, dtype)
-        and not heads.sinks,
+        and all(varlen_attention.takes(each.qk_dim, each.v_dim, dtype) for each in kinds)
+        and not any(each.sinks for each in kinds),
         takes_flex=takes_flex(config, dtype, device_type),
     )
 
 
 def takes_flex(config: ModelConfig, dtype: torch.dtype, device_type: str) -> bool:
     """Returns whether a type of device has compiled flex attention for the model's heads."""
-    heads = config.attention
-    return device_type == "cuda" and flex_attention.takes(heads.qk_dim, heads.v_dim, dtype)
+    return device_type == "cuda" and all(
+        flex_attention.takes(each.qk_dim, each.v_dim, dtype) for each in config.attentions
+    )

@@ -45,6 +45,8 @@ class RopeConfig:
     pairing: Literal["halves", "neighbours"] = "halves"
     """Channels that rotate together: i and i + C/2 (Hugging Face), or 2i and 2i + 1 (the paper)."""
     scaling: YarnScaling | Llama3Scaling | None = None
+    share: float = 1.0
+    """Share of the pairs that turn, the first ones; the others have frequency 0 (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,33 @@ class GQAConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: RopeConfig | None
+    """None: no position has a part in attention (NoPE, arXiv 2305.19466)."""
+    local: LocalAttention | None = None
+    """How far the layer sees; None: the whole past."""
+    value_dim: int | None = None
+    """Channels of a value's head; None: head_dim."""
     qk_norm: Literal["none", "learned", "unweighted", "across_heads"] = "none"
     """RMS norm of each query and key head: with a weight before the rotation (Qwen3), or without
     one after it, in layers that rotate (Llama 4). "across_heads": of all query heads together and
     all key heads together, with a weight before the rotation (MiniMax-M2)."""
+    v_norm: bool = False
+    """RMS norm of each value head, without a weight (Gemma 4)."""
+    shares_kv: bool = False
+    """Values are the keys before their norm and rotation, without a projection (Gemma 4)."""
+    value_scale: float = 1.0
+    """Factor of the values (MiMo-V2)."""
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
     bias: bool = False
     """All four projections have a bias: Hugging Face's `attention_bias`."""
     output_bias: bool = True
     """`bias` includes the output projection's. False in GLM-4.5."""
     partial_rotary_factor: float = 1.0
     """Share of a head's channels that positions rotate: the first ones."""
-    output_gate: bool = False
-    """The query projection also makes a gate for each channel, whose sigmoid multiplies the heads'
-    output (Qwen3-Next)."""
+    gate: Literal["none", "channels", "heads"] = "none"
+    """A sigmoid multiplies the heads' output: of a number for each channel, which the query
+    projection also makes (Qwen3-Next), or of one for each head (Step-3.7)."""
     sinks: bool = False
     """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
     temperature: PositionTemperature | None = None
@@ -86,8 +102,8 @@ class GQAConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Channels of a head that positions rotate."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        """Channels of a head that positions rotate; 0 without positions."""
+        return int(self.head_dim * self.partial_rotary_factor) if self.rope else 0
 
     @property
     def qk_dim(self) -> int:
@@ -97,7 +113,7 @@ class GQAConfig:
     @property
     def v_dim(self) -> int:
         """Channels of a value's head."""
-        return self.head_dim
+        return self.value_dim or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -131,16 +147,17 @@ class MLAConfig:
     rope_dim: int
     """Channels of a head with position; the key's are shared by all heads."""
     v_dim: int
+    rope: RopeConfig | None
+    """None: no position has a part in attention; the rope_dim channels are as the others."""
     bias: bool = False
     """The down-projections and the output projection have a bias: `attention_bias`."""
     norm_eps: float = 1e-6
     """Epsilon of the latents' norms. The published code uses it whatever `ModelConfig` says."""
     indexer: IndexerConfig | None = None
     """Reads the query's latent. None: attention to the whole past."""
-    rotary: bool = True
-    """Positions rotate the rope_dim channels; else no position has a part in attention."""
 
     sinks: ClassVar[bool] = False
+    local: ClassVar[LocalAttention | None] = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -167,10 +184,6 @@ class GatedDeltaConfig:
     value_dim: int
     conv_size: int
     """Tokens that a channel's convolution sees, its own among them."""
-    attention_every: int
-    """Layers attention_every - 1, 2 * attention_every - 1, ... attend; 0: none does."""
-    attends_last: bool = False
-    """The last layer attends, whatever its number."""
     gate_rank: int | None = None
     """Kimi Delta Attention: each channel of a key decays at a rate of its own, and the projections
     of the decay and of the output's gate have this rank. None: a head's channels decay alike."""
@@ -206,8 +219,8 @@ LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig
-"""The variants. A further one has num_heads, num_kv_heads, rope_dim, qk_dim, v_dim and sinks too,
-its module in models/attention.py and its counts in models/stats.py."""
+"""The variants. A further one has num_heads, num_kv_heads, rope, rope_dim, qk_dim, v_dim, local and
+sinks too, its module in models/attention.py and its counts in models/stats.py."""
 RecurrentConfig = GatedDeltaConfig | Mamba2Config
 TokenMixer = AttentionConfig | RecurrentConfig
 """Dimensions of the part of a layer that mixes tokens."""
@@ -221,7 +234,7 @@ class ModelConfig:
     dim: int
     num_layers: int
     attention: AttentionConfig
-    rope: RopeConfig
+    """Attention of layers that see the whole past, multi-token prediction's among them."""
     hidden_dim: int
     """Hidden dim of the dense feed-forward layers."""
     moe: MoEConfig | None
@@ -232,8 +245,12 @@ class ModelConfig:
     moe_every: int = 1
     """Interval of MoE layers: moe_every - 1, 2 * moe_every - 1, ..., unless `num_dense_layers`
     makes them dense."""
-    local: LocalAttention | None = None
+    near: AttentionConfig | None = None
+    """Attention of layers that see the near past alone."""
     recurrent: RecurrentConfig | None = None
+    pattern: str = "a"
+    """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, and "r"
+    `recurrent`. So "nna" is of layers of which each third sees the whole past."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False
@@ -257,15 +274,14 @@ class ModelConfig:
 
     def mixer(self, layer: int) -> TokenMixer:
         """Returns the attention or recurrence of a layer. Layers of multi-token prediction, whose
-        numbers follow the last one's, attend."""
-        recurrent, attention = self.recurrent, self.attention
-        if recurrent is None or layer >= self.num_layers:
-            if isinstance(attention, MLAConfig) and (own := attention.indexer) is not None:
-                return replace(attention, indexer=replace(own, shares=layer in own.shared_in))
-            return attention
-        every, last = recurrent.attention_every, layer == self.num_layers - 1
-        attends = (every and (layer + 1) % every == 0) or (recurrent.attends_last and last)
-        return self.attention if attends else recurrent
+        numbers follow the last one's, see the whole past."""
+        kinds = {"a": self.attention, "n": self.near, "r": self.recurrent}
+        beyond = layer >= self.num_layers
+        mixer = kinds["a" if beyond else self.pattern[layer % len(self.pattern)]]
+        assert mixer is not None, f"the pattern {self.pattern!r} names what is not given"
+        if isinstance(mixer, MLAConfig) and (own := mixer.indexer) is not None:
+            return replace(mixer, indexer=replace(own, shares=layer in own.shared_in))
+        return mixer
 
     @property
     def row_dim(self) -> int:
@@ -275,7 +291,13 @@ class ModelConfig:
     @property
     def mixers(self) -> set[TokenMixer]:
         """Returns the different mixers of all layers."""
-        return {self.mixer(layer) for layer in range(self.num_layers)}
+        return {self.mixer(n) for n in range(self.num_layers + self.num_mtp_layers)}
+
+    @property
+    def attentions(self) -> list[AttentionConfig]:
+        """Returns the different attentions of all layers, in an order that is always the same."""
+        attentions = [each for each in self.mixers if not isinstance(each, GatedDeltaConfig)]
+        return sorted(attentions, key=repr)
 
     def recurs(self, layer: int) -> bool:
         """Returns whether a layer has a recurrent state."""
@@ -290,19 +312,7 @@ class ModelConfig:
     @property
     def has_temperature(self) -> bool:
         """True if attention depends on positions themselves, not only on their differences."""
-        attention = self.attention
-        return isinstance(attention, GQAConfig) and attention.temperature is not None
-
-    def local_in(self, layer: int) -> LocalAttention | None:
-        """Returns how far a layer sees; None: the whole past."""
-        local = self.local
-        if local is None or (local.global_every and (layer + 1) % local.global_every == 0):
-            return None
-        return local
-
-    def rotates(self, layer: int) -> bool:
-        """Returns whether positions rotate a layer's queries and keys."""
-        return self.local is None or self.local.global_rotary or self.local_in(layer) is not None
+        return any(isinstance(each, GQAConfig) and each.temperature for each in self.attentions)
 
 
 _TABLES = (ModelConfig, MoEConfig, IndexerConfig, *get_args(TokenMixer))

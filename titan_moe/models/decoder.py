@@ -18,7 +18,7 @@ from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
-from titan_moe.models.rope import Rope, Rotation
+from titan_moe.models.rope import Rope, Rotation, rope_key
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.attention import AttentionCore
@@ -48,6 +48,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq": "colwise",
     "*.attention.wk": "colwise",
     "*.attention.wv": "colwise",
+    "*.attention.gate": "colwise",
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
     "*.attention.wq_norm": "colwise_norm",
@@ -114,7 +115,8 @@ class Block(nn.Module):
     """Pre-norm attention or recurrence, then a dense or MoE feed-forward, each added to the stream.
 
     `layer` is the block's number in the whole model, where multi-token prediction's come last.
-    `sees` says which of the decoder's masks is the block's: "state", or how far it attends.
+    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. `turns`
+    says which of its rotations is the block's; a recurrence has no use for any.
     """
 
     def __init__(
@@ -122,16 +124,18 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.sees: Sees = "state" if config.recurs(layer) else config.local_in(layer)
         mixer = config.mixer(layer)
+        self.sees: Sees
         self.attention: Attention
         if isinstance(mixer, GatedDeltaConfig):
+            self.sees, self.turns = "state", rope_key(config.attention)
             eps = config.norm_eps
             self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
         elif isinstance(mixer, Mamba2Config):
             self.attention = Mamba2(config.dim, mixer, norm_eps=config.norm_eps, core=recurrence)
         else:
-            self.attention = build_attention(mixer, config, layer, core)
+            self.sees, self.turns = mixer.local, rope_key(mixer)
+            self.attention = build_attention(mixer, config, core)
         self.attention_norm = norm_of(config)(config.dim)
         self.ffn_norm = norm_of(config)(config.dim)
         self.moe: MoE | None = None
@@ -178,7 +182,6 @@ class Decoder(nn.Module):
         self.core = core or plain_core(config)
         self.recurrence = recurrence or Recurrence(chunked_rule, mask_documents=False)
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.rope = Rope(config.attention.rope_dim, config.rope)
         make_block = partial(Block, config=config, core=self.core, recurrence=self.recurrence)
         # A dict, not a list: a pipeline stage keeps the numbers of the layers that it holds.
         self.layers = nn.ModuleDict(
@@ -189,6 +192,8 @@ class Decoder(nn.Module):
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
             self.mtp = MultiTokenPrediction(config, make_block)
+        turns = dict.fromkeys(block.turns for block in self.blocks().values())
+        self.ropes = nn.ModuleList(Rope(*key) for key in turns)
         selection = Selection()
         for module in self.modules():
             if isinstance(module, Indexer | SharedSelection):
@@ -250,20 +255,25 @@ class Decoder(nn.Module):
         are tokens ahead, one for each depth of multi-token prediction. Given the labels ahead,
         experts of a depth count only its targets."""
         x_BSD = self.tok_embeddings(tokens_BS)
-        rotation = self.rope(positions_BS, x_BSD.dtype)
+        blocks = self.blocks().values()
         masks = {
             sees: self.recurrence.mask(documents_BS)
             if sees == "state"
             else self.core.mask(documents_BS, sees, bounds)
-            for sees in dict.fromkeys(block.sees for block in self.blocks().values())
+            for sees in dict.fromkeys(block.sees for block in blocks)
+        }
+        turns = {block.turns for block in blocks}
+        rotations = {
+            rope.key: rope(positions_BS, x_BSD.dtype) for rope in self.ropes if rope.key in turns
         }
         for block in self.layers.values():
-            x_BSD = block(x_BSD, rotation, masks[block.sees], counted_BS)  # type: ignore[index]
+            context = rotations[block.turns], masks[block.sees]  # type: ignore[index]
+            x_BSD = block(x_BSD, *context, counted_BS)
         x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
         counted_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
-        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks, counted_BKS)]
+        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotations, masks, counted_BKS)]
 
     def blocks(self) -> dict[str, Block]:
         """All blocks, multi-token prediction's last, by name: {"layers.0": Block, ...}."""

@@ -303,7 +303,7 @@ def wrapper_of(settings: Mapping[str, Any]) -> Wrapper | None:
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Dimensions that are not the same, as "dim 256 (there 512)"; training's own do not count."""
-    mine, other = (flat_keys(asdict(config)) for config in (ours, theirs))
+    mine, other = (flat_keys(asdict(config) | _kinds(config)) for config in (ours, theirs))
     unread = set(_OF_TRAINING)
     if all(map(ours.is_moe_layer, range(ours.num_layers))):
         unread.add("hidden_dim")
@@ -316,14 +316,44 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     ]
 
 
+def _kinds(config: ModelConfig) -> dict[str, str]:
+    whole = config.pattern * config.num_layers
+    return {"pattern": whole[: config.num_layers]}
+
+
 def as_record(config: ModelConfig) -> dict[str, Any]:
     """A model's dimensions as JSON can hold them."""
     return asdict(config)
 
 
 def from_record(record: dict[str, Any]) -> ModelConfig:
-    """The dimensions that `as_record` made a record of, also of one whose activation is a name."""
+    """The dimensions that `as_record` made a record of, also before a layer's attention had its own
+    positions and window, and of one whose activation is a name."""
     moe = record.get("moe") or {}
     if isinstance(name := moe.get("activation"), str):
         record = record | {"moe": moe | {"activation": asdict(EARLIER_NAMES[name])}}
-    return _ADAPTER.validate_python(record)
+    return _ADAPTER.validate_python(_by_layer(record) if "rope" in record else record)
+
+
+def _by_layer(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record in which the model's positions, window and intervals are its layers'."""
+    record, attention = dict(record), dict(record["attention"])
+    rope, local = record.pop("rope"), dict(record.pop("local") or {})
+    gate = "channels" if attention.pop("output_gate", False) else "none"
+    near = attention | {"rope": rope if attention.pop("rotary", True) else None}
+    near |= {"gate": gate} if "num_kv_heads" in attention else {}
+    record["attention"], pattern = near, "a"
+    if local:
+        every = local.pop("global_every")
+        pattern = "n" * (every - 1) + "a" if every else "n"
+        record["near"] = near | {"local": local}
+        if not local.pop("global_rotary"):
+            record["attention"] = near | {"rope": None}
+    if record.get("recurrent"):
+        recurrent, last = dict(record["recurrent"]), record["num_layers"] - 1
+        every, attends_last = recurrent.pop("attention_every"), recurrent.pop("attends_last")
+        pattern = "r" * (every - 1) + "a" if every else "r"
+        if attends_last:
+            pattern = (pattern * record["num_layers"])[:last] + "a"
+        record["recurrent"] = recurrent
+    return record | {"pattern": pattern}

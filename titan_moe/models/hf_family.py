@@ -13,7 +13,7 @@ two forms: that of published models (`rope_theta`, `rope_scaling`), and what tra
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -119,8 +119,8 @@ class Form:
     """Keys that are read with this value alone, and written."""
     fields: Fields = field(default_factory=dict)
     """Fields that no key tells."""
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `rope_from_hf`."""
+    rope: Mapping[str, Any] | None = field(default_factory=dict)
+    """Arguments of `rope_from_hf`. None: no layer has positions."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that transformers writes -> the published keys, which go before them; and `_ALIASES`."""
 
@@ -136,7 +136,8 @@ class Form:
             path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
             for path, key in self.keys.items()
         }
-        fields = checked(fields, self.keys) | {"rope": rope_from_hf(settings, **self.rope)}
+        rope = None if self.rope is None else rope_from_hf(settings, **self.rope)
+        fields = checked(fields, self.keys) | {"attention.rope": rope}
         if fields.get("moe.num_groups", 1) > 1:  # The best two experts tell a group's score.
             fields["moe.group_score_top"] = 2
         rotated = "attention.partial_rotary_factor"
@@ -147,7 +148,8 @@ class Form:
         return fields | self.fields
 
     def config(self, fields: Fields) -> ModelConfig:
-        """The dimensions with these fields, dense where none of them is under `moe`."""
+        """The dimensions with these fields, dense where none of them is under `moe`. Fields under
+        `near` are those that differ from `attention`'s."""
         tables: dict[str, dict[str, Any]] = defaultdict(dict)
         for path, value in fields.items():
             table, _, name = path.rpartition(".")
@@ -156,6 +158,8 @@ class Form:
             tables["attention"]["indexer"] = IndexerConfig(**tables["attention.indexer"])
         kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": GatedDeltaConfig}
         made = {name: kind(**tables[name]) for name, kind in kinds.items() if name in tables}
+        if "near" in tables:
+            made["near"] = replace(made["attention"], **tables["near"])
         return ModelConfig(**{"moe": None, **tables[""], **made})
 
     def attention_of(self, config: ModelConfig) -> Any:
@@ -179,7 +183,7 @@ class Form:
             **self.fixed,
             **own,
             **{key: attrgetter(path)(config) for path, key in self.keys.items()},
-            **rope_to_hf(config.rope),
+            **rope_to_hf(next((each.rope for each in config.attentions if each.rope), None)),
         }
 
 
@@ -248,9 +252,23 @@ def attending(settings: Settings, other: str, num_layers: int) -> list[bool] | N
     return kinds and [kind == FULL for kind in kinds[:num_layers]]
 
 
-def kinds_of(attends: Sequence[bool], other: str) -> list[str]:
-    """The `layer_types` of layers, of which these see the whole sequence."""
-    return [FULL if each else other for each in attends]
+def kinds_of(config: ModelConfig, other: str) -> list[str]:
+    """The `layer_types` of all layers: those that do not see the whole sequence are the `other`."""
+    mixers = map(config.mixer, range(config.num_layers))
+    return [FULL if each is config.attention else other for each in mixers]
+
+
+def near_size(config: ModelConfig) -> int | None:
+    """Returns how many tokens layers of the near past see; None without such layers."""
+    return config.near.local.size if config.near and config.near.local else None
+
+
+def pattern_of(attends: Sequence[bool], other: str) -> str:
+    """Returns the shortest pattern of layers, of which these see the whole sequence. `other`: the
+    letter of the others."""
+    kinds = "".join("a" if each else other for each in attends)
+    lengths = range(1, len(kinds) + 1)
+    return next(kinds[:n] for n in lengths if (kinds[:n] * len(kinds)).startswith(kinds))
 
 
 def period(key: str, layers: Sequence[bool]) -> int:
@@ -272,8 +290,10 @@ _SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
 """Scalings of positions by rope_type, with the numbers that config.json names alike."""
 
 
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The keys rope_theta and rope_scaling."""
+def rope_to_hf(rope: RopeConfig | None) -> dict[str, Any]:
+    """The keys rope_theta and rope_scaling; none without positions."""
+    if rope is None:
+        return {}
     scaling = rope.scaling
     if scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}

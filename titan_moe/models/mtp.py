@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.output import Embedding, norm_of
-from titan_moe.models.rope import Rotation
+from titan_moe.models.rope import RopeKey, Rotation
 from titan_moe.ops.local_attention import LocalAttention
 
 Sees = LocalAttention | Literal["state"] | None
@@ -82,7 +82,7 @@ class MultiTokenPrediction(nn.Module):
         self,
         hidden_BSD: Tensor,
         tokens_BKS: Tensor,
-        rotation: Rotation,
+        rotations: Mapping[RopeKey, Rotation],
         masks: Masks,
         counted_BKS: Tensor | None = None,
     ) -> list[Tensor]:
@@ -97,8 +97,9 @@ class MultiTokenPrediction(nn.Module):
         counted = [None] * len(self.layers) if counted_BKS is None else counted_BKS.unbind(1)
         depths = zip(self.layers.values(), tokens_BKS.unbind(1), counted, strict=True)
         for layer, tokens_BS, counted_BS in depths:
-            mask = masks[layer.block.sees]  # type: ignore[union-attr, index]
-            hidden.append(layer(tokens_BS, hidden[-1], rotation, mask, counted_BS))
+            block: Any = layer.block
+            context = rotations[block.turns], masks[block.sees]
+            hidden.append(layer(tokens_BS, hidden[-1], *context, counted_BS))
         return hidden[1:]
 
     def losses(

@@ -55,20 +55,24 @@ def attention_stats(attention: TokenMixer, dim: int) -> AttentionStats:
 @attention_stats.register
 def _(attention: GQAConfig, dim: int) -> AttentionStats:
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    queries = heads * (1 + attention.output_gate)
-    matrices = dim * (queries + heads + 2 * kv_heads) * head_dim
-    biases = attention.bias * ((queries + 2 * kv_heads) * head_dim + attention.output_bias * dim)
+    v_dim, by_channel = attention.v_dim, attention.gate == "channels"
+    queries = heads * (1 + by_channel) * head_dim
+    keys, own_values = kv_heads * head_dim, kv_heads * v_dim * (not attention.shares_kv)
+    matrices = dim * (queries + keys + own_values + heads * v_dim)
+    matrices += dim * heads * (attention.gate == "heads")
+    biases = attention.bias * (queries + keys + own_values + attention.output_bias * dim)
     normed_heads = {"learned": 2, "across_heads": heads + kv_heads}
     norms = normed_heads.get(attention.qk_norm, 0) * head_dim
     flash = not attention.sinks  # Flex attention, which sinks take, adds up in registers.
     return AttentionStats(
         parameters=matrices + biases + norms + attention.sinks * heads,
         matrices=matrices,
-        score_channels=heads * 2 * head_dim,
-        saved=(3 * heads + 3 * kv_heads + 2 * heads * attention.output_gate) * head_dim,
-        results=2 * (heads + 2 * kv_heads) * head_dim + queries * head_dim,
+        score_channels=heads * (head_dim + v_dim),
+        saved=(2 * heads + 2 * kv_heads) * head_dim
+        + (heads * (1 + 2 * by_channel) + kv_heads * (1 + attention.v_norm)) * v_dim,
+        results=2 * kv_heads * (head_dim + v_dim) + 2 * heads * v_dim + queries,
         query_sums=flash * heads * _tiled(head_dim),
-        expanded=flash * (heads != kv_heads) * 2 * heads * head_dim,
+        expanded=flash * (heads != kv_heads) * heads * (head_dim + v_dim),
     )
 
 
@@ -227,11 +231,12 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 
 
 def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
-    seen = mean_seen(config.local_in(layer), seq_len)
-    attention = attention_stats(config.mixer(layer), config.dim)
+    mixer = config.mixer(layer)
+    local = None if isinstance(mixer, GatedDeltaConfig) else mixer.local
+    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, config.dim)
     products = attention.matrices + attention.index_channels * seen + attention.state_products
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
-        seen = mean_seen(LocalAttention("window", attention.top_k, global_every=0), seq_len)
+        seen = mean_seen(LocalAttention("window", attention.top_k), seq_len)
     products = 2.0 * (products + attention.score_channels * seen)
     moe, (dense, routed) = config.moe, _matrices(config)
     if not config.is_moe_layer(layer) or moe is None:

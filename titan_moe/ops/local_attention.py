@@ -6,17 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Layers that see the near past alone, between layers that see all of it."""
+    """The near past, which alone a layer sees."""
 
     kind: Literal["window", "chunk"]
     """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
     'chunk': a sequence, or each document of it where documents are masked, is cut every `size`
     tokens, and a token sees its own piece (Llama 4)."""
     size: int
-    global_every: int
-    """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""
-    global_rotary: bool = True
-    """False: layers that see all have no positions (NoPE, arXiv 2305.19466)."""
 
 
 def mean_seen(local: LocalAttention | None, seq_len: int) -> float:

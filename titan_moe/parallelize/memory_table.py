@@ -327,7 +327,7 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     if recompute.keep_exchanged_rows:
         recomputed["exchanged rows"] = _exchanged_per_token(plan, rows)
     if recompute.keep_attention:  # As wide as values, or more.
-        recomputed["attention"] = config.attention.num_heads * config.attention.qk_dim
+        recomputed["attention"] = max(each.num_heads * each.qk_dim for each in config.attentions)
     num_recomputed = -(-num_layers // recompute.every) if recompute.every else 0
     num_others = num_layers - num_recomputed
     kept = {f"{name} of recomputed layers": num_recomputed * n for name, n in recomputed.items()}

@@ -137,7 +137,7 @@ def smallest_task(
 def _layers_of_all_kinds(job: JobConfig, config: ModelConfig) -> int:
     period = job.activation_checkpoint.every or 1
     kinds = [
-        (config.is_moe_layer(layer), config.recurs(layer), config.local_in(layer), layer % period)
+        (config.is_moe_layer(layer), config.mixer(layer), layer % period)
         for layer in range(config.num_layers)
     ]
     return max(kinds.index(each) for each in set(kinds)) + 1

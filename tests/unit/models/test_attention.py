@@ -35,7 +35,7 @@ def slow_varlen_attn(
     group = q_THC.shape[1] // k_THC.shape[1]
     assert enable_gqa == (group > 1)
     piece_T = torch.bucketize(torch.arange(len(q_THC)), starts_N1, right=True)
-    window = LocalAttention("window", window_size[0] + 1, global_every=0)
+    window = LocalAttention("window", window_size[0] + 1)
     (seen_TT,) = visible(piece_T[None], window if window_size[0] >= 0 else None)
     q, k, v = (x.transpose(0, 1) for x in (q_THC, k_THC, v_THC))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
@@ -48,10 +48,10 @@ DOCUMENTS_BS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]]
 
 LOCALS = {
     "all": None,
-    "window": LocalAttention("window", 3, global_every=0),
-    "window of one": LocalAttention("window", 1, global_every=0),
-    "window beyond the row": LocalAttention("window", 99, global_every=0),
-    "chunk": LocalAttention("chunk", 3, global_every=0),
+    "window": LocalAttention("window", 3),
+    "window of one": LocalAttention("window", 1),
+    "window beyond the row": LocalAttention("window", 99),
+    "chunk": LocalAttention("chunk", 3),
 }
 
 
@@ -153,15 +153,14 @@ def test_sinks_of_the_plain_core_need_no_mask():
     assert torch.equal(ours, whole)
 
 
-GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="learned")
-MLA = MLAConfig(num_heads=2, q_rank=12, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=6)
+GQA = GQAConfig(4, 2, 8, RopeConfig(100.0), qk_norm="learned")
+MLA = MLAConfig(2, 12, 8, 8, 4, 6, RopeConfig(100.0))
 
 
 def _config(attention: GQAConfig | MLAConfig) -> ModelConfig:
     return ModelConfig(
-        vocab_size=32, dim=16, num_layers=2, attention=attention,
-        rope=RopeConfig(100.0), hidden_dim=32, moe=None,
-    )  # fmt: skip
+        vocab_size=32, dim=16, num_layers=2, attention=attention, hidden_dim=32, moe=None
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,8 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]])
 LABELS = torch.tensor([[1, 4, -100, 5, 9, 2, 6, 7], [3, 5, 8, 9, 7, -100, -100, 4]])
 
 
-SPARSE = MLAConfig(2, 12, 8, 8, 4, 6, indexer=IndexerConfig(num_heads=2, head_dim=8, top_k=2))
+ROPE = RopeConfig(100.0)
+SPARSE = MLAConfig(2, 12, 8, 8, 4, 6, ROPE, indexer=IndexerConfig(2, 8, top_k=2))
 
 
 def _model(depths: int, *, sparse: bool = False, **balance: float) -> Decoder:
@@ -34,8 +35,7 @@ def _model(depths: int, *, sparse: bool = False, **balance: float) -> Decoder:
         vocab_size=11,
         dim=16,
         num_layers=2,
-        attention=SPARSE if sparse else GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8),
-        rope=RopeConfig(100.0),
+        attention=SPARSE if sparse else GQAConfig(2, 1, 8, ROPE),
         hidden_dim=24,
         moe=MoEConfig(num_experts=4, top_k=2, hidden_dim=8, normalize_top_k=True, **balance),
         num_dense_layers=1,
@@ -59,7 +59,7 @@ def _slow_losses(model: Decoder, depths: int) -> tuple[torch.Tensor, torch.Tenso
         length = tokens.shape[1]
         positions = torch.arange(length)[None]
         stream = model.tok_embeddings(tokens)
-        rotation, mask = model.rope(positions, stream.dtype), model.core.mask(documents)
+        rotation, mask = model.ropes[0](positions, stream.dtype), model.core.mask(documents)
         for block in model.layers.values():
             stream = block(stream, rotation, mask)
         hidden = model.norm(stream)

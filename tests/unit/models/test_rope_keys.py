@@ -93,7 +93,8 @@ def test_drawn_rope_keys_agree_with_transformers_or_are_refused(
             if (found := _read(form, tmp_path)) is None:
                 assert first is None, form
                 continue
-            attention, rope = found.config.attention, found.config.rope
+            attention = next(each for each in found.config.attentions if each.rope)
+            rope = attention.rope
             ours = inverse_frequencies(attention.rope_dim, rope)
             assert ours.shape == theirs.shape, settings
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, msg=f"{settings}")

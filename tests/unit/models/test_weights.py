@@ -65,7 +65,7 @@ def test_multi_token_prediction_costs_a_projection_a_layer_and_its_logits():
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 @pytest.mark.parametrize("size", [1, 6, 100])
 def test_mean_seen_equals_the_average_over_a_slow_loop(seq_len: int, kind: str, size: int):
-    local = LocalAttention(kind, size, global_every=2)
+    local = LocalAttention(kind, size)
     seen = visible(torch.zeros(1, seq_len), local).sum().item() / seq_len
     assert mean_seen(local, seq_len) == pytest.approx(seen, rel=1e-12)
     assert mean_seen(None, seq_len) == (seq_len + 1) / 2

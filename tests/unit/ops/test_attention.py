@@ -22,7 +22,7 @@ def test_tile_is_seen_if_any_of_its_pairs_is(
 ) -> None:
     """Tiles in which positions jump from chunk to chunk may also count as seen by mistake."""
     opens_BS = torch.rand(2, seq_len, generator=torch.Generator().manual_seed(0)) < 5 / seq_len
-    layers = local and LocalAttention(*local, global_every=0)
+    layers = local and LocalAttention(*local)
     first_BS = first_seen_in_sequences(opens_BS.cumsum(1), layers, mask_documents=True)
     parts = [local_positions(seq_len, cp, rank, balanced=True) for rank in range(cp)]
     for queries_S, keys_S in product(parts, [torch.arange(seq_len), *parts]):

@@ -12,7 +12,7 @@ from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.compile import apply_compile
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, choose_blocks
 from titan_moe.models.attention import plain_core, takes_flex
-from titan_moe.models.config import GQAConfig, MLAConfig
+from titan_moe.models.config import GQAConfig, MLAConfig, RopeConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore
@@ -47,7 +47,7 @@ def test_bounds_hold_the_most_documents_and_the_longest() -> None:
 def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int) -> None:
     per_sequence, longest = bounds_of(DOCUMENTS_BS)
     for size in SIZES:
-        local = None if kind is None else LocalAttention(kind, size, global_every=0)
+        local = None if kind is None else LocalAttention(kind, size)
         bounds = DocumentBounds(per_sequence + spare, longest)
         pieces = pieces_of_sequences(DOCUMENTS_BS, local, bounds)
         chunks = 12 // size if kind == "chunk" else 0
@@ -61,12 +61,13 @@ def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int
         assert pieces.window == (size if kind == "window" else None)
 
 
-@pytest.mark.parametrize("local", [None, LocalAttention("chunk", 24, global_every=0)], ids=str)
+@pytest.mark.parametrize("local", [None, LocalAttention("chunk", 24)], ids=str)
 def test_layers_are_not_compiled_again_for_other_documents(local: LocalAttention | None) -> None:
     """On fake tensors: the CPU has no kernel of torch's operation, and no graph looks into it."""
     torch._dynamo.reset()
     counters.clear()
-    config = replace(model_config("qwen3", "gate"), num_layers=1, moe=None, local=local)
+    config = replace(model_config("qwen3", "gate"), num_layers=1, moe=None)
+    config = replace(config, attention=replace(config.attention, local=local))
     per_sequence, longest = [1, 1, 2, 5, 5, 64, 9, 3, 7, 1], [64, 1, 40, 40, 13, 1, 64, 24, 50, 2]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Decoder(config, VarlenCore(mask_documents=True))
@@ -78,8 +79,8 @@ def test_layers_are_not_compiled_again_for_other_documents(local: LocalAttention
     assert counters["stats"]["unique_graphs"] == 1
 
 
-HEADS = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=32)
-LATENT = MLAConfig(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)
+HEADS = GQAConfig(4, 2, 32, RopeConfig(100.0))
+LATENT = MLAConfig(4, None, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8, rope=HEADS.rope)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,7 @@ _DENSE = ModelConfig(
     dim=10,
     num_layers=2,
     hidden_dim=30,
-    attention=GQAConfig(num_heads=2, num_kv_heads=1, head_dim=5),
-    rope=RopeConfig(10_000.0),
+    attention=GQAConfig(2, 1, 5, RopeConfig(10_000.0)),
     moe=None,
 )
 _JOB = JobConfig(training=Training(local_batch_size=3, seq_len=7))

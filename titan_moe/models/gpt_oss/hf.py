@@ -39,25 +39,23 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
         raise ConfigError("config.json: rope_scaling is missing; none is {'rope_type': 'default'}")
     fields = _FORM.read(settings)
-    return _FORM.config(fields | {"local": _local(settings, fields["num_layers"])})
-
-
-def _local(settings: hf.Settings, num_layers: int) -> LocalAttention | None:
-    window = settings.get("sliding_window", 128)
+    window, num_layers = settings.get("sliding_window", 128), fields["num_layers"]
     alternating = [layer % 2 == 1 for layer in range(num_layers)]
     sees_all = hf.attending(settings, _SLIDING, num_layers) or alternating
-    if window is None or all(sees_all):
-        return None
-    return LocalAttention("window", window, global_every=hf.period("layer_types", sees_all))
+    if window is not None and not all(sees_all):
+        fields |= {
+            "near.local": LocalAttention("window", window),
+            "pattern": hf.pattern_of(sees_all, "n"),
+        }
+    return _FORM.config(fields)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    sees_all = [config.local_in(layer) is None for layer in range(config.num_layers)]
     settings = _FORM.write(
         config,
-        sliding_window=config.local and config.local.size,
-        layer_types=hf.kinds_of(sees_all, _SLIDING),
+        sliding_window=hf.near_size(config),
+        layer_types=hf.kinds_of(config, _SLIDING),
     )
     return settings | {"rope_scaling": settings["rope_scaling"] or {"rope_type": "default"}}
 

@@ -42,7 +42,8 @@ _FORM = hf.Form(
         "moe_router_activation_func": "sigmoid",
         "use_grouped_topk": True,
     },
-    fields={"attention.rotary": False, "moe.score": "sigmoid"},
+    fields={"moe.score": "sigmoid"},
+    rope=None,
     aliases={
         "max_position_embeddings": "model_max_length",
         "num_local_experts": "num_experts",
@@ -67,10 +68,10 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, tie_word_embeddings=(False,))
     hf.only(settings, num_nextn_predict_layers=(0,), num_mtp_layers=(0,))
     fields = _FORM.read(settings)
-    return _FORM.config(fields | {"recurrent": _recurrent_layers(settings, fields["num_layers"])})
+    return _FORM.config(fields | _recurrent_layers(settings, fields["num_layers"]))
 
 
-def _recurrent_layers(settings: hf.Settings, num_layers: int) -> GatedDeltaConfig:
+def _recurrent_layers(settings: hf.Settings, num_layers: int) -> hf.Fields:
     attends, table = hf.attending(settings, _LINEAR, num_layers), settings.get("linear_attn_config")
     if attends is None:
         table = hf.needed(settings, "linear_attn_config")
@@ -78,18 +79,14 @@ def _recurrent_layers(settings: hf.Settings, num_layers: int) -> GatedDeltaConfi
         attends = [number in numbers for number in range(1, num_layers + 1)]
     table = table or {name: hf.needed(settings, key) for name, key in _STATES.items()}
     dim, heads, size = (hf.needed(table, name) for name in _STATES)
-    # The last layer attends in the published model, after two recurrent ones instead of three.
-    every = hf.period("full_attn_layers", attends[:-1])
-    last = attends[-1] and (not every or num_layers % every != 0)
-    if not last:
-        hf.period("full_attn_layers", attends)
-    return GatedDeltaConfig(heads, heads, dim, dim, size, every, last, gate_rank=dim)
+    recurrent = GatedDeltaConfig(heads, heads, dim, dim, size, gate_rank=dim)
+    return {"recurrent": recurrent, "pattern": hf.pattern_of(attends, "r")}
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     recurrent = hf.recurrent_of(config, _FORM.family)
-    attends = [not config.recurs(layer) for layer in range(config.num_layers)]
+    kinds = hf.kinds_of(config, _LINEAR)
     states = {
         "head_dim": recurrent.key_dim,
         "num_heads": recurrent.num_key_heads,
@@ -98,11 +95,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return _FORM.write(
         config,
         linear_attn_config={
-            "full_attn_layers": [layer for layer, full in enumerate(attends, 1) if full],
-            "kda_layers": [layer for layer, full in enumerate(attends, 1) if not full],
+            "full_attn_layers": [n for n, kind in enumerate(kinds, 1) if kind == hf.FULL],
+            "kda_layers": [n for n, kind in enumerate(kinds, 1) if kind == _LINEAR],
             **states,
         },
-        layer_types=hf.kinds_of(attends, _LINEAR),
+        layer_types=kinds,
         **{key: states[name] for name, key in _STATES.items()},
     )
 

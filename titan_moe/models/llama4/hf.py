@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
+from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature, RopeConfig
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("llama4_text",)
@@ -30,10 +30,11 @@ _FORM = hf.Form(
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    fields = _FORM.read(settings) | {
+    fields = _FORM.read(settings)
+    fields |= {
         "attention.qk_norm": "unweighted" if hf.given(settings, "use_qk_norm", True) else "none",
         "attention.temperature": _temperature(settings),
-        "local": _local(settings),
+        **_near(settings, fields["attention.rope"]),
         "moe_every": _moe_every(settings),
     }
     return _FORM.config(fields)
@@ -49,7 +50,7 @@ def _temperature(settings: hf.Settings) -> PositionTemperature | None:
     )
 
 
-def _local(settings: hf.Settings) -> LocalAttention:
+def _near(settings: hf.Settings, rope: RopeConfig) -> hf.Fields:
     # Layers without rotary positions are those that see the whole sequence.
     num_layers = settings["num_hidden_layers"]
     every = hf.given(settings, "no_rope_layer_interval", 4)
@@ -57,13 +58,14 @@ def _local(settings: hf.Settings) -> LocalAttention:
         (layer + 1) % every != 0 for layer in range(num_layers)
     ]
     sees_all = [not each for each in rotates[:num_layers]]
-    hf.only(settings, layer_types=(hf.kinds_of(sees_all, "chunked_attention"),))
-    return LocalAttention(
-        "chunk",
-        hf.given(settings, "attention_chunk_size", 8192),
-        global_every=hf.period("no_rope_layers", sees_all),
-        global_rotary=False,
-    )
+    kinds = [hf.FULL if each else "chunked_attention" for each in sees_all]
+    hf.only(settings, layer_types=(kinds,))
+    return {
+        "attention.rope": None,
+        "near.rope": rope,
+        "near.local": LocalAttention("chunk", hf.given(settings, "attention_chunk_size", 8192)),
+        "pattern": hf.pattern_of(sees_all, "n"),
+    }
 
 
 def _moe_every(settings: hf.Settings) -> int:
@@ -80,8 +82,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
     return _FORM.write(
         config,
-        attention_chunk_size=config.max_seq_len if config.local is None else config.local.size,
-        no_rope_layers=[int(config.rotates(layer)) for layer in layers],
+        attention_chunk_size=hf.near_size(config),
+        no_rope_layers=[int(config.mixer(layer) is config.near) for layer in layers],
         use_qk_norm=attention.qk_norm == "unweighted",
         attn_temperature_tuning=attention.temperature is not None,
         attn_scale=temperature.scale,

@@ -25,14 +25,15 @@ _FORM = hf.Form(
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    window = settings.get("sliding_window")
-    local = None if window is None else LocalAttention("window", window, global_every=0)
-    return _FORM.config(_FORM.read(settings) | {"local": local})
+    fields, window = _FORM.read(settings), settings.get("sliding_window")
+    if window is not None:
+        fields |= {"near.local": LocalAttention("window", window), "pattern": "n"}
+    return _FORM.config(fields)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    return _FORM.write(config, sliding_window=config.local and config.local.size)
+    return _FORM.write(config, sliding_window=hf.near_size(config))
 
 
 def keys(config: ModelConfig) -> names.HFKeys:

@@ -44,7 +44,7 @@ _FORM = hf.Form(
     fixed={"mlp_only_layers": []},
     fields={
         "attention.qk_norm": "learned",
-        "attention.output_gate": True,
+        "attention.gate": "channels",
         "recurrent.files_join_heads": True,
         "zero_centred_norms": True,
         "moe.shared_gate": True,
@@ -68,8 +68,10 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     width = hf.given(settings, "intermediate_size", width)
     fields = form.read({**settings, "intermediate_size": width})
     attends = hf.attending(settings, _LINEAR, fields["num_layers"])
-    every = hf.given(settings, "full_attention_interval", 4)
-    fields["recurrent.attention_every"] = hf.period("layer_types", attends) if attends else every
+    if attends is None:
+        every = hf.given(settings, "full_attention_interval", 4)
+        attends = [(layer + 1) % every == 0 for layer in range(fields["num_layers"])]
+    fields["pattern"] = hf.pattern_of(attends, "r")
     fields["moe.num_shared_experts"] = _shared_experts(settings)
     return form.config(fields)
 
@@ -88,10 +90,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     joined = hf.recurrent_of(config, _FORM.family).files_join_heads
     assert config.moe is not None
-    attends = [not config.recurs(layer) for layer in range(config.num_layers)]
     return (_FORM if joined else _QWEN3_5).write(
         config,
-        layer_types=hf.kinds_of(attends, _LINEAR),
+        layer_types=hf.kinds_of(config, _LINEAR),
         shared_expert_intermediate_size=config.moe.num_shared_experts * config.moe.hidden_dim,
     )
 

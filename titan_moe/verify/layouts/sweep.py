@@ -138,9 +138,7 @@ def _models(layout: Layout) -> dict[str, ModelConfig]:
         dim=191,
         vocab_size=192,
         max_seq_len=_SEQ_LEN,
-        attention=GQAConfig(
-            num_heads=128, num_kv_heads=64, head_dim=24, qk_norm="learned", bias=True
-        ),
+        attention=GQAConfig(128, 64, 24, small.attention.rope, qk_norm="learned", bias=True),
         moe=replace(small.moe, num_experts=3 * layout.ep, hidden_dim=192),
     )
     models = {"deepseek_v3": replace(published, num_dense_layers=1), "qwen3": uneven}

@@ -13,6 +13,7 @@ import torch
 from tests.support.tiers import split
 from titan_moe.cli.main import main
 from titan_moe.data.batch import Batch
+from titan_moe.models.config import RopeConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 from titan_moe.training.train_step import local_batch
@@ -37,20 +38,25 @@ def test_model_agrees_with_transformers(name: str, dtype: str, seed: int):
 
 
 def _changed(config: Any, path: str, changes: dict[str, Any]) -> Any:
-    """Returns a config with other fields in one of its sections, such as "rope.scaling"."""
+    """Returns a config with other fields in one of its sections, such as "attention.rope"."""
     first, _, rest = path.partition(".")
     if first:
         changes = {first: _changed(getattr(config, first), rest, changes)}
     return replace(config, **changes)
 
 
+ROPE = RopeConfig(500_000.0, "neighbours")
 # Dimensions that may be wrong without a change of a weight's shape.
 _YARN = "deepseek_v2: YaRN, beyond its original length"
 _MISTAKES = {
     "norm_eps": ("mixtral: plain", "", {"norm_eps": 1e-4}),
-    "window": ("gpt_oss: plain", "local", {"size": 11}),
-    "chunk": ("llama4: plain", "local", {"size": 15}),
-    "positions everywhere": ("llama4: plain", "local", {"global_rotary": True}),
+    "window": ("gpt_oss: plain", "near.local", {"size": 11}),
+    "chunk": ("llama4: plain", "near.local", {"size": 15}),
+    "positions everywhere": (
+        "llama4: plain",
+        "attention",
+        {"rope": ROPE},
+    ),
     "QK norm": ("llama4: plain", "attention", {"qk_norm": "none"}),
     "route_scale": ("deepseek_v3: plain", "moe", {"route_scale": 1.0}),
     "groups": ("deepseek_v3: plain", "moe", {"num_groups": 1, "top_groups": 1}),
@@ -58,7 +64,7 @@ _MISTAKES = {
     "bias in the choice of groups": ("glm4_moe: groups", "moe", {"group_score_top": 1}),
     "indexer's rope": ("deepseek_v32: plain", "attention.indexer", {"pairing": "neighbours"}),
     "indexer's rope of GLM-5": ("glm_moe_dsa: plain", "attention.indexer", {"pairing": "halves"}),
-    "mscale": (_YARN, "rope.scaling", {"mscale_all_dim": 0.0}),
+    "mscale": (_YARN, "attention.rope.scaling", {"mscale_all_dim": 0.0}),
 }
 
 
