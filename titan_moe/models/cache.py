@@ -98,10 +98,11 @@ def with_cache(model: Decoder) -> Decoder:
     For evaluation, in one process, of one batch of texts without padding.
     """
     instead: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    recurs = [layer.sees == "state" for layer in model.layers.values()]
-    instead[id(model.core)] = KeptKeys(recurs.count(False))
-    if any(recurs):
+    kinds: list[Any] = [layer.sees for layer in model.layers.values()]
+    recurrent = kinds.count("state")
+    instead[id(model.core)] = KeptKeys(len(kinds) - recurrent - kinds.count("nothing"))
+    if recurrent:
         cut = "a recurrence of sequences that are cut keeps no state"
         assert isinstance(model.recurrence, Recurrence), cut
-        instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurs.count(True))
+        instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurrent)
     return deepcopy(model, instead)

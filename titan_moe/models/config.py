@@ -249,8 +249,12 @@ class ModelConfig:
     """Attention of layers that see the near past alone."""
     recurrent: RecurrentConfig | None = None
     pattern: str = "a"
-    """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, and "r"
-    `recurrent`. So "nna" is of layers of which each third sees the whole past."""
+    """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, "r"
+    `recurrent`, and "-" none of them. So "nna" is of layers of which each third sees the whole
+    past."""
+    ffn_pattern: str = "f"
+    """The layers' feed-forwards, as often as there are layers: "f" has experts or is dense, as
+    `moe_every` and `num_dense_layers` say, "d" is dense, and "-" has none (Nemotron-H)."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False
@@ -268,16 +272,37 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Returns whether a layer has experts, multi-token prediction's included: they follow the
         last."""
-        layer = min(layer, self.num_layers - 1)
+        beyond, layer = layer >= self.num_layers, min(layer, self.num_layers - 1)
         interleaved = (layer + 1) % self.moe_every == 0
-        return self.moe is not None and layer >= self.num_dense_layers and interleaved
+        named = beyond or self.ffn_pattern[layer % len(self.ffn_pattern)] == "f"
+        return self.moe is not None and named and layer >= self.num_dense_layers and interleaved
 
-    def mixer(self, layer: int) -> TokenMixer:
-        """Returns the attention or recurrence of a layer. Layers of multi-token prediction, whose
-        numbers follow the last one's, see the whole past."""
-        kinds = {"a": self.attention, "n": self.near, "r": self.recurrent}
+    def is_dense_layer(self, layer: int) -> bool:
+        """Returns whether a layer has a feed-forward without experts."""
         beyond = layer >= self.num_layers
-        mixer = kinds["a" if beyond else self.pattern[layer % len(self.pattern)]]
+        named = beyond or self.ffn_pattern[layer % len(self.ffn_pattern)] != "-"
+        return named and not self.is_moe_layer(layer)
+
+    @property
+    def has_dense_layer(self) -> bool:
+        """True if a layer, but for multi-token prediction's, has a feed-forward without experts."""
+        return any(map(self.is_dense_layer, range(self.num_layers)))
+
+    @property
+    def num_residuals(self) -> int:
+        """Parts of the layers that are added to the residual stream: two of a usual layer."""
+        layers = range(self.num_layers)
+        feed_forwards = (self.is_moe_layer(n) or self.is_dense_layer(n) for n in layers)
+        return sum(self.mixer(n) is not None for n in layers) + sum(feed_forwards)
+
+    def mixer(self, layer: int) -> TokenMixer | None:
+        """Returns the attention or recurrence of a layer, None without any. Layers of multi-token
+        prediction, whose numbers follow the last one's, see the whole past."""
+        kinds = {"a": self.attention, "n": self.near, "r": self.recurrent}
+        letter = "a" if layer >= self.num_layers else self.pattern[layer % len(self.pattern)]
+        if letter == "-":
+            return None
+        mixer = kinds[letter]
         assert mixer is not None, f"the pattern {self.pattern!r} names what is not given"
         if isinstance(mixer, MLAConfig) and (own := mixer.indexer) is not None:
             return replace(mixer, indexer=replace(own, shares=layer in own.shared_in))
@@ -291,17 +316,18 @@ class ModelConfig:
     @property
     def mixers(self) -> set[TokenMixer]:
         """Returns the different mixers of all layers."""
-        return {self.mixer(n) for n in range(self.num_layers + self.num_mtp_layers)}
+        mixers = map(self.mixer, range(self.num_layers + self.num_mtp_layers))
+        return {mixer for mixer in mixers if mixer is not None}
 
     @property
     def attentions(self) -> list[AttentionConfig]:
         """Returns the different attentions of all layers, in an order that is always the same."""
-        attentions = [each for each in self.mixers if not isinstance(each, GatedDeltaConfig)]
+        attentions = [each for each in self.mixers if not isinstance(each, RecurrentConfig)]
         return sorted(attentions, key=repr)
 
     def recurs(self, layer: int) -> bool:
         """Returns whether a layer has a recurrent state."""
-        return self.mixer(layer) is self.recurrent
+        return self.recurrent is not None and self.mixer(layer) is self.recurrent
 
     @property
     def indexer(self) -> IndexerConfig | None:

@@ -113,11 +113,15 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm attention or recurrence, then a dense or MoE feed-forward, each added to the stream.
+    One of the two may be left out.
 
     `layer` is the block's number in the whole model, where multi-token prediction's come last.
-    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. `turns`
-    says which of its rotations is the block's; a recurrence has no use for any.
+    `sees` says which of the decoder's masks is the block's: "state", "nothing", or how far it
+    attends. `turns` says which of its rotations is the block's; only attention has a use for it.
     """
+
+    attention_norm: nn.RMSNorm
+    ffn_norm: nn.RMSNorm
 
     def __init__(
         self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
@@ -125,19 +129,21 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         mixer = config.mixer(layer)
-        self.sees: Sees
-        self.attention: Attention
+        self.sees: Sees = "nothing"
+        self.turns = rope_key(config.attention)
+        self.attention: Attention | None = None
+        dim, eps = config.dim, config.norm_eps
         if isinstance(mixer, GatedDeltaConfig):
-            self.sees, self.turns = "state", rope_key(config.attention)
-            eps = config.norm_eps
-            self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
+            self.sees = "state"
+            self.attention = GatedDeltaNet(dim, mixer, norm_eps=eps, core=recurrence)
         elif isinstance(mixer, Mamba2Config):
-            self.attention = Mamba2(config.dim, mixer, norm_eps=config.norm_eps, core=recurrence)
-        else:
+            self.sees = "state"
+            self.attention = Mamba2(dim, mixer, norm_eps=eps, core=recurrence)
+        elif mixer is not None:
             self.sees, self.turns = mixer.local, rope_key(mixer)
             self.attention = build_attention(mixer, config, core)
-        self.attention_norm = norm_of(config)(config.dim)
-        self.ffn_norm = norm_of(config)(config.dim)
+        if mixer is not None:
+            self.attention_norm = norm_of(config)(config.dim)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         activation = config.activation.of(layer)
@@ -148,21 +154,25 @@ class Block(nn.Module):
             if shared_dim:
                 shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
             self.moe = MoE(config.dim, moe, shared)
-        else:
+        elif config.is_dense_layer(layer):
             self.feed_forward = FeedForward(config.dim, config.hidden_dim, activation)
+        if self.moe is not None or self.feed_forward is not None:
+            self.ffn_norm = norm_of(config)(config.dim)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
     ) -> Tensor:
         """Returns the stream after the block. `counted_BS`: as `MoE.forward` takes it."""
-        h_BSD = self.attention_norm(x_BSD)
-        with region("attention"):
-            h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-        x_BSD = x_BSD + h_BSD
-        h_BSD = self.ffn_norm(x_BSD)
+        if self.attention is not None:
+            h_BSD = self.attention_norm(x_BSD)
+            with region("attention"):
+                h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
+            x_BSD = x_BSD + h_BSD
         if self.moe is not None:
-            return x_BSD + self.moe(h_BSD, counted_BS)
-        assert self.feed_forward is not None
+            return x_BSD + self.moe(self.ffn_norm(x_BSD), counted_BS)
+        if self.feed_forward is None:
+            return x_BSD
+        h_BSD = self.ffn_norm(x_BSD)
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
         return x_BSD + h_BSD
@@ -256,12 +266,12 @@ class Decoder(nn.Module):
         experts of a depth count only its targets."""
         x_BSD = self.tok_embeddings(tokens_BS)
         blocks = self.blocks().values()
-        masks = {
-            sees: self.recurrence.mask(documents_BS)
-            if sees == "state"
-            else self.core.mask(documents_BS, sees, bounds)
-            for sees in dict.fromkeys(block.sees for block in blocks)
-        }
+        masks: dict[Sees, Any] = {"nothing": None}
+        for sees in dict.fromkeys(block.sees for block in blocks):
+            if sees == "state":
+                masks[sees] = self.recurrence.mask(documents_BS)
+            elif sees != "nothing":
+                masks[sees] = self.core.mask(documents_BS, sees, bounds)
         turns = {block.turns for block in blocks}
         rotations = {
             rope.key: rope(positions_BS, x_BSD.dtype) for rope in self.ropes if rope.key in turns
@@ -367,7 +377,7 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | N
     if any(part.endswith("norm") for part in parts):
         return 0.0 if config.zero_centred_norms else None
     if {"wo", "w2", "out_proj", "from_experts"} & set(parts):
-        return config.init_std / (2 * config.num_layers) ** 0.5
+        return config.init_std / config.num_residuals**0.5
     return config.init_std
 
 

@@ -305,7 +305,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Dimensions that are not the same, as "dim 256 (there 512)"; training's own do not count."""
     mine, other = (flat_keys(asdict(config) | _kinds(config)) for config in (ours, theirs))
     unread = set(_OF_TRAINING)
-    if all(map(ours.is_moe_layer, range(ours.num_layers))):
+    if not ours.has_dense_layer:
         unread.add("hidden_dim")
     if ours.moe is not None and ours.moe.num_groups == 1:
         unread |= {"moe.group_score_top", "moe.top_groups"}

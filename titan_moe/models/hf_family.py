@@ -234,7 +234,7 @@ def _latent(settings: Settings) -> Fields:
 
 def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
     """The recurrent layers of a family that has some, and experts. Raises ConfigError without."""
-    if config.recurrent is None or config.moe is None:
+    if not isinstance(config.recurrent, GatedDeltaConfig) or config.moe is None:
         raise ConfigError(f"the Hugging Face form of {family} has recurrent layers and experts")
     return config.recurrent
 

@@ -13,6 +13,7 @@ from titan_moe.models.config import (
     Mamba2Config,
     MLAConfig,
     ModelConfig,
+    RecurrentConfig,
     TokenMixer,
 )
 from titan_moe.ops.local_attention import LocalAttention, mean_seen
@@ -231,32 +232,41 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 
 
 def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
-    mixer = config.mixer(layer)
-    local = None if isinstance(mixer, GatedDeltaConfig) else mixer.local
-    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, config.dim)
+    mixer, moe, (dense, routed) = config.mixer(layer), config.moe, _matrices(config)
+    products = 0.0 if mixer is None else _mixer_products(mixer, config.dim, seq_len)
+    if config.is_dense_layer(layer):
+        products += dense * config.dim * config.hidden_dim
+    if moe is not None and config.is_moe_layer(layer):
+        gates, latent = moe.num_experts + moe.shared_gate, 2 * (moe.latent_dim or 0)
+        shared = dense * moe.num_shared_experts * moe.hidden_dim
+        products += config.dim * (gates + latent + shared)
+        products += routed * config.row_dim * moe.top_k * moe.hidden_dim
+    return 2.0 * products
+
+
+def _mixer_products(mixer: TokenMixer, dim: int, seq_len: int) -> float:
+    local = None if isinstance(mixer, RecurrentConfig) else mixer.local
+    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, dim)
     products = attention.matrices + attention.index_channels * seen + attention.state_products
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
         seen = mean_seen(LocalAttention("window", attention.top_k), seq_len)
-    products = 2.0 * (products + attention.score_channels * seen)
-    moe, (dense, routed) = config.moe, _matrices(config)
-    if not config.is_moe_layer(layer) or moe is None:
-        return products + 2.0 * dense * config.dim * config.hidden_dim
-    gates, latent = moe.num_experts + moe.shared_gate, 2 * (moe.latent_dim or 0)
-    whole = config.dim * (gates + latent + dense * moe.num_shared_experts * moe.hidden_dim)
-    return products + 2.0 * (whole + routed * config.row_dim * moe.top_k * moe.hidden_dim)
+    return products + attention.score_channels * seen
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
-    dense = 2 * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
-    moe, matrices = config.moe, _matrices(config)
-    if not config.is_moe_layer(layer) or moe is None:
-        return Size(dense + matrices.dense * config.dim * config.hidden_dim)
+    mixer, moe, matrices = config.mixer(layer), config.moe, _matrices(config)
+    whole = 0 if mixer is None else config.dim + attention_stats(mixer, config.dim).parameters
+    if config.is_dense_layer(layer):
+        return Size(whole + config.dim + matrices.dense * config.dim * config.hidden_dim)
+    if moe is None or not config.is_moe_layer(layer):
+        return Size(whole)
     router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
     shared = matrices.dense * config.dim * moe.num_shared_experts * moe.hidden_dim
     latent = 2 * config.dim * (moe.latent_dim or 0)
     biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.row_dim)
     expert = matrices.routed * config.row_dim * moe.hidden_dim + biases
-    return Size(dense + router + shared + latent, moe.num_experts * expert)
+    dense = whole + config.dim + router + shared + latent
+    return Size(dense, moe.num_experts * expert)
 
 
 def _matrices(config: ModelConfig) -> Size:

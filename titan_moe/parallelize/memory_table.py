@@ -358,7 +358,7 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     # Gate, up and the rows of the last product; of plain SwiGLU silu(gate) too.
     activation = config.activation.of(-1)
     dense = 2 + activation.gated + (activation == SWIGLU)
-    feed_forward = float(dense) * config.hidden_dim if _has_dense_layer(config) else 0.0
+    feed_forward = float(dense) * config.hidden_dim if config.has_dense_layer else 0.0
     if moe := config.moe:
         # x, gate and up of a routed row are kept, the sum of a latent's rows; the rest is computed
         # again.
@@ -367,7 +367,7 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
         shared = dense * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)
     # Both norms' outputs and both sums with the stream.
-    return {"norms and sums": 4 * config.dim, "attention": attention, "feed-forward": feed_forward}
+    return _largest(config, 4 * config.dim, attention, feed_forward)
 
 
 def _results_per_token(plan: Plan, rows: float) -> Lines:
@@ -376,7 +376,7 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     config = plan.config
     attention = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     first = 1 + config.activation.gated
-    feed_forward = float(first * config.hidden_dim + config.dim) * _has_dense_layer(config)
+    feed_forward = float(first * config.hidden_dim + config.dim) * config.has_dense_layer
     if moe := config.moe:
         row = (1 + moe.activation.gated) * moe.hidden_dim + config.row_dim
         routed = rows * moe.top_k * row
@@ -385,8 +385,15 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
         routed += _exchanged_per_token(plan, rows)
         shared = first * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
-    return {"norms and sums": 2 * config.dim, "attention": attention, "feed-forward": feed_forward}
+    return _largest(config, 2 * config.dim, attention, feed_forward)
 
 
-def _has_dense_layer(config: ModelConfig) -> bool:
-    return not all(map(config.is_moe_layer, range(config.num_layers)))
+def _largest(config: ModelConfig, norms: float, attention: float, feed_forward: float) -> Lines:
+    """Returns the lines of the largest layer. Where no layer has two parts, it has the larger."""
+    if config.num_residuals <= config.num_layers:
+        norms, smaller = norms / 2, min(attention, feed_forward)
+        attention, feed_forward = (
+            attention * (attention > smaller),
+            feed_forward * (feed_forward > smaller),
+        )
+    return {"norms and sums": norms, "attention": attention, "feed-forward": feed_forward}
