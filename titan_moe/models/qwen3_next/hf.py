@@ -11,7 +11,6 @@ DeepSeek-V3's; config.json of Qwen3-Next does not count it, that of Qwen3.5 does
 from dataclasses import replace
 from typing import Any
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
@@ -72,18 +71,10 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         every = hf.given(settings, "full_attention_interval", 4)
         attends = [(layer + 1) % every == 0 for layer in range(fields["num_layers"])]
     fields["pattern"] = hf.pattern_of(attends, "r")
-    fields["moe.num_shared_experts"] = _shared_experts(settings)
+    fields["moe.num_shared_experts"] = hf.shared_experts(
+        settings, "shared_expert_intermediate_size"
+    )
     return form.config(fields)
-
-
-def _shared_experts(settings: hf.Settings) -> int:
-    width, expert = hf.needed(settings, "shared_expert_intermediate_size"), "moe_intermediate_size"
-    if width % settings[expert]:
-        raise ConfigError(
-            f"config.json: shared_expert_intermediate_size={width} must be a multiple of "
-            f"{expert}={settings[expert]}"
-        )
-    return width // settings[expert]
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
