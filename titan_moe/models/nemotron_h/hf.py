@@ -67,7 +67,7 @@ _MOE = replace(
     _DENSE,
     keys={
         **_DENSE.keys,
-        **hf.ROUTER_KEYS,
+        **{path: key for path, key in hf.ROUTER_KEYS.items() if path.startswith("moe.")},
         "moe.latent_dim": "moe_latent_size",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
@@ -78,7 +78,6 @@ _MOE = replace(
         "topk_group": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
     },
     fields={**_DENSE.fields, "moe.activation": _SQUARED, "moe.score": "sigmoid"},
 )
