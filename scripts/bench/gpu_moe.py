@@ -179,6 +179,7 @@ class GroupedGemms:
     def __init__(self, layer: MoE, rows: ExpertRows) -> None:
         experts, x_RD, offsets_E = layer.experts, rows.x_RD, rows.offsets_E
         hidden_RF = torch.randn(len(x_RD), experts.w1.shape[1]).to(x_RD)
+        assert experts.w3 is not None
         inputs = [(x_RD, experts.w1), (x_RD, experts.w3), (hidden_RF, experts.w2)]
         self._products = [_product(x, w.detach(), offsets_E) for x, w in inputs]
 

@@ -66,7 +66,8 @@ class FirstGradients(Observer):
     """An observer that keeps the gradients of a model's first step."""
 
     def __init__(self, sharded: ShardedModel, part: Callable[[Tensor], Tensor] = whole) -> None:
-        self._parameters, self._part = dict(sharded.named_parameters()), part
+        self._parameters = {n: p for n, p in sharded.named_parameters() if p.requires_grad}
+        self._part = part
         self.found: dict[str, Tensor] = {}
 
     def accumulated(self) -> None:

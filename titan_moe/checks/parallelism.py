@@ -38,7 +38,7 @@ def _tensor(run: Run) -> Iterator[Mistake]:
     }
     if model.recurrent is not None:
         sizes["the recurrent layers' key heads"] = model.recurrent.num_key_heads
-    if model.has_dense_layer:
+    if model.has_dense:
         sizes["hidden_dim"] = model.hidden_dim
     if model.moe is not None and model.moe.num_shared_experts:
         shared = model.moe.num_shared_experts * model.moe.hidden_dim

@@ -43,8 +43,10 @@ def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
 
 
 def _own_counted(moe: MoE, args: tuple[Any, ...], group: ProcessGroup) -> tuple[Any, ...]:
-    x_BSD, counted_BS = args
-    return x_BSD, None if counted_BS is None else counted_BS.chunk(group.size(), 1)[group.rank()]
+    x_BSD, counted_BS, *stream = args
+    if counted_BS is not None:
+        counted_BS = counted_BS.chunk(group.size(), 1)[group.rank()]
+    return x_BSD, counted_BS, *stream
 
 
 def apply_expert_parallel(

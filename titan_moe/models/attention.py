@@ -77,7 +77,7 @@ class GQA(Attention):
             self.wv = nn.Linear(dim, kv_heads * attention.v_dim, bias=bias)
         self.wo = nn.Linear(heads * attention.v_dim, dim, bias=bias and attention.output_bias)
         by_head = attention.gate == "heads"
-        self.gate = nn.Linear(dim, heads, bias=False) if by_head else None
+        self.wg = nn.Linear(dim, heads, bias=False) if by_head else None
         # Norms of whole projections, over all heads; norms of each head.
         self.wq_norm: nn.Module = nn.Identity()
         self.wk_norm: nn.Module = nn.Identity()
@@ -112,8 +112,8 @@ class GQA(Attention):
         sinks_H = None if self.sinks is None else self.sinks()
         o_BHSC = self.attend(self.core, q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
         o_BSHC = o_BHSC.transpose(1, 2)
-        if self.gate is not None:
-            o_BSHC = o_BSHC * self.gate(x_BSD).sigmoid()[..., None]
+        if self.wg is not None:
+            o_BSHC = o_BSHC * self.wg(x_BSD).sigmoid()[..., None]
         o_BSD = o_BSHC.flatten(2)
         return self.wo(o_BSD if gate is None else o_BSD * gate.sigmoid())
 

@@ -238,6 +238,8 @@ class ModelConfig:
     hidden_dim: int
     """Hidden dim of the dense feed-forward layers."""
     moe: MoEConfig | None
+    dense_beside_experts: bool = False
+    """Layers with experts have a dense feed-forward too, and add up the two outputs (Gemma 4)."""
     activation: Activation = SWIGLU
     """Activation of the dense feed-forward layers, and of the shared experts."""
     num_dense_layers: int = 0
@@ -255,6 +257,16 @@ class ModelConfig:
     ffn_pattern: str = "f"
     """The layers' feed-forwards, as often as there are layers: "f" has experts or is dense, as
     `moe_every` and `num_dense_layers` say, "d" is dense, and "-" has none (Nemotron-H)."""
+    sandwich_norms: bool = False
+    """Attention and feed-forward are followed by norms too, before they are added to the stream;
+    where a dense feed-forward and experts are beside each other, each of the two is, first."""
+    layer_scales: bool = False
+    """Each layer multiplies the stream by a number that a checkpoint holds and that never trains.
+    """
+    embedding_scale: float = 1.0
+    """Factor of the embedding's rows, rounded to their type."""
+    logit_cap: float | None = None
+    """C of the output's C tanh(logits / C); None: the logits as they are (arXiv 2408.00118)."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight, except the norm of a recurrent layer's output."""
     tied_embeddings: bool = False
@@ -278,14 +290,14 @@ class ModelConfig:
         return self.moe is not None and named and layer >= self.num_dense_layers and interleaved
 
     def is_dense_layer(self, layer: int) -> bool:
-        """Returns whether a layer has a feed-forward without experts."""
+        """Returns whether a layer has a dense feed-forward, maybe beside experts."""
         beyond = layer >= self.num_layers
         named = beyond or self.ffn_pattern[layer % len(self.ffn_pattern)] != "-"
-        return named and not self.is_moe_layer(layer)
+        return named and (self.dense_beside_experts or not self.is_moe_layer(layer))
 
     @property
-    def has_dense_layer(self) -> bool:
-        """True if a layer, but for multi-token prediction's, has a feed-forward without experts."""
+    def has_dense(self) -> bool:
+        """Returns whether some layer has a dense feed-forward."""
         return any(map(self.is_dense_layer, range(self.num_layers)))
 
     @property

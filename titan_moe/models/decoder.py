@@ -48,7 +48,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wq": "colwise",
     "*.attention.wk": "colwise",
     "*.attention.wv": "colwise",
-    "*.attention.gate": "colwise",
+    "*.attention.wg": "colwise",
     "*.attention.wq_b": "colwise",
     "*.attention.wkv_b": "colwise",
     "*.attention.wq_norm": "colwise_norm",
@@ -112,8 +112,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention or recurrence, then a dense or MoE feed-forward, each added to the stream.
-    One of the two may be left out.
+    """Pre-norm attention or recurrence, then a dense feed-forward, experts or both, each added to
+    the stream. One of the two parts may be left out.
 
     `layer` is the block's number in the whole model, where multi-token prediction's come last.
     `sees` says which of the decoder's masks is the block's: "state", "nothing", or how far it
@@ -122,6 +122,7 @@ class Block(nn.Module):
 
     attention_norm: nn.RMSNorm
     ffn_norm: nn.RMSNorm
+    scale: Tensor | None
 
     def __init__(
         self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
@@ -142,8 +143,14 @@ class Block(nn.Module):
         elif mixer is not None:
             self.sees, self.turns = mixer.local, rope_key(mixer)
             self.attention = build_attention(mixer, config, core)
+        make_norm = partial(norm_of(config), config.dim)
+        post_norm = make_norm if config.sandwich_norms else nn.Identity
+        has_experts, is_dense = config.is_moe_layer(layer), config.is_dense_layer(layer)
         if mixer is not None:
-            self.attention_norm = norm_of(config)(config.dim)
+            self.attention_norm, self.post_attention_norm = make_norm(), post_norm()
+        if has_experts or is_dense:
+            self.ffn_norm, self.post_ffn_norm = make_norm(), post_norm()
+        self.register_buffer("scale", torch.ones(1) if config.layer_scales else None)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         activation = config.activation.of(layer)
@@ -154,10 +161,17 @@ class Block(nn.Module):
             if shared_dim:
                 shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
             self.moe = MoE(config.dim, moe, shared)
-        elif config.is_dense_layer(layer):
+        if is_dense:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim, activation)
-        if self.moe is not None or self.feed_forward is not None:
-            self.ffn_norm = norm_of(config)(config.dim)
+        self.moe_norm: nn.Module | None = None
+        if has_experts and is_dense:
+            self.moe_norm = make_norm()
+            self.post_dense_norm, self.post_moe_norm = post_norm(), post_norm()
+
+    def init_buffers(self) -> None:
+        """Sets the factor of the stream to 1; also called after the meta device."""
+        if self.scale is not None:
+            self.scale.fill_(1)
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
@@ -167,15 +181,23 @@ class Block(nn.Module):
             h_BSD = self.attention_norm(x_BSD)
             with region("attention"):
                 h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-            x_BSD = x_BSD + h_BSD
-        if self.moe is not None:
-            return x_BSD + self.moe(self.ffn_norm(x_BSD), counted_BS)
-        if self.feed_forward is None:
-            return x_BSD
+            x_BSD = x_BSD + self.post_attention_norm(h_BSD)
+        if self.moe is not None or self.feed_forward is not None:
+            x_BSD = x_BSD + self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS))
+        return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
+
+    def _fed_forward(self, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
         h_BSD = self.ffn_norm(x_BSD)
+        if self.feed_forward is None:
+            assert self.moe is not None
+            return self.moe(h_BSD, counted_BS)
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
-        return x_BSD + h_BSD
+        if self.moe is None or self.moe_norm is None:
+            return h_BSD
+        stream_BSD = None if self.moe.config.stream_eps is None else x_BSD
+        routed_BSD = self.moe(self.moe_norm(x_BSD), counted_BS, stream_BSD)
+        return self.post_dense_norm(h_BSD) + self.post_moe_norm(routed_BSD)
 
 
 class Decoder(nn.Module):
@@ -198,7 +220,7 @@ class Decoder(nn.Module):
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
         self.norm = norm_of(config)(config.dim)
-        self.output = Output(config.dim, config.vocab_size)
+        self.output = Output(config.dim, config.vocab_size, config.logit_cap)
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
             self.mtp = MultiTokenPrediction(config, make_block)
@@ -264,7 +286,9 @@ class Decoder(nn.Module):
         """Returns the output layer's inputs, each x_BSD: the decoder's, and in training, if there
         are tokens ahead, one for each depth of multi-token prediction. Given the labels ahead,
         experts of a depth count only its targets."""
-        x_BSD = self.tok_embeddings(tokens_BS)
+        x_BSD, scale = self.tok_embeddings(tokens_BS), self.config.embedding_scale
+        if scale != 1 and not isinstance(self.tok_embeddings, _PassOn):
+            x_BSD = x_BSD * torch.tensor(scale, dtype=x_BSD.dtype).item()
         blocks = self.blocks().values()
         masks: dict[Sees, Any] = {"nothing": None}
         for sees in dict.fromkeys(block.sees for block in blocks):
@@ -368,7 +392,7 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | N
         return 1.0 if isinstance(mixer, Mamba2Config) else 0.01, 16.0
     if "dt_bias" in parts and isinstance(mixer, Mamba2Config):
         return mixer.time_step_min, mixer.time_step_max, mixer.time_step_floor
-    if {"dt_bias", "D", "out_norm"} & set(parts):
+    if {"dt_bias", "D", "out_norm", "scale"} & set(parts):
         return None
     if ADAPTER in name:
         return 0.0 if name.endswith("b") else config.init_std

@@ -305,7 +305,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Dimensions that are not the same, as "dim 256 (there 512)"; training's own do not count."""
     mine, other = (flat_keys(asdict(config) | _kinds(config)) for config in (ours, theirs))
     unread = set(_OF_TRAINING)
-    if not ours.has_dense_layer:
+    if not ours.has_dense:
         unread.add("hidden_dim")
     if ours.moe is not None and ours.moe.num_groups == 1:
         unread |= {"moe.group_score_top", "moe.top_groups"}
@@ -327,11 +327,8 @@ def as_record(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> ModelConfig:
-    """The dimensions that `as_record` made a record of, also before a layer's attention had its own
-    positions and window, and of one whose activation is a name."""
-    moe = record.get("moe") or {}
-    if isinstance(name := moe.get("activation"), str):
-        record = record | {"moe": moe | {"activation": asdict(EARLIER_NAMES[name])}}
+    """The dimensions that `as_record` made a record of, also before layers' attention and
+    activations had records of their own."""
     return _ADAPTER.validate_python(_by_layer(record) if "rope" in record else record)
 
 
@@ -356,4 +353,6 @@ def _by_layer(record: dict[str, Any]) -> dict[str, Any]:
         if attends_last:
             pattern = (pattern * record["num_layers"])[:last] + "a"
         record["recurrent"] = recurrent
+    if moe := record.get("moe"):
+        record["moe"] = moe | {"activation": asdict(EARLIER_NAMES[moe["activation"]])}
     return record | {"pattern": pattern}

@@ -117,6 +117,8 @@ class Form:
     """Values of keys that config.json may leave out."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """Keys that are read with this value alone, and written."""
+    required: dict[str, Any] = field(default_factory=dict)
+    """Keys that config.json must have, with this value alone: without them it is another model."""
     fields: Fields = field(default_factory=dict)
     """Fields that no key tells."""
     rope: Mapping[str, Any] | None = field(default_factory=dict)
@@ -131,6 +133,8 @@ class Form:
         aliases = {key: settings.get(alias) for alias, key in names.items()}
         settings = aliases | {key: value for key, value in settings.items() if value is not None}
         only(settings, hidden_act=("silu",), **{key: (it,) for key, it in self.fixed.items()})
+        for key, value in self.required.items():
+            only({key: needed(settings, key)}, **{key: (value,)})
         is_latent = self.attention is MLAConfig
         defaults = {**({} if is_latent else _gqa_defaults(settings)), **_DEFAULTS, **self.defaults}
         fields = {
@@ -176,15 +180,17 @@ class Form:
 
     def write(self, config: ModelConfig, **own: Any) -> dict[str, Any]:
         """A config.json of these dimensions, with the family's `own` keys."""
+        rope = next((each.rope for each in config.attentions if each.rope), None)
         return {
             "architectures": [f"{self.architecture}ForCausalLM"],
             "model_type": self.model_type,
             "hidden_act": "silu",
             "num_key_value_heads": self.attention_of(config).num_kv_heads,
             **self.fixed,
+            **self.required,
             **own,
             **{key: attrgetter(path)(config) for path, key in self.keys.items()},
-            **rope_to_hf(next((each.rope for each in config.attentions if each.rope), None)),
+            **({} if self.rope is None else rope_to_hf(rope)),
         }
 
 
@@ -261,6 +267,24 @@ def attending(settings: Settings, other: str, num_layers: int) -> list[bool] | N
             f"config.json: layer_types: only {other} or {FULL}, {num_layers} times: {kinds}"
         )
     return kinds and [kind == FULL for kind in kinds[:num_layers]]
+
+
+def of_layers(settings: Settings, layers: Sequence[int], own: Fields) -> Fields:
+    """Returns the keys of config.json that these layers have for themselves. `own`: as published;
+    transformers 5 writes them in `per_layer_config`, which goes before them.
+
+    Raises ConfigError if other layers are in that table, or these differ in it.
+    """
+    table = settings.get("per_layer_config")
+    if table is None:
+        return own
+    named = {int(layer): values for layer, values in table.items() if values}
+    if sorted(named) != list(layers) or any(x != named[layers[0]] for x in named.values()):
+        raise ConfigError(
+            f"config.json: per_layer_config must be the same for layers {list(layers)}, and empty "
+            f"for others: {table}"
+        )
+    return dict(named[layers[0]])
 
 
 def kinds_of(config: ModelConfig, other: str) -> list[str]:

@@ -77,10 +77,10 @@ def stacks(
     ),
 ) -> HFKeys:
     """Experts that are stored as stacks, with gate and up projections in one stack."""
-    gate_up = f"{module}.experts.gate_up_proj"
+    gate_up = f"{module}.gate_up_proj"
     return {
         "moe.experts.w1": (HFWeight(gate_up, transposed, rows[0]),),
-        "moe.experts.w2": (HFWeight(f"{module}.experts.down_proj", transposed),),
+        "moe.experts.w2": (HFWeight(f"{module}.down_proj", transposed),),
         "moe.experts.w3": (HFWeight(gate_up, transposed, rows[1]),),
     }
 
@@ -108,7 +108,7 @@ SHARED_EXPERTS = renamed("moe.shared_experts.*.weight", "mlp.shared_experts.*.we
 EXPERTS = either(
     renamed("moe.*.weight", "mlp.*.weight", {"router.gate": "gate"}),
     renamed("moe.experts.*", "mlp.experts.{expert}.*.weight", PROJECTIONS),
-    stacks("mlp"),
+    stacks("mlp.experts"),
 )
 ROUTING_BIAS = renamed("moe.router.*", "mlp.gate.*", {"expert_bias": "e_score_correction_bias"})
 # The form that Mistral and MiniMax publish: one tensor per expert.

@@ -67,6 +67,12 @@ class Wrapper:
 _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _QWEN = Wrapper("model.language_model.", ("model.visual.*",), without="model.")
 WRAPPERS = {
+    "gemma4": Wrapper(
+        "model.language_model.",
+        ("model.*_tower.*", "model.embed_vision.*", "model.embed_audio.*"),
+        without="model.",
+        tied=True,
+    ),
     "glm4v_moe": replace(_QWEN, tied_by=("whole", "text")),
     "kimi_k25": Wrapper("language_model.", ("*vision_tower.*", "*mm_projector.*"), tied=True),
     "llama4": Wrapper(

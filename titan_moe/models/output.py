@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
-from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
+from titan_moe.ops.cross_entropy import CrossEntropy, capped, cross_entropy
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.operation import at_least_float32
@@ -58,10 +58,14 @@ class Output(nn.Linear):
     So no logits leave it, and the loss can be computed in chunks of tokens. The layout sets
     `chunk_size` (None: the device's size) and the strategy `cross_entropy`, both arguments of
     `linear_cross_entropy`.
+
+    Args:
+        cap: `ModelConfig.logit_cap`.
     """
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, dim: int, vocab_size: int, cap: float | None = None) -> None:
         super().__init__(dim, vocab_size, bias=False)
+        self.cap = cap
         self.chunk_size: int | None = 0
         self.cross_entropy: CrossEntropy = cross_entropy
 
@@ -83,8 +87,10 @@ class Output(nn.Linear):
             weight_VD = self.weight
             if isinstance(weight_VD, DTensor):  # Tensor parallelism cuts it: this rank's rows.
                 weight_VD = weight_VD.to_local()
+            cap, entropy = self.cap, self.cross_entropy
             if labels_BS is None:
-                return nn.functional.linear(x_BSD, weight_VD)
+                logits_BSV = F.linear(x_BSD, weight_VD)
+                return logits_BSV if cap is None else (logits_BSV / cap).tanh() * cap
             chunk_size = self.chunk_size
             if chunk_size is None:
                 chunk_size = LOSS_CHUNKS[x_BSD.device.type]
@@ -94,7 +100,7 @@ class Output(nn.Linear):
                 labels_BS.flatten(),
                 factors=factors,
                 chunk_size=chunk_size,
-                cross_entropy=self.cross_entropy,
+                cross_entropy=entropy if cap is None else capped(entropy, cap),
             )
             if further is not None:
                 with torch.no_grad():

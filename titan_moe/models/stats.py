@@ -255,17 +255,20 @@ def _mixer_products(mixer: TokenMixer, dim: int, seq_len: int) -> float:
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
     mixer, moe, matrices = config.mixer(layer), config.moe, _matrices(config)
-    whole = 0 if mixer is None else config.dim + attention_stats(mixer, config.dim).parameters
-    if config.is_dense_layer(layer):
-        return Size(whole + config.dim + matrices.dense * config.dim * config.hidden_dim)
-    if moe is None or not config.is_moe_layer(layer):
-        return Size(whole)
-    router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
-    shared = matrices.dense * config.dim * moe.num_shared_experts * moe.hidden_dim
-    latent = 2 * config.dim * (moe.latent_dim or 0)
+    is_dense, experts = config.is_dense_layer(layer), config.is_moe_layer(layer)
+    norms = (mixer is not None) + (is_dense or experts) + (is_dense and experts)
+    norms += config.sandwich_norms * (norms + (is_dense and experts))
+    dense = norms * config.dim + is_dense * matrices.dense * config.dim * config.hidden_dim
+    if mixer is not None:
+        dense += attention_stats(mixer, config.dim).parameters
+    if moe is None or not experts:
+        return Size(dense)
+    dense += moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
+    dense += (moe.stream_eps is not None) * (config.dim + moe.num_experts)
+    dense += matrices.dense * config.dim * moe.num_shared_experts * moe.hidden_dim
+    dense += 2 * config.dim * (moe.latent_dim or 0)
     biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.row_dim)
     expert = matrices.routed * config.row_dim * moe.hidden_dim + biases
-    dense = whole + config.dim + router + shared + latent
     return Size(dense, moe.num_experts * expert)
 
 

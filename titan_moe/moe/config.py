@@ -34,6 +34,10 @@ class MoEConfig:
     """Number of a group's best scores whose sum is its score: 1 in DeepSeek-V2, 2 in V3."""
     router_bias: bool = False
     """The router's logits have a bias (gpt-oss)."""
+    stream_eps: float | None = None
+    """Epsilon of the router's own norm: it reads the residual stream as it was before the experts'
+    norm, and a learned number multiplies the weights of each expert (Gemma 4). None: the router
+    reads what the experts read."""
     projection_bias: bool = False
     """The experts' projections have biases (gpt-oss)."""
     activation: Activation = SWIGLU

@@ -76,16 +76,22 @@ class MoE(nn.Module):
         self.rows_sent.zero_()
         self.rows_dropped.zero_()
 
-    def forward(self, x_BSD: Tensor, counted_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        counted_BS: Tensor | None = None,
+        stream_BSD: Tensor | None = None,
+    ) -> Tensor:
         """Returns the layer's output, [B, S, D].
 
         Args:
             counted_BS: True for the tokens that loads, and so routing biases, and balance losses
                 count; None: for all.
+            stream_BSD: what the router reads; None: x_BSD.
         """
         x_TD = x_BSD.flatten(0, 1)
         with region("route"):
-            scores = self.router(x_TD)
+            scores = self.router(x_TD if stream_BSD is None else stream_BSD.flatten(0, 1))
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
         choice = self.memo.decide(partial(self.choose, counted_BS=counted_BS), scores_BSE)
         with region("route"):

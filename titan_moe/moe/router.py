@@ -59,6 +59,9 @@ class Router(nn.Module):
         self.config = config
         self.score = SCORES[config.score]
         self.gate = nn.Linear(dim, config.num_experts, bias=config.router_bias)
+        self.scale: nn.Parameter | None = None
+        if config.stream_eps is not None:
+            self.scale = nn.Parameter(torch.empty(dim))
         self.select: nn.Module = BestExperts(config)
         if config.force_load_balance:
             self.select = GivenExperts("each in turn", partial(_in_turn, config))
@@ -84,6 +87,9 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype, weight_ED = torch.promote_types(x_TD.dtype, torch.float32), self.gate.weight
+        if self.scale is not None:
+            dim = x_TD.shape[1]
+            x_TD = F.rms_norm(x_TD, (dim,), None, self.config.stream_eps) * self.scale * dim**-0.5
         if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
             logits_TE = _WideProduct.apply(x_TD, weight_ED)
             return logits_TE if self.gate.bias is None else logits_TE + self.gate.bias
@@ -140,12 +146,17 @@ class GatingWeights(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
+        self.scale: nn.Parameter | None = None
+        if config.stream_eps is not None:
+            self.scale = nn.Parameter(torch.empty(config.num_experts))
 
     def forward(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
         weights_TK = _GatherSelected.apply(scores_TE, experts_TK)
         if self.config.normalize_top_k:
             # Sigmoid scores may all underflow; DeepSeek's reference adds as much.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        if self.scale is not None:
+            weights_TK = weights_TK * self.scale.to(weights_TK.dtype)[experts_TK]
         scale = self.config.route_scale
         return weights_TK if scale == 1 else weights_TK * scale
 

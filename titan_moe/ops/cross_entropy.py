@@ -36,6 +36,17 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     return losses_T.double().sum(), grad_TV
 
 
+def capped(cross_entropy: CrossEntropy, cap: float) -> CrossEntropy:
+    """Returns the CrossEntropy of cap * tanh(logits / cap), given that of plain logits."""
+
+    def of_capped(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        bent_TV = logits_TV.div_(cap).tanh_()
+        loss, grad_TV = cross_entropy(bent_TV * cap, labels_T)
+        return loss, grad_TV.mul_(1 - bent_TV.square())
+
+    return of_capped
+
+
 @with_kernel("cross_entropy_triton")
 def block_statistics(
     logits_TV: Tensor, labels_T: Tensor, first: int

@@ -358,16 +358,18 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     # Gate, up and the rows of the last product; of plain SwiGLU silu(gate) too.
     activation = config.activation.of(-1)
     dense = 2 + activation.gated + (activation == SWIGLU)
-    feed_forward = float(dense) * config.hidden_dim if config.has_dense_layer else 0.0
+    feed_forward = float(dense) * config.hidden_dim * config.has_dense
+    beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
         # x, gate and up of a routed row are kept, the sum of a latent's rows; the rest is computed
         # again.
         row = config.row_dim + (1 + moe.activation.gated) * moe.hidden_dim
         routed = rows * moe.top_k * row + (moe.latent_dim or 0)
         shared = dense * moe.num_shared_experts * moe.hidden_dim
-        feed_forward = max(feed_forward, routed + shared)
-    # Both norms' outputs and both sums with the stream.
-    return _largest(config, 4 * config.dim, attention, feed_forward)
+        feed_forward = max(feed_forward, routed + shared + beside)
+    # Both norms' outputs and both sums with the stream; norms after them keep what they read.
+    norms = 4 + 2 * config.sandwich_norms + 5 * config.dense_beside_experts
+    return _largest(config, norms * config.dim, attention, feed_forward)
 
 
 def _results_per_token(plan: Plan, rows: float) -> Lines:
@@ -376,7 +378,8 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     config = plan.config
     attention = max(attention_stats(mixer, config.dim).results for mixer in config.mixers)
     first = 1 + config.activation.gated
-    feed_forward = float(first * config.hidden_dim + config.dim) * config.has_dense_layer
+    feed_forward = float(first * config.hidden_dim + config.dim) * config.has_dense
+    beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
         row = (1 + moe.activation.gated) * moe.hidden_dim + config.row_dim
         routed = rows * moe.top_k * row
@@ -384,7 +387,7 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
             routed += moe.latent_dim + config.dim
         routed += _exchanged_per_token(plan, rows)
         shared = first * moe.num_shared_experts * moe.hidden_dim
-        feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
+        feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0) + beside)
     return _largest(config, 2 * config.dim, attention, feed_forward)
 
 

@@ -26,6 +26,8 @@ class LinearAttention:
     rope_dim: int = 8
     qk_dim: int = 8
     v_dim: int = 8
+    rope: None = None
+    local: None = None
     sinks: bool = False
 
 

@@ -8,6 +8,7 @@ model is read alone (`llama4_text`), or inside the published one (`llama4`).
 
 from typing import Any
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature, RopeConfig
@@ -57,6 +58,9 @@ def _near(settings: hf.Settings, rope: RopeConfig) -> hf.Fields:
     rotates = settings.get("no_rope_layers") or [
         (layer + 1) % every != 0 for layer in range(num_layers)
     ]
+    if len(rotates) < num_layers:
+        problem = f"must have {num_layers} entries, not {len(rotates)}"
+        raise ConfigError(f"config.json: no_rope_layers {problem}")
     sees_all = [not each for each in rotates[:num_layers]]
     kinds = [hf.FULL if each else "chunked_attention" for each in sees_all]
     hf.only(settings, layer_types=(kinds,))
@@ -100,7 +104,7 @@ _BLOCK: names.HFKeys = {
         "moe.shared_experts.*.weight", "feed_forward.shared_expert.*.weight", names.PROJECTIONS
     ),
     **names.renamed("moe.*.weight", "feed_forward.*.weight", {"router.gate": "router"}),
-    **names.stacks("feed_forward", transposed=True),
+    **names.stacks("feed_forward.experts", transposed=True),
 }
 
 

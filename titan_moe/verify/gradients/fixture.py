@@ -91,6 +91,10 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
     first = config.moe.num_experts // 2
     idle = (layers[len(layers) // 2], range(first, first + group_size))
     buffers = seed_buffers(layers, config.moe.num_experts, idle, job.debug.seed)
+    scaled = [name for name, block in model.blocks().items() if block.scale is not None]
+    buffers |= {
+        f"{name}.scale": torch.tensor([0.9 + 0.2 * (n % 2)]) for n, name in enumerate(scaled)
+    }
     sizes = num_sequences, job.training.seq_len, config.vocab_size
     batches = [make_batch(*sizes, seed=job.debug.seed + step) for step in range(NUM_STEPS)]
     reference = Reference(model, config, job, weights, buffers)
@@ -108,6 +112,7 @@ def seed_weights(model: Decoder, seed: int) -> dict[str, Tensor]:
         if parameter.ndim == 1:
             drawn = 0.1 * noise + (0 if name.endswith("bias") else 1)
             drawn -= 5 if "A_log" in name else 0
+            drawn *= len(drawn) ** 0.5 if name.endswith("router.scale") else 1
         else:
             drawn = noise if "embeddings" in name else noise * parameter.shape[-1] ** -0.5
         weights[name] = drawn.double()

@@ -58,7 +58,7 @@ class Reference:
         config: the dimensions and weights of losses to train with.
         weights: every parameter's first value. Tied ones, which production keeps as copies, are one
             parameter here; what a step leaves behind has an entry for each name.
-        buffers: `expert_bias` and `previous_load` of each router by full name.
+        buffers: `expert_bias` and `previous_load` of each router, and layers' scales, by full name.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Reference:
         self.routers: dict[str, Router] = {
             name: layer.router for name, layer in model.moe_layers().items()
         }
+        for name, values in buffers.items():
+            model.get_buffer(name).copy_(values)
         self.scores: dict[str, Scores] = {}
         for name, router in self.routers.items():
             router.register_forward_hook(partial(self._keep_scores, name))
-            router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
-            router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         matrices = {name for name in self.trained if self._is_for_muon(name)}
         zeros = {name: torch.zeros_like(p) for name, p in self.trained.items()}

@@ -108,6 +108,10 @@ class LocalState:
         for name, layer in self.moe_layers.items():
             layer.router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
             layer.router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
+        for part in self.sharded.parts:
+            for name, block in part.blocks().items():
+                if block.scale is not None:
+                    block.scale.copy_(buffers[f"{name}.scale"])
 
     def batches(self, batch: Batch) -> list[Batch]:
         """The microbatches of this rank."""

@@ -179,8 +179,9 @@ def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
-    """Parameters and routing biases."""
-    biases = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    """Parameters, routing biases and layers' scales."""
+    kept = ("expert_bias", ".scale")
+    biases = {name: b for name, b in model.named_buffers() if name.endswith(kept)}
     return dict(model.named_parameters()) | biases
 
 

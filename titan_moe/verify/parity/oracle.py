@@ -85,13 +85,15 @@ class Oracle(nn.Module):
         depths = settings.get("num_nextn_predict_layers", 0)
         self.mtp = MtpModel(self.model, depths) if depths else None
         self.num_layers = config.num_hidden_layers
+        self.cap = settings.get("final_logit_softcapping")
         self.eval()
         _fill(self.tensors(), seed, expert_scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and routing biases by their published names."""
         found = dict(self.model.named_parameters())
-        found |= {n: b for n, b in self.model.named_buffers() if n.endswith("correction_bias")}
+        kept = ("correction_bias", "layer_scalar")
+        found |= {n: b for n, b in self.model.named_buffers() if n.endswith(kept)}
         if self.mtp is not None:
             own = [*self.mtp.layers.named_parameters(), *self.mtp.layers.named_buffers()]
             found |= {self._mtp_name(name): tensor for name, tensor in own}
@@ -114,7 +116,8 @@ class Oracle(nn.Module):
                     depth, hidden[-1], positions_BS, None, input_ids=ahead_BS
                 )
                 hidden.append(more)
-            return [self.model.lm_head(hidden_BSD) for hidden_BSD in hidden]
+            logits = [self.model.lm_head(hidden_BSD) for hidden_BSD in hidden]
+            return [x if self.cap is None else (x / self.cap).tanh() * self.cap for x in logits]
 
 
 @torch.no_grad()
@@ -124,7 +127,7 @@ def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     zero_centred = any("linear_attn" in name for name in tensors)
     for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name or "scal" in name:
             drawn = (0 if zero_centred and "linear_attn" not in name else 1) + 0.1 * noise
         elif "A_log" in name:
             drawn = noise - 2
