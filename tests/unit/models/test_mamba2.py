@@ -8,15 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.packing import filled, train_packed_and_alone
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.models.config import Mamba2Config
-from titan_moe.models.decoder import initial_std, is_bias
+from titan_moe.models.decoder import Decoder, initial_std, is_bias
 from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
+from titan_moe.ops.attention import choose_core
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule
 from titan_moe.verify.gradients.cores import recur_additively
 
+GATE = model_config("nemotron_h", "gate")
 DIM, EPS = 12, 1e-5
 CONFIG = Mamba2Config(
     num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=4, conv_size=3, time_step_min=0.5
@@ -80,6 +83,18 @@ def test_mamba2_equals_one_token_after_another_in_each_document(lengths: tuple[i
     ours, theirs = (torch.autograd.grad(y, leaves, upstream) for y in (found, wanted))
     for mine, other in zip(ours, theirs, strict=True):
         assert other.norm() > 0 and (mine - other).norm() <= 1e-12 * other.norm()
+
+
+def test_packed_documents_of_one_part_layers_are_trained_as_one_by_one():
+    def model(masked: bool) -> Decoder:
+        recurrence = Recurrence(chunked_rule, mask_documents=masked)
+        return filled(GATE, choose_core(mask_documents=masked), recurrence).eval()
+
+    packed = model(True)
+    train_packed_and_alone(packed, model(False), (1, 2, 17, 70, 6))
+    parts = [(b.attention is not None, b.moe is not None) for b in packed.layers.values()]
+    assert parts[:6] == [*[(True, False), (False, True)] * 2, (True, False), (False, False)]
+    assert packed.layers["5"].feed_forward is not None and GATE.num_residuals == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
