@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, build_attention, plain_core
-from titan_moe.models.config import GatedDeltaConfig, ModelConfig
+from titan_moe.models.config import GatedDeltaConfig, Mamba2Config, ModelConfig
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
+from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation, rope_key
@@ -58,6 +59,8 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.in_proj.*": "colwise",
     "*.attention.gates.*": "colwise",
     "*.attention.conv.*": "heads",
+    "*.attention.conv_bias.*": "heads",
+    "*.attention.out_norm.scale": "heads",
     "*.attention.decay.*": "heads",
     "*.attention.out_proj": "rowwise",
     "*.attention.wo": "rowwise",
@@ -107,13 +110,15 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm attention or recurrence, then a dense feed-forward, experts or both, each added to
-    the stream.
+    the stream. One of the two parts may be left out.
 
     `layer` is the block's number in the whole model, where multi-token prediction's come last.
-    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. `turns`
-    says which of its rotations is the block's; a recurrence has no use for any.
+    `sees` says which of the decoder's masks is the block's: "state", "nothing", or how far it
+    attends. `turns` says which of its rotations is the block's; only attention has a use for it.
     """
 
+    attention_norm: nn.RMSNorm
+    ffn_norm: nn.RMSNorm
     scale: Tensor | None
 
     def __init__(
@@ -122,19 +127,26 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         mixer = config.mixer(layer)
-        self.sees: Sees
-        self.attention: Attention
+        self.sees: Sees = "nothing"
+        self.turns = rope_key(config.attention)
+        self.attention: Attention | None = None
+        dim, eps = config.dim, config.norm_eps
         if isinstance(mixer, GatedDeltaConfig):
-            self.sees, self.turns = "state", rope_key(config.attention)
-            eps = config.norm_eps
-            self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
-        else:
+            self.sees = "state"
+            self.attention = GatedDeltaNet(dim, mixer, norm_eps=eps, core=recurrence)
+        elif isinstance(mixer, Mamba2Config):
+            self.sees = "state"
+            self.attention = Mamba2(dim, mixer, norm_eps=eps, core=recurrence)
+        elif mixer is not None:
             self.sees, self.turns = mixer.local, rope_key(mixer)
             self.attention = build_attention(mixer, config, core)
         make_norm = partial(norm_of(config), config.dim)
-        self.attention_norm, self.ffn_norm = make_norm(), make_norm()
-        self.post_attention_norm = make_norm() if config.sandwich_norms else nn.Identity()
-        self.post_ffn_norm = make_norm() if config.sandwich_norms else nn.Identity()
+        post_norm = make_norm if config.sandwich_norms else nn.Identity
+        has_experts, is_dense = config.is_moe_layer(layer), config.is_dense_layer(layer)
+        if mixer is not None:
+            self.attention_norm, self.post_attention_norm = make_norm(), post_norm()
+        if has_experts or is_dense:
+            self.ffn_norm, self.post_ffn_norm = make_norm(), post_norm()
         self.register_buffer("scale", torch.ones(1) if config.layer_scales else None)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
@@ -146,13 +158,12 @@ class Block(nn.Module):
             if shared_dim:
                 shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
             self.moe = MoE(config.dim, moe, shared)
-        if self.moe is None or config.dense_beside_experts:
+        if is_dense:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim, activation)
         self.moe_norm: nn.Module | None = None
-        if self.moe is not None and self.feed_forward is not None:
+        if has_experts and is_dense:
             self.moe_norm = make_norm()
-            self.post_dense_norm = make_norm() if config.sandwich_norms else nn.Identity()
-            self.post_moe_norm = make_norm() if config.sandwich_norms else nn.Identity()
+            self.post_dense_norm, self.post_moe_norm = post_norm(), post_norm()
 
     def init_buffers(self) -> None:
         """Sets the factor of the stream to 1; also called after the meta device."""
@@ -163,11 +174,13 @@ class Block(nn.Module):
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
     ) -> Tensor:
         """Returns the stream after the block. `counted_BS`: as `MoE.forward` takes it."""
-        h_BSD = self.attention_norm(x_BSD)
-        with region("attention"):
-            h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-        x_BSD = x_BSD + self.post_attention_norm(h_BSD)
-        x_BSD = x_BSD + self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS))
+        if self.attention is not None:
+            h_BSD = self.attention_norm(x_BSD)
+            with region("attention"):
+                h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
+            x_BSD = x_BSD + self.post_attention_norm(h_BSD)
+        if self.moe is not None or self.feed_forward is not None:
+            x_BSD = x_BSD + self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS))
         return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
 
     def _fed_forward(self, x_BSD: Tensor, counted_BS: Tensor | None) -> Tensor:
@@ -274,12 +287,12 @@ class Decoder(nn.Module):
         if scale != 1 and not isinstance(self.tok_embeddings, _PassOn):
             x_BSD = x_BSD * torch.tensor(scale, dtype=x_BSD.dtype).item()
         blocks = self.blocks().values()
-        masks = {
-            sees: self.recurrence.mask(documents_BS)
-            if sees == "state"
-            else self.core.mask(documents_BS, sees, bounds)
-            for sees in dict.fromkeys(block.sees for block in blocks)
-        }
+        masks: dict[Sees, Any] = {"nothing": None}
+        for sees in dict.fromkeys(block.sees for block in blocks):
+            if sees == "state":
+                masks[sees] = self.recurrence.mask(documents_BS)
+            elif sees != "nothing":
+                masks[sees] = self.core.mask(documents_BS, sees, bounds)
         turns = {block.turns for block in blocks}
         rotations = {
             rope.key: rope(positions_BS, x_BSD.dtype) for rope in self.ropes if rope.key in turns
@@ -349,7 +362,7 @@ class _PassOn(nn.Identity):
 def is_bias(name: str) -> bool:
     """Returns whether a parameter is a bias of any shape: it starts at zero and does not decay."""
     last = name.rsplit(".", 1)[-1]
-    return last.endswith("bias") or last in _BIASES
+    return last.endswith("bias") or last in _BIASES or ".conv_bias." in name
 
 
 def is_wide(name: str) -> bool:
@@ -367,13 +380,16 @@ def wide_units(part: Decoder) -> list[nn.Module]:
     return [m for name, m in part.named_modules() if name.endswith(".decay")]
 
 
-def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:
+def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | None:
     """Returns the standard deviation that draws a parameter. None: ones, as a norm's weight. Two
-    numbers: the parameter is the logarithm of a uniform number between them."""
-    parts = name.split(".")
+    numbers: the parameter is the logarithm of a uniform number between them. Three: its softplus is
+    uniform in its logarithm between two of them, and the third at least."""
+    parts, mixer = name.split("."), config.recurrent
     if "A_log" in parts:  # exp(A_log) is the rate at which a state decays.
-        return 0.01, 16.0
-    if {"dt_bias", "out_norm", "scale"} & set(parts):
+        return 1.0 if isinstance(mixer, Mamba2Config) else 0.01, 16.0
+    if "dt_bias" in parts and isinstance(mixer, Mamba2Config):
+        return mixer.time_step_min, mixer.time_step_max, mixer.time_step_floor
+    if {"dt_bias", "D", "out_norm", "scale"} & set(parts):
         return None
     if ADAPTER in name:
         return 0.0 if name.endswith("b") else config.init_std
@@ -381,8 +397,8 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] |
         return 0.0
     if any(part.endswith("norm") for part in parts):
         return 0.0 if config.zero_centred_norms else None
-    if {"wo", "w2", "out_proj"} & set(parts):
-        return config.init_std / (2 * config.num_layers) ** 0.5
+    if {"wo", "w2", "out_proj", "from_experts"} & set(parts):
+        return config.init_std / config.num_residuals**0.5
     return config.init_std
 
 

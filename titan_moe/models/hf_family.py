@@ -125,6 +125,7 @@ class Form:
     """Arguments of `rope_from_hf`. None: no layer has positions."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that transformers writes -> the published keys, which go before them; and `_ALIASES`."""
+    recurrent: type[Any] = GatedDeltaConfig
 
     def read(self, settings: Settings) -> Fields:
         """Returns the fields. Raises ConfigError for what is missing, or is not supported."""
@@ -160,7 +161,7 @@ class Form:
             tables[table][name] = value
         if "attention.indexer" in tables:
             tables["attention"]["indexer"] = IndexerConfig(**tables["attention.indexer"])
-        kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": GatedDeltaConfig}
+        kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": self.recurrent}
         made = {name: kind(**tables[name]) for name, kind in kinds.items() if name in tables}
         if "near" in tables:
             made["near"] = replace(made["attention"], **tables["near"])
@@ -198,14 +199,6 @@ def needed(settings: Settings, key: str) -> Any:
     if settings.get(key) is None:
         raise ConfigError(f"config.json: {key} is missing")
     return settings[key]
-
-
-def multiple(settings: Settings, key: str, unit: str) -> int:
-    """Returns how many times a value has another. Raises ConfigError if it is not a multiple."""
-    value, size = needed(settings, key), needed(settings, unit)
-    if value % size:
-        raise ConfigError(f"config.json: {key}={value} must be a multiple of {unit}={size}")
-    return int(value // size)
 
 
 def given(settings: Settings, key: str, default: Any) -> Any:
@@ -248,9 +241,19 @@ def _latent(settings: Settings) -> Fields:
 
 def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
     """The recurrent layers of a family that has some, and experts. Raises ConfigError without."""
-    if config.recurrent is None or config.moe is None:
+    if not isinstance(config.recurrent, GatedDeltaConfig) or config.moe is None:
         raise ConfigError(f"the Hugging Face form of {family} has recurrent layers and experts")
     return config.recurrent
+
+
+def shared_experts(settings: Settings, key: str) -> int:
+    """Returns how many experts are as wide as the shared one. Raises ConfigError for a fraction."""
+    width, expert = needed(settings, key), "moe_intermediate_size"
+    if width % needed(settings, expert):
+        raise ConfigError(
+            f"config.json: {key}={width} must be a multiple of {expert}={settings[expert]}"
+        )
+    return int(width // settings[expert])
 
 
 def attending(settings: Settings, other: str, num_layers: int) -> list[bool] | None:

@@ -99,6 +99,7 @@ GLM, MINIMAX = ("glm4_moe", "GLM-4.5"), ("minimax_m2", "MiniMax-M2")
 KIMI = ("kimi_linear", "48B-A3B")
 _STATES = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
+NEMO = ("nemotron_h", "120B-A12B")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,14 @@ SPARSE, GLM5 = ("deepseek_v32", "671B"), ("deepseek_v32", "GLM-5")
         (KIMI, {"mla_use_nope": False}, "mla_use_nope=False is not supported"),
         (KIMI, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
         (SPARSE, {"layer_types": ["full_attention"]}, "only indexed_attention is supported"),
+        (NEMO, {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
+        (NEMO, {"hybrid_override_pattern": "MEW"}, "of the kinds ['W'] are not supported"),
+        (NEMO, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 is not supported"),
+        (NEMO, {"mtp_hybrid_override_pattern": "*"}, "pattern='*' is not supported: only '*E'"),
+        (NEMO, {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported: only 'relu2'"),
+        (NEMO, {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        (NEMO, {"sliding_window": 64}, "sliding_window=64 is not supported"),
+        (NEMO, {"moe_shared_expert_intermediate_size": 99}, "must be a multiple of moe_interm"),
     ],
 )
 def test_error_names_unsupported_settings_of_config_json(flavor, change, words, tmp_path):

@@ -61,9 +61,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, tie_word_embeddings=(False,))
     fields = _FORM.read(settings)
     layers, width = fields["num_layers"], "share_expert_dim"
-    fields["moe.num_shared_experts"] = hf.multiple(
-        {**settings, width: hf.given(settings, width, 1280)}, width, "moe_intermediate_size"
-    )
+    named = {**settings, width: hf.given(settings, width, 1280)}
+    fields["moe.num_shared_experts"] = hf.shared_experts(named, width)
     attends = hf.attending(settings, _SLIDING, layers) or [True] * layers
     fields |= _dense(settings, layers) | _limits(settings, layers)
     scalar, head_dim = settings.get("query_pre_attn_scalar"), fields["attention.head_dim"]
