@@ -89,11 +89,8 @@ and routed experts."""
 
 
 class FeedForward(nn.Module):
-    """Dense feed-forward: w2 activation(w1 x, w3 x); if gated, times sigmoid(gate x).
-
-    That number per token is applied before w2, which is linear. There is no w3 if the activation
-    has no second factor.
-    """
+    """Dense feed-forward: w2 activation(w1 x, w3 x), without w3 if the activation is not gated.
+    With `gated`, times sigmoid(gate x) per token, before w2, which is linear."""
 
     def __init__(
         self, dim: int, hidden_dim: int, activation: Activation = SWIGLU, *, gated: bool = False

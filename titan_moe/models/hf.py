@@ -87,7 +87,7 @@ class HFModel:
     def ignored(self) -> tuple[str, ...]:
         """Patterns (fnmatch) of their tensors that have no place here, or none in this model:
         angles, which are computed, multi-token prediction that is left out, and the wrapper's."""
-        ahead = () if self.config.num_mtp_layers else ("mtp.*",)
+        ahead = () if self.config.num_mtp_layers else ("mtp.*", "model.mtp.*")
         around = () if self.wrapper is None else self.wrapper.rest
         return "*.rotary_emb.inv_freq", *ahead, *around
 

@@ -130,8 +130,8 @@ class Form:
     def read(self, settings: Settings) -> Fields:
         """Returns the fields. Raises ConfigError for what is missing, or is not supported."""
         names = {**_ALIASES, **self.aliases}
-        aliases = {key: settings.get(alias) for alias, key in names.items()}
-        settings = aliases | {key: value for key, value in settings.items() if value is not None}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        settings = {names[key]: settings[key] for key in names if key in settings} | settings
         only(settings, hidden_act=("silu",), **{key: (it,) for key, it in self.fixed.items()})
         for key, value in self.required.items():
             only({key: needed(settings, key)}, **{key: (value,)})
@@ -342,6 +342,14 @@ def rope_to_hf(rope: RopeConfig | None) -> dict[str, Any]:
         if not scaling.truncate:
             table["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": table}
+
+
+def rope_table(rope: RopeConfig | None, factor: float) -> dict[str, Any]:
+    """The table of one kind of layers in rope_parameters. `factor`: the share of a head's channels
+    that rotate."""
+    written = rope_to_hf(rope)
+    table = {"rope_type": "default", **(written.pop("rope_scaling") or {}), **written}
+    return {**table, "partial_rotary_factor": factor}
 
 
 def rope_from_hf(

@@ -79,6 +79,8 @@ WRAPPERS = {
         "language_model.", ("vision_model.*", "multi_modal_projector.*"), tied_by=("text",)
     ),
     "qwen3_5_moe": _QWEN,
+    # Its layers after the 45th predict further tokens.
+    "step3p7": Wrapper("", ("vision_model.*", "vit_large_projector.*", "model.layers.4[567].*")),
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": replace(_QWEN, transposed=True),
 }

@@ -129,11 +129,10 @@ def _factor(up: Tensor, activation: Activation) -> tuple[Tensor, PullOne]:
     if activation.function == "situ":
         factor, slope = _bent(up, 25.0)
         return factor, lambda grad: grad.mul_(slope)
-    if (limit := activation.limit) is None:
-        return up + activation.up_shift if activation.up_shift else up, lambda grad: grad
-    bounded = up.clamp(-limit, limit)
-    factor = bounded + activation.up_shift if activation.up_shift else bounded
-    return factor, lambda grad: grad.masked_fill_(up.abs() > limit, 0)
+    limit, shift = activation.limit, activation.up_shift
+    bounded = up if limit is None else up.clamp(-limit, limit)
+    factor = bounded + shift if shift else bounded
+    return factor, lambda g: g if limit is None else g.masked_fill_(up.abs() > limit, 0)
 
 
 def _silu(x: Tensor, slope: float) -> tuple[Tensor, PullOne]:

@@ -97,19 +97,19 @@ def _tanh(x):
 
 
 @triton.jit
-def _value(
-    gate, FUNCTION: tl.constexpr, SLOPE: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr
-):
-    """Returns the function of the gate, and its slope. NaN stays NaN, as in torch.clamp."""
+def _parts(gate, up, FUNCTION, GATED, SLOPE, CLAMPS, LIMIT, SHIFT):
+    """Returns the function of the gate, its slope, and its factor. NaN stays NaN, as in
+    torch.clamp."""
     nan: tl.constexpr = tl.PropagateNan.ALL
     x = tl.minimum(gate, LIMIT, propagate_nan=nan) if CLAMPS == "before" else gate
+    factor = up if GATED else 1.0
     if FUNCTION == "relu2":
         root = tl.maximum(x, 0, propagate_nan=nan)
         slope, value = 2 * root, root * root
     elif FUNCTION == "situ":
         sigmoid, tanh = 1 / (1 + tl.exp(-x)), _tanh(x / 4)
         slope = sigmoid * (1 - tanh * tanh + 4 * tanh * (1 - sigmoid))
-        value = 4 * tanh * sigmoid
+        value, factor = 4 * tanh * sigmoid, 25 * _tanh(up / 25)
     elif FUNCTION == "gelu_tanh":
         # (1 + tanh(z)) / 2 = sigmoid(2 z), and 2 z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
         sigmoid = 1 / (1 + tl.exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
@@ -120,24 +120,12 @@ def _value(
         slope, value = sigmoid * (1 + SLOPE * x * (1 - sigmoid)), x * sigmoid
     if CLAMPS != "never":
         slope = tl.where((value if CLAMPS == "after" else gate) > LIMIT, 0, slope)
-    if CLAMPS == "after":
-        value = tl.minimum(value, LIMIT, propagate_nan=nan)
-    return value, slope
-
-
-@triton.jit
-def _factor(
-    up, FUNCTION: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr
-):
-    """Returns what the function of the gate is multiplied with."""
-    factor = up
-    if FUNCTION == "situ":
-        factor = 25 * _tanh(up / 25)
-    elif CLAMPS != "never":
-        nan: tl.constexpr = tl.PropagateNan.ALL
-        factor = tl.maximum(up, -LIMIT, propagate_nan=nan)
-        factor = tl.minimum(factor, LIMIT, propagate_nan=nan)
-    return factor + SHIFT if SHIFT != 0 else factor
+        if CLAMPS == "after":
+            value = tl.minimum(value, LIMIT, propagate_nan=nan)
+        if GATED and FUNCTION != "situ":
+            factor = tl.maximum(up, -LIMIT, propagate_nan=nan)
+            factor = tl.minimum(factor, LIMIT, propagate_nan=nan)
+    return value, slope, factor + SHIFT if SHIFT != 0 else factor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -167,8 +155,8 @@ def _gated_rows_kernel(
     place = row[:, None] * DIM + column[None, :]
     gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
     up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
-    hidden, _ = _value(gate, FUNCTION, SLOPE, CLAMPS, LIMIT)
-    hidden *= _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT) if GATED else 1.0
+    value, _, factor = _parts(gate, up, FUNCTION, GATED, SLOPE, CLAMPS, LIMIT, SHIFT)
+    hidden = value * factor
     if HAS_WEIGHTS:
         hidden *= tl.load(weights_ptr + row, mask=is_row, other=0).to(dtype)[:, None]
     tl.store(hidden_ptr + place, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
@@ -213,8 +201,7 @@ def _gated_rows_backward_kernel(
         gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
         up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
         grad = tl.load(grad_ptr + place, mask=inside, other=0).to(dtype)
-        value, slope = _value(gate, FUNCTION, SLOPE, CLAMPS, LIMIT)
-        factor = _factor(up, FUNCTION, CLAMPS, LIMIT, SHIFT) if GATED else 1.0
+        value, slope, factor = _parts(gate, up, FUNCTION, GATED, SLOPE, CLAMPS, LIMIT, SHIFT)
         hidden = value * factor
         grad_weight += tl.sum(hidden * grad, 1)
         grad *= weight[:, None]

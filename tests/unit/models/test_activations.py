@@ -1,4 +1,4 @@
-"""Dense feed-forwards with each activation, limits by layer, sizes, earlier names in records."""
+"""Dense feed-forwards with each activation, limits by layer, and sizes."""
 
 from dataclasses import replace
 

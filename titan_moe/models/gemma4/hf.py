@@ -105,10 +105,8 @@ def _rope(tables: hf.Settings, kind: str) -> RopeConfig:
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    table = {"rope_theta": rope.theta}
-    if rope.share == 1:
-        return {"rope_type": "default", **table}
-    return {"rope_type": "proportional", "partial_rotary_factor": rope.share, **table}
+    kind = {} if rope.share == 1 else {"rope_type": "proportional"}
+    return hf.rope_table(rope, rope.share) | kind
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -93,7 +93,8 @@ class ParityResult:
     losses: float
     """The largest difference of the steps."""
     exported: float | None
-    """The difference of the logits after the steps and those of the export; float32 only."""
+    """The difference of the logits after the steps and those of the export; float32 only, and of
+    models that transformers loads alone."""
     margin: float
     """The smallest distance between a chosen expert's score and a rejected one's."""
 
@@ -134,13 +135,14 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
         gradients = _joined(model, found.config)
         ours = ours or {name: gradient.clone() for name, gradient in gradients.items()}
     assert theirs.keys() == ours.keys()
+    exports = dtype == torch.float32 and oracle.has_class
     gradient, gradient_of = worst_of(_gradient_distances(ours, theirs, case))
     return ParityResult(
         logits=worst(distance(a, b) for a, b in zip(our_logits, their_logits, strict=True)),
         gradient=gradient,
         gradient_of=gradient_of,
         losses=worst(abs(a - b) / abs(b) for a, b in zip(our_losses, their_losses, strict=True)),
-        exported=_export_distance(model, found, batch) if dtype == torch.float32 else None,
+        exported=_export_distance(model, found, batch) if exports else None,
         margin=min(margins, default=float("inf")),
     )
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 disable_progress_bar()
@@ -67,6 +69,24 @@ def their_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
 
 
+class TextWithOutput(nn.Module):
+    """Adds an output layer to Step-3.7's text model, which transformers has inside of others alone,
+    and saves both under the names in memory."""
+
+    def __init__(self, config: Any, **how: str) -> None:
+        super().__init__()
+        self.model = Step3p7TextModel._from_config(config, **how)
+        # Its row would have no gradient, and its number is drawn among the others.
+        self.model.embed_tokens.padding_idx = None
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config = config
+
+    def save_pretrained(self, folder: str) -> None:
+        self.config.save_pretrained(folder)
+        tensors = {name: x.contiguous() for name, x in self.state_dict().items()}
+        save_file(tensors, Path(folder, "model.safetensors"))
+
+
 class Oracle(nn.Module):
     """A model of `transformers` with its multi-token prediction layers.
 
@@ -81,9 +101,11 @@ class Oracle(nn.Module):
         super().__init__()
         config = AutoConfig.for_model(**settings)
         config._experts_implementation = "eager"
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        self.has_class = type(config) in AutoModelForCausalLM._model_mapping
+        make = AutoModelForCausalLM.from_config if self.has_class else TextWithOutput
+        self.model = make(config, attn_implementation="eager")
         depths = settings.get("num_nextn_predict_layers", 0)
-        self.mtp = MtpModel(self.model, depths) if depths else None
+        self.mtp = MtpModel(self.model, depths) if depths else None  # type: ignore[arg-type]
         self.num_layers = config.num_hidden_layers
         self.cap = settings.get("final_logit_softcapping")
         self.eval()
@@ -124,7 +146,7 @@ class Oracle(nn.Module):
 def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     # Qwen3-Next's norms multiply by 1 + weight.
-    zero_centred = any("linear_attn" in name for name in tensors)
+    zero_centred = any("linear_attn" in name or "g_proj" in name for name in tensors)
     for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in name or "scal" in name:
