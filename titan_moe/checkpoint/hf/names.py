@@ -30,7 +30,7 @@ PREVIOUS_LOAD = ".router.previous_load"
 EXPERT_BIAS = ".router.expert_bias"
 _INDEXER = ".indexer."
 # Parts of names that transformers 5 has in files alone: in memory a layer has another name.
-_FILES_ALONE = ("{expert}", "block_sparse_moe.", "self_attn.f_")
+_FILES_ALONE = ("{expert}", "backbone.", "block_sparse_moe.", "self_attn.f_")
 
 _COMPARED = 2**24  # Elements of two tensors that are compared at once.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")

@@ -196,6 +196,7 @@ def keys(config: ModelConfig) -> names.HFKeys:
         **names.sections("attention.conv_bias.*.weight", "mixer.conv1d.bias", **convolved),
     }  # fmt: skip
     found = names.either(_model(block, "backbone."), _model(block, "model."))
+    found = {**found, **names.renamed("*.weight", "*.weight", {"output": "lm_head"})}
     if config.num_mtp_layers == 1:
         found = {**found, **_ahead(block)}
     return found
@@ -205,7 +206,6 @@ def _model(block: names.HFKeys, prefix: str) -> names.HFKeys:
     ends = {"tok_embeddings": "embeddings", "norm": "norm_f"}
     return {
         **names.renamed("*.weight", f"{prefix}*.weight", ends),
-        **names.renamed("*.weight", "*.weight", {"output": "lm_head"}),
         **names.in_layers(block, theirs=prefix + "layers.{layer}."),
     }
 
