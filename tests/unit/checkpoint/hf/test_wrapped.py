@@ -59,9 +59,7 @@ PUBLISHED = {
     # Its text model's embedding has no gradient for the padding.
     "step3p7": ("step3p7: plain", {"pad_token_id": 96, "vocab_size": 97}, _STEP),
 }
-_NORMS = [
-    f"{name}norm.weight" for name in ("language_model.model.", "model.language_model.", "model.")
-]
+_NORMS = [f"{x}norm.weight" for x in ("language_model.model.", "model.language_model.", "model.")]
 
 
 def _draw(kind: str) -> Any:
