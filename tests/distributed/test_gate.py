@@ -32,7 +32,7 @@ SCHEDULED = [f"pp=2,schedule={name}" for name in SCHEDULES]
 SPLIT = [text for text in SCHEDULED if parse(text).schedule in SPLIT_BACKWARD]
 TWO_DEPTHS = "pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none"
 HOST = "through the host"
-RECURRENT = ["kimi_linear", "qwen3_next"]
+RECURRENT = ["kimi_linear", "nemotron_h", "qwen3_next"]
 WHOLE_BACKWARD = [s for s in SAMPLE if parse(s).schedule not in SPLIT_BACKWARD]
 # Family, kind of gate, layout.
 DEFAULT = [

@@ -103,6 +103,7 @@ def test_keys_that_rounding_selects_are_a_tie(gates: Gates, baselines: Baselines
             ("deepseek_v3", "AdamW", HARMLESS[1]),
             ("deepseek_v3", "overlap", "tp=2,ep=2,recompute=full"),
             ("kimi_linear", "AdamW", "tp=2"),
+            ("nemotron_h", "AdamW", "tp=2"),
             ("qwen3_next", "AdamW", "tp=2"),
         ],
         full=product(FAMILIES, ["AdamW"], MORE_HARMLESS),

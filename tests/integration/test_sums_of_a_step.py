@@ -109,7 +109,7 @@ def differences(family: str, change: Callable[[Decoder], object]) -> dict[str, f
 
 
 # Among them they have the operations of all; the planted mistake needs all of mixtral right.
-SLOW = ["deepseek_v32", "gpt_oss", "kimi_linear", "llama4", "qwen3_next"]
+SLOW = ["deepseek_v32", "gpt_oss", "kimi_linear", "llama4", "nemotron_h", "qwen3_next"]
 BOUND = 0.01
 EXCEPTIONS = {
     # Added to all keys, it moves weight between them and a sink alone: the rest cancels.

@@ -31,7 +31,7 @@ def _sizes(run: Run) -> Iterator[Mistake]:
     yield from must_divide("parallelism.expert_parallel_degree", ep, experts)
     sizes = {"the experts' hidden_dim": moe.hidden_dim}
     if moe.projection_bias:  # The bias after the second projection is cut like what it is added to.
-        sizes["dim"] = run.model.dim
+        sizes["dim"] = run.model.row_dim
     yield from must_divide("parallelism.expert_tensor_parallel_degree", etp, sizes)
 
 
@@ -80,7 +80,8 @@ def _low_precision(run: Run) -> Iterator[str]:
     if model.moe is None:
         return
     cut = job.parallelism.expert_tensor_parallel_degree
-    sizes = {"dim": model.dim, f"the experts' hidden_dim / etp {cut}": model.moe.hidden_dim // cut}
+    hidden_dim = model.moe.hidden_dim // cut
+    sizes = {"the experts' dim": model.row_dim, f"their hidden_dim / etp {cut}": hidden_dim}
     for name in named:
         for what, size in sizes.items():
             if size % blocks[name]:

@@ -7,6 +7,7 @@ device type starts from the same bits.
 
 import hashlib
 from collections.abc import Callable, Mapping
+from math import log
 from types import MappingProxyType
 
 import torch
@@ -19,13 +20,13 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 def fill_initial_weights(
     model: nn.Module,
     seed: int,
-    std_of: Callable[[str], float | tuple[float, float] | None],
+    std_of: Callable[[str], float | tuple[float, ...] | None],
     *,
     drawn_as: Mapping[str, str] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> None:
     """Fill every parameter: ones where `std_of(name)` is None, normal with that deviation where it
-    is a number, else the logarithm of numbers that are uniform between the two.
+    is a number, else as `decoder.initial_std` says.
 
     Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same
     values; on `device`, wherever the parameter is kept (left out: there). A name in `drawn_as` gets
@@ -53,11 +54,15 @@ def _fill_experts(parameter: Tensor, key: str, std: float, device: torch.device)
 
 
 def _draw(
-    shape: torch.Size, device: torch.device, key: str, std: float | tuple[float, float]
+    shape: torch.Size, device: torch.device, key: str, std: float | tuple[float, ...]
 ) -> Tensor:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
     drawn = torch.empty(shape, dtype=torch.float32, device=device)
     if isinstance(std, tuple):
-        return drawn.uniform_(*std, generator=generator).log_()
+        low, high, *least = std
+        if not least:
+            return drawn.uniform_(low, high, generator=generator).log_()
+        steps = drawn.uniform_(log(low), log(high), generator=generator).exp_().clamp_min_(*least)
+        return steps.expm1_().log_()
     return drawn.normal_(0.0, std, generator=generator)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from titan_moe.models.decoder import Decoder
-from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.ops.attention import first_seen, is_seen, sdpa
 from titan_moe.ops.gated_delta import DeltaRule, Recurrence, short_convolution
 from titan_moe.ops.local_attention import LocalAttention
@@ -69,22 +68,25 @@ class KeptState:
         self._length += len(place_S)
         return place_S[None]
 
-    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+    def convolve(  # type: ignore[no-untyped-def]
+        self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C=None
+    ) -> Tensor:
         key = id(weight_C1W)  # A layer has a convolution for queries, one for keys, one for values.
         if key not in self._before:
             back = weight_C1W.shape[-1] - 1
             self._before[key] = x_BSC.new_zeros(len(x_BSC), back, x_BSC.shape[2])
         before = self._before[key]
         self._before[key] = torch.cat([before, x_BSC], 1)[:, x_BSC.shape[1] :]
-        return short_convolution(x_BSC, weight_C1W, place_BS, before)
+        return short_convolution(x_BSC, weight_C1W, place_BS, before, bias_C)
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
+        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS, erases: bool = True
     ) -> Tensor:
         tensors = q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS
         q, k, v, decay, beta = (x.transpose(1, 2) for x in tensors)
         before_BHKV = self._states.popleft()
-        o_BSHV, after_BHKV = self._rule(q, k, v, decay, beta, place_BS, before_BHKV)
+        rows = q, k, v, decay, beta, place_BS
+        o_BSHV, after_BHKV = self._rule(*rows, before_BHKV, erases=erases)
         self._states.append(after_BHKV)
         return o_BSHV.transpose(1, 2)
 
@@ -96,10 +98,11 @@ def with_cache(model: Decoder) -> Decoder:
     For evaluation, in one process, of one batch of texts without padding.
     """
     instead: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    recurs = [isinstance(layer.attention, GatedDeltaNet) for layer in model.layers.values()]
-    instead[id(model.core)] = KeptKeys(recurs.count(False))
-    if any(recurs):
+    kinds: list[Any] = [layer.sees for layer in model.layers.values()]
+    recurrent = kinds.count("state")
+    instead[id(model.core)] = KeptKeys(len(kinds) - recurrent - kinds.count("nothing"))
+    if recurrent:
         cut = "a recurrence of sequences that are cut keeps no state"
         assert isinstance(model.recurrence, Recurrence), cut
-        instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurs.count(True))
+        instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurrent)
     return deepcopy(model, instead)

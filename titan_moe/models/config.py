@@ -1,13 +1,10 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import inf
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.local_attention import LocalAttention
@@ -229,13 +226,37 @@ class GatedDeltaConfig:
     depends on it."""
 
 
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Layers of Mamba-2 (arXiv 2405.21060): a state per head that decays and is added to. The
+    paper's C, B and x are queries, keys and values here."""
+
+    num_key_heads: int
+    """Groups: their heads share a B and a C, and their channels one norm."""
+    num_value_heads: int
+    """A multiple of it. Each has a state [key_dim, value_dim]."""
+    key_dim: int
+    """Channels of B and C: the state's size."""
+    value_dim: int
+    conv_size: int
+    """Tokens that a channel's convolution sees, its own among them."""
+    conv_bias: bool = True
+    time_step_min: float = 0.001
+    """Least time step, and least initial one."""
+    time_step_max: float = 0.1
+    """Largest initial time step."""
+    time_step_floor: float = 1e-4
+    """Bound of initial time steps, where it is above `time_step_min`."""
+
+
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig | CompressedConfig
 """The variants. A further one has num_heads, num_kv_heads, rope, rope_dim, qk_dim, v_dim, local and
 sinks too, its module in models/attention.py and its counts in models/stats.py."""
-TokenMixer = AttentionConfig | GatedDeltaConfig
+RecurrentConfig = GatedDeltaConfig | Mamba2Config
+TokenMixer = AttentionConfig | RecurrentConfig
 """Dimensions of the part of a layer that mixes tokens."""
 
 
@@ -264,10 +285,14 @@ class ModelConfig:
     """Attention of layers that see the near past alone."""
     sparse: AttentionConfig | None = None
     """Attention of layers that see selected keys of the past, beside layers that see all."""
-    recurrent: GatedDeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
     pattern: str = "a"
     """The layers' kinds, as often as there are layers: "a" has `attention`, "n" `near`, "s"
-    `sparse`, and "r" `recurrent`. So "nna" is of layers of which each third sees the whole past."""
+    `sparse`, "r" `recurrent`, and "-" none of them. So "nna" is of layers of which each third
+    sees the whole past."""
+    ffn_pattern: str = "f"
+    """The layers' feed-forwards, as often as there are layers: "f" has experts or is dense, as
+    `moe_every` and `num_dense_layers` say, "d" is dense, and "-" has none (Nemotron-H)."""
     sandwich_norms: bool = False
     """Attention and feed-forward are followed by norms too, before they are added to the stream;
     where a dense feed-forward and experts are beside each other, each of the two is, first."""
@@ -304,40 +329,62 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Returns whether a layer has experts, multi-token prediction's included: they follow the
         last."""
-        layer = min(layer, self.num_layers - 1)
+        beyond, layer = layer >= self.num_layers, min(layer, self.num_layers - 1)
         interleaved = (layer + 1) % self.moe_every == 0
-        return self.moe is not None and layer >= self.num_dense_layers and interleaved
+        named = beyond or self.ffn_pattern[layer % len(self.ffn_pattern)] == "f"
+        return self.moe is not None and named and layer >= self.num_dense_layers and interleaved
+
+    def is_dense_layer(self, layer: int) -> bool:
+        """Returns whether a layer has a dense feed-forward, maybe beside experts."""
+        beyond = layer >= self.num_layers
+        named = beyond or self.ffn_pattern[layer % len(self.ffn_pattern)] != "-"
+        return named and (self.dense_beside_experts or not self.is_moe_layer(layer))
 
     @property
     def has_dense(self) -> bool:
         """Returns whether some layer has a dense feed-forward."""
-        return self.dense_beside_experts or not all(map(self.is_moe_layer, range(self.num_layers)))
+        return any(map(self.is_dense_layer, range(self.num_layers)))
 
-    def mixer(self, layer: int) -> TokenMixer:
-        """Returns the attention or recurrence of a layer. Layers of multi-token prediction, whose
-        numbers follow the last one's, see the whole past."""
+    @property
+    def num_residuals(self) -> int:
+        """Parts of the layers that are added to the residual stream: two of a usual layer."""
+        layers = range(self.num_layers)
+        feed_forwards = (self.is_moe_layer(n) or self.is_dense_layer(n) for n in layers)
+        return sum(self.mixer(n) is not None for n in layers) + sum(feed_forwards)
+
+    def mixer(self, layer: int) -> TokenMixer | None:
+        """Returns the attention or recurrence of a layer, None without any. Layers of multi-token
+        prediction, whose numbers follow the last one's, see the whole past."""
         kinds = {"a": self.attention, "n": self.near, "s": self.sparse, "r": self.recurrent}
-        beyond = layer >= self.num_layers
-        mixer = kinds["a" if beyond else self.pattern[layer % len(self.pattern)]]
+        letter = "a" if layer >= self.num_layers else self.pattern[layer % len(self.pattern)]
+        if letter == "-":
+            return None
+        mixer = kinds[letter]
         assert mixer is not None, f"the pattern {self.pattern!r} names what is not given"
         if isinstance(mixer, MLAConfig) and (own := mixer.indexer) is not None:
             return replace(mixer, indexer=replace(own, shares=layer in own.shared_in))
         return mixer
 
     @property
+    def row_dim(self) -> int:
+        """Channels of the rows that routed experts are given."""
+        return (self.moe and self.moe.latent_dim) or self.dim
+
+    @property
     def mixers(self) -> set[TokenMixer]:
         """Returns the different mixers of all layers."""
-        return {self.mixer(n) for n in range(self.num_layers + self.num_mtp_layers)}
+        mixers = map(self.mixer, range(self.num_layers + self.num_mtp_layers))
+        return {mixer for mixer in mixers if mixer is not None}
 
     @property
     def attentions(self) -> list[AttentionConfig]:
         """Returns the different attentions of all layers, in an order that is always the same."""
-        attentions = [each for each in self.mixers if not isinstance(each, GatedDeltaConfig)]
+        attentions = [each for each in self.mixers if not isinstance(each, RecurrentConfig)]
         return sorted(attentions, key=repr)
 
     def recurs(self, layer: int) -> bool:
         """Returns whether a layer has a recurrent state."""
-        return self.mixer(layer) is self.recurrent
+        return self.recurrent is not None and self.mixer(layer) is self.recurrent
 
     @property
     def indexer(self) -> IndexerConfig | None:
@@ -352,36 +399,6 @@ class ModelConfig:
             isinstance(each, CompressedConfig) or (isinstance(each, GQAConfig) and each.temperature)
             for each in self.attentions
         )
-
-
-_TABLES = (ModelConfig, MoEConfig, IndexerConfig, *get_args(TokenMixer))
-_FIELDS = {each.name: (each.type, each.default) for table in _TABLES for each in fields(table)}
-
-
-def checked(values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the values of fields, by path. Raises ConfigError for a value that its field may not
-    have.
-
-    Args:
-        keys: the keys of config.json that the values come from, by path.
-    """
-    problems = {path: _problem(path, value) for path, value in values.items()}
-    wrong = [path for path, problem in problems.items() if problem]
-    if wrong:
-        raise ConfigError([f"config.json: {keys[p]}={values[p]!r} {problems[p]}" for p in wrong])
-    return values
-
-
-def _problem(path: str, value: Any) -> str:
-    kind, default = _FIELDS.get(path.rpartition(".")[2], (Any, None))
-    if kind is bool and not isinstance(value, bool):
-        return "must be true or false"
-    if kind is float and not (type(value) in (int, float) and 0 <= value < inf):
-        return "must be a number, 0 or more"
-    least = 0 if default == 0 else 1
-    if kind is int and not (type(value) is int and least <= value < 2**31):
-        return f"must be a whole number, {least} or more"
-    return ""
 
 
 def tied_weights(config: ModelConfig) -> list[list[str]]:

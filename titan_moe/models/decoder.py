@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 import titan_moe.models.compressed_attention  # noqa: F401  Registers its attention.
 from titan_moe.models.attention import Attention, build_attention, plain_core
-from titan_moe.models.config import GatedDeltaConfig, ModelConfig
+from titan_moe.models.config import GatedDeltaConfig, Mamba2Config, ModelConfig
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.hyper_connections import Collapse, HyperConnection, Residual
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
+from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation, rope_key
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.cross_entropy import IGNORE_INDEX
-from titan_moe.ops.gated import activated
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.runtime.regions import region
@@ -60,6 +60,8 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.in_proj.*": "colwise",
     "*.attention.gates.*": "colwise",
     "*.attention.conv.*": "heads",
+    "*.attention.conv_bias.*": "heads",
+    "*.attention.out_norm.scale": "heads",
     "*.attention.decay.*": "heads",
     "*.attention.out_proj": "rowwise",
     "*.attention.wo": "rowwise",
@@ -87,35 +89,17 @@ have no effect. Every module with parameters is named, also where it stays whole
 and routed experts."""
 
 
-class FeedForward(nn.Module):
-    """Dense feed-forward: w2 activation(w1 x, w3 x), without w3 if the activation is not gated.
-    With `gated`, times sigmoid(gate x) per token, before w2, which is linear."""
-
-    def __init__(
-        self, dim: int, hidden_dim: int, activation: Activation = SWIGLU, *, gated: bool = False
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False) if activation.gated else None
-        self.gate = nn.Linear(dim, 1, bias=False) if gated else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w1(x), None if self.w3 is None else self.w3(x)
-        hidden = activated(gate, up, self.activation)
-        return self.w2(hidden if self.gate is None else hidden * self.gate(x).sigmoid())
-
-
 class Block(nn.Module):
     """Pre-norm attention or recurrence, then a dense feed-forward, experts or both, each added to
-    the stream.
+    the stream. One of the two parts may be left out.
 
     `layer` is the block's number in the whole model, where multi-token prediction's come last.
-    `sees` says which of the decoder's masks is the block's: "state", or how far it attends. `turns`
-    says which of its rotations is the block's; a recurrence has no use for any.
+    `sees` says which of the decoder's masks is the block's: "state", "nothing", or how far it
+    attends. `turns` says which of its rotations is the block's; only attention has a use for it.
     """
 
+    attention_norm: nn.RMSNorm
+    ffn_norm: nn.RMSNorm
     scale: Tensor | None
 
     def __init__(
@@ -124,21 +108,29 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         mixer = config.mixer(layer)
-        self.sees: Sees
-        self.attention: Attention
+        self.sees: Sees = "nothing"
+        self.turns = rope_key(config.attention)
+        self.attention: Attention | None = None
+        dim, eps = config.dim, config.norm_eps
         if isinstance(mixer, GatedDeltaConfig):
-            self.sees, self.turns = "state", rope_key(config.attention)
-            eps = config.norm_eps
-            self.attention = GatedDeltaNet(config.dim, mixer, norm_eps=eps, core=recurrence)
-        else:
+            self.sees = "state"
+            self.attention = GatedDeltaNet(dim, mixer, norm_eps=eps, core=recurrence)
+        elif isinstance(mixer, Mamba2Config):
+            self.sees = "state"
+            self.attention = Mamba2(dim, mixer, norm_eps=eps, core=recurrence)
+        elif mixer is not None:
             self.sees, self.turns = mixer.local, rope_key(mixer)
             self.attention = build_attention(mixer, config, core)
         make_norm = partial(norm_of(config), config.dim)
-        self.attention_norm, self.ffn_norm = make_norm(), make_norm()
-        self.post_attention_norm = make_norm() if config.sandwich_norms else nn.Identity()
-        self.post_ffn_norm = make_norm() if config.sandwich_norms else nn.Identity()
         connection = partial(HyperConnection, config) if config.streams > 1 else Residual
-        self.attention_streams, self.ffn_streams = connection(), connection()
+        post_norm = make_norm if config.sandwich_norms else nn.Identity
+        has_experts, is_dense = config.is_moe_layer(layer), config.is_dense_layer(layer)
+        if mixer is not None:
+            self.attention_norm, self.post_attention_norm = make_norm(), post_norm()
+            self.attention_streams = connection()
+        if has_experts or is_dense:
+            self.ffn_norm, self.post_ffn_norm = make_norm(), post_norm()
+            self.ffn_streams = connection()
         self.register_buffer("scale", torch.ones(1) if config.layer_scales else None)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
@@ -152,13 +144,12 @@ class Block(nn.Module):
             if shared_dim:
                 shared = FeedForward(config.dim, shared_dim, activation, gated=moe.shared_gate)
             self.moe = MoE(config.dim, moe, shared)
-        if self.moe is None or config.dense_beside_experts:
+        if is_dense:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim, activation)
         self.moe_norm: nn.Module | None = None
-        if self.moe is not None and self.feed_forward is not None:
+        if has_experts and is_dense:
             self.moe_norm = make_norm()
-            self.post_dense_norm = make_norm() if config.sandwich_norms else nn.Identity()
-            self.post_moe_norm = make_norm() if config.sandwich_norms else nn.Identity()
+            self.post_dense_norm, self.post_moe_norm = post_norm(), post_norm()
 
     def init_buffers(self) -> None:
         """Sets the factor of the stream to 1; also called after the meta device."""
@@ -175,33 +166,37 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns the stream after the block; several streams lie beside each other in D.
         `counted_BS`, `ids_BS`: as `MoE.forward` takes them."""
-
-        def attend(x_BSD: Tensor) -> Tensor:
-            h_BSD = self.attention_norm(x_BSD)
-            with region("attention"):
-                h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-            return self.post_attention_norm(h_BSD)
-
-        def feed_forward(x_BSD: Tensor) -> Tensor:
-            return self.post_ffn_norm(self._fed_forward(x_BSD, counted_BS, ids_BS))
-
-        x_BSD = self.ffn_streams(self.attention_streams(x_BSD, attend), feed_forward)
+        if self.attention is not None:
+            attended = partial(self._attended, rotation, mask, counted_BS)
+            x_BSD = self.attention_streams(x_BSD, attended)
+        if self.moe is not None or self.feed_forward is not None:
+            fed_forward = partial(self._fed_forward, counted_BS, ids_BS)
+            x_BSD = self.ffn_streams(x_BSD, fed_forward)
         return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
 
+    def _attended(
+        self, rotation: Rotation, mask: Any, counted_BS: Tensor | None, x_BSD: Tensor
+    ) -> Tensor:
+        assert self.attention is not None
+        h_BSD = self.attention_norm(x_BSD)
+        with region("attention"):
+            h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
+        return self.post_attention_norm(h_BSD)
+
     def _fed_forward(
-        self, x_BSD: Tensor, counted_BS: Tensor | None, ids_BS: Tensor | None
+        self, counted_BS: Tensor | None, ids_BS: Tensor | None, x_BSD: Tensor
     ) -> Tensor:
         h_BSD = self.ffn_norm(x_BSD)
         if self.feed_forward is None:
             assert self.moe is not None
-            return self.moe(h_BSD, counted_BS, ids_BS=ids_BS)
+            return self.post_ffn_norm(self.moe(h_BSD, counted_BS, None, ids_BS))
         with region("feed_forward"):
             h_BSD = self.feed_forward(h_BSD)
-        if self.moe is None or self.moe_norm is None:
-            return h_BSD
-        stream_BSD = None if self.moe.config.stream_eps is None else x_BSD
-        routed_BSD = self.moe(self.moe_norm(x_BSD), counted_BS, stream_BSD)
-        return self.post_dense_norm(h_BSD) + self.post_moe_norm(routed_BSD)
+        if self.moe is not None and self.moe_norm is not None:
+            stream_BSD = None if self.moe.config.stream_eps is None else x_BSD
+            routed_BSD = self.moe(self.moe_norm(x_BSD), counted_BS, stream_BSD)
+            h_BSD = self.post_dense_norm(h_BSD) + self.post_moe_norm(routed_BSD)
+        return self.post_ffn_norm(h_BSD)
 
 
 class Decoder(nn.Module):
@@ -302,12 +297,12 @@ class Decoder(nn.Module):
             x_BSD = x_BSD.repeat(1, 1, self.config.streams)
         ids_BS = tokens_BS if ids_BS is None else ids_BS
         blocks = self.blocks().values()
-        masks = {
-            sees: self.recurrence.mask(documents_BS)
-            if sees == "state"
-            else self.core.mask(documents_BS, sees, bounds)
-            for sees in dict.fromkeys(block.sees for block in blocks)
-        }
+        masks: dict[Sees, Any] = {"nothing": None}
+        for sees in dict.fromkeys(block.sees for block in blocks):
+            if sees == "state":
+                masks[sees] = self.recurrence.mask(documents_BS)
+            elif sees != "nothing":
+                masks[sees] = self.core.mask(documents_BS, sees, bounds)
         turns = {block.turns for block in blocks}
         rotations = {
             rope.key: rope(positions_BS, x_BSD.dtype) for rope in self.ropes if rope.key in turns
@@ -350,7 +345,7 @@ def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
         if end not in names:
             model.set_submodule(end, _PassOn())
     if "norm" not in names:
-        model.norm_streams = nn.Identity()
+        model.norm_streams = _PassOn()
     for layer in list(model.layers):
         if f"layers.{layer}" not in names:
             del model.layers[layer]
@@ -379,7 +374,7 @@ class _PassOn(nn.Identity):
 def is_bias(name: str) -> bool:
     """Returns whether a parameter is a bias of any shape: it starts at zero and does not decay."""
     last = name.rsplit(".", 1)[-1]
-    return last.endswith("bias") or last in _BIASES
+    return last.endswith("bias") or last in _BIASES or ".conv_bias." in name
 
 
 def is_wide(name: str) -> bool:
@@ -400,13 +395,16 @@ def wide_units(part: Decoder) -> list[nn.Module]:
     return [module for module in modules if list(module.parameters(recurse=False))]
 
 
-def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] | None:
+def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | None:
     """Returns the standard deviation that draws a parameter. None: ones, as a norm's weight. Two
-    numbers: the parameter is the logarithm of a uniform number between them."""
-    parts = name.split(".")
+    numbers: the parameter is the logarithm of a uniform number between them. Three: its softplus is
+    uniform in its logarithm between two of them, and the third at least."""
+    parts, mixer = name.split("."), config.recurrent
     if "A_log" in parts:  # exp(A_log) is the rate at which a state decays.
-        return 0.01, 16.0
-    if {"dt_bias", "out_norm", "scale"} & set(parts):
+        return 1.0 if isinstance(mixer, Mamba2Config) else 0.01, 16.0
+    if "dt_bias" in parts and isinstance(mixer, Mamba2Config):
+        return mixer.time_step_min, mixer.time_step_max, mixer.time_step_floor
+    if {"dt_bias", "D", "out_norm", "scale"} & set(parts):
         return None
     if ADAPTER in name:
         return 0.0 if name.endswith("b") else config.init_std
@@ -414,8 +412,8 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, float] |
         return 0.0
     if any(part.endswith("norm") for part in parts):
         return 0.0 if config.zero_centred_norms else None
-    if {"wo", "w2", "out_proj"} & set(parts):
-        return config.init_std / (2 * config.num_layers) ** 0.5
+    if {"wo", "w2", "out_proj", "from_experts"} & set(parts):
+        return config.init_std / config.num_residuals**0.5
     return config.init_std
 
 

@@ -317,8 +317,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 
 def _kinds(config: ModelConfig) -> dict[str, str]:
-    whole = config.pattern * config.num_layers
-    return {"pattern": whole[: config.num_layers]}
+    both = {"pattern": config.pattern, "ffn_pattern": config.ffn_pattern}
+    return {name: (each * config.num_layers)[: config.num_layers] for name, each in both.items()}
 
 
 def as_record(config: ModelConfig) -> dict[str, Any]:

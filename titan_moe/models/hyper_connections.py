@@ -55,7 +55,8 @@ class Collapse(_Streams):
         super().__init__(config, (config.streams,))
 
     def forward(self, x_BSE: Tensor) -> Tensor:
-        return self.collapsed(*self.numbers(x_BSE), x_BSE)
+        (gates_BSN,) = self.numbers(x_BSE)
+        return self.collapsed(gates_BSN, x_BSE)
 
 
 class HyperConnection(_Streams):

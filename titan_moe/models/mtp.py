@@ -16,7 +16,7 @@ from titan_moe.models.output import Embedding, norm_of
 from titan_moe.models.rope import RopeKey, Rotation
 from titan_moe.ops.local_attention import LocalAttention
 
-Sees = LocalAttention | Literal["state"] | None
+Sees = LocalAttention | Literal["state", "nothing"] | None
 """A layer sees the past by attention up to a distance, or by a recurrent state."""
 Masks = Mapping[Sees, Any]
 

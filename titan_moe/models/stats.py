@@ -11,8 +11,10 @@ from titan_moe.models.config import (
     GatedDeltaConfig,
     GQAConfig,
     IndexerConfig,
+    Mamba2Config,
     MLAConfig,
     ModelConfig,
+    RecurrentConfig,
     TokenMixer,
 )
 from titan_moe.ops.local_attention import LocalAttention, mean_seen
@@ -145,7 +147,7 @@ def _(attention: CompressedConfig, dim: int) -> AttentionStats:
         saved=5 * heads + 2 * attention.num_heads + 2 * rank + 3 * channels + low + 6 * width,
         results=4 * heads + rank + 2 * channels + low + 2 * width,
         index_channels=queries,
-        top_k=indexer and indexer.top_k,
+        top_k=None if indexer is None else indexer.top_k,
         ratio=attention.ratio,
     )
 
@@ -168,6 +170,24 @@ def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
         results=2 * convolved + 2 * values + heads + rates + narrow,
         # The state is read twice, by the key and by the query, and written once.
         state_products=3 * values * attention.key_dim,
+    )
+
+
+@attention_stats.register
+def _(attention: Mamba2Config, dim: int) -> AttentionStats:
+    heads = attention.num_value_heads
+    keys, values = attention.num_key_heads * attention.key_dim, heads * attention.value_dim
+    convolved = 2 * keys + values
+    matrices = dim * (convolved + 2 * values + heads) + convolved * attention.conv_size
+    return AttentionStats(
+        parameters=matrices + attention.conv_bias * convolved + 3 * heads + values,
+        matrices=matrices,
+        score_channels=0,
+        # What D multiplies, the gate and the norm keep is float32, and takes as much as two each.
+        saved=2 * convolved + 14 * values + 8 * heads,
+        results=2 * convolved + 2 * values + heads,
+        # The state is read once and written once.
+        state_products=2 * values * attention.key_dim,
     )
 
 
@@ -243,49 +263,51 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 
 
 def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
-    mixer = config.mixer(layer)
-    local = None if isinstance(mixer, GatedDeltaConfig) else mixer.local
-    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, config.dim)
-    keys, all_keys = seq_len // max(attention.ratio, 1), seen
-    if attention.ratio:
-        all_keys = mean_seen(None, keys) if keys else 0.0
-    products = attention.matrices + attention.index_channels * all_keys + attention.state_products
-    if attention.top_k is not None:  # As many pairs as a window of this size leaves.
-        best = LocalAttention("window", attention.top_k)
-        all_keys = mean_seen(best, keys) if keys else 0.0
-    seen = seen + all_keys if attention.ratio else all_keys
+    mixer, moe, (dense, routed) = config.mixer(layer), config.moe, _matrices(config)
+    products = 0.0 if mixer is None else _mixer_products(mixer, config.dim, seq_len)
     if (streams := config.streams) > 1:  # Two projections of all streams; and they are mixed.
         products += 2 * streams * (streams + 2) * (streams + 1) * config.dim
-    products = 2.0 * (products + attention.score_channels * seen)
-    moe, (dense, routed) = config.moe, _matrices(config)
-    experts = config.is_moe_layer(layer) and moe is not None
-    if config.dense_beside_experts or not experts:
-        products += 2.0 * dense * config.dim * config.hidden_dim
-    if moe is None or not experts:
-        return products
-    active = routed * moe.top_k + dense * moe.num_shared_experts
-    gates = moe.num_experts + moe.shared_gate
-    return products + 2.0 * config.dim * (gates + active * moe.hidden_dim)
+    if config.is_dense_layer(layer):
+        products += dense * config.dim * config.hidden_dim
+    if moe is not None and config.is_moe_layer(layer):
+        gates, latent = moe.num_experts + moe.shared_gate, 2 * (moe.latent_dim or 0)
+        shared = dense * moe.num_shared_experts * moe.hidden_dim
+        products += config.dim * (gates + latent + shared)
+        products += routed * config.row_dim * moe.top_k * moe.hidden_dim
+    return 2.0 * products
+
+
+def _mixer_products(mixer: TokenMixer, dim: int, seq_len: int) -> float:
+    local = None if isinstance(mixer, RecurrentConfig) else mixer.local
+    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, dim)
+    keys = seq_len // attention.ratio if attention.ratio else seq_len
+    past = mean_seen(None, max(keys, 1)) if attention.ratio else seen
+    products = attention.matrices + attention.index_channels * past + attention.state_products
+    if attention.top_k is not None:  # As many pairs as a window of this size leaves.
+        past = mean_seen(LocalAttention("window", attention.top_k), max(keys, 1))
+    seen = seen + past if attention.ratio else past
+    return products + attention.score_channels * seen
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
-    moe, matrices = config.moe, _matrices(config)
-    experts, beside = config.is_moe_layer(layer), config.dense_beside_experts
-    norms = 2 + 2 * config.sandwich_norms + experts * beside * (1 + 2 * config.sandwich_norms)
-    dense = norms * config.dim + attention_stats(config.mixer(layer), config.dim).parameters
+    mixer, moe, matrices = config.mixer(layer), config.moe, _matrices(config)
+    is_dense, experts = config.is_dense_layer(layer), config.is_moe_layer(layer)
+    norms = (mixer is not None) + (is_dense or experts) + (is_dense and experts)
+    norms += config.sandwich_norms * (norms + (is_dense and experts))
+    dense = norms * config.dim + is_dense * matrices.dense * config.dim * config.hidden_dim
+    if mixer is not None:
+        dense += attention_stats(mixer, config.dim).parameters
     rows = config.streams * (config.streams + 2)
     dense += 2 * (rows * config.streams * config.dim + rows + 3) * (config.streams > 1)
-    if beside or not experts:
-        dense += matrices.dense * config.dim * config.hidden_dim
     if moe is None or not experts:
         return Size(dense)
-    shared, expert = (number * config.dim * moe.hidden_dim for number in matrices)
-    router = moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
-    router += (moe.stream_eps is not None) * (config.dim + moe.num_experts)
-    biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.dim)
-    return Size(
-        dense + router + moe.num_shared_experts * shared, moe.num_experts * (expert + biases)
-    )
+    dense += moe.num_experts * (config.dim + moe.router_bias) + moe.shared_gate * config.dim
+    dense += (moe.stream_eps is not None) * (config.dim + moe.num_experts)
+    dense += matrices.dense * config.dim * moe.num_shared_experts * moe.hidden_dim
+    dense += 2 * config.dim * (moe.latent_dim or 0)
+    biases = moe.projection_bias * ((matrices.routed - 1) * moe.hidden_dim + config.row_dim)
+    expert = matrices.routed * config.row_dim * moe.hidden_dim + biases
+    return Size(dense, moe.num_experts * expert)
 
 
 def _matrices(config: ModelConfig) -> Size:

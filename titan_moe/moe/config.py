@@ -17,6 +17,9 @@ class MoEConfig:
     num_experts: int
     top_k: int
     hidden_dim: int
+    latent_dim: int | None = None
+    """Channels of the rows that travel to experts and back: a map before dispatch makes them of the
+    layer's input, and one after the sum its output. None: rows are as wide as the input."""
     num_shared_experts: int = 0
     shared_gate: bool = False
     """The shared experts' output is multiplied by a number per token, sigmoid(gate x)."""

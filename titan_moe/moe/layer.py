@@ -36,9 +36,10 @@ class MoE(nn.Module):
 
     `dispatcher` is a strategy, which expert parallelism sets. It moves the tokens in `num_chunks`
     parts: one travels while the experts compute another. `memo` repeats routing in a recomputation.
-    `to_experts` and `from_experts` pass on the tokens that the dispatcher is given and the sums
-    that it returns: places for hooks. `sequence_group` holds the ranks that share sequences; None:
-    this rank has whole ones.
+    `to_experts` and `from_experts` make the tokens that the dispatcher is given and the output of
+    the sums that it returns: maps to and from a latent (Nemotron 3), else only places for hooks.
+    After a map, a recomputation returns rows once more. `sequence_group` holds the ranks that share
+    sequences; None: this rank has whole ones.
 
     `counts_traffic` is False in steps that no log reads: their traffic is not measured. A graph of
     the whole layer measures it always.
@@ -54,12 +55,16 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.router = Router(dim, config)
-        self.experts = Experts(dim, config)
+        self.experts = Experts(config.latent_dim or dim, config)
         self.shared_experts = shared_experts
         self.dispatcher = Dispatcher(config.row_alignment)
         self.num_chunks = 1
         self.sequence_group: ProcessGroup | None = None
-        self.to_experts, self.from_experts = nn.Identity(), nn.Identity()
+        self.to_experts: nn.Module = nn.Identity()
+        self.from_experts: nn.Module = nn.Identity()
+        if config.latent_dim is not None:
+            self.to_experts = nn.Linear(dim, config.latent_dim, bias=False)
+            self.from_experts = nn.Linear(config.latent_dim, dim, bias=False)
         self.memo = DecisionMemo()
         self.counts_traffic = True
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
@@ -99,8 +104,9 @@ class MoE(nn.Module):
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
-        with region("dispatch"):
+        with region("experts"):
             routed_TD = self.to_experts(x_TD)
+        with region("dispatch"):
             chunks = self._chunks(routed_TD), self._chunks(weights_TK), choice.routes
             sent = [self.dispatcher.send(*chunk) for chunk in zip(*chunks, strict=True)]
         # Shared experts compute while rows travel, in the forward and in the backward.
@@ -115,7 +121,9 @@ class MoE(nn.Module):
         with region("combine"):
             pairs = zip(home, choice.routes, strict=True)
             sums = [self.dispatcher.add_up(*pair) for pair in pairs]
-            y_TD = self.from_experts(sums[0] if len(sums) == 1 else torch.cat(sums))
+            sum_TD = sums[0] if len(sums) == 1 else torch.cat(sums)
+        with region("experts"):
+            y_TD = self.from_experts(sum_TD)
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
     def _complete(self, route: Route) -> None:
@@ -136,12 +144,11 @@ class MoE(nn.Module):
     ) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
         with region("route"):
-            table, named = self.router.table, ()
-            if table is not None:
+            args: tuple[Tensor, ...] = scores_BSE.flatten(0, 1), self.router.expert_bias
+            if self.router.table is not None:
                 assert ids_BS is not None, "a table wants the tokens' ids"
-                named = (table[ids_BS.flatten()],)
-            bias_E = self.router.expert_bias
-            experts_TK = self.router.select(scores_BSE.flatten(0, 1), bias_E, *named)
+                args = *args, self.router.table[ids_BS.flatten()]
+            experts_TK = self.router.select(*args)
         chunks = [
             (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
             for chunk_TK in self._chunks(experts_TK)

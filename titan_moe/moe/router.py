@@ -271,11 +271,8 @@ def update_routers(
     loads_LE = (counts_LE / total_L1).where(total_L1 > 0, torch.stack(loads))
     torch._foreach_copy_(loads, list(loads_LE.to(loads[0].dtype).unbind()))
     # The bias of a frozen router stays as it is, and a table has no use for one.
-    moves = [
-        n
-        for n, router in enumerate(local)
-        if router.gate.weight.requires_grad and router.table is None
-    ]
+    moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad]
+    moves = [n for n in moves if local[n].table is None]
     if moves and (speed := local[0].config.bias_update_speed):
         biases = [router.expert_bias for router in local]
         moved = updated_bias(torch.stack(biases), counts_LE, speed).unbind()

@@ -1,4 +1,5 @@
-"""The gated delta rule, a linear recurrence over tokens, and the short convolution before it.
+"""Linear recurrences over tokens, the gated delta rule and state space duality, and the short
+convolution before them.
 
 Each head has a state S [K, V]. Token t lets it decay, replaces what it holds for the token's key by
 the token's value, to the degree beta, and reads it (arXiv 2412.06464, equation 10):
@@ -6,10 +7,15 @@ the token's value, to the degree beta, and reads it (arXiv 2412.06464, equation 
     S <- exp(decay_t) S;  S <- S + k_t (beta_t (v_t - S^T k_t))^T;  o_t = S^T q_t / sqrt(K)
 
 with keys and queries of unit length; in Kimi Delta Attention (arXiv 2510.26692) each of the K rows
-of S decays by a factor of its own. The state begins at zero in every document. So a mask is one
-number per token: its place in its document, counted from 0.
+of S decays by a factor of its own. State space duality, as in Mamba-2 (arXiv 2405.21060), erases
+nothing, and takes keys and queries as they are:
 
-In plain torch the tokens of a chunk are computed together (section 3.3 there, the WY
+    S <- exp(decay_t) S + k_t (beta_t v_t)^T;  o_t = S^T q_t
+
+The state begins at zero in every document. So a mask is one number per token: its place in its
+document, counted from 0.
+
+In plain torch the tokens of a chunk are computed together (section 3.3 of 2412.06464, the WY
 representation): products of matrices within all chunks at once, and one state after each chunk.
 """
 
@@ -37,8 +43,7 @@ _MAX_KEY_DIM = 256
 
 
 class DeltaRule(Protocol):
-    """Computes the gated delta rule over sequences, differentiable once, by torch or by a
-    kernel."""
+    """Computes a recurrence over sequences, differentiable once, by torch or by a kernel."""
 
     def __call__(
         self,
@@ -49,6 +54,8 @@ class DeltaRule(Protocol):
         beta_BSH: Tensor,
         place_BS: Tensor,
         state_BHKV: Tensor | None = None,
+        *,
+        erases: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Returns o_BSHV, in the values' type, and the state after each sequence, in >= float32.
 
@@ -56,10 +63,11 @@ class DeltaRule(Protocol):
             q_BSGK, k_BSGK: need no unit length. G divides H; consecutive heads share one.
             decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K]
                 where channels decay apart.
-            beta_BSH: from 0 to 1.
+            beta_BSH: from 0 to 1; a token's time step where nothing is erased.
             place_BS: each token's place in its document; [1, S] where all sequences' are the same.
             state_BHKV: the state before a sequence, seen by its tokens up to the next document's
                 first one, whose place is 0. None: zero.
+            erases: the gated delta rule; else state space duality, of one decay per head.
         """
 
 
@@ -73,7 +81,9 @@ class RecurrentCore(Protocol):
             documents_BS: numbers each sequence's packed documents, from 0.
         """
 
-    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, /) -> Tensor:
+    def convolve(
+        self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C: Tensor | None = None, /
+    ) -> Tensor:
         """`short_convolution` of sequences whose tokens may be on several ranks."""
 
     def __call__(
@@ -84,10 +94,11 @@ class RecurrentCore(Protocol):
         place_BS: Tensor,
         decay_BHS: Tensor,
         beta_BHS: Tensor,
+        erases: bool = True,
         /,
     ) -> Tensor:
-        """Returns o_BHSV of the gated delta rule, as `DeltaRule` explains it; where channels decay
-        apart, their decay is [B, H, S, K]."""
+        """Returns o_BHSV of the recurrence, as `DeltaRule` explains it; where channels decay apart,
+        their decay is [B, H, S, K]."""
 
 
 class Recurrence:
@@ -102,16 +113,18 @@ class Recurrence:
         first_BS = first_seen_in_sequences(documents_BS, None, mask_documents=masked)
         return torch.arange(first_BS.shape[1], device=first_BS.device) - first_BS
 
-    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
-        return short_convolution(x_BSC, weight_C1W, place_BS)
+    def convolve(  # type: ignore[no-untyped-def]
+        self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C=None
+    ) -> Tensor:
+        return short_convolution(x_BSC, weight_C1W, place_BS, bias_C=bias_C)
 
     @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
+        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS, erases: bool = True
     ) -> Tensor:
         tensors = q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS
         q, k, v, decay, beta = (x.transpose(1, 2) for x in tensors)
-        o_BSHV, _ = self.rule(q, k, v, decay, beta, place_BS)
+        o_BSHV, _ = self.rule(q, k, v, decay, beta, place_BS, erases=erases)
         return o_BSHV.transpose(1, 2)
 
 
@@ -128,10 +141,14 @@ def choose_rule(device_type: str, dtype: torch.dtype, key_dim: int) -> DeltaRule
 
 
 def short_convolution(
-    x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, before_BNC: Tensor | None = None
+    x_BSC: Tensor,
+    weight_C1W: Tensor,
+    place_BS: Tensor,
+    before_BNC: Tensor | None = None,
+    bias_C: Tensor | None = None,
 ) -> Tensor:
     """Returns silu of each channel's weighted sum over a token and the W - 1 before it in its
-    document.
+    document, and its bias.
 
     Keeps its arguments alone for the backward. Sums are in at least float32.
 
@@ -141,18 +158,24 @@ def short_convolution(
             None: zeros.
     """
     if torch.compiler.is_compiling():
-        return _convolved(x_BSC, weight_C1W, place_BS, before_BNC)
-    return _Recomputed.apply(_convolved, x_BSC, weight_C1W, place_BS, before_BNC)
+        return _convolved(x_BSC, weight_C1W, place_BS, before_BNC, bias_C)
+    return _Recomputed.apply(_convolved, x_BSC, weight_C1W, place_BS, before_BNC, bias_C)
 
 
 def _convolved(
-    x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, before_BNC: Tensor | None
+    x_BSC: Tensor,
+    weight_C1W: Tensor,
+    place_BS: Tensor,
+    before_BNC: Tensor | None,
+    bias_C: Tensor | None,
 ) -> Tensor:
     wide, length, width = at_least_float32(x_BSC), x_BSC.shape[1], weight_C1W.shape[-1]
     if before_BNC is None:
         before_BNC = x_BSC.new_zeros(len(x_BSC), width - 1, x_BSC.shape[2])
     x, weight = torch.cat([before_BNC, x_BSC], 1).to(wide), weight_C1W.to(wide)
     y = x[:, width - 1 :] * weight[:, 0, -1]
+    if bias_C is not None:
+        y = y + bias_C.to(wide)
     for back in range(1, width):
         begins = width - 1 - back
         unseen = (place_BS < back)[..., None]
@@ -169,6 +192,8 @@ def chunked_rule(  # type: ignore[no-untyped-def]
     place_BS: Tensor,
     state_BHKV: Tensor | None = None,
     chunk_size: int | None = None,
+    *,
+    erases: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The `DeltaRule` of torch's own operations, on any device and in any type.
 
@@ -180,11 +205,11 @@ def chunked_rule(  # type: ignore[no-untyped-def]
         many = v_BSHV.is_cuda and decay_BSH.ndim == 3
         chunk_size = CHUNK_SIZE_ON_CUDA if many else CHUNK_SIZE
     tensors = (q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV)
-    return _Recomputed.apply(partial(_in_chunks, chunk_size), *tensors)
+    return _Recomputed.apply(partial(_in_chunks, chunk_size, erases), *tensors)
 
 
 def _in_chunks(  # type: ignore[no-untyped-def]
-    chunk_size: int, q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV
+    chunk_size: int, erases: bool, q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV
 ) -> tuple[Tensor, Tensor]:
     """Cuts a sequence into N chunks of C tokens; the H heads are G groups of R."""
     dtype, wide, length = v_BSHV.dtype, at_least_float32(v_BSHV), v_BSHV.shape[1]
@@ -196,7 +221,8 @@ def _in_chunks(  # type: ignore[no-untyped-def]
         x = F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -length % chunk_size))
         return x.unflatten(1, (-1, chunk_size)).movedim((3, 4), (1, 2))
 
-    q, k, v = chunks(_unit(q_BSGK)), chunks(_unit(k_BSGK)), chunks(v_BSHV)
+    q, k = (chunks(_unit(x) if erases else x) for x in (q_BSGK, k_BSGK))
+    v = chunks(v_BSHV)
     by_channel = decay_BSH.ndim == 4
     decay = chunks(decay_BSH if by_channel else decay_BSH[..., None])  # [..., C, K or 1]
     beta, total = chunks(beta_BSH)[..., None], _running_sums(decay)
@@ -213,10 +239,12 @@ def _in_chunks(  # type: ignore[no-untyped-def]
             return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)
         return x @ k.mT * between[..., 0]
 
-    system = (beta * products(k)).tril(-1)
-    wanted = torch.cat([v, k * since], -1) * beta
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    values, keys = v * beta, None
+    if erases:
+        system = (beta * products(k)).tril(-1)
+        wanted = torch.cat([v, k * since], -1) * beta
+        solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
     reads, writes = q * since, (k * until).mT
     scores, kept = products(q), since[..., -1, :, None]
 
@@ -224,10 +252,13 @@ def _in_chunks(  # type: ignore[no-untyped-def]
     state = v.new_zeros(shape) if state_BHKV is None else state_BHKV.to(wide).reshape(shape)
     outputs = []
     for n in range(v.shape[3]):
-        new = values[..., n, :, :] - keys[..., n, :, :] @ state
+        new = values[..., n, :, :]
+        if keys is not None:
+            new = new - keys[..., n, :, :] @ state
         outputs.append(reads[..., n, :, :] @ state + scores[..., n, :, :] @ new)
         state = kept[..., n, :, :] * state + writes[..., n, :, :] @ new
-    o = torch.cat(outputs, 3)[..., :length, :] * q.shape[-1] ** -0.5
+    o = torch.cat(outputs, 3)[..., :length, :]
+    o = o * q.shape[-1] ** -0.5 if erases else o
     return o.flatten(1, 2).transpose(1, 2).to(dtype), state.flatten(1, 2)
 
 
@@ -283,15 +314,17 @@ class _Recomputed(torch.autograd.Function):
 
 
 @cache
-def fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns `chunk_gated_delta_rule`, and `chunk_kda` for channels that decay apart, of the
-    package `fla` (flash-linear-attention); None if it is not installed."""
+def fla_kernels() -> tuple[Callable[..., Any], ...] | None:
+    """Returns `chunk_gated_delta_rule`, `chunk_kda` for channels that decay apart, and
+    `chunk_simple_gla`, which erases nothing, of the package `fla` (flash-linear-attention); None if
+    it is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.kda import chunk_kda
+        from fla.ops.simple_gla import chunk_simple_gla
     except ImportError:
         return None
-    return chunk_gated_delta_rule, chunk_kda
+    return chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 
 
 class _Pieces(NamedTuple):
@@ -318,7 +351,7 @@ def _pieces(place_BS: Tensor, batch: int) -> _Pieces:
 
 
 def fla_rule(  # type: ignore[no-untyped-def]
-    q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV=None
+    q_BSGK, k_BSGK, v_BSHV, decay_BSH, beta_BSH, place_BS, state_BHKV=None, *, erases: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The `DeltaRule` of fla's kernels: CUDA, 16-bit types."""
     kernels = fla_kernels()
@@ -333,15 +366,18 @@ def fla_rule(  # type: ignore[no-untyped-def]
         initial = initial.index_copy(0, pieces.first_B, own_BHKV)
     # The kernels know as many keys as values.
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q_BSGK, k_BSGK))
-    in_one_row = (
-        x.flatten(0, 1)[None] for x in (q, k, v_BSHV, decay_BSH.float(), beta_BSH.to(v_BSHV.dtype))
-    )
-    o_1THV, states_NHKV = kernels[decay_BSH.ndim == 4](
-        *in_one_row,
+    kernel = kernels[decay_BSH.ndim == 4 if erases else 2]
+    rows: tuple[Tensor, ...] = q, k, v_BSHV, decay_BSH.float(), beta_BSH.to(v_BSHV.dtype)
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+    if not erases:
+        rows = q, k, (v_BSHV * beta_BSH[..., None]).to(v_BSHV.dtype), decay_BSH.float()
+        options = {"scale": 1.0}
+    o_1THV, states_NHKV = kernel(
+        *(x.flatten(0, 1)[None] for x in rows),
         initial_state=initial,
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=pieces.starts_N1,
+        **options,
     )
     last_B = F.pad(pieces.first_B[1:], (0, 1), value=len(pieces.starts_N1) - 1) - 1
     return o_1THV[0].unflatten(0, (batch, length)), states_NHKV[last_B]

@@ -285,7 +285,7 @@ def _symmetric_memory(plan: Plan) -> Lines:
     if not num_rows:
         return {}
     return {
-        "buffers of rows": num_rows * plan.config.dim * _widths(plan)[1],
+        "buffers of rows": num_rows * plan.config.row_dim * _widths(plan)[1],
         "routing weights, in 64 bytes each": num_rows * 64,
     }
 
@@ -339,7 +339,7 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     kept["inputs and outputs of stages"] = share.streams * config.dim * config.streams
     layer = {f"{name}, with gradients": 2 * n for name, n in values.items()}
     layer["matrices of pairs"] = _PAIR_MATRICES * 2 * pairs
-    copies = 2 * rows * config.moe.top_k * config.dim if config.moe else 0.0
+    copies = 2 * rows * config.moe.top_k * config.row_dim if config.moe else 0.0
     table = {"kept": kept, "layer": layer, "copies": {"rows that go home": copies}}
     return {term: {line: n * bytes_ for line, n in lines.items()} for term, lines in table.items()}
 
@@ -352,7 +352,7 @@ def _exchanged_per_token(plan: Plan, rows: float) -> float:
         return 0.0
     once = min(rows * places_reached(moe.top_k, ranks), ranks)
     deduplicates = plan.dispatch.name == "deduplicated"
-    return (once if deduplicates else rows * moe.top_k) * plan.config.dim
+    return (once if deduplicates else rows * moe.top_k) * plan.config.row_dim
 
 
 def _values_per_token(config: ModelConfig, rows: float) -> Lines:
@@ -364,19 +364,17 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     feed_forward = float(dense) * config.hidden_dim * config.has_dense
     beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
-        # x, gate and up of a routed row are kept; the rest is computed again.
-        routed = rows * moe.top_k * (config.dim + (1 + moe.activation.gated) * moe.hidden_dim)
+        # x, gate and up of a routed row are kept, the sum of a latent's rows; the rest is computed
+        # again.
+        row = config.row_dim + (1 + moe.activation.gated) * moe.hidden_dim
+        routed = rows * moe.top_k * row + (moe.latent_dim or 0)
         shared = dense * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + beside)
     # Both norms' outputs and both sums with the stream; norms after them keep what they read.
     norms = 4 + 2 * config.sandwich_norms + 5 * config.dense_beside_experts
     if config.streams > 1:  # Streams and their norm, in float32, and what both sublayers add.
         norms += 12 * config.streams
-    return {
-        "norms and sums": norms * config.dim,
-        "attention": attention,
-        "feed-forward": feed_forward,
-    }
+    return _largest(config, norms * config.dim, attention, feed_forward)
 
 
 def _results_per_token(plan: Plan, rows: float) -> Lines:
@@ -388,8 +386,19 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     feed_forward = float(first * config.hidden_dim + config.dim) * config.has_dense
     beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
-        routed = rows * moe.top_k * ((1 + moe.activation.gated) * moe.hidden_dim + config.dim)
+        row = (1 + moe.activation.gated) * moe.hidden_dim + config.row_dim
+        routed = rows * moe.top_k * row
+        if moe.latent_dim is not None:  # The results of both maps.
+            routed += moe.latent_dim + config.dim
         routed += _exchanged_per_token(plan, rows)
         shared = first * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0) + beside)
-    return {"norms and sums": 2 * config.dim, "attention": attention, "feed-forward": feed_forward}
+    return _largest(config, 2 * config.dim, attention, feed_forward)
+
+
+def _largest(config: ModelConfig, norms: float, attention: float, feed_forward: float) -> Lines:
+    """Returns the lines of the largest layer. Where no layer has two parts, it has the larger."""
+    if config.num_residuals <= config.num_layers:
+        norms, attends = norms / 2, attention > feed_forward
+        attention, feed_forward = attention * attends, feed_forward * (not attends)
+    return {"norms and sums": norms, "attention": attention, "feed-forward": feed_forward}

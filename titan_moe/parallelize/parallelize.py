@@ -33,7 +33,7 @@ from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention import plain_core, takes_flex
-from titan_moe.models.config import GatedDeltaConfig, ModelConfig, moe_layer_names, tied_weights
+from titan_moe.models.config import ModelConfig, RecurrentConfig, moe_layer_names, tied_weights
 from titan_moe.models.decoder import (
     ADAPTER,
     TENSOR_PLAN,
@@ -301,7 +301,7 @@ def _attention_core(plan: Plan, meshes: Meshes) -> AttentionCore:
     )
 
 
-def _recurrence(plan: Plan, config: GatedDeltaConfig, meshes: Meshes) -> RecurrentCore:
+def _recurrence(plan: Plan, config: RecurrentConfig, meshes: Meshes) -> RecurrentCore:
     rule = choose_rule(plan.device_type, _dtype(plan.types.compute), config.key_dim)
     masked = plan.job.training.mask_documents
     if plan.dims.cp == 1:
@@ -352,7 +352,7 @@ def _open_symmetric_memory(
     symmetric_memory.check_available(device)
     dtype, group = _dtype(plan.types.compute), meshes.group("ep")
     channels = symmetric_memory.open_channels(
-        group, plan.exchange_rows, plan.config.dim, dtype, device
+        group, plan.exchange_rows, plan.config.row_dim, dtype, device
     )
     for moe in (each for part in parts for each in part.moe_layers().values()):
         assert isinstance(moe.dispatcher, SymmetricDispatcher)

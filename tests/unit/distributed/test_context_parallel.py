@@ -56,7 +56,7 @@ def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:
 def test_recurrent_layers_under_one_mask_share_the_tensor_of_its_segments() -> None:
     noted: list[torch.Tensor] = []
 
-    def rule(q, k, v, decay, beta, place, state):  # type: ignore[no-untyped-def]
+    def rule(q, k, v, decay, beta, place, state, erases):  # type: ignore[no-untyped-def]
         noted.append(place)
         return v, state
 

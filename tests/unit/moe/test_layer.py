@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.gated_cases import ACTIVATIONS, plain
 from titan_moe.comm.collectives import AllToAll, InFlight
 from titan_moe.distributed.compile import _compile_pieces
-from titan_moe.models.decoder import FeedForward
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, Route
@@ -41,13 +41,15 @@ def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
         scores = layer.router.gate(x).softmax(-1)
         chosen = (scores + layer.router.expert_bias).topk(layer.config.top_k).indices
         weights = scores[chosen] / scores[chosen].sum() * layer.config.route_scale
-        y = layer.shared_experts(x)
+        latent = layer.config.latent_dim is not None
+        row, routed = layer.to_experts.weight @ x if latent else x, 0
         for weight, e in zip(weights, chosen.tolist(), strict=True):
             if layer.config.weights_scale == "inputs":
-                y = y + slow_expert(experts, e, weight * x)
+                routed = routed + slow_expert(experts, e, weight * row)
             else:
-                y = y + weight * slow_expert(experts, e, x)
-        outputs.append(y)
+                routed = routed + weight * slow_expert(experts, e, row)
+        y = layer.from_experts.weight @ routed if latent else routed
+        outputs.append(layer.shared_experts(x) + y)
     return torch.stack(outputs).view_as(x_BSD)
 
 
@@ -73,6 +75,7 @@ BIASED = replace(CONFIG, router_bias=True, projection_bias=True, activation=CLAM
 UNGATED = replace(CONFIG, activation=ACTIVATIONS["Nemotron 3"])
 KINDS = {
     "plain": CONFIG,
+    "latent": replace(CONFIG, latent_dim=12),
     "weighted inputs": replace(CONFIG, weights_scale="inputs"),
     "biases": BIASED,
     "biases, weighted inputs": replace(BIASED, weights_scale="inputs"),

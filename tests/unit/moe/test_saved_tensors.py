@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from titan_moe.models.decoder import FeedForward
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.activation import CLAMPED_SWIGLU, Activation
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, D, HIDDEN, SHARED, EXPERTS, TOP_K = 2, 30, 16, 8, 24, 4, 2
+LATENT = 12
 TOKENS = ROWS * SEQ_LEN
 
 
@@ -62,13 +63,17 @@ SETTINGS = {
         "weights_scale": "inputs",
     },
     "padded": {"row_alignment": 16},
+    "latent": {"latent_dim": LATENT},
 }
 
 
-def expected(rows: int, first: int) -> Counter:
+def expected(rows: int, first: int, dim: int) -> Counter:
     """Returns the number of storages by elements: x, gate and up of routed rows, once each; never
-    y, hidden rows or weighted rows. `first`: 2, or 1 where there is no up."""
-    found = Counter({rows * D: 1, rows * HIDDEN: first})
+    y, hidden rows or weighted rows. With rows of a latent, their sum too. `first`: 2, or 1 where
+    there is no up."""
+    found = Counter({rows * dim: 1, rows * HIDDEN: first})
+    if dim != D:
+        found += Counter({TOKENS * dim: 1})
     # The layer's input, which router and shared experts read, and what the latter keep.
     found += Counter({TOKENS * D: 1, TOKENS * SHARED: 4})
     return found
@@ -79,5 +84,6 @@ def expected(rows: int, first: int) -> Counter:
 def test_backward_keeps_x_gate_and_up_of_each_routed_row_once(ep: int, name: str):
     arguments = ep, SETTINGS[name]
     for sizes, rows in [kept(*arguments)] if ep == 1 else run_on_ranks(kept, ep, *arguments):
-        wanted = expected(rows, 1 if "not gated" in name else 2)
+        dim = SETTINGS[name].get("latent_dim", D)
+        wanted = expected(rows, 1 if "not gated" in name else 2, dim)
         assert sizes == Counter({n: c for n, c in wanted.items() if n >= rows * HIDDEN}), rows

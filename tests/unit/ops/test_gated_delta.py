@@ -18,7 +18,7 @@ from titan_moe.ops.gated_delta import (
     fla_rule,
     short_convolution,
 )
-from titan_moe.verify.gradients.cores import TokenByToken, recur
+from titan_moe.verify.gradients.cores import TokenByToken, recur, recur_additively
 
 # Sequence length, chunk size, key heads, value heads of each, channels of keys, of values; and
 # whether the channels of a key decay apart.
@@ -33,6 +33,8 @@ SHAPES = [
     (130, 64, 1, 2, 6, 4),
 ]
 SHAPES = [(*shape, by_channel) for shape in SHAPES for by_channel in (False, True)]
+# A shape, and whether writes erase: channels decay apart in the gated delta rule alone.
+RULES = [(shape, erases) for shape in SHAPES for erases in (True, False)[: 2 - shape[-1]]]
 BATCH = 3
 
 
@@ -70,9 +72,10 @@ def _places(documents: Tensor, *, continued: bool) -> Tensor:
     return places
 
 
-def _slow(q, k, v, decay, beta, state, documents):
+def _slow(q, k, v, decay, beta, state, documents, *, erases: bool = True):
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    o, last = recur(*heads_first, documents, decay.transpose(1, 2), beta.mT, state)
+    slow = recur if erases else recur_additively
+    o, last = slow(*heads_first, documents, decay.transpose(1, 2), beta.mT, state)
     return o.transpose(1, 2), last
 
 
@@ -82,14 +85,14 @@ def _close(found: Tensor, wanted: Tensor, bound: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_chunked_rule_equals_the_recurrence_token_by_token(shape, continued: bool):
+@pytest.mark.parametrize(("shape", "erases"), RULES)
+def test_chunked_rule_equals_the_recurrence_token_by_token(shape, erases: bool, continued: bool):
     rows, documents = _rows(shape), _documents(shape[0])
     *tensors, state = rows
-    wanted = _slow(*tensors, state if continued else None, documents)
+    wanted = _slow(*tensors, state if continued else None, documents, erases=erases)
     places = _places(documents, continued=continued)
     # Without a document that goes on, a state before the row is there and is not seen.
-    found = chunked_rule(*tensors, places, state, chunk_size=shape[1])
+    found = chunked_rule(*tensors, places, state, chunk_size=shape[1], erases=erases)
     upstream = [torch.randn_like(x) for x in wanted]
     inputs = rows if continued else tensors
     wanted_grads = torch.autograd.grad(wanted, inputs, upstream)
@@ -114,16 +117,18 @@ def test_recurrent_state_continues_across_a_cut_sequence(at: int):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_short_convolution_equals_a_slow_loop(width: int):
+@pytest.mark.parametrize("biased", [False, True])
+def test_short_convolution_equals_a_slow_loop(width: int, biased: bool):
     torch.manual_seed(0)
     x, weight = torch.randn(BATCH, 20, 6).double(), torch.randn(6, 1, width).double()
+    bias = [torch.randn(6).double()] * biased
     upstream, documents = torch.randn_like(x), _documents(20)
     grads = []
     slow = TokenByToken(mask_documents=True)
     plain = Recurrence(chunked_rule, mask_documents=True)
     for core in (slow, plain):
-        given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = core.convolve(*given, core.mask(documents))
+        given = [each.clone().requires_grad_() for each in (x, weight, *bias)]
+        y = core.convolve(*given[:2], core.mask(documents), *given[2:])
         grads.append([y, *torch.autograd.grad(y, given, upstream)])
     for theirs, ours in zip(*grads, strict=True):
         _close(ours, theirs)
@@ -169,11 +174,14 @@ def test_delta_rule_computes_16_bit_inputs_in_float32():
 
 
 def _kernel(
-    q, k, v, g, beta, initial_state=None, output_final_state=False, *,
-    use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+    q, k, v, g, beta=None, initial_state=None, output_final_state=False, *,
+    cu_seqlens, **options,
 ):  # fmt: skip
     """Computes fla's kernels by their documentation, one sequence after another."""
-    assert len(q) == 1 and output_final_state and use_qk_l2norm_in_kernel
+    erases = beta is not None
+    assert len(q) == 1 and output_final_state
+    assert options == ({"use_qk_l2norm_in_kernel": True} if erases else {"scale": 1})
+    beta = beta if erases else torch.ones_like(g, dtype=v.dtype)
     assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == g.shape[:3] == (*beta.shape,)
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens[0] == 0 and cu_seqlens[-1] == q.shape[1]
     assert g.dtype == torch.float32 and q.dtype == v.dtype == beta.dtype
@@ -182,7 +190,7 @@ def _kernel(
         assert begin < end
         own = (x[:, begin:end] for x in (q, k, v, g, beta))
         state = None if initial_state is None else initial_state[n : n + 1].to(v.dtype)
-        o, state = _slow(*own, state, torch.zeros(1, end - begin))
+        o, state = _slow(*own, state, torch.zeros(1, end - begin), erases=erases)
         outputs.append(o)
         states.append(state)
     return torch.cat(outputs, 1), torch.cat(states)
@@ -201,10 +209,11 @@ def installed(monkeypatch) -> Iterator[list[Tensor]]:
 
         return kernel
 
-    names = "fla", "fla.ops", "fla.ops.gated_delta_rule", "fla.ops.kda"
+    names = "fla", "fla.ops", "fla.ops.gated_delta_rule", "fla.ops.kda", "fla.ops.simple_gla"
     modules = {name: ModuleType(name) for name in names}
     modules[names[2]].chunk_gated_delta_rule = kernel_for(3)  # type: ignore[attr-defined]
     modules[names[3]].chunk_kda = kernel_for(4)  # type: ignore[attr-defined]
+    modules[names[4]].chunk_simple_gla = kernel_for(3)  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     fla_kernels.cache_clear()
@@ -213,13 +222,17 @@ def installed(monkeypatch) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("shape", SHAPES[2:10])
-def test_fla_kernels_get_the_start_of_each_document(installed, shape, continued: bool):
+@pytest.mark.parametrize(("shape", "erases"), RULES[3:15])
+def test_fla_kernels_get_the_start_of_each_document(
+    installed, shape, erases: bool, continued: bool
+):
     *tensors, state = rows = _rows(shape, dtype=torch.float32)
     places = _places(_documents(shape[0]), continued=continued)
     given = state if continued else None
     inputs = rows if continued else tensors
-    found, wanted = fla_rule(*tensors, places, given), chunked_rule(*tensors, places, given)
+    found, wanted = (
+        rule(*tensors, places, given, erases=erases) for rule in (fla_rule, chunked_rule)
+    )
     grads = [torch.autograd.grad([o.sum(), last.sum()], inputs) for o, last in (found, wanted)]
     for ours, theirs in zip([*found, *grads[0]], [*wanted, *grads[1]], strict=True):
         _close(ours, theirs, 1e-4)

@@ -31,7 +31,7 @@ EXPERT_BIAS = ".router.expert_bias"
 TABLE = ".router.table"
 _INDEXER = ".indexer."
 # Parts of names that transformers 5 has in files alone: in memory a layer has another name.
-_FILES_ALONE = ("{expert}", "block_sparse_moe.", "self_attn.f_", ".attn.", ".ffn.")
+_FILES_ALONE = ("{expert}", "backbone.", "block_sparse_moe.", "self_attn.f_", ".attn.", ".ffn.")
 
 _COMPARED = 2**24  # Elements of two tensors that are compared at once.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")

@@ -43,7 +43,8 @@ SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_INNER = "gate_up_proj"  # The stack that comes first in each class of experts.
+# The stack that comes first in each class of experts.
+_INNER = ("gate_up_proj", "up_proj")
 # Classes of experts that do not tell `peft` that their stacks are [E, in, out]: it takes the two
 # dims for out and in.
 _UNTOLD = ("llama4",)
@@ -75,7 +76,7 @@ class Pair(NamedTuple):
     def keys(self) -> tuple[str, str]:
         """The names of A and B in the file."""
         module, _, parameter = self.tensor.rpartition(".")
-        layer = f"{_PREFIX}{module}{'.base_layer' * (parameter == _INNER)}"
+        layer = f"{_PREFIX}{module}{'.base_layer' * (parameter in _INNER)}"
         return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
     @property

@@ -50,17 +50,19 @@ class SegmentedRecurrence:
         size, rank, length = self._group.size(), self._group.rank(), place_BS.shape[1]
         return place_BS[:, self._positions(length, size, rank, device=place_BS.device)]
 
-    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor) -> Tensor:
+    def convolve(  # type: ignore[no-untyped-def]
+        self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C=None
+    ) -> Tensor:
         x_NSC = self._cut(x_BSC)
         last_NWC = x_NSC[:, x_NSC.shape[1] - weight_C1W.shape[-1] + 1 :]
         ends = self._of_all(last_NWC)
         before_NWC = self._own_of(torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]))
         place_NS = self._places(place_BS, len(x_BSC))
-        return self._join(short_convolution(x_NSC, weight_C1W, place_NS, before_NWC))
+        return self._join(short_convolution(x_NSC, weight_C1W, place_NS, before_NWC, bias_C))
 
     @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS
+        self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS, erases: bool = True
     ) -> Tensor:
         keys, values = k_BGSK.shape[-1], v_BHSV.shape[-1]
         tensors = (q_BGSK, k_BGSK, F.pad(v_BHSV, (0, keys)), decay_BHS, beta_BHS)
@@ -70,7 +72,8 @@ class SegmentedRecurrence:
             torch.eye(keys, dtype=decay_BHS.dtype, device=q_BGSK.device), (values, 0)
         )
         shape = len(place_NS), v_BHSV.shape[1], -1, -1
-        o_NSHE, map_NHKE = self.rule(q, k, v, decay, beta, place_NS, identity_KE.expand(shape))
+        state_NHKE = identity_KE.expand(shape)
+        o_NSHE, map_NHKE = self.rule(q, k, v, decay, beta, place_NS, state_NHKE, erases=erases)
         own, reads = o_NSHE.transpose(1, 2).split([values, keys], -1)
         state_NHKV = self._own_of(self._chained(self._of_all(map_NHKE), values))
         o_NHSV = own + (reads.to(state_NHKV.dtype) @ state_NHKV).to(own.dtype)

@@ -10,7 +10,13 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import CompressedConfig, IndexerConfig, ModelConfig, RopeConfig
+from titan_moe.models.config import (
+    CompressedConfig,
+    IndexerConfig,
+    ModelConfig,
+    RopeConfig,
+    YarnScaling,
+)
 from titan_moe.ops.activation import Activation
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -23,6 +29,7 @@ _LETTERS = {_WINDOW: "n", _SPARSE: "s", _WHOLE: "a"}
 # Numbers in compress_ratios name kinds of layers, whatever compress_rates says.
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _WHOLE}
 _HASH = "hash_moe"
+_INDEX = ("num_heads", "index_n_heads"), ("head_dim", "index_head_dim"), ("top_k", "index_topk")
 _FORM = hf.Form(
     family="deepseek_v4",
     model_type="deepseek_v4",
@@ -60,39 +67,40 @@ _FORM = hf.Form(
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    fields = _FORM.read(settings)
-    layers, rates = fields["num_layers"], _RATES | hf.given(settings, "compress_rates", {})
-    kinds, hashed = settings.get("layer_types"), settings.get("num_hash_layers")
-    if kinds is None:
+    fields, rates = _FORM.read(settings), _RATES | hf.given(settings, "compress_rates", {})
+    layers, hashed = fields["num_layers"], settings.get("num_hash_layers")
+    if (kinds := settings.get("layer_types")) is None:
         kinds = [_KINDS.get(ratio) for ratio in hf.needed(settings, "compress_ratios")]
     if len(kinds) < layers or not {*kinds} <= {*_LETTERS}:
-        raise ConfigError(f"config.json: layers must be {', '.join(_LETTERS)}, {layers} times")
+        known = ", ".join(_LETTERS)
+        raise ConfigError(f"config.json: layer_types: only {known}, {layers} times: {kinds}")
     if hashed is None:
         feeds = hf.needed(settings, "mlp_layer_types")
         hashed = feeds.count(_HASH)
-        if _HASH in feeds[hashed:]:
-            raise ConfigError(f"config.json: mlp_layer_types: only the first may be {_HASH}")
-    index = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
+        hf.only({"mlp_layer_types": _HASH in feeds[hashed:] or None}, mlp_layer_types=())
     limited = Activation(limit=float(hf.needed(settings, "swiglu_limit")))
-    near, compressed = _ropes(settings)
-    fields |= {
-        "attention.rope": compressed,
-        "attention.local": LocalAttention("window", hf.needed(settings, "sliding_window")),
-        "attention.ratio": rates[_WHOLE],
-        "near.rope": near,
-        "near.ratio": 0,
-        "sparse.ratio": rates[_SPARSE],
-        "sparse.indexer": IndexerConfig(**{n: hf.needed(settings, k) for n, k in index.items()}),
-        "pattern": "".join(_LETTERS[kind] for kind in kinds[:layers]),
-        "num_hash_layers": hashed,
-        "activation": limited,
-        "moe.activation": limited,
-    }
-    return _FORM.config(fields)
+    near, far = _ropes(settings)
+    return _FORM.config(
+        {
+            **fields,
+            "attention.rope": far,
+            "attention.local": LocalAttention("window", hf.needed(settings, "sliding_window")),
+            "attention.ratio": rates[_WHOLE],
+            "near.rope": near,
+            "near.ratio": 0,
+            "sparse.ratio": rates[_SPARSE],
+            "sparse.indexer": IndexerConfig(**{n: hf.needed(settings, k) for n, k in _INDEX}),
+            "pattern": "".join(_LETTERS[kind] for kind in kinds[:layers]),
+            "num_hash_layers": hashed,
+            "activation": limited,
+            "moe.activation": limited,
+        }
+    )
 
 
-def _ropes(settings: hf.Settings) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the positions of layers with a window alone, and of the others."""
+def _ropes(settings: hf.Settings) -> list[RopeConfig]:
+    """Returns the positions of layers with a window alone, and of the others, whose cosines and
+    sines have no factor under YaRN."""
     tables = hf.given(settings, "rope_parameters", {})
     near, far = tables.get("main"), tables.get("compress")
     if far is None:
@@ -100,14 +108,13 @@ def _ropes(settings: hf.Settings) -> tuple[RopeConfig, RopeConfig]:
         far = {**(settings.get("rope_scaling") or tables)}
         far["rope_theta"] = hf.needed(settings, "compress_rope_theta")
     hf.only(far, attention_factor=(1.0,))
-    far = {key: value for key, value in far.items() if key != "attention_factor"}
-    first, second = (
-        hf.rope_from_hf({"rope_parameters": table}, pairing="neighbours", partial=True)
-        for table in (near, far)
-    )
-    if second.scaling is not None:  # Cosines and sines have no factor.
-        second = replace(second, scaling=replace(second.scaling, mscale_all_dim=1.0))
-    return first, second
+    found = []
+    for table in (near, {key: value for key, value in far.items() if key != "attention_factor"}):
+        rope = hf.rope_from_hf({"rope_parameters": table}, pairing="neighbours", partial=True)
+        if isinstance(rope.scaling, YarnScaling):
+            rope = replace(rope, scaling=replace(rope.scaling, mscale_all_dim=1.0))
+        found.append(rope)
+    return found
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -115,13 +122,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     whole, near, sparse, moe = _FORM.attention_of(config), config.near, config.sparse, config.moe
     if not (isinstance(near, CompressedConfig) and isinstance(sparse, CompressedConfig) and moe):
         raise ConfigError("the Hugging Face form of deepseek_v4 has three kinds of layers, experts")
-    assert near.rope and whole.rope and whole.local and sparse.indexer
-    far = whole.rope
-    if far.scaling is not None:
-        far = replace(far, scaling=replace(far.scaling, mscale_all_dim=0.0))  # type: ignore[call-arg]
-    pattern = (config.pattern * config.num_layers)[: config.num_layers]
-    ratios = {_LETTERS[kind]: ratio for ratio, kind in _KINDS.items()}
+    assert near.rope and whole.local
+    far = hf.rope_to_hf(whole.rope)
+    if far["rope_scaling"]:
+        far["rope_scaling"] = {k: x for k, x in far["rope_scaling"].items() if "mscale" not in k}
     rates = {_SPARSE: sparse.ratio, _WHOLE: whole.ratio}
+    ratios = {_LETTERS[kind]: ratio for ratio, kind in _KINDS.items()}
+    pattern = (config.pattern * config.num_layers)[: config.num_layers]
     return _FORM.write(
         config,
         compress_ratios=[ratios[letter] for letter in pattern],
@@ -129,91 +136,79 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         num_hash_layers=config.num_hash_layers,
         sliding_window=whole.local.size,
         swiglu_limit=moe.activation.limit,
-        index_n_heads=sparse.indexer.num_heads,
-        index_head_dim=sparse.indexer.head_dim,
-        index_topk=sparse.indexer.top_k,
-        **hf.rope_to_hf(far) | {"rope_theta": near.rope.theta, "compress_rope_theta": far.theta},
+        **{key: getattr(sparse.indexer, name) for name, key in _INDEX},
+        compress_rope_theta=far.pop("rope_theta"),
+        rope_theta=near.rope.theta,
+        **far,
     )
 
 
-# Our names -> theirs: as published, and in the memory of transformers.
-_ENDS = {
-    "tok_embeddings.weight": ("embed.weight", "model.embed_tokens.weight"),
-    "norm.weight": ("norm.weight", "model.norm.weight"),
-    "output.weight": ("head.weight", "lm_head.weight"),
-    "norm_streams.weight": ("hc_head_fn", "model.hc_head.hc_fn"),
-    "norm_streams.bias": ("hc_head_base", "model.hc_head.hc_base"),
-    "norm_streams.scale": ("hc_head_scale", "model.hc_head.hc_scale"),
-}
-_COMPRESSOR = {
-    "wkv.weight": ("wkv.weight", "kv_proj.weight"),
-    "wgate.weight": ("wgate.weight", "gate_proj.weight"),
-    "bias": ("ape", "position_bias"),
-    "norm.weight": ("norm.weight", "kv_norm.weight"),
-}
-_ATTENTION = {
-    "wq_a.weight": ("wq_a.weight", "q_a_proj.weight"),
-    "q_norm.weight": ("q_norm.weight", "q_a_norm.weight"),
-    "wq_b.weight": ("wq_b.weight", "q_b_proj.weight"),
-    "wkv.weight": ("wkv.weight", "kv_proj.weight"),
-    "kv_norm.weight": ("kv_norm.weight", "kv_norm.weight"),
-    "wo_a.weight": ("wo_a.weight", "o_a_proj.weight"),
-    "wo.weight": ("wo_b.weight", "o_b_proj.weight"),
-    "sinks.weight": ("attn_sink", "sinks"),
-    "indexer.wq_b.weight": ("indexer.wq_b.weight", "compressor.indexer.q_b_proj.weight"),
-    "indexer.weights_proj.weight": (
-        "indexer.weights_proj.weight",
-        "compressor.indexer.scorer.weights_proj.weight",
-    ),
-    **{
-        f"{ours}.{name}": (f"{ours}.{first}", f"{theirs}.{second}")
-        for ours, theirs in (
-            ("compressor", "compressor"),
-            ("indexer.compressor", "compressor.indexer"),
-        )
-        for name, (first, second) in _COMPRESSOR.items()
-    },
-}
+_SAME = ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "indexer.wq_b", "indexer.weights_proj")
+_COMPRESSED = [
+    f"{x}compressor.{name}" for x in ("", "indexer.") for name in ("wkv", "wgate", "norm")
+]
 _STREAMS = {"weight": "fn", "bias": "base", "scale": "scale"}
-_BLOCK = {
-    **{f"attention.{n}": (f"attn.{a}", f"self_attn.{b}") for n, (a, b) in _ATTENTION.items()},
-    "attention_norm.weight": ("attn_norm.weight", "input_layernorm.weight"),
-    "ffn_norm.weight": ("ffn_norm.weight", "post_attention_layernorm.weight"),
-    **{f"attention_streams.{n}": (f"hc_attn_{x}", f"attn_hc.{x}") for n, x in _STREAMS.items()},
-    **{f"ffn_streams.{n}": (f"hc_ffn_{x}", f"ffn_hc.{x}") for n, x in _STREAMS.items()},
-    "moe.router.gate.weight": ("ffn.gate.weight", "mlp.gate.weight"),
-    "moe.router.expert_bias": ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
-    "moe.router.table": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
-    **{
-        f"moe.shared_experts.{n}.weight": (
-            f"ffn.shared_experts.{n}.weight",
-            f"mlp.shared_experts.{x}.weight",
-        )
-        for n, x in names.PROJECTIONS.items()
-    },
+_MATRICES = {name: name for name in names.PROJECTIONS}
+_PUBLISHED: names.HFKeys = {
+    **names.renamed(
+        "attention.*.weight",
+        "attn.*.weight",
+        {name: name for name in (*_SAME, *_COMPRESSED)} | {"wo": "wo_b"},
+    ),
+    **names.renamed(
+        "attention.*",
+        "attn.*",
+        {f"{x}compressor.bias": f"{x}compressor.ape" for x in ("", "indexer.")},
+    ),
+    "attention.sinks.weight": (names.HFWeight("attn.attn_sink"),),
+    **names.renamed("*_norm.weight", "*_norm.weight", {"attention": "attn", "ffn": "ffn"}),
+    **names.renamed("attention_streams.*", "hc_attn_*", _STREAMS),
+    **names.renamed("ffn_streams.*", "hc_ffn_*", _STREAMS),
+    **names.renamed("moe.router.*", "ffn.gate.*", {"gate.weight": "weight", "expert_bias": "bias"}),
+    "moe.router.table": (names.HFWeight("ffn.gate.tid2eid"),),
+    **names.renamed("moe.shared_experts.*.weight", "ffn.shared_experts.*.weight", _MATRICES),
+    **names.renamed("moe.experts.*", "ffn.experts.{expert}.*.weight", _MATRICES),
 }
+# Parts of published names -> those in the memory of transformers, replaced one after another.
+_REPLACED = {
+    "indexer.weights": "indexer.scorer.weights", "indexer.compressor.": "indexer.",
+    "indexer.": "compressor.indexer.", ".norm.": ".kv_norm.", "q_norm": "q_a_norm",
+    "wq_a": "q_a_proj", "wq_b": "q_b_proj", "wkv": "kv_proj", "wgate": "gate_proj",
+    "wo_a": "o_a_proj", "wo_b": "o_b_proj", "attn_sink": "sinks", ".ape": ".position_bias",
+    "attn.": "self_attn.", "gate.bias": "gate.e_score_correction_bias", "ffn.": "mlp.",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "hc_attn_": "attn_hc.", "hc_ffn_": "ffn_hc.",
+}  # fmt: skip
 
 
-def _form(table: dict[str, tuple[str, str]], number: int) -> names.HFKeys:
-    return {ours: (names.HFWeight(theirs[number]),) for ours, theirs in table.items()}
+def _in_memory(name: str) -> str:
+    for part, other in _REPLACED.items():
+        name = name.replace(part, other)
+    return name
+
+
+_MEMORY = {
+    **{ours: (names.HFWeight(_in_memory(way.name)),) for ours, (way,) in _PUBLISHED.items()},
+    **names.SHARED_EXPERTS,
+    **names.stacks("mlp.experts"),
+}
+# transformers writes one norm's name as that of another.
+_WRITTEN = {**_PUBLISHED, "attention.kv_norm.weight": (names.HFWeight("attn.norm.weight"),)}
+_ENDS = names.either(
+    names.renamed(
+        "*.weight", "*.weight", {"tok_embeddings": "embed", "norm": "norm", "output": "head"}
+    ),
+    names.EMBEDDINGS,
+    names.renamed("norm_streams.*", "hc_head_*", _STREAMS),
+    names.renamed("norm_streams.*", "model.hc_head.hc_*", _STREAMS),
+)
 
 
 def keys(config: ModelConfig) -> names.HFKeys:
     """Names of each tensor. Routers with a table have no bias of the routing."""
-    experts = {n: n for n in names.PROJECTIONS}
-    files = _form(_BLOCK, 0) | names.renamed(
-        "moe.experts.*", "ffn.experts.{expert}.*.weight", experts
+    forms = (_PUBLISHED, "layers.{layer}."), (_WRITTEN, "model.layers.{layer}."), (_MEMORY, "")
+    layers = (
+        names.in_layers(form, theirs=prefix or "model.layers.{layer}.") for form, prefix in forms
     )
-    # transformers writes one norm under another one's name.
-    written = {**files, "attention.kv_norm.weight": (names.HFWeight("attn.norm.weight"),)}
-    memory = _form(_BLOCK, 1) | names.stacks("mlp.experts")
-    bias = "layers.{}.moe.router.expert_bias"
-    return {
-        **names.either(_form(_ENDS, 0), _form(_ENDS, 1)),
-        **names.either(
-            names.in_layers(files, theirs="layers.{layer}."),
-            names.in_layers(written),
-            names.in_layers(memory),
-        ),
-        **{bias.format(layer): () for layer in range(config.num_hash_layers)},
-    }
+    hashed = (f"layers.{layer}.moe.router.expert_bias" for layer in range(config.num_hash_layers))
+    return {**_ENDS, **names.either(*layers), **dict.fromkeys(hashed, ())}

@@ -71,8 +71,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         every = hf.given(settings, "full_attention_interval", 4)
         attends = [(layer + 1) % every == 0 for layer in range(fields["num_layers"])]
     fields["pattern"] = hf.pattern_of(attends, "r")
-    fields["moe.num_shared_experts"] = hf.multiple(
-        settings, "shared_expert_intermediate_size", "moe_intermediate_size"
+    fields["moe.num_shared_experts"] = hf.shared_experts(
+        settings, "shared_expert_intermediate_size"
     )
     return form.config(fields)
 

@@ -81,10 +81,12 @@ class TokenByToken:
     def mask(self, documents_BS: Tensor) -> Tensor:
         return documents_BS if self.mask_documents else torch.zeros_like(documents_BS)
 
-    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, documents_BS: Tensor) -> Tensor:
+    def convolve(  # type: ignore[no-untyped-def]
+        self, x_BSC: Tensor, weight_C1W: Tensor, documents_BS: Tensor, bias_C=None
+    ) -> Tensor:
         sums = []
         for t in range(x_BSC.shape[1]):
-            total_BC = torch.zeros_like(x_BSC[:, t])
+            total_BC = torch.zeros_like(x_BSC[:, t]) + (0 if bias_C is None else bias_C)
             for back in range(min(t + 1, weight_C1W.shape[-1])):
                 same_B1 = documents_BS[:, t - back, None] == documents_BS[:, t, None]
                 total_BC = total_BC + x_BSC[:, t - back] * weight_C1W[:, 0, -1 - back] * same_B1
@@ -92,9 +94,10 @@ class TokenByToken:
         return F.silu(torch.stack(sums, 1))
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BGSK, k_BGSK, v_BHSV, documents_BS: Tensor, decay_BHS, beta_BHS
+        self, q_BGSK, k_BGSK, v_BHSV, documents_BS: Tensor, decay_BHS, beta_BHS, erases: bool = True
     ) -> Tensor:
-        return recur(q_BGSK, k_BGSK, v_BHSV, documents_BS, decay_BHS, beta_BHS)[0]
+        step = recur if erases else recur_additively
+        return step(q_BGSK, k_BGSK, v_BHSV, documents_BS, decay_BHS, beta_BHS)[0]
 
 
 def recur(  # type: ignore[no-untyped-def]
@@ -125,4 +128,25 @@ def recur(  # type: ignore[no-untyped-def]
         missing = v_BHSV[:, :, t, None, :] - key.mT @ state
         state = state + key @ (beta_BHS[:, :, t, None, None] * missing)
         outputs.append(query @ state / keys**0.5)
+    return torch.cat(outputs, 2), state
+
+
+def recur_additively(  # type: ignore[no-untyped-def]
+    c_BGSK, b_BGSK, x_BHSV, documents_BS: Tensor, decay_BHS, dt_BHS, state_BHKV=None
+) -> tuple[Tensor, Tensor]:
+    """arXiv 2405.21060, equation 1, with dt B for its B: o_BHSV, and the state after the last
+    token. `state_BHKV`: as `recur` takes it."""
+    batch, heads, length, values = x_BHSV.shape
+    c, b = (x.repeat_interleave(heads // x.shape[1], 1) for x in (c_BGSK, b_BGSK))
+    state = state_BHKV
+    if state is None:
+        state = x_BHSV.new_zeros(batch, heads, b.shape[-1], values)
+    outputs = []
+    for t in range(length):
+        if t:
+            same_B = documents_BS[:, t] == documents_BS[:, t - 1]
+            state = state.where(same_B[:, None, None, None], 0)
+        decay, dt = (x[:, :, t, None, None] for x in (decay_BHS, dt_BHS))
+        state = decay.exp() * state + (dt * b[:, :, t, :, None]) @ x_BHSV[:, :, t, None, :]
+        outputs.append(c[:, :, t, None, :] @ state)
     return torch.cat(outputs, 2), state

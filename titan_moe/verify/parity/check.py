@@ -352,7 +352,7 @@ def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
 
     def watch(config: MoEConfig, _: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
-        margins.append(choice_margins(*args[:2], config).min().item())
+        margins.append(choice_margins(args[0], args[1], config).min().item())
 
     for moe in model.moe_layers().values():
         moe.router.select.register_forward_hook(partial(watch, moe.config))

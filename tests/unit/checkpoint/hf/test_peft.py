@@ -53,8 +53,10 @@ def _adapted_oracle(family: str, lora: Lora, folder: Path):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", PLAIN)
 def test_peft_computes_what_we_write(family, dtype, tmp_path):
-    shares = family in ("qwen3_next", "qwen3_5_moe")
-    lora = LORA.model_copy(update={"targets": SEPARATE} if shares else {})
+    shares = family in ("qwen3_next", "qwen3_5_moe", "nemotron_h")
+    # `peft` takes no out_proj of Mamba's.
+    targets = [name for name in SEPARATE if family != "nemotron_h" or name != "out_proj"]
+    lora = LORA.model_copy(update={"targets": targets} if shares else {})
     with computing_in(dtype):
         base, ours, model = _adapted_oracle(family, lora, tmp_path / "base")
         step = saved_adapters(tmp_path, ours, model, lora, base=tmp_path / "base")

@@ -1,0 +1,106 @@
+"""Recurrent layers of Mamba-2 (arXiv 2405.21060), as in Nemotron-H."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.models.attention import Attention, PerHead
+from titan_moe.models.config import Mamba2Config
+from titan_moe.models.rope import Rotation
+from titan_moe.ops.gated_delta import RecurrentCore
+from titan_moe.ops.operation import at_least_float32
+
+
+class Mamba2(Attention):
+    """Keeps a state per head instead of keys and values of the past. Positions have no effect.
+
+    x (values), B (keys) and C (queries) are projected and pass a short convolution over their
+    documents' last tokens. A head's state decays by exp(-exp(A_log) dt), and dt B x^T is added to
+    it; C reads it, D x is added. The result, times silu(z), is normed in each group, and projected.
+
+    `core` is a strategy, a RecurrentCore, which the layout of the tokens decides.
+    """
+
+    def __init__(
+        self, dim: int, config: Mamba2Config, *, norm_eps: float, core: RecurrentCore
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.core: RecurrentCore = core
+        heads = config.num_value_heads
+        keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
+        widths = {"q": keys, "k": keys, "v": values}
+        self.in_proj = nn.ModuleDict(
+            {x: nn.Linear(dim, width, bias=False) for x, width in (widths | {"z": values}).items()}
+        )
+        self.gates = nn.ModuleDict({"dt": nn.Linear(dim, heads, bias=False)})
+        self.conv = nn.ModuleDict(
+            {x: PerHead(width, 1, config.conv_size) for x, width in widths.items()}
+        )
+        biased = widths if config.conv_bias else {}
+        self.conv_bias = nn.ModuleDict({x: PerHead(width) for x, width in biased.items()})
+        self.decay = TimeStep(config)
+        self.out_norm = GroupNorm(values, values // config.num_key_heads, norm_eps)
+        self.out_proj = nn.Linear(values, dim, bias=False)
+
+    def forward(
+        self, x_BSD: Tensor, rotation: Rotation, mask: Tensor, counted_BS: Tensor | None = None
+    ) -> Tensor:
+        widths = {"q": self.config.key_dim, "k": self.config.key_dim, "v": self.config.value_dim}
+        q, k, v = (
+            self._convolved(name, x_BSD, mask).unflatten(-1, (-1, channels))
+            for name, channels in widths.items()
+        )
+        rates_BSH, decay_BSH, skip_BSHV = self.decay(self.gates["dt"](x_BSD), v)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        rates = decay_BSH.transpose(1, 2), rates_BSH.transpose(1, 2)
+        o_BHSV = self.attend(self.core, *heads_first, mask, *rates, False)
+        o_BSD = (o_BHSV.transpose(1, 2) + skip_BSHV).flatten(2)
+        z_BSD = self.in_proj["z"](x_BSD)
+        return self.out_proj(self.out_norm(o_BSD * F.silu(z_BSD.to(o_BSD.dtype)), z_BSD.dtype))
+
+    def _convolved(self, name: str, x_BSD: Tensor, mask: Tensor) -> Tensor:
+        bias = (self.conv_bias[name](),) if self.conv_bias else ()
+        return self.core.convolve(self.in_proj[name](x_BSD), self.conv[name](), mask, *bias)
+
+
+class TimeStep(nn.Module):
+    """A head's time step dt, the logarithm of the factor that is left of its state, and D x.
+
+    A module, so that its parameters can be wider than its layer's (`decoder.is_wide`).
+    """
+
+    def __init__(self, config: Mamba2Config) -> None:
+        super().__init__()
+        self.least = config.time_step_min
+        self.A_log = PerHead(config.num_value_heads)
+        self.dt_bias = PerHead(config.num_value_heads)
+        self.D = PerHead(config.num_value_heads)
+
+    def forward(self, dt_BSH: Tensor, v_BSHV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dt_BSH, decay_BSH and skip_BSHV, in at least float32."""
+        wide = at_least_float32(v_BSHV)
+        rates = dt_BSH.to(wide) + self.dt_bias().to(wide)
+        if torch.compiler.is_compiling():  # As in `gated_delta_net.Decay`.
+            rates_BSH = F.softplus(rates.flatten()).view_as(rates)
+        else:
+            rates_BSH = F.softplus(rates)
+        rates_BSH = rates_BSH.clamp_min(self.least)
+        decay_BSH = -self.A_log().to(wide).exp() * rates_BSH
+        return rates_BSH, decay_BSH, v_BSHV.to(wide) * self.D().to(wide)[:, None]
+
+
+class GroupNorm(nn.Module):
+    """An RMS norm of each group of channels, with a weight for each channel, in the type of its
+    input. The weight is a `PerHead`: tensor parallelism cuts groups over ranks."""
+
+    def __init__(self, channels: int, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.scale = PerHead(channels)
+
+    def forward(self, x_BSD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the normed input in the type `dtype`."""
+        groups = x_BSD.unflatten(-1, (-1, self.size))
+        normed_BSD = F.rms_norm(groups, (self.size,), None, self.eps).flatten(-2)
+        return (normed_BSD * self.scale().to(normed_BSD.dtype)).to(dtype)
