@@ -1,22 +1,29 @@
 """The reference of parity: tiny random models of `transformers`, in float32 or float64.
 
-Imported where parity is checked only: `transformers` is a test dependency.
+`transformers` is a test dependency, and takes two seconds to import: the first model does.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-disable_progress_bar()
-set_verbosity_error()  # It doubts Scout's own rotary scaling, among others.
+
+@cache
+def _transformers() -> ModuleType:
+    """Imports the package for the first model, two seconds, and silences it."""
+    import transformers
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # It doubts Scout's own rotary scaling, among others.
+    return transformers
 
 
 class _Lifted(TorchFunctionMode):
@@ -64,7 +71,8 @@ def their_model(folder: Path) -> Any:
     """Returns the model that transformers loads of a folder, in float32 and evaluation. Raises
     ValueError for a model that it does not know."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
+    auto = _transformers().AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, **eager).eval()
 
 
 class Oracle(nn.Module):
@@ -79,11 +87,13 @@ class Oracle(nn.Module):
 
     def __init__(self, settings: dict[str, Any], seed: int, expert_scale: float = 1.0) -> None:
         super().__init__()
-        config = AutoConfig.for_model(**settings)
+        theirs = _transformers()
+        config = theirs.AutoConfig.for_model(**settings)
         config._experts_implementation = "eager"
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        self.model = theirs.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         depths = settings.get("num_nextn_predict_layers", 0)
-        self.mtp = MtpModel(self.model, depths) if depths else None
+        mtp_model = theirs.modeling_layers.MtpModel
+        self.mtp = mtp_model(self.model, depths) if depths else None
         self.num_layers = config.num_hidden_layers
         self.eval()
         _fill(self.tensors(), seed, expert_scale)
