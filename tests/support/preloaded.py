@@ -1,5 +1,6 @@
 """Modules that ranks of many tests import: the server that forks ranks imports them once."""
 
+import datasets  # noqa: F401
 import pytest  # noqa: F401
 import torch.distributed.pipelining
 import torch.nn.attention.flex_attention  # noqa: F401
