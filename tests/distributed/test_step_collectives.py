@@ -119,6 +119,7 @@ def test_documents_without_a_text_are_counted_once_in_every_layout(tmp_path: Pat
     assert counts[0] == counts[1] and counts[0][0] < counts[0][-1]
 
 
+@pytest.mark.slow
 def test_epochs_of_conversations_end_after_the_same_steps_in_every_layout(tmp_path: Path):
     """The last batch is not full: some microbatches have no target. The log says once what is
     refused. One more epoch is packed where the others ended, and takes a step more."""
