@@ -64,6 +64,13 @@ _MISTAKES = {
     "bias in the choice of groups": ("glm4_moe: groups", "moe", {"group_score_top": 1}),
     "indexer's rope": ("deepseek_v32: plain", "attention.indexer", {"pairing": "neighbours"}),
     "indexer's rope of GLM-5": ("glm_moe_dsa: plain", "attention.indexer", {"pairing": "halves"}),
+    "bound of time steps": (
+        "nemotron_h: time steps at their bound",
+        "recurrent",
+        {"time_step_min": 0.0},
+    ),
+    "positions of Nemotron-H": ("nemotron_h: plain", "attention", {"rope": ROPE}),
+    "activation of Nemotron-H": ("nemotron_h: latent", "moe.activation", {"function": "silu"}),
     "mscale": (_YARN, "attention.rope.scaling", {"mscale_all_dim": 0.0}),
 }
 
