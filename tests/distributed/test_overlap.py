@@ -170,7 +170,7 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     """Returns what one layer issues, forward and backward."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.models.decoder import FeedForward
+    from titan_moe.models.feed_forward import FeedForward
     from titan_moe.moe.config import MoEConfig
     from titan_moe.moe.dispatch import all_to_all
     from titan_moe.moe.layer import MoE

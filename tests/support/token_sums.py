@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, Upstream
 from titan_moe.models.config import GatedDeltaConfig
-from titan_moe.models.decoder import FeedForward
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.output import Embedding, LayerNorm, ZeroCentredRMSNorm
 from titan_moe.moe import balance

@@ -1,13 +1,10 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import inf
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.local_attention import LocalAttention
@@ -351,36 +348,6 @@ class ModelConfig:
     def has_temperature(self) -> bool:
         """True if attention depends on positions themselves, not only on their differences."""
         return any(isinstance(each, GQAConfig) and each.temperature for each in self.attentions)
-
-
-_TABLES = (ModelConfig, MoEConfig, IndexerConfig, *get_args(TokenMixer))
-_FIELDS = {each.name: (each.type, each.default) for table in _TABLES for each in fields(table)}
-
-
-def checked(values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the values of fields, by path. Raises ConfigError for a value that its field may not
-    have.
-
-    Args:
-        keys: the keys of config.json that the values come from, by path.
-    """
-    problems = {path: _problem(path, value) for path, value in values.items()}
-    wrong = [path for path, problem in problems.items() if problem]
-    if wrong:
-        raise ConfigError([f"config.json: {keys[p]}={values[p]!r} {problems[p]}" for p in wrong])
-    return values
-
-
-def _problem(path: str, value: Any) -> str:
-    kind, default = _FIELDS.get(path.rpartition(".")[2], (Any, None))
-    if kind is bool and not isinstance(value, bool):
-        return "must be true or false"
-    if kind is float and not (type(value) in (int, float) and 0 <= value < inf):
-        return "must be a number, 0 or more"
-    least = 0 if default == 0 else 1
-    if kind is int and not (type(value) is int and least <= value < 2**31):
-        return f"must be a whole number, {least} or more"
-    return ""
 
 
 def tied_weights(config: ModelConfig) -> list[list[str]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, build_attention, plain_core
 from titan_moe.models.config import GatedDeltaConfig, Mamba2Config, ModelConfig
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mamba2 import Mamba2
@@ -20,10 +21,8 @@ from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
 from titan_moe.models.rope import Rope, Rotation, rope_key
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.cross_entropy import IGNORE_INDEX
-from titan_moe.ops.gated import activated
 from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.runtime.regions import region
@@ -86,26 +85,6 @@ TENSOR_PLAN: TensorPlan = {
 distributed/tensor_parallel.py explains each. One plan serves all families: patterns without a match
 have no effect. Every module with parameters is named, also where it stays whole, but for routers
 and routed experts."""
-
-
-class FeedForward(nn.Module):
-    """Dense feed-forward: w2 activation(w1 x, w3 x), without w3 if the activation is not gated.
-    With `gated`, times sigmoid(gate x) per token, before w2, which is linear."""
-
-    def __init__(
-        self, dim: int, hidden_dim: int, activation: Activation = SWIGLU, *, gated: bool = False
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False) if activation.gated else None
-        self.gate = nn.Linear(dim, 1, bias=False) if gated else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w1(x), None if self.w3 is None else self.w3(x)
-        hidden = activated(gate, up, self.activation)
-        return self.w2(hidden if self.gate is None else hidden * self.gate(x).sigmoid())
 
 
 class Block(nn.Module):

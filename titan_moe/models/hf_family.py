@@ -6,32 +6,29 @@ No torch. A family's `hf.py` has
     from_hf, to_hf  dimensions from config.json, and config.json from dimensions
     keys            our tensors' names -> theirs, and how each is laid out (`hf_names.py`)
 
-`from_hf` and `to_hf` share a `Form`, a table of our fields and their keys. Positions are read in
-two forms: that of published models (`rope_theta`, `rope_scaling`), and what transformers 5 writes
-(`rope_parameters`). The first is written, which all readers know.
+`from_hf` and `to_hf` share a `Form`, a table of our fields and their keys; `hf_rope.py` reads and
+writes positions.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from math import inf
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, get_args
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import (
     GatedDeltaConfig,
     IndexerConfig,
-    Llama3Scaling,
     MLAConfig,
     ModelConfig,
-    RopeConfig,
-    YarnScaling,
-    checked,
+    TokenMixer,
 )
+from titan_moe.models.hf_reading import Settings, given, needed, only
+from titan_moe.models.hf_rope import rope_from_hf, rope_to_hf, rotary_factor
 from titan_moe.moe.config import MoEConfig
 
-Settings = Mapping[str, Any]
-"""A config.json."""
 Fields = dict[str, Any]
 """Fields of a ModelConfig by path: {"dim": 256, "attention.num_heads": 8, "moe.top_k": 2}."""
 
@@ -194,29 +191,34 @@ class Form:
         }
 
 
-def needed(settings: Settings, key: str) -> Any:
-    """A value without which there is no model. Raises ConfigError where it is missing or null."""
-    if settings.get(key) is None:
-        raise ConfigError(f"config.json: {key} is missing")
-    return settings[key]
+_TABLES = (ModelConfig, MoEConfig, IndexerConfig, *get_args(TokenMixer))
+_FIELDS = {each.name: (each.type, each.default) for table in _TABLES for each in fields(table)}
 
 
-def given(settings: Settings, key: str, default: Any) -> Any:
-    """A value, or the default where it is missing or null."""
-    value = settings.get(key)
-    return default if value is None else value
+def checked(values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the values of fields, by path. Raises ConfigError for a value that its field may not
+    have.
+
+    Args:
+        keys: the keys of config.json that the values come from, by path.
+    """
+    problems = {path: _problem(path, value) for path, value in values.items()}
+    wrong = [path for path, problem in problems.items() if problem]
+    if wrong:
+        raise ConfigError([f"config.json: {keys[p]}={values[p]!r} {problems[p]}" for p in wrong])
+    return values
 
 
-def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
-    """Raises ConfigError for a key with a value other than these; one without a value passes."""
-    lines = [
-        f"config.json: {key}={settings[key]!r} is not supported: only "
-        + " or ".join(map(repr, values))
-        for key, values in allowed.items()
-        if settings.get(key) is not None and settings[key] not in values
-    ]
-    if lines:
-        raise ConfigError(lines)
+def _problem(path: str, value: Any) -> str:
+    kind, default = _FIELDS.get(path.rpartition(".")[2], (Any, None))
+    if kind is bool and not isinstance(value, bool):
+        return "must be true or false"
+    if kind is float and not (type(value) in (int, float) and 0 <= value < inf):
+        return "must be a number, 0 or more"
+    least = 0 if default == 0 else 1
+    if kind is int and not (type(value) is int and least <= value < 2**31):
+        return f"must be a whole number, {least} or more"
+    return ""
 
 
 def _gqa_defaults(settings: Settings) -> dict[str, Any]:
@@ -315,118 +317,3 @@ def period(key: str, layers: Sequence[bool]) -> int:
     if list(layers) == [bool(every) and (layer + 1) % every == 0 for layer in range(len(layers))]:
         return every
     raise ConfigError(f"config.json: {key} must repeat with a fixed step: {list(layers)}")
-
-
-_ORIGINAL = "original_max_position_embeddings"
-_SCALINGS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "yarn": (YarnScaling, ("factor", "beta_fast", "beta_slow")),
-    "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor")),
-}
-"""Scalings of positions by rope_type, with the numbers that config.json names alike."""
-
-
-def rope_to_hf(rope: RopeConfig | None) -> dict[str, Any]:
-    """The keys rope_theta and rope_scaling; none without positions."""
-    if rope is None:
-        return {}
-    scaling = rope.scaling
-    if scaling is None:
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"
-    table: dict[str, Any] = {"rope_type": kind, _ORIGINAL: scaling.original_max_seq_len}
-    table |= {name: getattr(scaling, name) for name in _SCALINGS[kind][1]}
-    if isinstance(scaling, YarnScaling):
-        table["type"] = kind
-        if scaling.mscale_all_dim:
-            table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-        if not scaling.truncate:
-            table["truncate"] = False
-    return {"rope_theta": rope.theta, "rope_scaling": table}
-
-
-def rope_table(rope: RopeConfig | None, factor: float) -> dict[str, Any]:
-    """The table of one kind of layers in rope_parameters. `factor`: the share of a head's channels
-    that rotate."""
-    written = rope_to_hf(rope)
-    table = {"rope_type": "default", **(written.pop("rope_scaling") or {}), **written}
-    return {**table, "partial_rotary_factor": factor}
-
-
-def rope_from_hf(
-    settings: Settings,
-    *,
-    theta: float = 10_000.0,
-    pairing: Literal["halves", "neighbours"] = "halves",
-    latent: bool = False,
-    partial: bool = False,
-) -> RopeConfig:
-    """Rotary positions. Raises ConfigError for a scaling that is not known.
-
-    Args:
-        theta: used where config.json has none.
-        latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
-            YaRN as transformers has it: cosines and sines alone are scaled.
-        partial: the family reads `partial_rotary_factor`. In others transformers reads it too, but
-            only where positions are scaled.
-    """
-    parameters = _rope_table(settings)
-    if layers := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
-        raise ConfigError(
-            f"config.json: rotary positions by kind of layer ({', '.join(layers)}) are not "
-            "supported: only one table for all layers"
-        )
-    theta = float(of_rope(settings, "rope_theta", theta))
-    kind = given(parameters, "rope_type", given(parameters, "type", "default"))
-    if kind == "default":
-        return RopeConfig(theta, pairing)
-    only({"rope_type": kind}, rope_type=tuple(_SCALINGS))
-    if not partial:
-        factor = of_rope(settings, "partial_rotary_factor", 1.0)
-        only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
-    scaling, names = _SCALINGS[kind]
-    needed(parameters, "factor")
-    numbers = {name: float(parameters[name]) for name in names if parameters.get(name) is not None}
-    more = _yarn(parameters, latent=latent) if kind == "yarn" else {}
-    longest = given(parameters, _ORIGINAL, settings.get("max_position_embeddings"))
-    original = given(settings, _ORIGINAL, longest)
-    return RopeConfig(
-        theta, pairing, scaling(original_max_seq_len=int(original), **numbers, **more)
-    )
-
-
-def rotary_factor(settings: Settings, head_dim: int, default: float) -> float:
-    """The share of a head's channels that rotate, by either form of config.json.
-
-    Raises ConfigError for an odd number of channels.
-    """
-    factor = of_rope(settings, "partial_rotary_factor", default)
-    if (rotated := int(head_dim * factor)) % 2:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor={factor} rotates {rotated} of {head_dim} "
-            "channels: only an even number is supported"
-        )
-    return factor
-
-
-def _rope_table(settings: Settings) -> Settings:
-    """Returns the table of rotary positions. rope_scaling replaces the whole of rope_parameters, as
-    transformers has it."""
-    return settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-
-
-def of_rope(settings: Settings, key: str, default: float) -> float:
-    """A number of the table of rotary positions, or of config.json's first level."""
-    return given(_rope_table(settings), key, given(settings, key, default))
-
-
-def _yarn(parameters: Settings, *, latent: bool) -> dict[str, Any]:
-    only(parameters, attention_factor=())
-    both = given(parameters, "mscale", 0) and given(parameters, "mscale_all_dim", 0)
-    if not (both and latent):
-        only(parameters, mscale_all_dim=(0, 0.0))
-    return {
-        # transformers scales cosines and sines by the plain rule unless both are given.
-        "mscale": float(parameters["mscale"]) if both else 1.0,
-        "mscale_all_dim": float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
-        "truncate": bool(given(parameters, "truncate", True)),
-    }

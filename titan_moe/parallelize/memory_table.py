@@ -394,9 +394,6 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
 def _largest(config: ModelConfig, norms: float, attention: float, feed_forward: float) -> Lines:
     """Returns the lines of the largest layer. Where no layer has two parts, it has the larger."""
     if config.num_residuals <= config.num_layers:
-        norms, smaller = norms / 2, min(attention, feed_forward)
-        attention, feed_forward = (
-            attention * (attention > smaller),
-            feed_forward * (feed_forward > smaller),
-        )
+        norms, attends = norms / 2, attention > feed_forward
+        attention, feed_forward = attention * attends, feed_forward * (not attends)
     return {"norms and sums": norms, "attention": attention, "feed-forward": feed_forward}

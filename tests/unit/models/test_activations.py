@@ -7,7 +7,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.gated_cases import ACTIVATIONS, plain
-from titan_moe.models.decoder import Decoder, FeedForward
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops, part_sizes
 from titan_moe.ops.activation import SWIGLU, Activation

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.gated_cases import ACTIVATIONS, plain
 from titan_moe.comm.collectives import AllToAll, InFlight
 from titan_moe.distributed.compile import _compile_pieces
-from titan_moe.models.decoder import FeedForward
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, Route

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from titan_moe.models.decoder import FeedForward
+from titan_moe.models.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.activation import CLAMPED_SWIGLU, Activation

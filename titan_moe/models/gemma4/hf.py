@@ -11,6 +11,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
+from titan_moe.models.hf_rope import rope_table
 from titan_moe.ops.activation import Activation
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -106,7 +107,7 @@ def _rope(tables: hf.Settings, kind: str) -> RopeConfig:
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     kind = {} if rope.share == 1 else {"rope_type": "proportional"}
-    return hf.rope_table(rope, rope.share) | kind
+    return rope_table(rope, rope.share) | kind
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

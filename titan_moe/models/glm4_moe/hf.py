@@ -12,6 +12,7 @@ from typing import Any
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.models.hf_rope import of_rope
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -58,7 +59,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     hf.only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     if settings.get("model_type") == _LATENT.model_type:
-        factor = hf.of_rope(settings, "partial_rotary_factor", 1.0)
+        factor = of_rope(settings, "partial_rotary_factor", 1.0)
         hf.only({"partial_rotary_factor": factor}, partial_rotary_factor=(1.0,))
         return _LATENT.config(_LATENT.read(settings))
     normed = "learned" if hf.given(settings, "use_qk_norm", False) else "none"

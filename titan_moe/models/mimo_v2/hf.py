@@ -10,6 +10,7 @@ from typing import Any
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.hf_rope import rope_table
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("mimo_v2_flash",)
@@ -106,7 +107,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         mlp_layer_types=["sparse" if config.is_moe_layer(n) else "dense" for n in layers],
         sliding_window=hf.near_size(config),
         rope_parameters={
-            kind: hf.rope_table(each.rope, each.partial_rotary_factor)
+            kind: rope_table(each.rope, each.partial_rotary_factor)
             for kind, each in ((hf.FULL, full), (_SLIDING, near))
         },
     )

@@ -11,6 +11,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
+from titan_moe.models.hf_rope import rope_table
 from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -154,8 +155,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         mlp_layer_types=["sparse" if config.is_moe_layer(n) else "dense" for n in layers],
         query_pre_attn_scalar=full.head_dim if full.scale is None else full.scale**-2,
         rope_parameters={
-            kind: hf.rope_table(each.rope, each.partial_rotary_factor)
-            for kind, each in kinds.items()
+            kind: rope_table(each.rope, each.partial_rotary_factor) for kind, each in kinds.items()
         },
         **{key: [activation.of(n).limit for n in layers] for key, activation in limits.items()},
     )
