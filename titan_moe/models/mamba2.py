@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from titan_moe.models.attention import Attention, PerHead
 from titan_moe.models.config import Mamba2Config
 from titan_moe.models.rope import Rotation
-from titan_moe.ops.gated_delta import RecurrentCore
+from titan_moe.ops.gated_delta import RecurrentCore, gated_norm
 from titan_moe.ops.operation import at_least_float32
 
 
@@ -40,7 +40,7 @@ class Mamba2(Attention):
         biased = widths if config.conv_bias else {}
         self.conv_bias = nn.ModuleDict({x: PerHead(width) for x, width in biased.items()})
         self.decay = TimeStep(config)
-        self.out_norm = GroupNorm(values, values // config.num_key_heads, norm_eps)
+        self.out_norm = GatedNorm(values, values // config.num_key_heads, norm_eps)
         self.out_proj = nn.Linear(values, dim, bias=False)
 
     def forward(
@@ -51,13 +51,12 @@ class Mamba2(Attention):
             self._convolved(name, x_BSD, mask).unflatten(-1, (-1, channels))
             for name, channels in widths.items()
         )
-        rates_BSH, decay_BSH, skip_BSHV = self.decay(self.gates["dt"](x_BSD), v)
+        rates_BSH, decay_BSH, skip_H = self.decay(self.gates["dt"](x_BSD))
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         rates = decay_BSH.transpose(1, 2), rates_BSH.transpose(1, 2)
         o_BHSV = self.attend(self.core, *heads_first, mask, *rates, False)
-        o_BSD = (o_BHSV.transpose(1, 2) + skip_BSHV).flatten(2)
         z_BSD = self.in_proj["z"](x_BSD)
-        return self.out_proj(self.out_norm(o_BSD * F.silu(z_BSD.to(o_BSD.dtype)), z_BSD.dtype))
+        return self.out_proj(self.out_norm(o_BHSV.transpose(1, 2), v, skip_H, z_BSD))
 
     def _convolved(self, name: str, x_BSD: Tensor, mask: Tensor) -> Tensor:
         bias = (self.conv_bias[name](),) if self.conv_bias else ()
@@ -65,7 +64,7 @@ class Mamba2(Attention):
 
 
 class TimeStep(nn.Module):
-    """A head's time step dt, the logarithm of the factor that is left of its state, and D x.
+    """A head's time step dt, the logarithm of the factor that is left of its state, and D.
 
     A module, so that its parameters can be wider than its layer's (`decoder.is_wide`).
     """
@@ -77,9 +76,10 @@ class TimeStep(nn.Module):
         self.dt_bias = PerHead(config.num_value_heads)
         self.D = PerHead(config.num_value_heads)
 
-    def forward(self, dt_BSH: Tensor, v_BSHV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dt_BSH, decay_BSH and skip_BSHV, in at least float32."""
-        wide = at_least_float32(v_BSHV)
+    def forward(self, dt_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dt_BSH, decay_BSH and D_H, in at least float32. D_H is a copy, which stays when
+        FSDP frees the parameter."""
+        wide = at_least_float32(dt_BSH)
         rates = dt_BSH.to(wide) + self.dt_bias().to(wide)
         if torch.compiler.is_compiling():  # As in `gated_delta_net.Decay`.
             rates_BSH = F.softplus(rates.flatten()).view_as(rates)
@@ -87,20 +87,17 @@ class TimeStep(nn.Module):
             rates_BSH = F.softplus(rates)
         rates_BSH = rates_BSH.clamp_min(self.least)
         decay_BSH = -self.A_log().to(wide).exp() * rates_BSH
-        return rates_BSH, decay_BSH, v_BSHV.to(wide) * self.D().to(wide)[:, None]
+        return rates_BSH, decay_BSH, self.D().to(wide, copy=True)
 
 
-class GroupNorm(nn.Module):
-    """An RMS norm of each group of channels, with a weight for each channel, in the type of its
-    input. The weight is a `PerHead`: tensor parallelism cuts groups over ranks."""
+class GatedNorm(nn.Module):
+    """`ops.gated_delta.gated_norm`, with a weight for each channel: a `PerHead`, since tensor
+    parallelism cuts groups over ranks."""
 
     def __init__(self, channels: int, size: int, eps: float) -> None:
         super().__init__()
         self.size, self.eps = size, eps
         self.scale = PerHead(channels)
 
-    def forward(self, x_BSD: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the normed input in the type `dtype`."""
-        groups = x_BSD.unflatten(-1, (-1, self.size))
-        normed_BSD = F.rms_norm(groups, (self.size,), None, self.eps).flatten(-2)
-        return (normed_BSD * self.scale().to(normed_BSD.dtype)).to(dtype)
+    def forward(self, o_BSHV: Tensor, v_BSHV: Tensor, d_H: Tensor, z_BSD: Tensor) -> Tensor:
+        return gated_norm(o_BSHV, v_BSHV, d_H, z_BSD, self.scale(), self.size, self.eps)

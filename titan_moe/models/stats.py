@@ -183,8 +183,8 @@ def _(attention: Mamba2Config, dim: int) -> AttentionStats:
         parameters=matrices + attention.conv_bias * convolved + 3 * heads + values,
         matrices=matrices,
         score_channels=0,
-        # What D multiplies, the gate and the norm keep is float32, and takes as much as two each.
-        saved=2 * convolved + 14 * values + 8 * heads,
+        # Time steps and decays are float32, and take as much as two each.
+        saved=2 * convolved + 3 * values + 8 * heads,
         results=2 * convolved + 2 * values + heads,
         # The state is read once and written once.
         state_products=2 * values * attention.key_dim,

@@ -183,6 +183,36 @@ def _convolved(
     return F.silu(y).to(x_BSC.dtype)
 
 
+def gated_norm(
+    o_BSHV: Tensor,
+    v_BSHV: Tensor,
+    d_H: Tensor,
+    z_BSD: Tensor,
+    scale_D: Tensor,
+    size: int,
+    eps: float,
+) -> Tensor:
+    """Returns scale * norm((o + d v) * silu(z)) of each `size` channels, in the type of z, as
+    Mamba-2 has it (arXiv 2405.21060, section 7).
+
+    Keeps its arguments alone for the backward. Computes in at least float32.
+    """
+    function, tensors = partial(_gated_norm, size, eps), (o_BSHV, v_BSHV, d_H, z_BSD, scale_D)
+    if torch.compiler.is_compiling():
+        return function(*tensors)
+    return _Recomputed.apply(function, *tensors)
+
+
+def _gated_norm(  # type: ignore[no-untyped-def]
+    size: int, eps: float, o_BSHV, v_BSHV, d_H, z_BSD, scale_D
+) -> Tensor:
+    wide = at_least_float32(z_BSD)
+    o, v, d, z, scale = (x.to(wide) for x in (o_BSHV, v_BSHV, d_H, z_BSD, scale_D))
+    gated = (o + v * d[:, None]).flatten(2) * F.silu(z)
+    normed = F.rms_norm(gated.unflatten(-1, (-1, size)), (size,), None, eps).flatten(-2)
+    return (normed * scale).to(z_BSD.dtype)
+
+
 def chunked_rule(  # type: ignore[no-untyped-def]
     q_BSGK,
     k_BSGK,

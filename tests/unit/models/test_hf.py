@@ -59,9 +59,11 @@ def test_flavor_survives_config_json_also_of_transformers_and_a_record(family, f
     assert from_record(json.loads(json.dumps(as_record(config)))) == config
 
 
-# transformers has Step-3.7's text model inside of the whole model alone.
-_ALONE = [case for case in cases() if case.option == "plain" and case.family != "step3p7"]
-_PLAIN = {case.family: case.settings for case in _ALONE}
+_PLAIN = {
+    case.family: case.settings
+    for case in cases()
+    if case.option == "plain" and case.family != "step3p7"  # It has no class of its own.
+}
 
 
 @pytest.mark.parametrize("tied", [True, False, None])

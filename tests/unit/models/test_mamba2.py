@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.packing import filled, train_packed_and_alone
@@ -125,6 +126,18 @@ def test_mamba2_starts_with_published_values():
     for name in ("decay.D.weight", "out_norm.scale.weight"):
         assert (weights[name] == 1).all()
     assert (weights["conv_bias.k.weight"] == 0).all()
+
+
+def test_mamba2_keeps_as_much_for_the_backward_as_is_estimated():
+    config = Mamba2Config(2, 16, 64, 32, conv_size=4)
+    layer, x_BSD = _layer(config).bfloat16(), torch.randn(1, 512, DIM, dtype=torch.bfloat16)
+    layer.decay.float()
+    given = {x.untyped_storage().data_ptr() for x in (x_BSD, *layer.parameters())}
+    mask, kept = layer.core.mask(torch.zeros(1, 512, dtype=torch.int64)), {}
+    with saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        layer(x_BSD, None, mask)
+    sizes = [x.untyped_storage().nbytes() for p, x in kept.items() if p not in given]
+    assert sum(sizes) / 2 / 512 == pytest.approx(attention_stats(config, DIM).saved, rel=0.01)
 
 
 def test_costs_of_mamba2_equal_its_parameters_and_products():

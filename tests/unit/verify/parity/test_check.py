@@ -76,6 +76,13 @@ _MISTAKES = {
     "limit of other layers": ("step3p7: limits reached", "activation", {"limited_in": (1,)}),
     "values without a factor": ("mimo_v2: plain", "near", {"value_scale": 1.0}),
     "window of one fewer": ("mimo_v2: plain", "near.local", {"size": 9}),
+    "bound of time steps": (
+        "nemotron_h: time steps at their bound",
+        "recurrent",
+        {"time_step_min": 0.0},
+    ),
+    "positions of Nemotron-H": ("nemotron_h: plain", "attention", {"rope": ROPE}),
+    "activation of Nemotron-H": ("nemotron_h: latent", "moe.activation", {"function": "silu"}),
     "mscale": (_YARN, "attention.rope.scaling", {"mscale_all_dim": 0.0}),
 }
 
