@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, Upstream
-from titan_moe.models.config import GatedDeltaConfig
 from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.output import Embedding, LayerNorm, ZeroCentredRMSNorm
+from titan_moe.models.recurrent_config import GatedDeltaConfig
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows

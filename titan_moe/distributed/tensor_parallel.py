@@ -72,7 +72,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Mes
     if unplanned:
         raise ValueError(
             f"no tensor-parallel plan names {', '.join(unplanned)}: add to "
-            f"titan_moe/models/decoder.py how tp cuts each, or that it stays whole"
+            f"titan_moe/models/tensor_plan.py how tp cuts each, or that it stays whole"
         )
     return _held_whole(model)
 

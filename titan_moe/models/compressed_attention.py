@@ -109,7 +109,7 @@ class BlockIndexer(nn.Module):
         super().__init__()
         assert attention.indexer is not None
         self.config = config = attention.indexer
-        self.wq_b = nn.Linear(attention.q_rank, config.num_heads * config.head_dim, bias=False)
+        self.wq_b = nn.Linear(attention.query_rank, config.num_heads * config.head_dim, bias=False)
         self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
         self.compressor = Compressor(dim, config.head_dim, attention.ratio, eps, overlaps=True)
         self.select: nn.Module = BestKeys(config.top_k)
@@ -153,7 +153,7 @@ class CompressedAttention(Attention):
     ) -> None:
         super().__init__()
         self.config, self.core, self.eps = attention, core, config.norm_eps
-        dim, rank, channels = config.dim, attention.q_rank, attention.head_dim
+        dim, rank, channels = config.dim, attention.query_rank, attention.head_dim
         heads, eps = attention.num_heads * channels, config.norm_eps
         self.wq_a, self.q_norm = nn.Linear(dim, rank, bias=False), nn.RMSNorm(rank, eps=eps)
         self.wq_b = nn.Linear(rank, heads, bias=False)

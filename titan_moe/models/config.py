@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
+from titan_moe.models.recurrent_config import RecurrentConfig
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.activation import SWIGLU, Activation
 from titan_moe.ops.local_attention import LocalAttention
@@ -174,7 +175,7 @@ class CompressedConfig:
 
     num_heads: int
     head_dim: int
-    q_rank: int
+    query_rank: int
     """Rank of the query's latent."""
     rope_dim: int
     """Channels that positions rotate: the last ones of a head."""
@@ -204,58 +205,12 @@ class CompressedConfig:
         return self.head_dim
 
 
-@dataclass(frozen=True)
-class GatedDeltaConfig:
-    """Layers with a recurrent state in place of attention: the gated delta rule (arXiv 2412.06464),
-    or Kimi Delta Attention (arXiv 2510.26692)."""
-
-    num_key_heads: int
-    """Heads of queries and keys."""
-    num_value_heads: int
-    """A multiple of it: consecutive heads share a key head. Each has a state [key_dim, value_dim].
-    """
-    key_dim: int
-    value_dim: int
-    conv_size: int
-    """Tokens that a channel's convolution sees, its own among them."""
-    gate_rank: int | None = None
-    """Kimi Delta Attention: each channel of a key decays at a rate of its own, and the projections
-    of the decay and of the output's gate have this rank. None: a head's channels decay alike."""
-    files_join_heads: bool = False
-    """Published files keep a key head's projections in one tensor, as Qwen3-Next's do. Nothing else
-    depends on it."""
-
-
-@dataclass(frozen=True)
-class Mamba2Config:
-    """Layers of Mamba-2 (arXiv 2405.21060): a state per head that decays and is added to. The
-    paper's C, B and x are queries, keys and values here."""
-
-    num_key_heads: int
-    """Groups: their heads share a B and a C, and their channels one norm."""
-    num_value_heads: int
-    """A multiple of it. Each has a state [key_dim, value_dim]."""
-    key_dim: int
-    """Channels of B and C: the state's size."""
-    value_dim: int
-    conv_size: int
-    """Tokens that a channel's convolution sees, its own among them."""
-    conv_bias: bool = True
-    time_step_min: float = 0.001
-    """Least time step, and least initial one."""
-    time_step_max: float = 0.1
-    """Largest initial time step."""
-    time_step_floor: float = 1e-4
-    """Bound of initial time steps, where it is above `time_step_min`."""
-
-
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig | CompressedConfig
 """The variants. A further one has num_heads, num_kv_heads, rope, rope_dim, qk_dim, v_dim, local and
 sinks too, its module in models/attention.py and its counts in models/stats.py."""
-RecurrentConfig = GatedDeltaConfig | Mamba2Config
 TokenMixer = AttentionConfig | RecurrentConfig
 """Dimensions of the part of a layer that mixes tokens."""
 

@@ -6,14 +6,14 @@ Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import titan_moe.models.compressed_attention  # noqa: F401  Registers its attention.
 from titan_moe.models.attention import Attention, build_attention, plain_core
-from titan_moe.models.config import GatedDeltaConfig, Mamba2Config, ModelConfig
+from titan_moe.models.config import ModelConfig
 from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.gated_delta_net import GatedDeltaNet
 from titan_moe.models.hyper_connections import Collapse, HyperConnection, Residual
@@ -21,6 +21,7 @@ from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
 from titan_moe.models.output import Embedding, Output, norm_of
+from titan_moe.models.recurrent_config import GatedDeltaConfig, Mamba2Config
 from titan_moe.models.rope import Rope, Rotation, rope_key
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore
@@ -33,60 +34,6 @@ ADAPTER = ".adapter."
 """Every adapter's parameter has this in its name (models/lora.py)."""
 _BIASES = ("b1", "b2", "b3")
 _ENDS = ("tok_embeddings", "norm", "output")
-
-TensorPlan = dict[
-    str,
-    Literal[
-        "gather", "colwise", "colwise_norm", "rowwise", "vocab_rows", "vocab_columns", "heads",
-        "whole",
-    ],
-]  # fmt: skip
-
-TENSOR_PLAN: TensorPlan = {
-    "*tok_embeddings": "vocab_rows",
-    "output": "vocab_columns",
-    "*.attention": "gather",
-    "*.attention.wq": "colwise",
-    "*.attention.wk": "colwise",
-    "*.attention.wv": "colwise",
-    "*.attention.wg": "colwise",
-    "*.attention.wq_b": "colwise",
-    "*.attention.wkv_b": "colwise",
-    "*.attention.wq_norm": "colwise_norm",
-    "*.attention.wk_norm": "colwise_norm",
-    "*.attention.sinks": "heads",
-    # Recurrent layers: key heads in order, and the value heads of each.
-    "*.attention.narrow.*": "whole",
-    "*.attention.in_proj.*": "colwise",
-    "*.attention.gates.*": "colwise",
-    "*.attention.conv.*": "heads",
-    "*.attention.conv_bias.*": "heads",
-    "*.attention.out_norm.scale": "heads",
-    "*.attention.decay.*": "heads",
-    "*.attention.out_proj": "rowwise",
-    "*.attention.wo": "rowwise",
-    # MLA's down-projections and their norms see all tokens and feed the heads of every rank.
-    "*.attention.wq_a": "whole",
-    "*.attention.wkv_a": "whole",
-    "*.attention.indexer.w*": "whole",
-    "*.feed_forward": "gather",
-    "*.feed_forward.w1": "colwise",
-    "*.feed_forward.w2": "rowwise",
-    "*.feed_forward.w3": "colwise",
-    "*.moe.shared_experts": "gather",
-    "*.moe.shared_experts.w1": "colwise",
-    "*.moe.shared_experts.w2": "rowwise",
-    "*.moe.shared_experts.w3": "colwise",
-    # Multiplies what lies before w2, where each rank has its part of the channels.
-    "*.moe.shared_experts.gate": "whole",
-    "*norm": "whole",
-    # Multi-token prediction projects a rank's part of the tokens.
-    "*.projection": "whole",
-}
-"""The way in which tensor parallelism cuts the modules whose names match;
-distributed/tensor_parallel.py explains each. One plan serves all families: patterns without a match
-have no effect. Every module with parameters is named, also where it stays whole, but for routers
-and routed experts."""
 
 
 class Block(nn.Module):

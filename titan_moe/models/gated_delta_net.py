@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, PerHead
-from titan_moe.models.config import GatedDeltaConfig
+from titan_moe.models.recurrent_config import GatedDeltaConfig
 from titan_moe.models.rope import Rotation
 from titan_moe.ops.gated_delta import RecurrentCore
 from titan_moe.ops.operation import at_least_float32

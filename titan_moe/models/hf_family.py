@@ -18,15 +18,10 @@ from operator import attrgetter
 from typing import Any, get_args
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import (
-    GatedDeltaConfig,
-    IndexerConfig,
-    MLAConfig,
-    ModelConfig,
-    TokenMixer,
-)
+from titan_moe.models.config import IndexerConfig, MLAConfig, ModelConfig, TokenMixer
 from titan_moe.models.hf_reading import Settings, given, needed, only
 from titan_moe.models.hf_rope import rope_from_hf, rope_to_hf, rotary_factor
+from titan_moe.models.recurrent_config import GatedDeltaConfig
 from titan_moe.moe.config import MoEConfig
 
 Fields = dict[str, Any]

@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 from titan_moe.models.config import (
     CompressedConfig,
-    GatedDeltaConfig,
     GQAConfig,
     IndexerConfig,
-    Mamba2Config,
     MLAConfig,
     ModelConfig,
-    RecurrentConfig,
     TokenMixer,
 )
+from titan_moe.models.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig
 from titan_moe.ops.local_attention import LocalAttention, mean_seen
 
 
@@ -128,7 +126,7 @@ def _indexed(own: AttentionStats, indexer: IndexerConfig, dim: int, q_rank: int)
 
 @attention_stats.register
 def _(attention: CompressedConfig, dim: int) -> AttentionStats:
-    channels, rank, indexer = attention.head_dim, attention.q_rank, attention.indexer
+    channels, rank, indexer = attention.head_dim, attention.query_rank, attention.indexer
     heads, low = attention.num_heads * channels, attention.output_groups * attention.output_rank
     matrices = dim * (rank + channels + low) + heads * (rank + attention.output_rank)
     parameters = matrices + rank + channels + attention.num_heads

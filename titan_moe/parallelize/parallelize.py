@@ -33,10 +33,9 @@ from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention import plain_core, takes_flex
-from titan_moe.models.config import ModelConfig, RecurrentConfig, moe_layer_names, tied_weights
+from titan_moe.models.config import ModelConfig, moe_layer_names, tied_weights
 from titan_moe.models.decoder import (
     ADAPTER,
-    TENSOR_PLAN,
     Decoder,
     initial_std,
     keep_only,
@@ -48,6 +47,8 @@ from titan_moe.models.decoder import (
 from titan_moe.models.lora import adapt
 from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
+from titan_moe.models.recurrent_config import RecurrentConfig
+from titan_moe.models.tensor_plan import TENSOR_PLAN
 from titan_moe.models.trained import freeze
 from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
 from titan_moe.moe.layer import MoE

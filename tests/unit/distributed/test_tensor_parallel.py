@@ -9,8 +9,9 @@ import torch
 
 from titan_moe.comm import collectives
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel, unplanned_modules
-from titan_moe.models.decoder import TENSOR_PLAN, Decoder
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
+from titan_moe.models.tensor_plan import TENSOR_PLAN
 from titan_moe.simulate.fake_rank import fake_world
 
 
@@ -56,7 +57,7 @@ def test_a_module_that_the_plan_leaves_out_is_refused():
         apply_tensor_parallel(model, whole, NoMeshes())
     assert str(caught.value).startswith(
         "no tensor-parallel plan names layers.0.attention.gate, layers.1.attention.gate: add to "
-        "titan_moe/models/decoder.py how tp cuts each"
+        "titan_moe/models/tensor_plan.py how tp cuts each"
     )
     named = apply_tensor_parallel(model, {**whole, "*.attention.gate": "whole"}, NoMeshes())
     assert "layers.0.attention.gate.bias" in named

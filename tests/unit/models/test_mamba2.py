@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.packing import filled, train_packed_and_alone
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.models.config import Mamba2Config
 from titan_moe.models.decoder import Decoder, initial_std, is_bias
 from titan_moe.models.mamba2 import Mamba2
+from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
 from titan_moe.ops.attention import choose_core

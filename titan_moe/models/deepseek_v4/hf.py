@@ -37,7 +37,7 @@ _FORM = hf.Form(
     attention=CompressedConfig,
     keys={
         **{p: k for p, k in hf.GQA_KEYS.items() if "bias" not in p and "kv_heads" not in p},
-        "attention.q_rank": "q_lora_rank",
+        "attention.query_rank": "q_lora_rank",
         "attention.rope_dim": "qk_rope_head_dim",
         "attention.output_groups": "o_groups",
         "attention.output_rank": "o_lora_rank",

@@ -9,7 +9,8 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GatedDeltaConfig, MLAConfig, ModelConfig
+from titan_moe.models.config import MLAConfig, ModelConfig
+from titan_moe.models.recurrent_config import GatedDeltaConfig
 
 MODEL_TYPES = ("kimi_linear",)
 

@@ -13,7 +13,8 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, Mamba2Config, ModelConfig
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.ops.activation import Activation
 
 MODEL_TYPES = ("nemotron_h",)

@@ -13,7 +13,8 @@ from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GatedDeltaConfig, GQAConfig, ModelConfig
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.recurrent_config import GatedDeltaConfig
 
 _LINEAR = "linear_attention"
 _FORM = hf.Form(

@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from titan_moe.comm.collectives import recomputing
 from titan_moe.models.attention import Attention
-from titan_moe.models.decoder import TENSOR_PLAN, Decoder
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
+from titan_moe.models.tensor_plan import TENSOR_PLAN
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from titan_moe.models.decoder import TENSOR_PLAN
+from titan_moe.models.tensor_plan import TENSOR_PLAN
 from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
