@@ -136,16 +136,11 @@ def _sparse(run: Run) -> Iterator[str]:
 
 
 def _blocks(run: Run) -> Iterator[str]:
-    degrees = run.job.parallelism
-    axes = {
-        "context_parallel_degree": degrees.context_parallel_degree,
-        "tensor_parallel_degree": degrees.tensor_parallel_degree,
-    }
-    cut = [f"{key}={degree}" for key, degree in axes.items() if degree > 1]
-    if cut and isinstance(run.model.attention, CompressedConfig):
+    degree = run.job.parallelism.context_parallel_degree
+    if degree > 1 and isinstance(run.model.attention, CompressedConfig):
         yield (
-            f"parallelism.{cut[0]}: {run.flavor} compresses blocks of whole sequences, in one head "
-            "of keys, and mixes whole streams: choose 1"
+            f"parallelism.context_parallel_degree={degree}: {run.flavor} compresses blocks of "
+            "whole sequences: choose 1"
         )
 
 
