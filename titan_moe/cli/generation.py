@@ -15,6 +15,7 @@ from titan_moe.config.job_config import Training
 from titan_moe.data.conversations import ChatError
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.cache import with_cache
+from titan_moe.models.config import CompressedConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.runtime.device import pick_device
 from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
@@ -121,7 +122,7 @@ def decode(
 
     Keys, values and recurrent states are kept, so that a token runs alone. The model sees the last
     max_seq_len tokens: in a longer text their positions change with every token, and all of them
-    run again.
+    run again, as they always do in attention to compressed blocks.
 
     Args:
         temperature: 0: the likeliest token each time.
@@ -129,7 +130,8 @@ def decode(
     """
     device, longest = next(model.parameters()).device, model.config.max_seq_len
     generator = torch.Generator(device).manual_seed(seed)
-    cached, read = with_cache(model), 0
+    keeps = not isinstance(model.config.attention, CompressedConfig)  # Blocks have no cache.
+    cached, read = with_cache(model) if keeps else model, 0
     for _ in range(max_new_tokens):
         if len(ids) > longest:
             ids, read, cached = ids[-longest:], 0, model
@@ -137,7 +139,7 @@ def decode(
         positions_1S = torch.arange(read, len(ids), device=device)[None]
         (hidden_1SD,) = cached.hidden(tokens_1S, torch.zeros_like(tokens_1S), positions_1S)
         logits_V = cached.output(hidden_1SD[:, -1:])[0, -1].float()
-        read = len(ids)
+        read = len(ids) if keeps else 0
         # The model's vocabulary may be padded to be divisible.
         logits_V = logits_V[: tokenizer.vocab_size]
         if temperature == 0:

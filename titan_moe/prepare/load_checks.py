@@ -96,8 +96,8 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
         if name in in_base if is_own else ADAPTER in name and name not in stored:
             continue
         spec = stored.get(name)
-        # Some tensors are float32 in a model of any type, and base weights are converted.
-        as_stored = spec is not None and (spec.dtype == "float32" or name in in_base)
+        # Some tensors have a type of their own in any model, and base weights are converted.
+        as_stored = spec is not None and (spec.dtype in ("float32", "int64") or name in in_base)
         dtype = spec.dtype if spec is not None and as_stored else job.training.dtype
         wanted[name] = TensorSpec(tuple(tensor.shape), dtype)
     if problems := audit(found.manifest, wanted, [MODEL]):

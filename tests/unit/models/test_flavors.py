@@ -15,6 +15,8 @@ PUBLISHED = {
     ("deepseek_v3", "671B"): (671, 37, 2),
     ("deepseek_v32", "671B"): (671, None, 2),  # Published with V3's counts, without an indexer.
     ("deepseek_v32", "GLM-5"): (744, 40, 0),
+    ("deepseek_v4", "Flash"): (284, 13, 0),
+    ("deepseek_v4", "Pro"): (1600, 49, -2),
     ("deepseek_v3", "Moonlight-16B-A3B"): (15.96, 2.91, 2),
     ("deepseek_v3", "Kimi-K2"): (1040, 32.6, 2),
     ("gemma4", "26B-A4B"): (25.2, 3.8, 2),
