@@ -16,7 +16,7 @@ from titan_moe.models.attention import Attention, build_attention, plain_core
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.gated_delta_net import GatedDeltaNet
-from titan_moe.models.hyper_connections import Collapse, HyperConnection, Residual
+from titan_moe.models.hyper_connections import CollapsedNorm, HyperConnection, Residual
 from titan_moe.models.indexer import Indexer, Selection, SharedSelection
 from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.mtp import MultiTokenPrediction, Sees
@@ -165,8 +165,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
-        self.norm_streams = Collapse(config) if config.streams > 1 else nn.Identity()
-        self.norm = norm_of(config)(config.dim)
+        one = config.streams == 1
+        self.norm = norm_of(config)(config.dim) if one else CollapsedNorm(config)
         self.output = Output(config.dim, config.vocab_size, config.logit_cap)
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         for block in self.layers.values():
             context = rotations[block.turns], masks[block.sees]  # type: ignore[index]
             x_BSD = block(x_BSD, *context, counted_BS, ids_BS)
-        x_BSD = self.norm(self.norm_streams(x_BSD))
+        x_BSD = self.norm(x_BSD)
         if self.mtp is None or not self.training or ahead_tokens_BKS is None:
             return [x_BSD]
         counted_BKS = None if ahead_labels_BKS is None else ahead_labels_BKS != IGNORE_INDEX
@@ -291,8 +291,6 @@ def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
     for end in _ENDS:
         if end not in names:
             model.set_submodule(end, _PassOn())
-    if "norm" not in names:
-        model.norm_streams = _PassOn()
     for layer in list(model.layers):
         if f"layers.{layer}" not in names:
             del model.layers[layer]
@@ -327,7 +325,7 @@ def is_bias(name: str) -> bool:
 def is_wide(name: str) -> bool:
     """Returns whether a parameter must be float32 or wider: a decay rate, which is an
     exponent, or what mixes residual streams, whose errors all layers would carry on."""
-    return ".decay." in name or "_streams." in name
+    return ".decay." in name or "streams." in name
 
 
 def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -337,7 +335,7 @@ def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def wide_units(part: Decoder) -> list[nn.Module]:
     """Returns the modules whose parameters are all `is_wide`."""
-    wide = (".decay", "_streams")
+    wide = (".decay", "streams")
     modules = [m for name, m in part.named_modules() if name.endswith(wide)]
     return [module for module in modules if list(module.parameters(recurse=False))]
 
@@ -357,7 +355,7 @@ def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | N
         return 0.0 if name.endswith("b") else config.init_std
     if is_bias(name):
         return 0.0
-    if any(part.endswith("norm") for part in parts):
+    if any(part.endswith("norm") for part in parts) and "streams" not in parts:
         return 0.0 if config.zero_centred_norms else None
     if {"wo", "w2", "out_proj", "from_experts"} & set(parts):
         return config.init_std / config.num_residuals**0.5

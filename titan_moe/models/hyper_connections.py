@@ -49,7 +49,7 @@ class _Streams(nn.Module):
 
 
 class Collapse(_Streams):
-    """Makes one stream of all before the final norm."""
+    """Makes one stream of all."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, (config.streams,))
@@ -57,6 +57,17 @@ class Collapse(_Streams):
     def forward(self, x_BSE: Tensor) -> Tensor:
         (gates_BSN,) = self.numbers(x_BSE)
         return self.collapsed(gates_BSN, x_BSE)
+
+
+class CollapsedNorm(nn.RMSNorm):
+    """The final norm, of one stream that all are made into."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.dim, eps=config.norm_eps)
+        self.streams = Collapse(config)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return super().forward(self.streams(x_BSE))
 
 
 class HyperConnection(_Streams):

@@ -129,17 +129,18 @@ def _(attention: CompressedConfig, dim: int) -> AttentionStats:
     channels, rank, indexer = attention.head_dim, attention.query_rank, attention.indexer
     heads, low = attention.num_heads * channels, attention.output_groups * attention.output_rank
     matrices = dim * (rank + channels + low) + heads * (rank + attention.output_rank)
-    parameters = matrices + rank + channels + attention.num_heads
-    width, queries = channels * (2 if indexer else 1) * (attention.ratio > 0), 0
+    norms, width, queries = rank + channels, 0, 0
+    if attention.ratio:
+        width = channels * (2 if indexer else 1)
+        matrices, norms = matrices + (2 * dim + attention.ratio) * width, norms + channels
     if indexer is not None:
         queries = indexer.num_heads * indexer.head_dim
-        own = rank * queries + dim * (indexer.num_heads + 4 * indexer.head_dim)
-        parameters += own + (2 * attention.ratio + 1) * indexer.head_dim
-        matrices += own
-    parameters += (2 * dim + attention.ratio) * width + channels * (width > 0)
+        matrices += rank * queries + dim * indexer.num_heads
+        matrices += (2 * dim + attention.ratio) * 2 * indexer.head_dim
+        norms += indexer.head_dim
     return AttentionStats(
-        parameters=parameters,
-        matrices=matrices + 2 * dim * width,
+        parameters=matrices + norms + attention.num_heads,
+        matrices=matrices,
         score_channels=2 * heads,
         # A head's channels get one more for the sinks, in queries and in the output.
         saved=5 * heads + 2 * attention.num_heads + 2 * rank + 3 * channels + low + 6 * width,

@@ -41,7 +41,7 @@ TENSOR_PLAN: TensorPlan = {
     "*.attention.wkv": "whole",
     "*.attention.wo_a": "whole",
     "*.attention.compressor*": "whole",
-    "*_streams": "whole",
+    "*streams": "whole",
     "*.feed_forward": "gather",
     "*.feed_forward.w1": "colwise",
     "*.feed_forward.w2": "rowwise",

@@ -121,7 +121,7 @@ def sizes_by_name(
     found: tuple[dict[str, Size], dict[str, Size]] = {}, {}
     for name, parameter in named.items():
         first, second, *_ = name.split(".")
-        part = f"layers.{second}" if first == "layers" else first.removesuffix("_streams")
+        part = f"layers.{second}" if first == "layers" else first
         for sizes, counts in zip(found, (True, name in trains), strict=True):
             number = parameter.numel() * counts
             dense, routed = sizes.get(part, Size(0))

@@ -15,8 +15,6 @@ PUBLISHED = {
     ("deepseek_v3", "671B"): (671, 37, 2),
     ("deepseek_v32", "671B"): (671, None, 2),  # Published with V3's counts, without an indexer.
     ("deepseek_v32", "GLM-5"): (744, 40, 0),
-    ("deepseek_v4", "Flash"): (284, 13, 0),
-    ("deepseek_v4", "Pro"): (1600, 49, -2),
     ("deepseek_v3", "Moonlight-16B-A3B"): (15.96, 2.91, 2),
     ("deepseek_v3", "Kimi-K2"): (1040, 32.6, 2),
     ("gemma4", "26B-A4B"): (25.2, 3.8, 2),
@@ -57,6 +55,8 @@ PUBLISHED = {
 EXACT = {("deepseek_v3", "debugmodel"): 33_014_016, ("qwen3", "debugmodel_moe"): 14_428_672}
 # Counted in the models of transformers 5.24.
 EXACT |= {
+    ("deepseek_v4", "Flash"): 284_332_230_231,
+    ("deepseek_v4", "Pro"): 1_572_997_179_491,
     ("nemotron_h", "30B-A3B"): 31_577_937_344,
     ("nemotron_h", "56B"): 56_324_350_464,
     ("nemotron_h", "120B-A12B"): 120_668_687_360,

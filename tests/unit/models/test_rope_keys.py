@@ -21,7 +21,7 @@ _PLAIN = {
     case.family: case.settings
     for case in cases()
     if case.option == "plain"
-    and case.settings["model_type"] not in ("kimi_linear", "nemotron_h")
+    and case.settings["model_type"] not in ("deepseek_v4", "kimi_linear", "nemotron_h")
     and "full_attention" not in case.settings.get("rope_parameters", {})
 }
 _KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim"}

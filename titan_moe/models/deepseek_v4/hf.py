@@ -199,8 +199,8 @@ _ENDS = names.either(
         "*.weight", "*.weight", {"tok_embeddings": "embed", "norm": "norm", "output": "head"}
     ),
     names.EMBEDDINGS,
-    names.renamed("norm_streams.*", "hc_head_*", _STREAMS),
-    names.renamed("norm_streams.*", "model.hc_head.hc_*", _STREAMS),
+    names.renamed("norm.streams.*", "hc_head_*", _STREAMS),
+    names.renamed("norm.streams.*", "model.hc_head.hc_*", _STREAMS),
 )
 
 

@@ -58,7 +58,7 @@ class Shards:
         multi-token prediction goes with the output layer."""
         if not self.stages:
             return True
-        name = "output" if name.startswith("mtp.") else name.replace("norm_streams", "norm")
+        name = "output" if name.startswith("mtp.") else name
         held = [module for stage in self.stages_of(rank) for module in self.stages[stage]]
         return any(name == each or name.startswith(f"{each}.") for each in held)
 
