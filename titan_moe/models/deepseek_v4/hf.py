@@ -37,29 +37,20 @@ _FORM = hf.Form(
     attention=CompressedConfig,
     keys={
         **{p: k for p, k in hf.GQA_KEYS.items() if "bias" not in p and "kv_heads" not in p},
+        **{f"moe.{x}": hf.ROUTER_KEYS[f"moe.{x}"] for x in ("num_experts", "top_k", "route_scale")},
+        **dict.fromkeys(("hidden_dim", "moe.hidden_dim"), "moe_intermediate_size"),
         "attention.query_rank": "q_lora_rank",
         "attention.rope_dim": "qk_rope_head_dim",
         "attention.output_groups": "o_groups",
         "attention.output_rank": "o_lora_rank",
-        "hidden_dim": "moe_intermediate_size",
-        "moe.num_experts": "n_routed_experts",
-        "moe.top_k": "num_experts_per_tok",
-        "moe.hidden_dim": "moe_intermediate_size",
-        "moe.route_scale": "routed_scaling_factor",
         "streams": "hc_mult",
         "sinkhorn_steps": "hc_sinkhorn_iters",
         "streams_eps": "hc_eps",
     },
     defaults={"max_position_embeddings": 1_048_576},
-    fixed={
-        "attention_bias": False,
-        "mlp_bias": False,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_key_value_heads": 1,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-    },
+    # transformers reads neither attention_bias nor norm_topk_prob nor topk_method.
+    fixed={"mlp_bias": False, "n_shared_experts": 1, "num_key_value_heads": 1},
+    required={"scoring_func": "sqrtsoftplus"},
     fields={"moe.num_shared_experts": 1, "moe.score": "sqrtsoftplus", "moe.normalize_top_k": True},
     rope=None,
 )
@@ -143,32 +134,34 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-_SAME = ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "indexer.wq_b", "indexer.weights_proj")
-_COMPRESSED = [
-    f"{x}compressor.{name}" for x in ("", "indexer.") for name in ("wkv", "wgate", "norm")
-]
 _STREAMS = {"weight": "fn", "bias": "base", "scale": "scale"}
+_COMPRESSORS = ("compressor", "indexer.compressor")
 _MATRICES = {name: name for name in names.PROJECTIONS}
-_PUBLISHED: names.HFKeys = {
-    **names.renamed(
-        "attention.*.weight",
-        "attn.*.weight",
-        {name: name for name in (*_SAME, *_COMPRESSED)} | {"wo": "wo_b"},
-    ),
-    **names.renamed(
-        "attention.*",
-        "attn.*",
-        {f"{x}compressor.bias": f"{x}compressor.ape" for x in ("", "indexer.")},
-    ),
-    "attention.sinks.weight": (names.HFWeight("attn.attn_sink"),),
+_ALIKE = [
+    "wq_a",
+    "q_norm",
+    "wq_b",
+    "wkv",
+    "kv_norm",
+    "wo_a",
+    "indexer.wq_b",
+    "indexer.weights_proj",
+]
+_ALIKE += [f"{x}.{name}" for x in _COMPRESSORS for name in ("wkv", "wgate", "norm")]
+_PUBLISHED = {
+    **names.renamed("attention.*.weight", "attn.*.weight", {x: x for x in _ALIKE} | {"wo": "wo_b"}),
+    **names.renamed("attention.*.bias", "attn.*.ape", {x: x for x in _COMPRESSORS}),
+    **names.renamed("attention.*.weight", "attn.*", {"sinks": "attn_sink"}),
     **names.renamed("*_norm.weight", "*_norm.weight", {"attention": "attn", "ffn": "ffn"}),
     **names.renamed("attention_streams.*", "hc_attn_*", _STREAMS),
     **names.renamed("ffn_streams.*", "hc_ffn_*", _STREAMS),
-    **names.renamed("moe.router.*", "ffn.gate.*", {"gate.weight": "weight", "expert_bias": "bias"}),
-    "moe.router.table": (names.HFWeight("ffn.gate.tid2eid"),),
+    **names.renamed(
+        "moe.router.*", "ffn.gate.*",
+        {"gate.weight": "weight", "expert_bias": "bias", "table": "tid2eid"},
+    ),
     **names.renamed("moe.shared_experts.*.weight", "ffn.shared_experts.*.weight", _MATRICES),
     **names.renamed("moe.experts.*", "ffn.experts.{expert}.*.weight", _MATRICES),
-}
+}  # fmt: skip
 # Parts of published names -> those in the memory of transformers, replaced one after another.
 _REPLACED = {
     "indexer.weights": "indexer.scorer.weights", "indexer.compressor.": "indexer.",
