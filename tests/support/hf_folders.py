@@ -41,13 +41,17 @@ def make_folder(
     targets = write_as(model, model_shapes(model.config))
     published: dict[str, Tensor] = {}
     # What published code keeps in float32.
-    wide = (".A_log", ".dt_bias", ".mixer.D", ".e_score_correction_bias")
+    wide = (".A_log", ".dt_bias", ".mixer.D", ".e_score_correction_bias", ".gate.bias")
+    wide += tuple(f"_{name}" for name in ("fn", "base", "scale"))
     wide += (".gate.weight",) * any(name.endswith(EXPERT_BIAS) for name in targets)
     for ways in targets.values():
         for way in ways:
             for theirs, shape in way.tensors().items():
                 of_type = torch.float32 if theirs.endswith(wide) else dtype
-                published.setdefault(theirs, (torch.randn(shape) / 4).to(of_type))
+                drawn = (torch.randn(shape) / 4).to(of_type)
+                if theirs.endswith(".tid2eid"):
+                    drawn = torch.randint(0, 8, shape)
+                published.setdefault(theirs, drawn)
         for copy in ways[1:]:
             published[copy.way.name] = published[ways[0].way.name].clone()
     stored = dict(published)

@@ -130,12 +130,13 @@ class BlockIndexer(nn.Module):
         return unpack_keys(self.memo.decide(self.select, scores_BSJ), seen_BSJ.shape[-1]) & seen_BSJ
 
 
-class GroupedLinear(nn.Linear):
+class GroupedLinear(nn.Module):
     """Projects each of several equal groups of channels by itself."""
 
     def __init__(self, channels: int, groups: int, rank: int) -> None:
-        super().__init__(channels // groups, groups * rank, bias=False)
+        super().__init__()
         self.groups = groups
+        self.weight = nn.Parameter(torch.empty(groups * rank, channels // groups))
 
     def forward(self, x_BSE: Tensor) -> Tensor:
         x_BSGC = x_BSE.unflatten(-1, (self.groups, -1))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from titan_moe.config.job_config import Lora
+from titan_moe.models.compressed_attention import BlockIndexer
 from titan_moe.models.config import matches
 from titan_moe.models.decoder import ADAPTER
 from titan_moe.models.indexer import Indexer
@@ -33,7 +34,7 @@ def adaptable(model: nn.Module) -> dict[str, nn.Linear | Experts]:
     left_out = {
         id(inside)
         for module in model.modules()
-        if isinstance(module, Router | Indexer | Output)
+        if isinstance(module, Router | Indexer | BlockIndexer | Output)
         for inside in module.modules()
     }
     return {

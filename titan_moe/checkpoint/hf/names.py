@@ -125,12 +125,13 @@ def _ways(model: HFModel, name: str) -> list[HFWeight]:
     one that is never stored. Raises RunError for one that cannot be stored."""
     if name.endswith(PREVIOUS_LOAD):
         return []
-    pattern, layer = model.first_of_group.get(name, name), 0
+    pattern = whole = model.first_of_group.get(name, name)
+    layer = 0
     if match := _LAYER.match(pattern):
         mtp, number = match[1] or "", int(match[2])
         layer = number + (model.config.num_layers if mtp else 0)
         pattern = f"{mtp}layers.{{layer}}.{pattern[match.end() :]}"
-    ways = model.keys.get(name, model.keys.get(pattern, ()))  # A layer may have its own.
+    ways = model.keys.get(whole, model.keys.get(pattern, ()))  # A layer may have its own.
     if not ways and not name.endswith(EXPERT_BIAS):
         raise RunError(f"{name} has no place in the Hugging Face form of {model.family}")
     return [replace(way, name=way.name.replace("{layer}", str(layer))) for way in ways]

@@ -209,7 +209,8 @@ def _written_types(targets: Targets, dtype: torch.dtype) -> dict[str, torch.dtyp
     types = {}
     for name in targets:
         layer, is_router, _ = name.partition(".router.gate.weight")
-        wide = is_wide(name) or (bool(is_router) and layer + EXPERT_BIAS in targets)
+        chosen = {layer + EXPERT_BIAS, layer + TABLE} & targets.keys()
+        wide = is_wide(name) or bool(is_router and chosen)
         types[name] = torch.promote_types(dtype, torch.float32) if wide else dtype
         if name.endswith(EXPERT_BIAS):
             types[name] = torch.float32
