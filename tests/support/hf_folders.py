@@ -42,12 +42,11 @@ def make_folder(
     published: dict[str, Tensor] = {}
     # What published code keeps in float32.
     wide = (".A_log", ".dt_bias", ".mixer.D", ".e_score_correction_bias", ".gate.bias")
-    wide += tuple(f"_{name}" for name in ("fn", "base", "scale"))
     wide += (".gate.weight",) * any(name.endswith(EXPERT_BIAS) for name in targets)
     for ways in targets.values():
         for way in ways:
             for theirs, shape in way.tensors().items():
-                of_type = torch.float32 if theirs.endswith(wide) else dtype
+                of_type = torch.float32 if theirs.endswith(wide) or "hc_" in theirs else dtype
                 drawn = (torch.randn(shape) / 4).to(of_type)
                 if theirs.endswith(".tid2eid"):
                     drawn = torch.randint(0, 8, shape)
