@@ -16,6 +16,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 cd "$repo"
+# Hundreds of processes import the same files: compiled once, though images often say never.
+unset PYTHONDONTWRITEBYTECODE
 
 tier=default
 options=()

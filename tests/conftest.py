@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.tiers import in_slice
-from titan_moe.runtime.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import PRELOAD, TIMEOUT_S
 
 # Threads that wait for a core another process has spin: a tiny model takes 20 times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+PRELOAD.append("tests.support.preloaded")
 _TIERS = ("default", "slow", "full")
 _SPENT_S = pytest.StashKey[float]()
 

@@ -204,12 +204,15 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 
 
 def problems_of_dtensors(bug: Bug | None = None) -> list[str]:
-    """Every pair of shardings whose target is no sum, beside DTensor.redistribute."""
+    """Every pair of shardings whose target is no sum, beside DTensor.redistribute. With a bug, the
+    pairs of two sources."""
+    sources = list(all_shardings("xy", 2))
     if bug is not None:
         plant(bug)
+        del sources[2:]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     whole, wrong = whole_of((4, 8)), []
-    for source in all_shardings("xy", 2):
+    for source in sources:
         for target in (each for each in all_shardings("xy", 2) if not each.partial):
             start = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
             tensor: Any = titan_moe.redistribute(start, source).detach().requires_grad_()

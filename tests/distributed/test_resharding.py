@@ -158,6 +158,7 @@ def _shift_strided_shards() -> None:
     tensors.local_slices = shifted
 
 
+@pytest.mark.slow
 def test_a_shifted_strided_shard_is_noticed(tmp_path: Path, undisturbed: Undisturbed) -> None:
     reference = undisturbed(_V3, parse("dp_shard=2"), 3)
     target, plant = parse("dp_shard=2,tp=2"), _shift_strided_shards

@@ -206,7 +206,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(folder, run(folder, "dp_shard=1", replay=folder / "sglang"), expected)
 
 
-OTHERS = tiered(["tp=2,ep=2", "cp=2,recompute=full"], slow=["pp=2,schedule=ZBVZeroBubble"])
+OTHERS = tiered(["tp=2,ep=2"], slow=["cp=2,recompute=full", "pp=2,schedule=ZBVZeroBubble"])
 
 
 @pytest.mark.parametrize("layout", OTHERS)

@@ -43,8 +43,8 @@ def job_of(folder: Path, base: Path, *, steps: int = STEPS, **tables) -> JobConf
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    run_on_ranks(train_here, 2, make_job(folder, steps=5))
-    return folder / "checkpoint/step-5"
+    run_on_ranks(train_here, 1, make_job(folder, steps=1))
+    return folder / "checkpoint/step-1"
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +144,8 @@ def refused(folder: Path, job: JobConfig) -> str:
 
 def test_adapters_of_other_weights_are_refused(tmp_path: Path, base: Path, adapted: Path):
     shutil.copytree(adapted, tmp_path / "run")
-    run_on_ranks(train_here, 2, make_job(tmp_path / "other", steps=5, debug={"seed": 9}))
-    other = tmp_path / "other/checkpoint/step-5"
+    run_on_ranks(train_here, 1, make_job(tmp_path / "other", steps=1, debug={"seed": 9}))
+    other = tmp_path / "other/checkpoint/step-1"
     with pytest.raises(RankError, match="has adapters of other weights than those that were loa"):
         run_on_ranks(train_here, 2, job_of(tmp_path / "run", other, steps=6))
 

@@ -5,13 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import trainings
 from tests.support.saved_runs import names
 from tests.support.tiers import tiered
-from tests.support.trainings import STEPS, assert_same_run, figures, make_job, train_here
+from tests.support.trainings import assert_same_run, figures, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 EP2 = {"expert_parallel_degree": 2}
+STEPS = 8
+
+
+def make_job(folder: Path, *, steps: int = STEPS, **tables) -> JobConfig:
+    """A run of few steps that is saved after every second one."""
+    checkpoint = {"interval": 2, **tables.pop("checkpoint", {})}
+    return trainings.make_job(folder, steps=steps, checkpoint=checkpoint, **tables)
 
 
 @pytest.mark.parametrize(
@@ -26,16 +34,16 @@ EP2 = {"expert_parallel_degree": 2}
         full=[(1, "bfloat16", {}), (2, "float32", {}), (2, "float32", {"name": "Muon"})],
     ),
 )
-def test_ten_steps_and_ten_more_are_twenty(
+def test_four_steps_and_four_more_are_eight(
     tmp_path: Path, world_size: int, dtype: str, optimizer: dict[str, str]
 ):
     parallelism = {"expert_parallel_degree": world_size}
     tables = {"dtype": dtype, "parallelism": parallelism, "optimizer": optimizer}
     run_on_ranks(train_here, world_size, make_job(tmp_path / "whole", **tables))
-    run_on_ranks(train_here, world_size, make_job(tmp_path / "halves", steps=10, **tables))
+    run_on_ranks(train_here, world_size, make_job(tmp_path / "halves", steps=4, **tables))
     disturbed = partial(train_here, disturb=True)
     run_on_ranks(disturbed, world_size, make_job(tmp_path / "halves", **tables))
-    assert_same_run(tmp_path / "halves", tmp_path / "whole")
+    assert_same_run(tmp_path / "halves", tmp_path / "whole", STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +67,12 @@ def test_a_killed_rank_costs_steps_but_changes_nothing(
     job = make_job(tmp_path, parallelism=EP2, checkpoint={"async_mode": mode})
     with pytest.raises(RankError):
         run_on_ranks(partial(train_here, kill=(where, rank)), 2, job)
-    # It was killed, and where it should be: between the saves of steps 10 and 15.
-    begun = [".step-15.writing"] * (where != "in a step")
-    assert names(tmp_path) == [*begun, "step-10", "step-5"]
+    # It was killed, and where it should be: between the saves of steps 4 and 6.
+    begun = [".step-6.writing"] * (where != "in a step")
+    assert names(tmp_path) == [*begun, "step-2", "step-4"]
     run_on_ranks(train_here, 2, job)
-    assert_same_run(tmp_path, undisturbed)
-    assert not (tmp_path / "checkpoint/.step-15.writing").exists()
+    assert_same_run(tmp_path, undisturbed, STEPS)
+    assert not (tmp_path / "checkpoint/.step-6.writing").exists()
 
 
 def asked(job: JobConfig, rank: int, step: int) -> bool:
@@ -81,22 +89,21 @@ def asked(job: JobConfig, rank: int, step: int) -> bool:
 
 def test_all_ranks_stop_after_the_step_in_which_one_asks(tmp_path: Path, undisturbed: Path):
     job = make_job(tmp_path, parallelism=EP2)
-    assert run_on_ranks(asked, 2, job, 1, 7) == [True, True]
-    assert [line[0] for line in figures(tmp_path)] == list(range(1, 8))
-    assert names(tmp_path) == ["step-5", "step-7"]
+    assert run_on_ranks(asked, 2, job, 1, 3) == [True, True]
+    assert [line[0] for line in figures(tmp_path)] == [1, 2, 3]
+    assert names(tmp_path) == ["step-2", "step-3"]
     assert run_on_ranks(train_here, 2, job) == [False, False]
-    assert_same_run(tmp_path, undisturbed)
+    assert_same_run(tmp_path, undisturbed, STEPS)
 
 
 def stopped_at_a_save(job: JobConfig) -> tuple[bool, list[str]]:
-    stopped = asked(job, 0, 5)
+    stopped = asked(job, 0, 2)
     return stopped, names(Path(job.job.dump_folder))
 
 
 def test_a_run_stops_when_its_save_in_the_background_is_complete(tmp_path: Path):
-    checkpoint = {"enable": True, "interval": 5, "async_mode": "async"}
-    job = make_job(tmp_path, checkpoint=checkpoint)
-    assert run_on_ranks(stopped_at_a_save, 1, job) == [(True, ["step-5"])]
+    job = make_job(tmp_path, checkpoint={"async_mode": "async"})
+    assert run_on_ranks(stopped_at_a_save, 1, job) == [(True, ["step-2"])]
 
 
 @pytest.mark.slow

@@ -29,8 +29,9 @@ def documents_of(job: JobConfig) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "parallelism"),
     tiered(
-        [(1, {}), (2, {"context_parallel_degree": 2})],
+        [(1, {})],
         slow=[
+            (2, {"context_parallel_degree": 2}),
             (4, {"context_parallel_degree": 2, "pipeline_parallel_degree": 2}),
             (2, {"expert_parallel_degree": 2}),
             (4, {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}),

@@ -12,8 +12,10 @@ from torch import Tensor
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, model_shapes, write_as
 from titan_moe.checkpoint.hf.pieces import Stored
 from titan_moe.models.hf import HFModel
-from titan_moe.models.registry import model_config
+from titan_moe.models.registry import FAMILIES, model_config
 
+ALONE = tuple(family for family in FAMILIES if family != "step3p7")
+"""Families whose text models transformers has a class of; it has Step-3.7's inside of another."""
 _OTHERS = {"qwen3_5_moe": ("qwen3_next", "gate"), "glm4_moe_lite": ("glm4_moe", "gate_flash")}
 
 

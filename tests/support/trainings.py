@@ -85,7 +85,7 @@ def train_here(
 
 
 def _plant_kill(where: str, rank: int) -> None:
-    """Let this process die by SIGKILL in the second half of the run."""
+    """Let this process die by SIGKILL at the third save, or in the fifth step."""
     from titan_moe.checkpoint import folder as folders
     from titan_moe.checkpoint.tensors import FolderWriter
     from titan_moe.training import train_step
@@ -93,7 +93,7 @@ def _plant_kill(where: str, rank: int) -> None:
     if dist.get_rank() != rank:
         return
     owner, name, number = {
-        "in a step": (train_step, "update_routers", 13),
+        "in a step": (train_step, "update_routers", 5),
         "writing tensors": (FolderWriter, "write_data", 3),
         "before the rename": (folders, "commit", 3),
     }[where]

@@ -303,7 +303,8 @@ def wrapper_of(settings: Mapping[str, Any]) -> Wrapper | None:
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Dimensions that are not the same, as "dim 256 (there 512)"; training's own do not count."""
-    mine, other = (flat_keys(asdict(config) | _kinds(config)) for config in (ours, theirs))
+    layers = min(ours.num_layers, theirs.num_layers)
+    mine, other = (flat_keys(_in_layers(config, layers)) for config in (ours, theirs))
     unread = set(_OF_TRAINING)
     if not ours.has_dense:
         unread.add("hidden_dim")
@@ -316,9 +317,15 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     ]
 
 
-def _kinds(config: ModelConfig) -> dict[str, str]:
-    both = {"pattern": config.pattern, "ffn_pattern": config.ffn_pattern}
-    return {name: (each * config.num_layers)[: config.num_layers] for name, each in both.items()}
+def _in_layers(config: ModelConfig, num_layers: int) -> dict[str, Any]:
+    """Returns the record of a model, of its layers the first ones alone."""
+    record = asdict(config)
+    for key in ("pattern", "ffn_pattern"):
+        record[key] = (record[key] * num_layers)[:num_layers]
+    for table in (record, record["moe"] or {}):
+        if table and (limited := table["activation"]["limited_in"]) is not None:
+            table["activation"]["limited_in"] = [n for n in limited if n < num_layers]
+    return record
 
 
 def as_record(config: ModelConfig) -> dict[str, Any]:

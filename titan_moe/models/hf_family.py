@@ -211,6 +211,10 @@ def checked(values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 def _problem(path: str, value: Any) -> str:
     kind, default = _FIELDS.get(path.rpartition(".")[2], (Any, None))
+    if type(None) in get_args(kind):  # An optional value.
+        if value is None:
+            return ""
+        kind = get_args(kind)[0]
     if kind is bool and not isinstance(value, bool):
         return "must be true or false"
     if kind is float and not (type(value) in (int, float) and 0 <= value < inf):

@@ -18,7 +18,8 @@ from typing import Any
 TIMEOUT_S = 300.0
 """The longest wait for processes; the limit of tests and of the collectives in them, too."""
 # FSDP2 and the first optimizer bring in torch._dynamo.
-_PRELOAD = ["torch", "torch._dynamo", __name__]
+PRELOAD = ["torch", "torch._dynamo", __name__]
+"""Modules that the server imports before it forks, besides that of its first call."""
 _JOIN_S = 5.0
 
 
@@ -57,7 +58,7 @@ def outcomes(
         WorkerError: calls have not ended after `timeout_s`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, preload])
+    context.set_forkserver_preload([*PRELOAD, preload])
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     running: dict[Any, tuple[int, BaseProcess]] = {}
     waiting = list(enumerate(tasks))[::-1]

@@ -80,7 +80,7 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         ("memory --parallelism.tp 2", "did you mean parallelism.tensor_parallel_degree?"),
         ("memory --etp 2", "did you mean parallelism.expert_tensor_parallel_degree?"),
         ("memory --parallelism.dp_shard=2", "did you mean parallelism.data_parallel_shard_degree?"),
-        ("config init none", "choose from bench, deepseek_v3, deepseek_v32, glm4_moe, gpt_oss, ki"),
+        ("config init none", "choose from bench, deepseek_v3, deepseek_v32, gemma4, glm4_moe, gpt"),
         ("memory --ranks 0", "--ranks: 0 must be a positive number"),
         ("memory --ranks 2 --parallelism.expert_parallel_degree 4", "must divide"),
         ("check --ranks 3 --nodes 2", "--ranks 3 must be a multiple of --nodes 2"),

@@ -69,7 +69,7 @@ def lengths_of(section, part=0, parts=1):
 
 @pytest.fixture(params=["json", "copy of a hub dataset"])
 def section(request, tmp_path):
-    records = [{"messages": talk("q" * (n % 17), "a" * (n % 31 + 1))} for n in range(900)]
+    records = [{"messages": talk("q" * (n % 17), "a" * (n % 31 + 1))} for n in range(450)]
     records[5::40] = [{"messages": talk("no answer", "")[:1]} for _ in records[5::40]]
     for number in range(2):
         folder = tmp_path / "data"
@@ -161,7 +161,7 @@ def test_all_conversations_left_out_are_one_line(tmp_path):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_lengths_of_all_parts_give_the_sequences_of_conversations_measured_in_turn(parts, section):
     found = [lengths_of(section, part, parts) for part in range(parts)]
-    assert [*reduce(add, found).problems.values()] == [23]
+    assert [*reduce(add, found).problems.values()] == [12]
     lengths = [sum(each.tokens for each in found)]
     same(read(section, lengths=lengths)[0], read(section)[0])
 
@@ -172,11 +172,11 @@ def test_epochs_read_each_conversation_so_many_times(epochs, ranks, section):
     steps = reader_of(section).count_steps()
     sequences, state = read(section, steps=steps, ranks=ranks)
     counts = Counter(name for row in sequences for name in row.samples)
-    assert len(counts) == 877 and {*counts.values()} == {epochs}
+    assert len(counts) == 438 and {*counts.values()} == {epochs}
     # The last batch is filled up with sequences that teach nothing.
     left = [row for row in sequences if not row.samples]
     assert len(left) < SIZE and all((row.labels_S == IGNORE_INDEX).all() for row in left)
-    with pytest.raises(RunError, match=f"step {steps + 1}: .*ran out: its 900 conversations"):
+    with pytest.raises(RunError, match=f"step {steps + 1}: .*ran out: its 450 conversations"):
         read(section, state=state, steps=1)
 
 
@@ -191,7 +191,7 @@ def test_epochs_that_a_resume_changes_are_read_to_their_end(before, after, taken
     assert second.state_dict() == state
     rest, _ = read(sections[1], state=state, steps=left, size=32)
     counts = Counter(name for row in [*begun, *rest] for name in row.samples)
-    assert len(counts) == 877 and {*counts.values()} == {after}
+    assert len(counts) == 438 and {*counts.values()} == {after}
 
 
 def test_fewer_epochs_than_were_read_end_at_once(section):

@@ -17,6 +17,7 @@ PUBLISHED = {
     ("deepseek_v32", "GLM-5"): (744, 40, 0),
     ("deepseek_v3", "Moonlight-16B-A3B"): (15.96, 2.91, 2),
     ("deepseek_v3", "Kimi-K2"): (1040, 32.6, 2),
+    ("gemma4", "26B-A4B"): (25.2, 3.8, 2),
     ("glm4_moe", "GLM-4.5-Air"): (106, 12, 0),
     ("glm4_moe", "GLM-4.5"): (355, 32, 0),
     ("glm4_moe", "GLM-4.6"): (355, 32, 0),
@@ -28,6 +29,7 @@ PUBLISHED = {
     # 109 and 400 with the vision tower, of 0.9.
     ("llama4", "17bx16e"): (108.1, 17, 2),
     ("llama4", "17bx128e"): (400, 17, 2),
+    ("mimo_v2", "V2-Flash"): (309, 15, 1),
     ("minimax_m2", "MiniMax-M2"): (230, 10, 0),
     ("mixtral", "8x7B"): (46.7, 12.9, 2),
     ("mixtral", "8x22B"): (141, 39, 2),
@@ -47,6 +49,7 @@ PUBLISHED = {
     ("qwen3_next", "Qwen3.5-35B-A3B"): (35, 3, 1),
     ("qwen3_next", "Qwen3.5-122B-A10B"): (122, 10, 2),
     ("qwen3_next", "Qwen3.5-397B-A17B"): (397, 17, 2),
+    ("step3p7", "Step-3.7-Flash"): (196.8, 11, 0),
 }
 # Exact numbers, counted in torchtitan 0.2.2 for the same dimensions.
 EXACT = {("deepseek_v3", "debugmodel"): 33_014_016, ("qwen3", "debugmodel_moe"): 14_428_672}

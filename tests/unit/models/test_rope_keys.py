@@ -15,11 +15,14 @@ from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.rope import attention_factor, inverse_frequencies, softmax_factor
 from titan_moe.verify.parity.check import cases
 
-# transformers 5.24 knows no kimi_linear, and Nemotron-H has no rotary positions.
+# transformers 5.24 knows no kimi_linear, and Nemotron-H has no rotary positions. Families whose
+# kinds of layers differ have a table for each.
 _PLAIN = {
     case.family: case.settings
     for case in cases()
-    if case.option == "plain" and case.settings["model_type"] not in ("kimi_linear", "nemotron_h")
+    if case.option == "plain"
+    and case.settings["model_type"] not in ("kimi_linear", "nemotron_h")
+    and "full_attention" not in case.settings.get("rope_parameters", {})
 }
 _KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim"}
 _ORIGINAL = "original_max_position_embeddings"

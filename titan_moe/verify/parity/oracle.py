@@ -1,24 +1,30 @@
 """The reference of parity: tiny random models of `transformers`, in float32 or float64.
 
-Imported where parity is checked only: `transformers` is a test dependency.
+`transformers` is a test dependency, and takes two seconds to import: the first model does.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
-from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-disable_progress_bar()
-set_verbosity_error()  # It doubts Scout's own rotary scaling, among others.
+
+@cache
+def _transformers() -> ModuleType:
+    """Imports the package for the first model, two seconds, and silences it."""
+    import transformers
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # It doubts Scout's own rotary scaling, among others.
+    return transformers
 
 
 class _Lifted(TorchFunctionMode):
@@ -66,7 +72,8 @@ def their_model(folder: Path) -> Any:
     """Returns the model that transformers loads of a folder, in float32 and evaluation. Raises
     ValueError for a model that it does not know."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
+    auto = _transformers().AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, **eager).eval()
 
 
 class TextWithOutput(nn.Module):
@@ -75,7 +82,8 @@ class TextWithOutput(nn.Module):
 
     def __init__(self, config: Any, **how: str) -> None:
         super().__init__()
-        self.model = Step3p7TextModel._from_config(config, **how)
+        inside = _transformers().models.step3p7.modeling_step3p7
+        self.model = inside.Step3p7TextModel._from_config(config, **how)
         # Its row would have no gradient, and its number is drawn among the others.
         self.model.embed_tokens.padding_idx = None
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -99,13 +107,16 @@ class Oracle(nn.Module):
 
     def __init__(self, settings: dict[str, Any], seed: int, expert_scale: float = 1.0) -> None:
         super().__init__()
-        config = AutoConfig.for_model(**settings)
+        theirs = _transformers()
+        config = theirs.AutoConfig.for_model(**settings)
         config._experts_implementation = "eager"
-        self.has_class = type(config) in AutoModelForCausalLM._model_mapping
-        make = AutoModelForCausalLM.from_config if self.has_class else TextWithOutput
+        auto = theirs.AutoModelForCausalLM
+        self.has_class = type(config) in auto._model_mapping
+        make = auto.from_config if self.has_class else TextWithOutput
         self.model = make(config, attn_implementation="eager")
         depths = settings.get("num_nextn_predict_layers", 0)
-        self.mtp = MtpModel(self.model, depths) if depths else None  # type: ignore[arg-type]
+        mtp_model = theirs.modeling_layers.MtpModel
+        self.mtp = mtp_model(self.model, depths) if depths else None
         self.num_layers = config.num_hidden_layers
         self.cap = settings.get("final_logit_softcapping")
         self.eval()

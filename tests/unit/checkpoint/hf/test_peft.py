@@ -51,7 +51,7 @@ def _adapted_oracle(family: str, lora: Lora, folder: Path):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", [family for family in PLAIN if family != "step3p7"])
 def test_peft_computes_what_we_write(family, dtype, tmp_path):
     shares = family in ("qwen3_next", "qwen3_5_moe", "nemotron_h")
     # `peft` takes no out_proj of Mamba's.

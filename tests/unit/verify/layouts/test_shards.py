@@ -1,5 +1,7 @@
 """The arithmetic of shards tiles every parameter."""
 
+from functools import cache
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +11,14 @@ from titan_moe.verify.layouts.layouts import Layout, legal_layouts
 from titan_moe.verify.layouts.shards import Shards
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
-_BY_WORLD = {world: cover_options(legal_layouts(world)) for world in WORLDS}
-layouts = st.sampled_from(WORLDS).flatmap(lambda world: st.sampled_from(_BY_WORLD[world]))
+
+
+@cache
+def of_world(world: int) -> st.SearchStrategy[Layout]:
+    return st.sampled_from(cover_options(legal_layouts(world)))
+
+
+layouts = st.sampled_from(WORLDS).flatmap(of_world)
 
 
 def coverage(shards: Shards, name: str, shape: tuple[int, ...]) -> np.ndarray:
