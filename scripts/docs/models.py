@@ -51,6 +51,7 @@ def _row(flavor: str, config: ModelConfig, files: list[str]) -> list[str]:
     if moe is not None:
         shared = f" + {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
         experts = f"{moe.top_k} of {moe.num_experts}{shared}, {moe.hidden_dim:,} wide"
+        experts += f", latent {moe.latent_dim:,}" if moe.latent_dim else ""
     return [
         f"`{flavor}`",
         _count(sum(size)),
@@ -72,9 +73,12 @@ def _count(number: float) -> str:
 
 
 def _layers(config: ModelConfig) -> str:
-    with_experts = sum(map(config.is_moe_layer, range(config.num_layers)))
-    words = str(config.num_layers)
-    if 0 < with_experts < config.num_layers:
+    layers = range(config.num_layers)
+    with_experts = sum(map(config.is_moe_layer, layers))
+    words, dense = str(config.num_layers), sum(map(config.is_dense_layer, layers))
+    if config.num_residuals <= config.num_layers:
+        words += f", {with_experts} of experts" if with_experts else f", {dense} dense"
+    elif 0 < with_experts < config.num_layers:
         words += f", {config.num_layers - with_experts} dense"
     if config.num_mtp_layers:
         words += f", {config.num_mtp_layers} MTP"
@@ -95,7 +99,8 @@ def _attention(config: ModelConfig) -> str:
             words += f", {indexer.top_k:,} keys by {indexer.num_heads} x {indexer.head_dim}"
     if recurrent := config.recurrent:
         state = f"{recurrent.key_dim}x{recurrent.value_dim}"
-        attending = config.num_layers - sum(map(config.recurs, range(config.num_layers)))
+        mixers = [config.mixer(layer) for layer in range(config.num_layers)]
+        attending = len(mixers) - mixers.count(recurrent) - mixers.count(None)
         words += f" in {attending} layers, {recurrent.num_value_heads} states {state}"
     if config.near is not None and (local := config.near.local) is not None:
         words += f", {local.kind} {local.size:,}"
