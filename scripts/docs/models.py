@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.models.config import AttentionConfig, GQAConfig, MLAConfig, ModelConfig
 from titan_moe.models.registry import FAMILIES, family_module, flavors
 from titan_moe.models.stats import total
 
@@ -73,13 +73,11 @@ def _count(number: float) -> str:
 
 
 def _layers(config: ModelConfig) -> str:
-    layers = range(config.num_layers)
-    with_experts = sum(map(config.is_moe_layer, layers))
-    words, dense = str(config.num_layers), sum(map(config.is_dense_layer, layers))
-    if config.num_residuals <= config.num_layers:
-        words += f", {with_experts} of experts" if with_experts else f", {dense} dense"
-    elif 0 < with_experts < config.num_layers:
-        words += f", {config.num_layers - with_experts} dense"
+    dense = sum(map(config.is_dense_layer, range(config.num_layers)))
+    words = str(config.num_layers)
+    if config.moe is not None and 0 < dense < config.num_layers:
+        words += f", {dense} dense"
+    words += ", a dense part in each" * config.dense_beside_experts
     if config.num_mtp_layers:
         words += f", {config.num_mtp_layers} MTP"
     return words
@@ -99,12 +97,19 @@ def _attention(config: ModelConfig) -> str:
             words += f", {indexer.top_k:,} keys by {indexer.num_heads} x {indexer.head_dim}"
     if recurrent := config.recurrent:
         state = f"{recurrent.key_dim}x{recurrent.value_dim}"
-        mixers = [config.mixer(layer) for layer in range(config.num_layers)]
-        attending = len(mixers) - mixers.count(recurrent) - mixers.count(None)
+        mixers = map(config.mixer, range(config.num_layers))
+        attending = sum(mixer is config.attention for mixer in mixers)
         words += f" in {attending} layers, {recurrent.num_value_heads} states {state}"
     if config.near is not None and (local := config.near.local) is not None:
         words += f", {local.kind} {local.size:,}"
-    return words + (", sinks" if attention.sinks else "")
+        near = config.near
+        if isinstance(near, GQAConfig) and _heads(near) != _heads(attention):
+            words += f" by {_heads(near)}"
+    return words + (", sinks" if any(each.sinks for each in config.attentions) else "")
+
+
+def _heads(attention: AttentionConfig) -> str:
+    return f"{attention.num_heads}/{attention.num_kv_heads} x {attention.qk_dim}"
 
 
 def _files() -> dict[tuple[str, str], list[str]]:

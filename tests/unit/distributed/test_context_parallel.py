@@ -14,7 +14,7 @@ from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.simulate.fake_rank import fake_world
 
 KINDS_AND_SIZES = product(["window", "chunk"], [1, 4, 5, 11, 24, 99])
-LOCALS = [None, *(LocalAttention(kind, size, 0) for kind, size in KINDS_AND_SIZES)]
+LOCALS = [None, *(LocalAttention(kind, size) for kind, size in KINDS_AND_SIZES)]
 LAYOUTS = [(cp_size, balanced) for cp_size in (1, 2, 3, 8) for balanced in (True, False)]
 
 
