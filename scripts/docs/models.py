@@ -51,6 +51,7 @@ def _row(flavor: str, config: ModelConfig, files: list[str]) -> list[str]:
     if moe is not None:
         shared = f" + {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
         experts = f"{moe.top_k} of {moe.num_experts}{shared}, {moe.hidden_dim:,} wide"
+        experts += f", latent {moe.latent_dim:,}" if moe.latent_dim else ""
     return [
         f"`{flavor}`",
         _count(sum(size)),

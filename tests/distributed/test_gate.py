@@ -33,6 +33,8 @@ SPLIT = [text for text in SCHEDULED if parse(text).schedule in SPLIT_BACKWARD]
 TWO_DEPTHS = "pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none"
 HOST = "through the host"
 RECURRENT = ["kimi_linear", "nemotron_h", "qwen3_next"]
+# Families whose kinds of layers have heads and positions of their own.
+BY_KIND = ["gemma4", "mimo_v2", "step3p7"]
 WHOLE_BACKWARD = [s for s in SAMPLE if parse(s).schedule not in SPLIT_BACKWARD]
 # Family, kind of gate, layout.
 DEFAULT = [
@@ -92,6 +94,7 @@ FULL = [
     *product(["deepseek_v3"], ["frozen"], FEW[1:3]),
     *product(FAMILIES, ["AdamW"], [*FEW, SMALL[2], *SAMPLE]),
     ("deepseek_v32", "adapters", FEW[1]),
+    *product(BY_KIND, ["adapters", "compiled", "Muon"], ["tp=2,ep=2,recompute=2"]),
     ("deepseek_v3", "compiled adapters", "dp_shard=2,tp=2,etp=2,recompute=2"),
     ("gpt_oss", "compiled", "dp_shard=2,tp=2,ep=2,etp=2"),
     ("deepseek_v3", "compiled halves", "dp_shard=2,ep=2"),

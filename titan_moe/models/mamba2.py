@@ -56,7 +56,8 @@ class Mamba2(Attention):
         rates = decay_BSH.transpose(1, 2), rates_BSH.transpose(1, 2)
         o_BHSV = self.attend(self.core, *heads_first, mask, *rates, False)
         z_BSD = self.in_proj["z"](x_BSD)
-        return self.out_proj(self.out_norm(o_BHSV.transpose(1, 2), v, skip_H, z_BSD))
+        beside = {"v_BSHV": v, "d_H": skip_H, "z_BSD": z_BSD}
+        return self.out_proj(self.out_norm(o_BHSV.transpose(1, 2), **beside))
 
     def _convolved(self, name: str, x_BSD: Tensor, mask: Tensor) -> Tensor:
         bias = (self.conv_bias[name](),) if self.conv_bias else ()
@@ -99,5 +100,6 @@ class GatedNorm(nn.Module):
         self.size, self.eps = size, eps
         self.scale = PerHead(channels)
 
-    def forward(self, o_BSHV: Tensor, v_BSHV: Tensor, d_H: Tensor, z_BSD: Tensor) -> Tensor:
+    def forward(self, o_BSHV: Tensor, *, v_BSHV: Tensor, d_H: Tensor, z_BSD: Tensor) -> Tensor:
+        """Takes by keyword what hooks do not record: they see one input."""
         return gated_norm(o_BSHV, v_BSHV, d_H, z_BSD, self.scale(), self.size, self.eps)

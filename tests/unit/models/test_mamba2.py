@@ -122,7 +122,8 @@ def test_mamba2_starts_with_published_values():
     weights = dict(layer.named_parameters())
     rate, step = weights["decay.A_log.weight"].exp(), F.softplus(weights["decay.dt_bias.weight"])
     assert ((rate > 1) & (rate < 16)).all() and rate.max() > 14 and rate.min() < 2
-    assert ((step > 0.00099) & (step < 0.101)).all() and 0.008 < step.log().mean().exp() < 0.0125
+    assert ((step > 0.00099) & (step < 0.1001)).all() and 0.008 < step.log().mean().exp() < 0.0125
+    assert step.max() > 0.097  # The logarithm alone, without softplus's inverse, ends at 0.0953.
     for name in ("decay.D.weight", "out_norm.scale.weight"):
         assert (weights[name] == 1).all()
     assert (weights["conv_bias.k.weight"] == 0).all()
