@@ -127,21 +127,16 @@ def _ulysses(run: Run) -> Iterator[Mistake]:
 
 def _sparse(run: Run) -> Iterator[str]:
     degrees, method = run.job.parallelism, run.job.parallelism.context_parallel_rotate_method
-    if run.model.indexer is None or degrees.context_parallel_degree == 1 or method == "allgather":
+    if (cp := degrees.context_parallel_degree) == 1:
         return
-    yield (
-        f"parallelism.context_parallel_rotate_method={method}: an indexer of {run.flavor} selects "
-        "among the keys of whole sequences: choose allgather"
-    )
-
-
-def _blocks(run: Run) -> Iterator[str]:
-    degree = run.job.parallelism.context_parallel_degree
-    if degree > 1 and isinstance(run.model.attention, CompressedConfig):
+    if run.model.indexer is not None and method != "allgather":
         yield (
-            f"parallelism.context_parallel_degree={degree}: {run.flavor} compresses blocks of "
-            "whole sequences: choose 1"
+            f"parallelism.context_parallel_rotate_method={method}: an indexer of {run.flavor} "
+            "selects among the keys of whole sequences: choose allgather"
         )
+    if isinstance(run.model.attention, CompressedConfig):
+        says = f"{run.flavor} compresses blocks of whole sequences: choose 1"
+        yield f"parallelism.context_parallel_degree={cp}: {says}"
 
 
 def _shared_keys(run: Run) -> Iterator[str]:
@@ -218,7 +213,6 @@ RULES: list[Rule] = [
     _recurrent_segments,
     _ulysses,
     _sparse,
-    _blocks,
     _pipeline,
     _split_groups,
     _thread_blocks,

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, PerHead, build_attention
-from titan_moe.models.config import CompressedConfig, ModelConfig
+from titan_moe.models.config import CompressedConfig, IndexerConfig, ModelConfig
 from titan_moe.models.indexer import BestKeys
+from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops.attention import AttentionCore
@@ -75,13 +76,13 @@ class Compressor(nn.Module):
     first channels of both projections, and of `bias`, which is added to the weights' logits.
     """
 
-    def __init__(self, dim: int, channels: int, ratio: int, eps: float, *, overlaps: bool) -> None:
+    def __init__(self, channels: int, attention: CompressedConfig, config: ModelConfig) -> None:
         super().__init__()
-        self.parts = 1 + overlaps
-        self.wkv = nn.Linear(dim, self.parts * channels, bias=False)
-        self.wgate = nn.Linear(dim, self.parts * channels, bias=False)
-        self.bias = nn.Parameter(torch.empty(ratio, self.parts * channels))
-        self.norm = nn.RMSNorm(channels, eps=eps)
+        self.parts = 1 + (attention.indexer is not None)
+        self.wkv = nn.Linear(config.dim, self.parts * channels, bias=False)
+        self.wgate = nn.Linear(config.dim, self.parts * channels, bias=False)
+        self.bias = nn.Parameter(torch.empty(attention.ratio, self.parts * channels))
+        self.norm = norm_of(config)(channels)
 
     def forward(self, x_BSD: Tensor, blocks: Blocks) -> Tensor:
         """Returns keys_BJC."""
@@ -105,14 +106,15 @@ class BlockIndexer(nn.Module):
     """Selects the blocks that each query sees, by keys of their own. It does not train: a selection
     has no gradient."""
 
-    def __init__(self, dim: int, attention: CompressedConfig, eps: float) -> None:
+    def __init__(
+        self, indexer: IndexerConfig, attention: CompressedConfig, config: ModelConfig
+    ) -> None:
         super().__init__()
-        assert attention.indexer is not None
-        self.config = config = attention.indexer
-        self.wq_b = nn.Linear(attention.query_rank, config.num_heads * config.head_dim, bias=False)
-        self.weights_proj = nn.Linear(dim, config.num_heads, bias=False)
-        self.compressor = Compressor(dim, config.head_dim, attention.ratio, eps, overlaps=True)
-        self.select: nn.Module = BestKeys(config.top_k)
+        self.config, queries = indexer, indexer.num_heads * indexer.head_dim
+        self.wq_b = nn.Linear(attention.query_rank, queries, bias=False)
+        self.weights_proj = nn.Linear(config.dim, indexer.num_heads, bias=False)
+        self.compressor = Compressor(indexer.head_dim, attention, config)
+        self.select: nn.Module = BestKeys(indexer.top_k)
         self.memo = DecisionMemo()
 
     @torch.no_grad()
@@ -153,23 +155,18 @@ class CompressedAttention(Attention):
         self, attention: CompressedConfig, config: ModelConfig, core: AttentionCore
     ) -> None:
         super().__init__()
-        self.config, self.core, self.eps = attention, core, config.norm_eps
+        self.config, self.core, make_norm = attention, core, norm_of(config)
         dim, rank, channels = config.dim, attention.query_rank, attention.head_dim
-        heads, eps = attention.num_heads * channels, config.norm_eps
-        self.wq_a, self.q_norm = nn.Linear(dim, rank, bias=False), nn.RMSNorm(rank, eps=eps)
+        heads, self.eps = attention.num_heads * channels, config.norm_eps
+        self.wq_a, self.q_norm = nn.Linear(dim, rank, bias=False), make_norm(rank)
         self.wq_b = nn.Linear(rank, heads, bias=False)
-        self.wkv, self.kv_norm = nn.Linear(dim, channels, bias=False), nn.RMSNorm(channels, eps=eps)
+        self.wkv, self.kv_norm = nn.Linear(dim, channels, bias=False), make_norm(channels)
         self.sinks = PerHead(attention.num_heads)
         self.wo_a = GroupedLinear(heads, attention.output_groups, attention.output_rank)
         self.wo = nn.Linear(attention.output_groups * attention.output_rank, dim, bias=False)
-        self.overlaps = attention.indexer is not None
-        self.compressor: Compressor | None = None
-        self.indexer: BlockIndexer | None = None
-        if attention.ratio:
-            of_blocks = dim, channels, attention.ratio, eps
-            self.compressor = Compressor(*of_blocks, overlaps=self.overlaps)
-        if self.overlaps:
-            self.indexer = BlockIndexer(dim, attention, eps)
+        own, indexer = (attention, config), attention.indexer
+        self.compressor = Compressor(channels, *own) if attention.ratio else None
+        self.indexer = BlockIndexer(indexer, *own) if indexer else None
 
     def forward(
         self, x_BSD: Tensor, rotation: Rotation, mask: Any, counted_BS: Tensor | None = None
@@ -180,7 +177,8 @@ class CompressedAttention(Attention):
         q_BSHC = turned(F.rms_norm(q_BSHC, (channels,), None, self.eps), rotation)
         k_BT1C = turned(self.kv_norm(self.wkv(x_BSD))[:, :, None], rotation)
         if self.compressor is not None:
-            blocks = blocks_of(rotation, self.config.ratio, overlaps=self.overlaps)
+            overlaps = self.indexer is not None
+            blocks = blocks_of(rotation, self.config.ratio, overlaps=overlaps)
             k_BT1C = torch.cat([k_BT1C, self.compressor(x_BSD, blocks)[:, :, None]], 1)
             seen_BSJ = blocks.seen_BSJ
             if self.indexer is not None:

@@ -350,10 +350,8 @@ class ModelConfig:
     @property
     def has_temperature(self) -> bool:
         """True if attention depends on positions themselves, not only on their differences."""
-        return any(
-            isinstance(each, CompressedConfig) or (isinstance(each, GQAConfig) and each.temperature)
-            for each in self.attentions
-        )
+        tempered = (isinstance(each, GQAConfig) and each.temperature for each in self.attentions)
+        return isinstance(self.attention, CompressedConfig) or any(tempered)
 
 
 def tied_weights(config: ModelConfig) -> list[list[str]]:

@@ -329,7 +329,9 @@ def is_wide(name: str) -> bool:
 
 
 def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type that stores a parameter in a model of type `dtype`."""
+    """Returns the type that stores a parameter, or a router's table, in a model of type `dtype`."""
+    if name.endswith(".table"):
+        return torch.int64
     return torch.promote_types(dtype, torch.float32) if is_wide(name) else dtype
 
 

@@ -151,8 +151,9 @@ class Form:
         for path, value in fields.items():
             table, _, name = path.rpartition(".")
             tables[table][name] = value
-        if "attention.indexer" in tables:
-            tables["attention"]["indexer"] = IndexerConfig(**tables["attention.indexer"])
+        for name in ("attention", "sparse"):
+            if (indexer := f"{name}.indexer") in tables:
+                tables[name]["indexer"] = IndexerConfig(**tables[indexer])
         kinds = {"attention": self.attention, "moe": MoEConfig, "recurrent": self.recurrent}
         made = {name: kind(**tables[name]) for name, kind in kinds.items() if name in tables}
         for name in ("near", "sparse"):

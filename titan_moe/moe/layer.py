@@ -144,11 +144,10 @@ class MoE(nn.Module):
     ) -> Choice:
         """Selects experts, counts them (in training), and starts the exchange of counts."""
         with region("route"):
-            args: tuple[Tensor, ...] = scores_BSE.flatten(0, 1), self.router.expert_bias
-            if self.router.table is not None:
-                assert ids_BS is not None, "a table wants the tokens' ids"
-                args = *args, self.router.table[ids_BS.flatten()]
-            experts_TK = self.router.select(*args)
+            scores_TE, table, named_TK = scores_BSE.flatten(0, 1), self.router.table, None
+            if table is not None:
+                named_TK = table[ids_BS.flatten()]  # type: ignore[union-attr]
+            experts_TK = self.router.select(scores_TE, self.router.expert_bias, named_TK)
         chunks = [
             (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
             for chunk_TK in self._chunks(experts_TK)

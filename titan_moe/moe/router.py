@@ -38,8 +38,7 @@ def _sqrt_softplus(logits_TE: Tensor) -> Scores:
     return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
 
 
-SCORES: dict[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
-SCORES["sqrtsoftplus"] = _sqrt_softplus
+SCORES = {"softmax": _softmax, "sigmoid": _sigmoid, "sqrtsoftplus": _sqrt_softplus}
 """Score functions by the names that `MoEConfig.score` takes."""
 
 
@@ -71,11 +70,8 @@ class Router(nn.Module):
         if config.stream_eps is not None:
             self.scale = nn.Parameter(torch.empty(dim))
         self.select: nn.Module = BestExperts(config)
-        table = None
-        if config.table_rows:
-            self.select = TableExperts()
-            table = torch.empty(config.table_rows, config.top_k, dtype=torch.int64)
-        self.register_buffer("table", table)
+        table = torch.empty(config.table_rows, config.top_k, dtype=torch.int64)
+        self.register_buffer("table", table if config.table_rows else None)
         if config.force_load_balance:
             self.select = GivenExperts("each in turn", partial(_in_turn, config))
         self.weigh = GatingWeights(config)
@@ -113,14 +109,17 @@ class Router(nn.Module):
 
 
 class BestExperts(nn.Module):
-    """Selects the top_k experts of each token by score and bias, maybe of its best groups alone."""
+    """Selects the top_k experts of each token by score and bias, maybe of its best groups alone, or
+    those that a table names for the token's id."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
 
-    def forward(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+    def forward(self, scores_TE: Tensor, bias_E: Tensor, named_TK: Tensor | None = None) -> Tensor:
         """Returns experts_TK, best first. Has no gradient."""
+        if named_TK is not None:
+            return named_TK
         scores_TE = scores_TE.detach() + bias_E
         if self.config.num_groups > 1:
             scores_TE = _keep_top_groups(scores_TE, self.config)
@@ -128,13 +127,6 @@ class BestExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.top_k} of {self.config.num_experts}"
-
-
-class TableExperts(nn.Module):
-    """Selects the experts that a table names for the tokens' ids, experts_TK."""
-
-    def forward(self, scores_TE: Tensor, bias_E: Tensor, experts_TK: Tensor) -> Tensor:
-        return experts_TK
 
 
 class GivenExperts(nn.Module):
@@ -149,7 +141,7 @@ class GivenExperts(nn.Module):
         super().__init__()
         self.name, self.choose = name, choose
 
-    def forward(self, scores_TE: Tensor, bias_E: Tensor, *_: Tensor) -> Tensor:
+    def forward(self, scores_TE: Tensor, bias_E: Tensor, *_: object) -> Tensor:
         return self.choose(scores_TE)
 
     def extra_repr(self) -> str:

@@ -239,9 +239,8 @@ class HFFolder:
         around = tuple(slice(along.start, along.stop) for along in box)
         quantized = self._quantized.get(name)
         values = quantized.read(around, self._read) if quantized else self._read(name, around)
-        if name.endswith(".tid2eid"):  # A table of experts by token id.
-            return values[tuple(slice(None, None, along.step) for along in box)].long()
-        if not values.is_floating_point():
+        # A table names experts of token ids.
+        if not (values.is_floating_point() or name.endswith(".tid2eid")):
             raise RunError(f"{self.path}: {name} holds {values.dtype}: name unquantised weights")
         refuse_not_finite(values, f"{self._files[name]}: {name}")
         return values[tuple(slice(None, None, along.step) for along in box)]

@@ -25,14 +25,7 @@ from titan_moe.checkpoint.digests import MANIFEST, check_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
 from titan_moe.checkpoint.hf.folder import HFFolder, Read, is_hf_folder
-from titan_moe.checkpoint.hf.names import (
-    EXPERT_BIAS,
-    PREVIOUS_LOAD,
-    TABLE,
-    Shapes,
-    find,
-    model_shapes,
-)
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find, model_shapes
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.manifest import (
     Manifest,
@@ -212,7 +205,6 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     for name, shape in model_shapes(model.config).items():
         is_buffer = name.endswith((EXPERT_BIAS, PREVIOUS_LOAD))
         of_type = torch.float32 if is_buffer else stored_in(name, dtype)
-        of_type = torch.int64 if name.endswith(TABLE) else of_type
         chunks += [Chunk(MODEL + name, box, shape, of_type) for box in cut(shape, LARGEST_CHUNK)]
     num_bytes = sum(prod(sizes(chunk.box)) * chunk.dtype.itemsize for chunk in chunks)
     with new_folder(out, num_bytes, doing=doing) as aside:

@@ -41,7 +41,7 @@ from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import inside
-from titan_moe.models.decoder import is_wide
+from titan_moe.models.decoder import stored_in
 from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.models.hf_settings import text_of
 from titan_moe.runtime.errors import RunError, listed
@@ -210,12 +210,11 @@ def _written_types(targets: Targets, dtype: torch.dtype) -> dict[str, torch.dtyp
     for name in targets:
         layer, is_router, _ = name.partition(".router.gate.weight")
         chosen = {layer + EXPERT_BIAS, layer + TABLE} & targets.keys()
-        wide = is_wide(name) or bool(is_router and chosen)
-        types[name] = torch.promote_types(dtype, torch.float32) if wide else dtype
+        types[name] = stored_in(name, dtype)
+        if is_router and chosen:
+            types[name] = torch.promote_types(dtype, torch.float32)
         if name.endswith(EXPERT_BIAS):
             types[name] = torch.float32
-        if name.endswith(TABLE):
-            types[name] = torch.int64
     return types
 
 

@@ -4,32 +4,22 @@ Layers see a window alone, or compressed blocks beside it: all of them, or those
 selects. Multi-token prediction is left out, as transformers does.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import (
-    CompressedConfig,
-    IndexerConfig,
-    ModelConfig,
-    RopeConfig,
-    YarnScaling,
-)
+from titan_moe.models.config import CompressedConfig, ModelConfig, RopeConfig
 from titan_moe.ops.activation import Activation
 from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("deepseek_v4",)
 
-_WINDOW = "sliding_attention"
 _SPARSE, _WHOLE = "compressed_sparse_attention", "heavily_compressed_attention"
-_RATES = {_SPARSE: 4, _WHOLE: 128}
-_LETTERS = {_WINDOW: "n", _SPARSE: "s", _WHOLE: "a"}
+_LETTERS = {"sliding_attention": "n", _SPARSE: "s", _WHOLE: "a"}
 # Numbers in compress_ratios name kinds of layers, whatever compress_rates says.
-_KINDS = {0: _WINDOW, 4: _SPARSE, 128: _WHOLE}
+_RATIOS = {"n": 0, "s": 4, "a": 128}
 _HASH = "hash_moe"
-_INDEX = ("num_heads", "index_n_heads"), ("head_dim", "index_head_dim"), ("top_k", "index_topk")
 _FORM = hf.Form(
     family="deepseek_v4",
     model_type="deepseek_v4",
@@ -43,6 +33,9 @@ _FORM = hf.Form(
         "attention.rope_dim": "qk_rope_head_dim",
         "attention.output_groups": "o_groups",
         "attention.output_rank": "o_lora_rank",
+        "sparse.indexer.num_heads": "index_n_heads",
+        "sparse.indexer.head_dim": "index_head_dim",
+        "sparse.indexer.top_k": "index_topk",
         "streams": "hc_mult",
         "sinkhorn_steps": "hc_sinkhorn_iters",
         "streams_eps": "hc_eps",
@@ -58,10 +51,11 @@ _FORM = hf.Form(
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    fields, rates = _FORM.read(settings), _RATES | hf.given(settings, "compress_rates", {})
+    fields, rates = _FORM.read(settings), hf.given(settings, "compress_rates", {})
     layers, hashed = fields["num_layers"], settings.get("num_hash_layers")
     if (kinds := settings.get("layer_types")) is None:
-        kinds = [_KINDS.get(ratio) for ratio in hf.needed(settings, "compress_ratios")]
+        named = {_RATIOS[letter]: kind for kind, letter in _LETTERS.items()}
+        kinds = [named.get(ratio) for ratio in hf.needed(settings, "compress_ratios")]
     if len(kinds) < layers or not {*kinds} <= {*_LETTERS}:
         known = ", ".join(_LETTERS)
         raise ConfigError(f"config.json: layer_types: only {known}, {layers} times: {kinds}")
@@ -76,11 +70,10 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
             **fields,
             "attention.rope": far,
             "attention.local": LocalAttention("window", hf.needed(settings, "sliding_window")),
-            "attention.ratio": rates[_WHOLE],
+            "attention.ratio": rates.get(_WHOLE, _RATIOS["a"]),
             "near.rope": near,
             "near.ratio": 0,
-            "sparse.ratio": rates[_SPARSE],
-            "sparse.indexer": IndexerConfig(**{n: hf.needed(settings, k) for n, k in _INDEX}),
+            "sparse.ratio": rates.get(_SPARSE, _RATIOS["s"]),
             "pattern": "".join(_LETTERS[kind] for kind in kinds[:layers]),
             "num_hash_layers": hashed,
             "activation": limited,
@@ -98,70 +91,48 @@ def _ropes(settings: hf.Settings) -> list[RopeConfig]:
         near = {"rope_theta": hf.needed(settings, "rope_theta")}
         far = {**(settings.get("rope_scaling") or tables)}
         far["rope_theta"] = hf.needed(settings, "compress_rope_theta")
-    hf.only(far, attention_factor=(1.0,))
-    found = []
-    for table in (near, {key: value for key, value in far.items() if key != "attention_factor"}):
-        rope = hf.rope_from_hf({"rope_parameters": table}, pairing="neighbours", partial=True)
-        if isinstance(rope.scaling, YarnScaling):
-            rope = replace(rope, scaling=replace(rope.scaling, mscale_all_dim=1.0))
-        found.append(rope)
-    return found
+    hf.only(far, attention_factor=(1.0,), mscale=(1.0,), mscale_all_dim=(1.0,))
+    plain = {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": 1.0}
+    how: dict[str, Any] = {**hf.LATENT_ROPE, "partial": True}
+    return [hf.rope_from_hf({"rope_parameters": {**x, **plain}}, **how) for x in (near, far)]
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     whole, near, sparse, moe = _FORM.attention_of(config), config.near, config.sparse, config.moe
-    if not (isinstance(near, CompressedConfig) and isinstance(sparse, CompressedConfig) and moe):
-        raise ConfigError("the Hugging Face form of deepseek_v4 has three kinds of layers, experts")
-    assert near.rope and whole.local
+    assert isinstance(near, CompressedConfig) and isinstance(sparse, CompressedConfig) and moe
     far = hf.rope_to_hf(whole.rope)
-    if far["rope_scaling"]:
-        far["rope_scaling"] = {k: x for k, x in far["rope_scaling"].items() if "mscale" not in k}
-    rates = {_SPARSE: sparse.ratio, _WHOLE: whole.ratio}
-    ratios = {_LETTERS[kind]: ratio for ratio, kind in _KINDS.items()}
     pattern = (config.pattern * config.num_layers)[: config.num_layers]
     return _FORM.write(
         config,
-        compress_ratios=[ratios[letter] for letter in pattern],
-        **({} if rates == _RATES else {"compress_rates": rates}),
+        compress_ratios=[_RATIOS[letter] for letter in pattern],
+        compress_rates={_SPARSE: sparse.ratio, _WHOLE: whole.ratio},
         num_hash_layers=config.num_hash_layers,
-        sliding_window=whole.local.size,
+        sliding_window=hf.near_size(config),
         swiglu_limit=moe.activation.limit,
-        **{key: getattr(sparse.indexer, name) for name, key in _INDEX},
         compress_rope_theta=far.pop("rope_theta"),
-        rope_theta=near.rope.theta,
+        rope_theta=hf.rope_to_hf(near.rope)["rope_theta"],
         **far,
     )
 
 
+_SAME = ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "indexer.wq_b", "indexer.weights_proj")
+_COMPRESSOR = {x: x for x in ("wkv.weight", "wgate.weight", "norm.weight")} | {"bias": "ape"}
 _STREAMS = {"weight": "fn", "bias": "base", "scale": "scale"}
-_COMPRESSORS = ("compressor", "indexer.compressor")
+_ROUTER = {"gate.weight": "weight", "expert_bias": "bias", "table": "tid2eid"}
 _MATRICES = {name: name for name in names.PROJECTIONS}
-_ALIKE = [
-    "wq_a",
-    "q_norm",
-    "wq_b",
-    "wkv",
-    "kv_norm",
-    "wo_a",
-    "indexer.wq_b",
-    "indexer.weights_proj",
-]
-_ALIKE += [f"{x}.{name}" for x in _COMPRESSORS for name in ("wkv", "wgate", "norm")]
-_PUBLISHED = {
-    **names.renamed("attention.*.weight", "attn.*.weight", {x: x for x in _ALIKE} | {"wo": "wo_b"}),
-    **names.renamed("attention.*.bias", "attn.*.ape", {x: x for x in _COMPRESSORS}),
-    **names.renamed("attention.*.weight", "attn.*", {"sinks": "attn_sink"}),
+_PUBLISHED: names.HFKeys = {
+    **names.renamed("attention.*.weight", "attn.*.weight", {x: x for x in _SAME} | {"wo": "wo_b"}),
+    **names.renamed("attention.compressor.*", "attn.compressor.*", _COMPRESSOR),
+    **names.renamed("attention.indexer.compressor.*", "attn.indexer.compressor.*", _COMPRESSOR),
+    **names.renamed("attention.sinks.*", "attn.*", {"weight": "attn_sink"}),
     **names.renamed("*_norm.weight", "*_norm.weight", {"attention": "attn", "ffn": "ffn"}),
     **names.renamed("attention_streams.*", "hc_attn_*", _STREAMS),
     **names.renamed("ffn_streams.*", "hc_ffn_*", _STREAMS),
-    **names.renamed(
-        "moe.router.*", "ffn.gate.*",
-        {"gate.weight": "weight", "expert_bias": "bias", "table": "tid2eid"},
-    ),
+    **names.renamed("moe.router.*", "ffn.gate.*", _ROUTER),
     **names.renamed("moe.shared_experts.*.weight", "ffn.shared_experts.*.weight", _MATRICES),
     **names.renamed("moe.experts.*", "ffn.experts.{expert}.*.weight", _MATRICES),
-}  # fmt: skip
+}
 # Parts of published names -> those in the memory of transformers, replaced one after another.
 _REPLACED = {
     "indexer.weights": "indexer.scorer.weights", "indexer.compressor.": "indexer.",
@@ -187,21 +158,22 @@ _MEMORY = {
 }
 # transformers writes one norm's name as that of another.
 _WRITTEN = {**_PUBLISHED, "attention.kv_norm.weight": (names.HFWeight("attn.norm.weight"),)}
-_ENDS = names.either(
-    names.renamed(
-        "*.weight", "*.weight", {"tok_embeddings": "embed", "norm": "norm", "output": "head"}
-    ),
-    names.EMBEDDINGS,
-    names.renamed("norm.streams.*", "hc_head_*", _STREAMS),
-    names.renamed("norm.streams.*", "model.hc_head.hc_*", _STREAMS),
+_ALL_LAYERS = names.either(
+    names.in_layers(_PUBLISHED, theirs="layers.{layer}."),
+    names.in_layers(names.either(_WRITTEN, _MEMORY)),
 )
+_ENDS = {"tok_embeddings": "embed", "norm": "norm", "output": "head"}
+_MODEL = {
+    **names.either(names.renamed("*.weight", "*.weight", _ENDS), names.EMBEDDINGS),
+    **names.either(
+        names.renamed("norm.streams.*", "hc_head_*", _STREAMS),
+        names.renamed("norm.streams.*", "model.hc_head.hc_*", _STREAMS),
+    ),
+    **_ALL_LAYERS,
+}
 
 
 def keys(config: ModelConfig) -> names.HFKeys:
     """Names of each tensor. Routers with a table have no bias of the routing."""
-    forms = (_PUBLISHED, "layers.{layer}."), (_WRITTEN, "model.layers.{layer}."), (_MEMORY, "")
-    layers = (
-        names.in_layers(form, theirs=prefix or "model.layers.{layer}.") for form, prefix in forms
-    )
     hashed = (f"layers.{layer}.moe.router.expert_bias" for layer in range(config.num_hash_layers))
-    return {**_ENDS, **names.either(*layers), **dict.fromkeys(hashed, ())}
+    return _MODEL | dict.fromkeys(hashed, ())

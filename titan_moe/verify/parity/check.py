@@ -16,7 +16,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +36,6 @@ from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
-from titan_moe.moe.config import MoEConfig
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.training.capture.hooks import choice_margins
 from titan_moe.training.train_step import look_ahead
@@ -233,10 +231,8 @@ def _their_gradients(oracle: Oracle, found: HFModel, batch: LocalBatch) -> dict[
     with computing_in(torch.float64), TemporaryDirectory() as folder:
         _their_loss(oracle, found.config, batch).backward()
         holder = Decoder(found.config)
-        tensors = {
-            name: torch.zeros_like(t) if t.grad is None else t.grad
-            for name, t in oracle.tensors().items()
-        }
+        named = oracle.tensors().items()
+        tensors = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in named}
         _write(oracle, tensors, folder)
         load_folder(holder, found, Path(folder))
     left_out = {name for group in tied_weights(found.config) for name in group[1:]}
@@ -351,8 +347,8 @@ def logits_difference(folder: Path) -> float:
 def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
 
-    def watch(config: MoEConfig, _: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
-        margins.append(choice_margins(args[0], args[1], config).min().item())
+    def watch(select: nn.Module, args: tuple[Tensor, ...], experts_TK: Tensor) -> None:
+        margins.append(choice_margins(*args[:2], select.config).min().item())  # type: ignore[arg-type]
 
     for moe in model.moe_layers().values():
-        moe.router.select.register_forward_hook(partial(watch, moe.config))
+        moe.router.select.register_forward_hook(watch)
