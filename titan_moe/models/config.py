@@ -196,13 +196,10 @@ class CompressedConfig:
 
     @property
     def qk_dim(self) -> int:
-        """Channels of a query's and a key's head."""
+        """Channels of a query's, a key's and a value's head."""
         return self.head_dim
 
-    @property
-    def v_dim(self) -> int:
-        """Channels of a value's head."""
-        return self.head_dim
+    v_dim = qk_dim
 
 
 LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}

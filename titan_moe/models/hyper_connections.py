@@ -18,16 +18,18 @@ class Residual(nn.Module):
         return x_BSD + sublayer(x_BSD)
 
 
-class _Streams(nn.Module):
-    """Makes numbers of a token in several groups from all its streams, in at least float32.
+class Collapse(nn.Module):
+    """Makes one stream of all: the sum of each times a gate, which depends on all of them. The
+    gates are the first of several groups of numbers, in at least float32.
 
     Parameters: `weight` projects the normed streams to the numbers, `scale` multiplies those of
     each group, and `bias` is added.
     """
 
-    def __init__(self, config: ModelConfig, sizes: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, *further: int) -> None:
         super().__init__()
-        self.num, self.sizes = config.streams, sizes
+        self.num, self.sizes = config.streams, (config.streams, *further)
+        sizes = self.sizes
         self.eps, self.norm_eps = config.streams_eps, config.norm_eps
         self.weight = nn.Parameter(torch.empty(sum(sizes), config.streams * config.dim))
         self.bias = nn.Parameter(torch.empty(sum(sizes)))
@@ -41,22 +43,14 @@ class _Streams(nn.Module):
         scales, biases = self.scale.to(wide).unbind(), self.bias.to(wide).split(self.sizes)
         return [x * scale + bias for x, scale, bias in zip(groups, scales, biases, strict=True)]
 
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return self.collapsed(self.numbers(x_BSE)[0], x_BSE)
+
     def collapsed(self, logits_BSN: Tensor, x_BSE: Tensor) -> Tensor:
         """Returns the sum of the streams, each times its gate: [B, S, D]."""
         gates_BSN = logits_BSN.sigmoid() + self.eps
         streams_BSND = x_BSE.unflatten(-1, (self.num, -1))
         return (gates_BSN[..., None] * streams_BSND).sum(2).to(x_BSE.dtype)
-
-
-class Collapse(_Streams):
-    """Makes one stream of all."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, (config.streams,))
-
-    def forward(self, x_BSE: Tensor) -> Tensor:
-        (gates_BSN,) = self.numbers(x_BSE)
-        return self.collapsed(gates_BSN, x_BSE)
 
 
 class CollapsedNorm(nn.RMSNorm):
@@ -70,16 +64,17 @@ class CollapsedNorm(nn.RMSNorm):
         return super().forward(self.streams(x_BSE))
 
 
-class HyperConnection(_Streams):
+class HyperConnection(Collapse):
     """Makes a sublayer's input from the streams, mixes the streams by a doubly stochastic matrix,
     and adds the sublayer's output to each, times a number of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
-        num = config.streams
-        super().__init__(config, (num, num, num * num))
+        super().__init__(config, config.streams, config.streams**2)
         self.steps = config.sinkhorn_steps
 
-    def forward(self, x_BSE: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x_BSE: Tensor, sublayer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         into_BSN, out_BSN, mix = self.numbers(x_BSE)
         y_BSD = sublayer(self.collapsed(into_BSN, x_BSE))
         streams_BSND = x_BSE.unflatten(-1, (self.num, -1))

@@ -348,7 +348,7 @@ def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
 
     def watch(select: nn.Module, args: tuple[Tensor, ...], experts_TK: Tensor) -> None:
-        margins.append(choice_margins(*args[:2], select.config).min().item())  # type: ignore[arg-type]
+        margins.append(choice_margins(args[0], args[1], select.config).min().item())  # type: ignore[arg-type]
 
     for moe in model.moe_layers().values():
         moe.router.select.register_forward_hook(watch)
