@@ -132,20 +132,6 @@ class BlockIndexer(nn.Module):
         return unpack_keys(self.memo.decide(self.select, scores_BSJ), seen_BSJ.shape[-1]) & seen_BSJ
 
 
-class GroupedLinear(nn.Module):
-    """Projects each of several equal groups of channels by itself."""
-
-    def __init__(self, channels: int, groups: int, rank: int) -> None:
-        super().__init__()
-        self.groups = groups
-        self.weight = nn.Parameter(torch.empty(groups * rank, channels // groups))
-
-    def forward(self, x_BSE: Tensor) -> Tensor:
-        x_BSGC = x_BSE.unflatten(-1, (self.groups, -1))
-        weight_GRC = self.weight.unflatten(0, (self.groups, -1))
-        return torch.einsum("bsgc,grc->bsgr", x_BSGC, weight_GRC).flatten(2)
-
-
 @build_attention.register(CompressedConfig)
 class CompressedAttention(Attention):
     """Multi-query attention with sinks, to a window of tokens and to blocks that ended before the
@@ -162,8 +148,9 @@ class CompressedAttention(Attention):
         self.wq_b = nn.Linear(rank, heads, bias=False)
         self.wkv, self.kv_norm = nn.Linear(dim, channels, bias=False), make_norm(channels)
         self.sinks = PerHead(attention.num_heads)
-        self.wo_a = GroupedLinear(heads, attention.output_groups, attention.output_rank)
-        self.wo = nn.Linear(attention.output_groups * attention.output_rank, dim, bias=False)
+        groups, low = attention.output_groups, attention.output_groups * attention.output_rank
+        self.wo_a = PerHead(low, heads // groups)  # Projects each group's channels by itself.
+        self.wo = nn.Linear(low, dim, bias=False)
         own, indexer = (attention, config), attention.indexer
         self.compressor = Compressor(channels, *own) if attention.ratio else None
         self.indexer = BlockIndexer(indexer, *own) if indexer else None
@@ -188,4 +175,7 @@ class CompressedAttention(Attention):
         args = q_BHSC, k_B1TC, k_B1TC, mask, channels**-0.5, self.sinks()
         o_BSHC = self.attend(self.core, *args).transpose(1, 2)
         back = rotation._replace(sin_BSC=-rotation.sin_BSC)
-        return self.wo(self.wo_a(turned(o_BSHC, back).flatten(2)))
+        groups = self.config.output_groups, -1
+        o_BSGC = turned(o_BSHC, back).flatten(2).unflatten(2, groups)
+        weight_GRC = self.wo_a().unflatten(0, groups)
+        return self.wo(torch.einsum("bsgc,grc->bsgr", o_BSGC, weight_GRC).flatten(2))

@@ -113,22 +113,19 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns the stream after the block; several streams lie beside each other in D.
         `counted_BS`, `ids_BS`: as `MoE.forward` takes them."""
-        if self.attention is not None:
-            attended = partial(self._attended, rotation, mask, counted_BS)
+        if (attention := self.attention) is not None:
+
+            def attended(x_BSD: Tensor) -> Tensor:
+                h_BSD = self.attention_norm(x_BSD)
+                with region("attention"):
+                    h_BSD = attention(h_BSD, rotation, mask, counted_BS)
+                return self.post_attention_norm(h_BSD)
+
             x_BSD = self.attention_streams(x_BSD, attended)
         if self.moe is not None or self.feed_forward is not None:
             fed_forward = partial(self._fed_forward, counted_BS, ids_BS)
             x_BSD = self.ffn_streams(x_BSD, fed_forward)
         return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
-
-    def _attended(
-        self, rotation: Rotation, mask: Any, counted_BS: Tensor | None, x_BSD: Tensor
-    ) -> Tensor:
-        assert self.attention is not None
-        h_BSD = self.attention_norm(x_BSD)
-        with region("attention"):
-            h_BSD = self.attention(h_BSD, rotation, mask, counted_BS)
-        return self.post_attention_norm(h_BSD)
 
     def _fed_forward(
         self, counted_BS: Tensor | None, ids_BS: Tensor | None, x_BSD: Tensor

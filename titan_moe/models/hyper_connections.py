@@ -28,8 +28,8 @@ class Collapse(nn.Module):
 
     def __init__(self, config: ModelConfig, *further: int) -> None:
         super().__init__()
-        self.num, self.sizes = config.streams, (config.streams, *further)
-        sizes = self.sizes
+        self.num = config.streams
+        self.sizes = sizes = (config.streams, *further)
         self.eps, self.norm_eps = config.streams_eps, config.norm_eps
         self.weight = nn.Parameter(torch.empty(sum(sizes), config.streams * config.dim))
         self.bias = nn.Parameter(torch.empty(sum(sizes)))
@@ -44,7 +44,7 @@ class Collapse(nn.Module):
         return [x * scale + bias for x, scale, bias in zip(groups, scales, biases, strict=True)]
 
     def forward(self, x_BSE: Tensor) -> Tensor:
-        return self.collapsed(self.numbers(x_BSE)[0], x_BSE)
+        return self.collapsed(*self.numbers(x_BSE), x_BSE)
 
     def collapsed(self, logits_BSN: Tensor, x_BSE: Tensor) -> Tensor:
         """Returns the sum of the streams, each times its gate: [B, S, D]."""

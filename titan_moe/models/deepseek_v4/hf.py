@@ -52,17 +52,16 @@ _FORM = hf.Form(
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     fields, rates = _FORM.read(settings), hf.given(settings, "compress_rates", {})
-    layers, hashed = fields["num_layers"], settings.get("num_hash_layers")
+    layers = fields["num_layers"]
     if (kinds := settings.get("layer_types")) is None:
         named = {_RATIOS[letter]: kind for kind, letter in _LETTERS.items()}
         kinds = [named.get(ratio) for ratio in hf.needed(settings, "compress_ratios")]
     if len(kinds) < layers or not {*kinds} <= {*_LETTERS}:
         known = ", ".join(_LETTERS)
         raise ConfigError(f"config.json: layer_types: only {known}, {layers} times: {kinds}")
-    if hashed is None:
-        feeds = hf.needed(settings, "mlp_layer_types")
-        hashed = feeds.count(_HASH)
-        hf.only({"mlp_layer_types": _HASH in feeds[hashed:] or None}, mlp_layer_types=())
+    feeds = settings.get("mlp_layer_types") or [_HASH] * hf.needed(settings, "num_hash_layers")
+    hashed = feeds.count(_HASH)
+    hf.only({"mlp_layer_types": _HASH in feeds[hashed:] or None}, mlp_layer_types=())
     limited = Activation(limit=float(hf.needed(settings, "swiglu_limit")))
     near, far = _ropes(settings)
     return _FORM.config(
