@@ -198,19 +198,14 @@ def _of_tokens(plan: Plan, share: Share, sizes: Sizes) -> Table:
     vocabulary = config.vocab_size / dims.tp
     chunk = training.loss_chunk_size
     in_chunk = min(tokens, LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens)
+    weight = vocabulary * config.dim * any(sizes.trained["output"])
     logits = {
         # Their gradients take the logits' place.
         "logits of a chunk": in_chunk * vocabulary * compute,
         "gradients of the output layer's input": (
             share.losses * tokens * (1 + config.num_mtp_layers) * config.dim * compute
         ),
-        "gradients of its weight, and their sum": (
-            share.losses
-            * vocabulary
-            * config.dim
-            * (compute + reduced)
-            * any(sizes.trained["output"])
-        ),
+        "gradients of its weight, and their sum": share.losses * weight * (compute + reduced),
     }
     sums = flash_workspace(config, compute) * (own_tokens + _PADDING * share.sequences / dims.tp)
     return even | {
@@ -325,8 +320,8 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
         values["mask of pairs"] = results["mask of pairs"] = pairs / 2
         recomputed["bits of pairs"] = pairs / 16
     if isinstance(config.attention, CompressedConfig):  # No fused kernel takes its heads.
-        scores = float(plan.job.training.seq_len * config.attention.num_heads)
-        values["scores of pairs"] = results["scores of pairs"] = 2 * scores
+        scores = 2.0 * plan.job.training.seq_len * config.attention.num_heads
+        values["scores of pairs"] = results["scores of pairs"] = scores
     if recompute.keep_exchanged_rows:
         recomputed["exchanged rows"] = _exchanged_per_token(plan, rows)
     if recompute.keep_attention:  # As wide as values, or more.
