@@ -157,22 +157,17 @@ _MEMORY = {
 }
 # transformers writes one norm's name as that of another.
 _WRITTEN = {**_PUBLISHED, "attention.kv_norm.weight": (names.HFWeight("attn.norm.weight"),)}
-_ALL_LAYERS = names.either(
-    names.in_layers(_PUBLISHED, theirs="layers.{layer}."),
-    names.in_layers(names.either(_WRITTEN, _MEMORY)),
-)
 _ENDS = {"tok_embeddings": "embed", "norm": "norm", "output": "head"}
-_MODEL = {
-    **names.either(names.renamed("*.weight", "*.weight", _ENDS), names.EMBEDDINGS),
-    **names.either(
-        names.renamed("norm.streams.*", "hc_head_*", _STREAMS),
-        names.renamed("norm.streams.*", "model.hc_head.hc_*", _STREAMS),
-    ),
-    **_ALL_LAYERS,
-}
+_MODEL = names.either(
+    names.renamed("*.weight", "*.weight", _ENDS),
+    names.renamed("norm.streams.*", "hc_head_*", _STREAMS),
+    names.in_layers(_PUBLISHED, theirs="layers.{layer}."),
+    names.renamed("norm.streams.*", "model.hc_head.hc_*", _STREAMS),
+    names.in_model(names.either(_WRITTEN, _MEMORY)),
+)
 
 
 def keys(config: ModelConfig) -> names.HFKeys:
     """Names of each tensor. Routers with a table have no bias of the routing."""
     hashed = (f"layers.{layer}.moe.router.expert_bias" for layer in range(config.num_hash_layers))
-    return _MODEL | dict.fromkeys(hashed, ())
+    return {**_MODEL, **dict.fromkeys(hashed, ())}

@@ -88,11 +88,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     recurrent = hf.recurrent_of(config, _FORM.family)
     kinds = hf.kinds_of(config, _LINEAR)
-    states = {
-        "head_dim": recurrent.key_dim,
-        "num_heads": recurrent.num_key_heads,
-        "short_conv_kernel_size": recurrent.conv_size,
-    }
+    sizes = recurrent.key_dim, recurrent.num_key_heads, recurrent.conv_size
+    states = dict(zip(_STATES, sizes, strict=True))
     return _FORM.write(
         config,
         linear_attn_config={

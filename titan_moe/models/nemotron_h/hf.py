@@ -214,11 +214,8 @@ def _model(block: names.HFKeys, prefix: str) -> names.HFKeys:
 def _ahead(block: names.HFKeys) -> names.HFKeys:
     """Names of multi-token prediction's one depth: a layer that attends, and one of experts."""
     ours = "mtp.layers.{layer}."
-    parts = (
-        {n: ways for n, ways in block.items() if n.startswith("attention") is of}
-        for of in (True, False)
-    )
-    attends, feeds = parts
+    attends = {name: ways for name, ways in block.items() if name.startswith("attention")}
+    feeds = {name: ways for name, ways in block.items() if name not in attends}
     around = {**_AROUND, "norm": "1.final_layernorm"}
     return {
         **names.renamed(f"{ours}*.weight", "mtp.layers.*.weight", around),
