@@ -44,7 +44,7 @@ class Collapse(nn.Module):
         return [x * scale + bias for x, scale, bias in zip(groups, scales, biases, strict=True)]
 
     def forward(self, x_BSE: Tensor) -> Tensor:
-        return self.collapsed(*self.numbers(x_BSE), x_BSE)
+        return self.collapsed(self.numbers(x_BSE)[0], x_BSE)
 
     def collapsed(self, logits_BSN: Tensor, x_BSE: Tensor) -> Tensor:
         """Returns the sum of the streams, each times its gate: [B, S, D]."""
