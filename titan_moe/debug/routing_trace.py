@@ -255,7 +255,7 @@ def resolution(dtype: str) -> float:
 
 
 def flipped_experts(
-    live: Tensor, ahead: Tensor, scores_TE: Tensor, bias_E: Tensor, *, resolution: float
+    live: Tensor, ahead: Tensor, scores_TE: Tensor, bias_E: Tensor, *_: object, resolution: float
 ) -> Tensor:
     """Counts choices of experts that were not recorded, their tokens, ties and margins. In a tie
     the scores differ by no more than `resolution` of the larger one."""
