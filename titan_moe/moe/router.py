@@ -38,7 +38,8 @@ def _sqrt_softplus(logits_TE: Tensor) -> Scores:
     return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
 
 
-SCORES = {"softmax": _softmax, "sigmoid": _sigmoid, "sqrtsoftplus": _sqrt_softplus}
+SCORES: dict[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
+SCORES["sqrtsoftplus"] = _sqrt_softplus
 """Score functions by the names that `MoEConfig.score` takes."""
 
 

@@ -24,6 +24,8 @@ from titan_moe.models.cache import with_cache
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, model_config
 
+CACHED = [family for family in FAMILIES if family != "deepseek_v4"]  # Its blocks have no cache.
+
 
 def _model(family: str, flavor: str = "gate", **changes: int) -> Decoder:
     return filled(replace(model_config(family, flavor), **changes)).eval()
@@ -85,7 +87,7 @@ def test_a_decoder_takes_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "flavor"), [*product(FAMILIES, ["gate"]), ("deepseek_v32", "gate_shared")]
+    ("family", "flavor"), [*product(CACHED, ["gate"]), ("deepseek_v32", "gate_shared")]
 )
 @torch.no_grad()
 def test_logits_of_a_text_read_in_pieces_are_those_of_the_whole_text(
