@@ -4,7 +4,7 @@ No torch. In names, `{layer}` stands for a number on both sides; theirs counts m
 prediction layers on after the others, ours from 0 under `mtp.layers`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -41,11 +41,12 @@ class HFWeight:
 HFKeys = Mapping[str, tuple[HFWeight, ...]]
 
 
-def renamed(ours: str, theirs: str, names: Mapping[str, str]) -> HFKeys:
-    """Tensors that are stored like ours; in both patterns * stands for a name of the table."""
+def renamed(ours: str, theirs: str, names: Mapping[str, str] | Sequence[str]) -> HFKeys:
+    """Tensors that are stored like ours; in both patterns * stands for a name of the table, or of a
+    sequence of names that are theirs too."""
+    pairs = names.items() if isinstance(names, Mapping) else zip(names, names, strict=True)
     return {
-        ours.replace("*", name): (HFWeight(theirs.replace("*", other)),)
-        for name, other in names.items()
+        ours.replace("*", name): (HFWeight(theirs.replace("*", other)),) for name, other in pairs
     }
 
 
@@ -114,11 +115,7 @@ ROUTING_BIAS = renamed("moe.router.*", "mlp.gate.*", {"expert_bias": "e_score_co
 # The form that Mistral and MiniMax publish: one tensor per expert.
 BLOCK_SPARSE_EXPERTS = either(
     renamed("moe.*.weight", "block_sparse_moe.*.weight", {"router.gate": "gate"}),
-    renamed(
-        "moe.experts.*",
-        "block_sparse_moe.experts.{expert}.*.weight",
-        {"w1": "w1", "w2": "w2", "w3": "w3"},
-    ),
+    renamed("moe.experts.*", "block_sparse_moe.experts.{expert}.*.weight", ("w1", "w2", "w3")),
     EXPERTS,
 )
 # DeepSeek's latent attention, with or without an indexer.
@@ -139,7 +136,7 @@ _INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights
 MLA_BLOCK: HFKeys = {
     **_BLOCK_NORMS,
     **renamed("attention.*", "self_attn.*", _LATENT),
-    **renamed("attention.indexer.*", "self_attn.indexer.*", {name: name for name in _INDEXER}),
+    **renamed("attention.indexer.*", "self_attn.indexer.*", _INDEXER),
     **FEED_FORWARD,
     **SHARED_EXPERTS,
     **EXPERTS,

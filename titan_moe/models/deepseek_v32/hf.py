@@ -17,7 +17,6 @@ from titan_moe.models.config import MLAConfig, ModelConfig
 _FULL, _SHARED = "full", "shared"
 _FORM = hf.Form(
     family="deepseek_v32",
-    model_type="deepseek_v32",
     architecture="DeepseekV32",
     attention=MLAConfig,
     keys={
@@ -30,7 +29,6 @@ _FORM = hf.Form(
     defaults={
         "max_position_embeddings": 163_840,
         "n_shared_experts": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "n_group": 8,
         "topk_group": 4,
@@ -49,7 +47,7 @@ _GLM = replace(
     fixed={"indexer_rope_interleave": True},
     fields={"attention.indexer.pairing": "neighbours", "moe.score": "sigmoid"},
 )
-MODEL_TYPES = (_FORM.model_type, _GLM.model_type)
+MODEL_TYPES = ("deepseek_v32", _GLM.model_type)
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
