@@ -199,12 +199,13 @@ class Form:
     def kinds_to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """The keys of layers that see the whole sequence and of others that see a window, with
         positions for each kind."""
-        near = {SLIDING: config.near} if config.near else {}
+        near = {SLIDING: config.near} if isinstance(config.near, GQAConfig) else {}
         kinds = {FULL: self.attention_of(config), **near}
+        tables = {kind: rope_table(each) for kind, each in kinds.items() if each.rope}
         return {
             "layer_types": kinds_of(config, SLIDING),
             "sliding_window": near_size(config),
-            "rope_parameters": {kind: rope_table(each) for kind, each in kinds.items()},
+            "rope_parameters": tables,
         }
 
 
@@ -255,14 +256,14 @@ def _latent(settings: Settings) -> Fields:
     only(settings, num_key_value_heads=(needed(settings, "num_attention_heads"),))
     only(settings, mlp_bias=(False,), moe_layer_freq=(1,), rope_interleave=(True,))
     kinds = settings.get("mlp_layer_types")
-    return {} if kinds is None else {"num_dense_layers": dense_layers(kinds)}
+    return {} if kinds is None else {"num_dense_layers": dense_layers(kinds, len(kinds))}
 
 
-def dense_layers(kinds: list[str], keys: str = "mlp_layer_types") -> int:
+def dense_layers(kinds: list[str], num_layers: int, keys: str = "mlp_layer_types") -> int:
     """Returns the number of dense layers by the kind of each layer's feed-forward. Raises
     ConfigError unless dense layers come first, naming the keys that the kinds come from."""
     dense = kinds.count("dense")
-    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+    if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
         raise ConfigError(f"config.json: {keys}: only dense layers first, not {kinds}")
     return dense
 

@@ -68,21 +68,14 @@ def sections(ours: str, theirs: str, **sizes: int) -> HFKeys:
     return found
 
 
-def stacks(
-    module: str,
-    *,
-    transposed: bool = False,
-    rows: tuple[Literal["first half", "even"], Literal["second half", "odd"]] = (
-        "first half",
-        "second half",
-    ),
-) -> HFKeys:
-    """Experts that are stored as stacks, with gate and up projections in one stack."""
+def stacks(module: str, *, transposed: bool = False, interleaved: bool = False) -> HFKeys:
+    """Experts that are stored as stacks, with gate and up projections in one stack: one after the
+    other, or with interleaved rows."""
     gate_up = f"{module}.gate_up_proj"
     return {
-        "moe.experts.w1": (HFWeight(gate_up, transposed, rows[0]),),
+        "moe.experts.w1": (HFWeight(gate_up, transposed, "even" if interleaved else "first half"),),
         "moe.experts.w2": (HFWeight(f"{module}.down_proj", transposed),),
-        "moe.experts.w3": (HFWeight(gate_up, transposed, rows[1]),),
+        "moe.experts.w3": (HFWeight(gate_up, transposed, "odd" if interleaved else "second half"),),
     }
 
 

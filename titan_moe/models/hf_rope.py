@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import (
-    AttentionConfig,
-    GQAConfig,
-    Llama3Scaling,
-    RopeConfig,
-    YarnScaling,
-)
+from titan_moe.models.config import GQAConfig, Llama3Scaling, RopeConfig, YarnScaling
 from titan_moe.models.hf_reading import Settings, given, needed, only
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -45,10 +39,10 @@ def rope_to_hf(rope: RopeConfig | None) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": table}
 
 
-def rope_table(attention: AttentionConfig) -> dict[str, Any]:
-    """The table of one kind of layers in rope_parameters."""
-    assert isinstance(attention, GQAConfig) and attention.rope is not None
+def rope_table(attention: GQAConfig) -> dict[str, Any]:
+    """The table of one kind of layers in rope_parameters. The layers have positions."""
     rope, factor = attention.rope, attention.partial_rotary_factor
+    assert rope is not None
     written = rope_to_hf(rope)
     kind, scaling = "default", written.pop("rope_scaling") or {}
     if rope.share != 1:  # All channels rotate, of which a share of the pairs turns.

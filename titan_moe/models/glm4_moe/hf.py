@@ -14,15 +14,6 @@ from titan_moe.models import hf_names as names
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.hf_rope import of_rope
 
-_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131_072,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 1.0,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-}
 _FORM = hf.Form(
     family="glm4_moe",
     architecture="Glm4Moe",
@@ -32,7 +23,15 @@ _FORM = hf.Form(
         "num_mtp_layers": "num_nextn_predict_layers",
         "attention.partial_rotary_factor": "partial_rotary_factor",
     },
-    defaults=_DEFAULTS,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+    },
     fields={"attention.output_bias": False, "moe.score": "sigmoid"},
     rope={"partial": True},
 )
@@ -42,7 +41,7 @@ _LATENT = replace(
     architecture="Glm4MoeLite",
     attention=MLAConfig,
     keys={**hf.MLA_KEYS, **hf.ROUTER_KEYS},
-    defaults=_DEFAULTS
+    defaults=_FORM.defaults
     | {"max_position_embeddings": 202_752, "routed_scaling_factor": 1.8, "q_lora_rank": None},
     fields={"moe.score": "sigmoid"},
     rope=hf.LATENT_ROPE,

@@ -54,7 +54,7 @@ _BLOCK: names.HFKeys = {
     **names.GQA_BLOCK,
     **names.renamed("attention.*.weight", "self_attn.*", {"sinks": "sinks"}),
     **names.renamed("moe.router.gate.*", "mlp.router.*", {"weight": "weight", "bias": "bias"}),
-    **names.stacks("mlp.experts", transposed=True, rows=("even", "odd")),
+    **names.stacks("mlp.experts", transposed=True, interleaved=True),
     "moe.experts.b1": (names.HFWeight("mlp.experts.gate_up_proj_bias", rows="even"),),
     "moe.experts.b3": (names.HFWeight("mlp.experts.gate_up_proj_bias", rows="odd"),),
     "moe.experts.b2": (names.HFWeight("mlp.experts.down_proj_bias"),),

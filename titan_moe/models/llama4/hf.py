@@ -51,9 +51,7 @@ def _near(settings: hf.Settings, rope: RopeConfig) -> hf.Fields:
     # Layers without rotary positions are those that see the whole sequence.
     num_layers = settings["num_hidden_layers"]
     every = hf.given(settings, "no_rope_layer_interval", 4)
-    rotates = settings.get("no_rope_layers") or [
-        (layer + 1) % every != 0 for layer in range(num_layers)
-    ]
+    rotates = settings.get("no_rope_layers") or [(n + 1) % every for n in range(num_layers)]
     if len(rotates) < num_layers:
         problem = f"must have {num_layers} entries, not {len(rotates)}"
         raise ConfigError(f"config.json: no_rope_layers {problem}")

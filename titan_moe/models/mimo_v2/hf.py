@@ -34,10 +34,7 @@ _FORM = hf.Form(
     fields={"attention.output_bias": False, "moe.score": "sigmoid"},
     rope=None,
 )
-_ROPE = {
-    hf.FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
-    hf.SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
-}
+_ROPE = {hf.FULL: {"rope_theta": 5e6}, hf.SLIDING: {"rope_theta": 1e4}}
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:

@@ -180,20 +180,16 @@ def keys(config: ModelConfig) -> names.HFKeys:
     values = recurrent.num_value_heads * recurrent.value_dim
     convolved = {"v": values, "k": keys, "q": keys}
     projected = {"in_proj.z": values, **{f"in_proj.{x}": size for x, size in convolved.items()}}
+    projected["gates.dt"] = recurrent.num_value_heads
     block = {
         **_BLOCK,
-        **names.sections(
-            "attention.*.weight", "mixer.in_proj.weight", **projected,
-            **{"gates.dt": recurrent.num_value_heads},
-        ),
+        **names.sections("attention.*.weight", "mixer.in_proj.weight", **projected),
         **names.sections("attention.conv.*.weight", "mixer.conv1d.weight", **convolved),
         **names.sections("attention.conv_bias.*.weight", "mixer.conv1d.bias", **convolved),
-    }  # fmt: skip
+    }
     found = names.either(_model(block, "backbone."), _model(block, "model."))
     found = {**found, **names.renamed("*.weight", "*.weight", {"output": "lm_head"})}
-    if config.num_mtp_layers == 1:
-        found = {**found, **_ahead(block)}
-    return found
+    return {**found, **_ahead(block)} if config.num_mtp_layers == 1 else found
 
 
 def _model(block: names.HFKeys, prefix: str) -> names.HFKeys:

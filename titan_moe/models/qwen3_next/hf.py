@@ -14,7 +14,7 @@ from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GatedDeltaConfig, ModelConfig
 
-_LINEAR = "linear_attention"
+_LINEAR, _SHARED_WIDTH = "linear_attention", "shared_expert_intermediate_size"
 _FORM = hf.Form(
     family="qwen3_next",
     architecture="Qwen3Next",
@@ -65,9 +65,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     every = hf.given(settings, "full_attention_interval", 4)
     attends = hf.attending(settings, _LINEAR, fields["num_layers"], every)
     fields["pattern"] = hf.pattern_of(attends, "r")
-    fields["moe.num_shared_experts"] = hf.shared_experts(
-        settings, "shared_expert_intermediate_size"
-    )
+    fields["moe.num_shared_experts"] = hf.shared_experts(settings, _SHARED_WIDTH)
     return form.config(fields)
 
 
@@ -78,7 +76,7 @@ def to_hf(config: ModelConfig) -> hf.Settings:
     return (_FORM if joined else _QWEN3_5).write(
         config,
         layer_types=hf.kinds_of(config, _LINEAR),
-        shared_expert_intermediate_size=config.moe.num_shared_experts * config.moe.hidden_dim,
+        **{_SHARED_WIDTH: config.moe.num_shared_experts * config.moe.hidden_dim},
     )
 
 
@@ -130,6 +128,7 @@ def _recurrent(config: GatedDeltaConfig) -> names.HFKeys:
     each = values // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads
     all_keys = keys * config.num_key_heads
+    qkv = {"q": all_keys, "k": all_keys, "v": values}
     in_proj, gates, conv = (f"attention.{x}.*.weight" for x in ("in_proj", "gates", "conv"))
     mixed = {
         **names.sections(
@@ -138,13 +137,9 @@ def _recurrent(config: GatedDeltaConfig) -> names.HFKeys:
         **names.sections(gates, "linear_attn.in_proj_ba.weight", b=heads, a=heads),
     }
     own = {
-        **names.sections(
-            in_proj, "linear_attn.in_proj_qkv.weight", q=all_keys, k=all_keys, v=values
-        ),
+        **names.sections(in_proj, "linear_attn.in_proj_qkv.weight", **qkv),
         **names.renamed("attention.*.weight", "linear_attn.*.weight", _GATES),
     }
     forms = (mixed, own) if config.files_join_heads else (own, mixed)
-    convolutions = names.sections(
-        conv, "linear_attn.conv1d.weight", q=all_keys, k=all_keys, v=values
-    )
+    convolutions = names.sections(conv, "linear_attn.conv1d.weight", **qkv)
     return {**_RECURRENT, **names.either(*forms), **convolutions}

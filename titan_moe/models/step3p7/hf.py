@@ -87,7 +87,7 @@ def _dense(settings: hf.Settings, layers: int) -> hf.Fields:
         numbers = named.split(",") if isinstance(named, str) else named
         sparse = range(3, layers) if numbers is None else {int(number) for number in numbers}
         kinds = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
-    first = hf.dense_layers(kinds[:layers], "mlp_layer_types, moe_layers_enum")
+    first = hf.dense_layers(kinds[:layers], layers, "mlp_layer_types, moe_layers_enum")
     hf.only(settings, first_k_dense_replace=(first,))
     return {"num_dense_layers": first}
 
