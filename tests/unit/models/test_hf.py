@@ -220,6 +220,14 @@ def test_layers_of_each_kind_are_read_in_any_order(flavor, change_of, tmp_path):
     assert differences(config, model_of(write(tmp_path, model.settings())).config) == []
 
 
+def test_step_of_windows_alone_is_written_as_it_is_read(tmp_path):
+    settings = settings_of(*STEP) | {"layer_types": ["sliding_attention"] * 45}
+    model = model_of(write(tmp_path, settings))
+    written = model.settings()
+    assert written["rope_parameters"].keys() == {"sliding_attention"}
+    assert differences(model.config, model_of(write(tmp_path, written)).config) == []
+
+
 EARLIER = json.loads((Path(__file__).parent / "records.json").read_text())
 
 
