@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from titan_moe.models.attention import Attention, PerHead
 from titan_moe.models.config import Mamba2Config
 from titan_moe.models.rope import Rotation
-from titan_moe.ops.gated_delta import RecurrentCore, gated_norm
+from titan_moe.ops.gated_delta import RecurrentCore
 from titan_moe.ops.operation import at_least_float32
+from titan_moe.ops.recomputed import gated_norm
 
 
 class Mamba2(Attention):
