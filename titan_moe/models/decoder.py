@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         activation = config.activation.of(layer)
-        if config.is_moe_layer(layer):
+        if has_experts:
             assert config.moe is not None
             moe = replace(config.moe, activation=config.moe.activation.of(layer))
             shared, shared_dim = None, moe.num_shared_experts * moe.hidden_dim

@@ -183,7 +183,7 @@ class Form:
 
     def write(self, config: ModelConfig, **own: Any) -> dict[str, Any]:
         """A config.json of these dimensions, with the family's `own` keys."""
-        rope = next((each.rope for each in config.attentions if each.rope), None)
+        ropes = (each.rope for each in config.attentions if each.rope)
         return {
             "architectures": [f"{self.architecture}ForCausalLM"],
             "model_type": self.model_type or self.family,
@@ -193,7 +193,7 @@ class Form:
             **self.required,
             **own,
             **{key: attrgetter(path)(config) for path, key in self.keys.items()},
-            **({} if self.rope is None else rope_to_hf(rope)),
+            **({} if self.rope is None else rope_to_hf(next(ropes, None))),
         }
 
     def kinds_to_hf(self, config: ModelConfig) -> dict[str, Any]:

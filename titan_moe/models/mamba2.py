@@ -93,7 +93,7 @@ class TimeStep(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """`ops.gated_delta.gated_norm`, with a weight for each channel: a `PerHead`, since tensor
+    """`ops.recomputed.gated_norm`, with a weight for each channel: a `PerHead`, since tensor
     parallelism cuts groups over ranks."""
 
     def __init__(self, channels: int, size: int, eps: float) -> None:

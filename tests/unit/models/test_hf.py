@@ -181,6 +181,7 @@ NEMO = ("nemotron_h", "120B-A12B")
         (MIMO, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: only 5000000.0"),
         (MIMO, {"layernorm_epsilon": 1e-6}, "layernorm_epsilon=1e-06 is not supported"),
         (MIMO, {"moe_layer_freq": [1] * 48}, "moe_layer_freq="),
+        (NEMO, {"num_hidden_layers": 3}, "num_hidden_layers=3 is not supported: only 88"),
         (NEMO, {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
         (NEMO, {"hybrid_override_pattern": "MEW"}, "of the kinds ['W'] are not supported"),
         (NEMO, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 is not supported"),

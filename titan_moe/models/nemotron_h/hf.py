@@ -90,7 +90,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     pattern = "hybrid_override_pattern"
     kinds = _kinds(settings.get("layers_block_type") or hf.needed(settings, pattern))
-    hf.only(settings, sliding_window=())
+    hf.only(settings, sliding_window=(), num_hidden_layers=(len(kinds),))
     settings = {**settings, "num_hidden_layers": len(kinds)}
     letters = {"pattern": _written(kinds, "ra--"), "ffn_pattern": _written(kinds, "--fd")}
     if "E" not in kinds:

@@ -116,7 +116,7 @@ def _positions(settings: hf.Settings, kind: str, layer: int) -> hf.Settings:
     else:
         thetas, factors = (settings.get(k) for k in ("rope_theta", "partial_rotary_factors"))
         theta = thetas[layer] if isinstance(thetas, list) else thetas
-        table = {"rope_theta": hf.given({"": theta}, "", 1e4)}
+        table = {"rope_theta": 1e4 if theta is None else theta}
         if factors:
             table["partial_rotary_factor"] = factors[layer]
         if kind == hf.FULL:
