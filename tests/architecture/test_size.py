@@ -19,30 +19,30 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 30_131, "tests": 25_396, "scripts": 3_831}
-WORDS = 43_000
+BUDGETS = {"titan_moe": 31_181, "tests": 25_892, "scripts": 3_840}
+WORDS = 43_720
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_610,
-    "checks": 930,
+    "checks": 935,
     "cli": 1_380,
     "comm": 500,
     "config": 1_060,
     "data": 3_620,
     "debug": 870,
-    "distributed": 2_570,
+    "distributed": 2_580,
     "metrics": 470,
-    "models": 2_850,
-    "moe": 1_000,
-    "ops": 2_120,
+    "models": 3_625,
+    "moe": 1_020,
+    "ops": 2_280,
     "optim": 340,
-    "parallelize": 760,
+    "parallelize": 775,
     "prepare": 210,
     "profiling": 310,
     "runtime": 980,
     "simulate": 1_100,
     "training": 1_630,
-    "verify": 4_810,
+    "verify": 4_860,
 }
 _GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 _NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

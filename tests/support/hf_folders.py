@@ -41,7 +41,8 @@ def make_folder(
     targets = write_as(model, model_shapes(model.config))
     published: dict[str, Tensor] = {}
     # What published code keeps in float32.
-    wide = (".A_log", ".dt_bias", ".mixer.D", ".e_score_correction_bias", ".gate.bias")
+    wide = (".A_log", ".dt_bias", ".mixer.D", ".e_score_correction_bias")
+    wide += (".gate.bias", ".router_bias")
     wide += (".gate.weight",) * any(name.endswith(EXPERT_BIAS) for name in targets)
     for ways in targets.values():
         for way in ways:

@@ -20,10 +20,11 @@ from titan_moe.moe.layer import Experts
 from titan_moe.moe.router import Router
 from titan_moe.ops.activation import CLAMPED_SWIGLU
 from titan_moe.ops.attention import Sdpa, sdpa
-from titan_moe.ops.gated_delta import Recurrence, chunked_rule, short_convolution
+from titan_moe.ops.gated_delta import Recurrence, chunked_rule
 from titan_moe.ops.grouped_mm import add_bias
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.move_rows import add_rows
+from titan_moe.ops.recomputed import short_convolution
 from titan_moe.ops.sparse_attention import Index, SparseAttention
 
 TOKENS, KEYS, ROW = 32_768, 64, 512

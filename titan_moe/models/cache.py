@@ -16,8 +16,9 @@ from torch import Tensor
 
 from titan_moe.models.decoder import Decoder
 from titan_moe.ops.attention import first_seen, is_seen, sdpa
-from titan_moe.ops.gated_delta import DeltaRule, Recurrence, short_convolution
+from titan_moe.ops.gated_delta import DeltaRule, Recurrence
 from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.recomputed import short_convolution
 from titan_moe.ops.sparse_attention import Index, Keys, SparseAttention
 
 

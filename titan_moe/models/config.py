@@ -68,7 +68,7 @@ class GQAConfig:
     rope: RopeConfig | None
     """None: no position has a part in attention (NoPE, arXiv 2305.19466)."""
     local: LocalAttention | None = None
-    """How far the layer sees; None: the whole past."""
+    """Reach into the past; None: all of it."""
     value_dim: int | None = None
     """Channels of a value's head; None: head_dim."""
     qk_norm: Literal["none", "learned", "unweighted", "across_heads"] = "none"

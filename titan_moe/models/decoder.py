@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         activation = config.activation.of(layer)
-        if config.is_moe_layer(layer):
+        if has_experts:
             assert config.moe is not None
             rows = config.vocab_size if layer < config.num_hash_layers else 0
             own = config.moe.activation.of(layer)

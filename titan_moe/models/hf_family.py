@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import IndexerConfig, MLAConfig, ModelConfig, TokenMixer
+from titan_moe.models.config import GQAConfig, IndexerConfig, MLAConfig, ModelConfig, TokenMixer
 from titan_moe.models.hf_reading import Settings, given, needed, only
-from titan_moe.models.hf_rope import rope_from_hf, rope_to_hf, rotary_factor
+from titan_moe.models.hf_rope import rope_from_hf, rope_table, rope_to_hf, rotary_factor
 from titan_moe.models.recurrent_config import GatedDeltaConfig
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 Fields = dict[str, Any]
 """Fields of a ModelConfig by path: {"dim": 256, "attention.num_heads": 8, "moe.top_k": 2}."""
@@ -87,22 +88,26 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "num_nextn_predict_layers": 0,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
 }
 _ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 LATENT_ROPE: Mapping[str, Any] = {"pairing": "neighbours", "latent": True}
 """Positions of DeepSeek's attention."""
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Form:
     """The form of config.json in which models of a family are published."""
 
     family: str
-    model_type: str
+    model_type: str = ""
+    """The model_type of config.json; "": the family's name."""
     architecture: str
     """Name of the class in transformers, without ForCausalLM."""
-    attention: type[Any]
+    attention: type[Any] = GQAConfig
     keys: Mapping[str, str]
     """Paths of our fields -> keys."""
     defaults: dict[str, Any]
@@ -174,17 +179,29 @@ class Form:
 
     def write(self, config: ModelConfig, **own: Any) -> dict[str, Any]:
         """A config.json of these dimensions, with the family's `own` keys."""
-        rope = next((each.rope for each in config.attentions if each.rope), None)
+        ropes = (each.rope for each in config.attentions if each.rope)
         return {
             "architectures": [f"{self.architecture}ForCausalLM"],
-            "model_type": self.model_type,
+            "model_type": self.model_type or self.family,
             "hidden_act": "silu",
             "num_key_value_heads": self.attention_of(config).num_kv_heads,
             **self.fixed,
             **self.required,
             **own,
             **{key: attrgetter(path)(config) for path, key in self.keys.items()},
-            **({} if self.rope is None else rope_to_hf(rope)),
+            **({} if self.rope is None else rope_to_hf(next(ropes, None))),
+        }
+
+    def kinds_to_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of layers that see the whole sequence and of others that see a window, with
+        positions for each kind."""
+        near = {SLIDING: config.near} if isinstance(config.near, GQAConfig) else {}
+        kinds = {FULL: self.attention_of(config), **near}
+        tables = {kind: rope_table(each) for kind, each in kinds.items() if each.rope}
+        return {
+            "layer_types": kinds_of(config, SLIDING),
+            "sliding_window": near_size(config),
+            "rope_parameters": tables,
         }
 
 
@@ -234,12 +251,23 @@ def _latent(settings: Settings) -> Fields:
     that share keys, and for layers without experts among others."""
     only(settings, num_key_value_heads=(needed(settings, "num_attention_heads"),))
     only(settings, mlp_bias=(False,), moe_layer_freq=(1,), rope_interleave=(True,))
-    if (kinds := settings.get("mlp_layer_types")) is None:
-        return {}
+    kinds = settings.get("mlp_layer_types")
+    return {} if kinds is None else {"num_dense_layers": dense_layers(kinds, len(kinds))}
+
+
+def dense_layers(kinds: list[str], num_layers: int, keys: str = "mlp_layer_types") -> int:
+    """Returns the number of dense layers by the kind of each layer's feed-forward. Raises
+    ConfigError unless dense layers come first, naming the keys that the kinds come from."""
     dense = kinds.count("dense")
-    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-        raise ConfigError(f"config.json: mlp_layer_types: only dense layers first, not {kinds}")
-    return {"num_dense_layers": dense}
+    if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+        raise ConfigError(f"config.json: {keys}: only dense layers first, not {kinds}")
+    return dense
+
+
+def ffn_kinds(config: ModelConfig) -> list[str]:
+    """The `mlp_layer_types` of all layers."""
+    layers = range(config.num_layers)
+    return ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]
 
 
 def recurrent_of(config: ModelConfig, family: str) -> GatedDeltaConfig:
@@ -259,17 +287,37 @@ def shared_experts(settings: Settings, key: str) -> int:
     return int(width // settings[expert])
 
 
-def attending(settings: Settings, other: str, num_layers: int) -> list[bool] | None:
-    """Returns which layers see the whole sequence, by `layer_types`; None without that key.
+def attending(settings: Settings, other: str, num_layers: int, every: int = 1) -> list[bool]:
+    """Returns which layers see the whole sequence, by `layer_types`; without that key, each
+    `every`-th does.
 
     Raises ConfigError unless each layer is such a layer, or of the `other` kind.
     """
     kinds = settings.get("layer_types")
-    if kinds is not None and (len(kinds) < num_layers or set(kinds) - {other, FULL}):
+    if kinds is None:
+        return [(layer + 1) % every == 0 for layer in range(num_layers)]
+    if len(kinds) < num_layers or set(kinds) - {other, FULL}:
         raise ConfigError(
             f"config.json: layer_types: only {other} or {FULL}, {num_layers} times: {kinds}"
         )
-    return kinds and [kind == FULL for kind in kinds[:num_layers]]
+    return [kind == FULL for kind in kinds[:num_layers]]
+
+
+def near_layers(
+    attends: Sequence[bool], size: int, style: Literal["window", "chunk"] = "window"
+) -> Fields:
+    """Returns the fields that tell layers that see the whole sequence from those that see the near
+    past. `size`: how many tokens the latter see."""
+    return {"near.local": LocalAttention(style, size), "pattern": pattern_of(attends, "n")}
+
+
+def positions_of(name: str, positions: Settings, head_dim: int) -> Fields:
+    """Returns the positions of one kind of attention, and the share of a head's channels that they
+    rotate. `name`: our name of its table."""
+    return {
+        f"{name}.rope": rope_from_hf(positions, partial=True),
+        f"{name}.partial_rotary_factor": rotary_factor(positions, head_dim, 1.0),
+    }
 
 
 def of_layers(settings: Settings, layers: Sequence[int], own: Fields) -> Fields:
@@ -307,14 +355,3 @@ def pattern_of(attends: Sequence[bool], other: str) -> str:
     kinds = "".join("a" if each else other for each in attends)
     lengths = range(1, len(kinds) + 1)
     return next(kinds[:n] for n in lengths if (kinds[:n] * len(kinds)).startswith(kinds))
-
-
-def period(key: str, layers: Sequence[bool]) -> int:
-    """Returns N where layers N - 1, 2 N - 1, ... are the true ones; 0 where none is.
-
-    Raises ConfigError for layers without such a rule, naming the key that they come from.
-    """
-    every = layers.index(True) + 1 if True in layers else 0
-    if list(layers) == [bool(every) and (layer + 1) % every == 0 for layer in range(len(layers))]:
-        return every
-    raise ConfigError(f"config.json: {key} must repeat with a fixed step: {list(layers)}")

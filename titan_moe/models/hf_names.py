@@ -4,7 +4,7 @@ No torch. In names, `{layer}` stands for a number on both sides; theirs counts m
 prediction layers on after the others, ours from 0 under `mtp.layers`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -41,11 +41,12 @@ class HFWeight:
 HFKeys = Mapping[str, tuple[HFWeight, ...]]
 
 
-def renamed(ours: str, theirs: str, names: Mapping[str, str]) -> HFKeys:
-    """Tensors that are stored like ours; in both patterns * stands for a name of the table."""
+def renamed(ours: str, theirs: str, names: Mapping[str, str] | Sequence[str]) -> HFKeys:
+    """Tensors that are stored like ours; in both patterns * stands for a name of the table, or of a
+    sequence of names that are theirs too."""
+    pairs = names.items() if isinstance(names, Mapping) else zip(names, names, strict=True)
     return {
-        ours.replace("*", name): (HFWeight(theirs.replace("*", other)),)
-        for name, other in names.items()
+        ours.replace("*", name): (HFWeight(theirs.replace("*", other)),) for name, other in pairs
     }
 
 
@@ -67,21 +68,14 @@ def sections(ours: str, theirs: str, **sizes: int) -> HFKeys:
     return found
 
 
-def stacks(
-    module: str,
-    *,
-    transposed: bool = False,
-    rows: tuple[Literal["first half", "even"], Literal["second half", "odd"]] = (
-        "first half",
-        "second half",
-    ),
-) -> HFKeys:
-    """Experts that are stored as stacks, with gate and up projections in one stack."""
+def stacks(module: str, *, transposed: bool = False, interleaved: bool = False) -> HFKeys:
+    """Experts that are stored as stacks, with gate and up projections in one stack: one after the
+    other, or with interleaved rows."""
     gate_up = f"{module}.gate_up_proj"
     return {
-        "moe.experts.w1": (HFWeight(gate_up, transposed, rows[0]),),
+        "moe.experts.w1": (HFWeight(gate_up, transposed, "even" if interleaved else "first half"),),
         "moe.experts.w2": (HFWeight(f"{module}.down_proj", transposed),),
-        "moe.experts.w3": (HFWeight(gate_up, transposed, rows[1]),),
+        "moe.experts.w3": (HFWeight(gate_up, transposed, "odd" if interleaved else "second half"),),
     }
 
 
@@ -114,11 +108,7 @@ ROUTING_BIAS = renamed("moe.router.*", "mlp.gate.*", {"expert_bias": "e_score_co
 # The form that Mistral and MiniMax publish: one tensor per expert.
 BLOCK_SPARSE_EXPERTS = either(
     renamed("moe.*.weight", "block_sparse_moe.*.weight", {"router.gate": "gate"}),
-    renamed(
-        "moe.experts.*",
-        "block_sparse_moe.experts.{expert}.*.weight",
-        {"w1": "w1", "w2": "w2", "w3": "w3"},
-    ),
+    renamed("moe.experts.*", "block_sparse_moe.experts.{expert}.*.weight", ("w1", "w2", "w3")),
     EXPERTS,
 )
 # DeepSeek's latent attention, with or without an indexer.
@@ -139,7 +129,7 @@ _INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights
 MLA_BLOCK: HFKeys = {
     **_BLOCK_NORMS,
     **renamed("attention.*", "self_attn.*", _LATENT),
-    **renamed("attention.indexer.*", "self_attn.indexer.*", {name: name for name in _INDEXER}),
+    **renamed("attention.indexer.*", "self_attn.indexer.*", _INDEXER),
     **FEED_FORWARD,
     **SHARED_EXPERTS,
     **EXPERTS,

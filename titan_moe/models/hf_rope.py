@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from titan_moe.models.config import GQAConfig, Llama3Scaling, RopeConfig, YarnScaling
 from titan_moe.models.hf_reading import Settings, given, needed, only
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -39,12 +39,15 @@ def rope_to_hf(rope: RopeConfig | None) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": table}
 
 
-def rope_table(rope: RopeConfig | None, factor: float) -> dict[str, Any]:
-    """The table of one kind of layers in rope_parameters. `factor`: the share of a head's channels
-    that rotate."""
+def rope_table(attention: GQAConfig) -> dict[str, Any]:
+    """The table of one kind of layers in rope_parameters. The layers have positions."""
+    rope, factor = attention.rope, attention.partial_rotary_factor
+    assert rope is not None
     written = rope_to_hf(rope)
-    table = {"rope_type": "default", **(written.pop("rope_scaling") or {}), **written}
-    return {**table, "partial_rotary_factor": factor}
+    kind, scaling = "default", written.pop("rope_scaling") or {}
+    if rope.share != 1:  # All channels rotate, of which a share of the pairs turns.
+        kind, factor = "proportional", rope.share
+    return {"rope_type": kind, **scaling, **written, "partial_rotary_factor": factor}
 
 
 def rope_from_hf(

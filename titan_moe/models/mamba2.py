@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from titan_moe.models.attention import Attention, PerHead
 from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.models.rope import Rotation
-from titan_moe.ops.gated_delta import RecurrentCore, gated_norm
+from titan_moe.ops.gated_delta import RecurrentCore
 from titan_moe.ops.operation import at_least_float32
+from titan_moe.ops.recomputed import gated_norm
 
 
 class Mamba2(Attention):
@@ -92,7 +93,7 @@ class TimeStep(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """`ops.gated_delta.gated_norm`, with a weight for each channel: a `PerHead`, since tensor
+    """`ops.recomputed.gated_norm`, with a weight for each channel: a `PerHead`, since tensor
     parallelism cuts groups over ranks."""
 
     def __init__(self, channels: int, size: int, eps: float) -> None:

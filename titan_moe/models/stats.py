@@ -24,13 +24,13 @@ class AttentionStats(NamedTuple):
     parameters: int
     matrices: int
     """Parameters that each token is multiplied with."""
-    score_channels: int
-    """Multiplications of a token with each token that it sees: its scores, and their values."""
     saved: int
     """Elements of a token that its forward leaves for the backward."""
     results: int
     """Elements of a token that recomputation by operation keeps: products, and attention with all
     that it saves."""
+    score_channels: int = 0
+    """Multiplications of a token with each token that it sees: its scores, and their values."""
     state_products: int = 0
     """Multiplications of a token with a recurrent state."""
     index_channels: int = 0
@@ -164,7 +164,6 @@ def _(attention: GatedDeltaConfig, dim: int) -> AttentionStats:
     return AttentionStats(
         parameters=matrices + heads + rates + attention.value_dim,
         matrices=matrices,
-        score_channels=0,
         saved=2 * convolved + 5 * values + kept + narrow,
         results=2 * convolved + 2 * values + heads + rates + narrow,
         # The state is read twice, by the key and by the query, and written once.
@@ -181,7 +180,6 @@ def _(attention: Mamba2Config, dim: int) -> AttentionStats:
     return AttentionStats(
         parameters=matrices + attention.conv_bias * convolved + 3 * heads + values,
         matrices=matrices,
-        score_channels=0,
         # Time steps and decays are float32, and take as much as two each.
         saved=2 * convolved + 3 * values + 8 * heads,
         results=2 * convolved + 2 * values + heads,
@@ -248,16 +246,12 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
     tokens, within the layer's window, chunk or selection; an indexer counts all pairs in causal
     order. "output" includes multi-token prediction, which its stage computes.
     """
-    layers = {
-        f"layers.{layer}": _layer_flops(config, layer, seq_len)
-        for layer in range(config.num_layers)
-    }
+    first = config.num_layers
+    flops = [_layer_flops(config, n, seq_len) for n in range(first + config.num_mtp_layers)]
+    layers = {f"layers.{layer}": each for layer, each in enumerate(flops[:first])}
     logits = 2.0 * config.dim * config.vocab_size
     projection = 2.0 * 2 * config.dim**2
-    ahead = [
-        projection + _layer_flops(config, config.num_layers + depth, seq_len) + logits
-        for depth in range(config.num_mtp_layers)
-    ]
+    ahead = [projection + each + logits for each in flops[first:]]
     return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": logits + sum(ahead)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from titan_moe.ops.operation import at_least_float32, with_kernel
+from titan_moe.ops.operation import at_least_float32, bent, with_kernel
 
 IGNORE_INDEX = -100
 """A label that stands for no target."""
@@ -40,9 +40,9 @@ def capped(cross_entropy: CrossEntropy, cap: float) -> CrossEntropy:
     """Returns the CrossEntropy of cap * tanh(logits / cap), given that of plain logits."""
 
     def of_capped(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        bent_TV = logits_TV.div_(cap).tanh_()
-        loss, grad_TV = cross_entropy(bent_TV * cap, labels_T)
-        return loss, grad_TV.mul_(1 - bent_TV.square())
+        capped_TV, slope_TV = bent(logits_TV, cap)
+        loss, grad_TV = cross_entropy(capped_TV, labels_T)
+        return loss, grad_TV.mul_(slope_TV)
 
     return of_capped
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.ops.activation import SWIGLU, Activation
-from titan_moe.ops.operation import with_kernel
+from titan_moe.ops.operation import bent, with_kernel
 
 Pull = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """Takes the gradient of the hidden rows, which it may overwrite; returns those of gate and up."""
@@ -127,7 +127,7 @@ def hidden_and_pull(gate: Tensor, up: Tensor | None, activation: Activation) -> 
 
 def _factor(up: Tensor, activation: Activation) -> tuple[Tensor, PullOne]:
     if activation.function == "situ":
-        factor, slope = _bent(up, 25.0)
+        factor, slope = bent(up, 25.0)
         return factor, lambda grad: grad.mul_(slope)
     limit, shift = activation.limit, activation.up_shift
     bounded = up if limit is None else up.clamp(-limit, limit)
@@ -153,14 +153,8 @@ def _relu2(x: Tensor, _: float) -> tuple[Tensor, PullOne]:
 
 
 def _situ(x: Tensor, _: float) -> tuple[Tensor, PullOne]:
-    (bent, slope), sigmoid = _bent(x, 4.0), torch.sigmoid(x)
-    return bent * sigmoid, lambda grad: grad * (sigmoid * (slope + bent * torch.sigmoid(-x)))
-
-
-def _bent(x: Tensor, size: float) -> tuple[Tensor, Tensor]:
-    """Returns size * tanh(x / size), and its slope; 1 - tanh^2 would lose digits."""
-    twice = 2 / size * x
-    return size * torch.tanh(x / size), 4 * torch.sigmoid(twice) * torch.sigmoid(-twice)
+    (value, slope), sigmoid = bent(x, 4.0), torch.sigmoid(x)
+    return value * sigmoid, lambda grad: grad * (sigmoid * (slope + value * torch.sigmoid(-x)))
 
 
 _FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "relu2": _relu2, "situ": _situ}

@@ -200,8 +200,8 @@ def _of_tokens(plan: Plan, share: Share, sizes: Sizes) -> Table:
     in_chunk = min(tokens, LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens)
     weight = vocabulary * config.dim * any(sizes.trained["output"])
     logits = {
-        # Their gradients take the logits' place.
-        "logits of a chunk": in_chunk * vocabulary * compute,
+        # Their gradients take the logits' place. A cap holds them as they were, and its slope.
+        "logits of a chunk": in_chunk * vocabulary * compute * (3 if config.logit_cap else 1),
         "gradients of the output layer's input": (
             share.losses * tokens * (1 + config.num_mtp_layers) * config.dim * compute
         ),

@@ -181,6 +181,7 @@ NEMO = ("nemotron_h", "120B-A12B")
         (MIMO, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: only 5000000.0"),
         (MIMO, {"layernorm_epsilon": 1e-6}, "layernorm_epsilon=1e-06 is not supported"),
         (MIMO, {"moe_layer_freq": [1] * 48}, "moe_layer_freq="),
+        (NEMO, {"num_hidden_layers": 3}, "num_hidden_layers=3 is not supported: only 88"),
         (NEMO, {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
         (NEMO, {"hybrid_override_pattern": "MEW"}, "of the kinds ['W'] are not supported"),
         (NEMO, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 is not supported"),
@@ -218,6 +219,14 @@ def test_layers_of_each_kind_are_read_in_any_order(flavor, change_of, tmp_path):
     config = model.config
     assert [config.mixer(n) is config.attention for n in range(num_layers)] == [*map(bool, kinds)]
     assert differences(config, model_of(write(tmp_path, model.settings())).config) == []
+
+
+def test_step_of_windows_alone_is_written_as_it_is_read(tmp_path):
+    settings = settings_of(*STEP) | {"layer_types": ["sliding_attention"] * 45}
+    model = model_of(write(tmp_path, settings))
+    written = model.settings()
+    assert written["rope_parameters"].keys() == {"sliding_attention"}
+    assert differences(model.config, model_of(write(tmp_path, written)).config) == []
 
 
 EARLIER = json.loads((Path(__file__).parent / "records.json").read_text())

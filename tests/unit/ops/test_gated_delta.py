@@ -16,8 +16,8 @@ from titan_moe.ops.gated_delta import (
     chunked_rule,
     fla_kernels,
     fla_rule,
-    short_convolution,
 )
+from titan_moe.ops.recomputed import short_convolution
 from titan_moe.verify.gradients.cores import TokenByToken, recur, recur_additively
 
 # Sequence length, chunk size, key heads, value heads of each, channels of keys, of values; and

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.operations import Operations
-from titan_moe.ops.cross_entropy import IGNORE_INDEX
+from titan_moe.ops.cross_entropy import IGNORE_INDEX, capped, cross_entropy
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 
 TOKENS, D, VOCABULARY, FACTORS = 22, 3, 11, (1.0, 0.3)
@@ -87,3 +87,19 @@ def test_no_more_logits_than_a_chunk_of_tokens_ever_exist():
         linear_cross_entropy(x, weight, labels, chunk_size=4).loss.backward()
     logits = [shape for shape in seen.shapes if len(shape) == 2 and shape[1] == VOCABULARY]
     assert max(num_tokens for num_tokens, _ in logits) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_capped_logits_near_the_cap_have_their_small_gradients(dtype: torch.dtype):
+    """1 - tanh^2 would lose them: at three times the cap it is 0.01."""
+    torch.manual_seed(0)
+    cap = 5.0
+    logits = (cap * torch.linspace(-3, 3, 24).repeat(8, 1)).to(dtype)
+    labels = torch.randint(24, (8,))
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(cap * (exact / cap).tanh(), labels, reduction="sum")
+    wanted.backward()
+    found, grad = capped(cross_entropy, cap)(logits.clone(), labels)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    assert found.item() == pytest.approx(wanted.item(), rel=bound)
+    assert (grad.double() / exact.grad - 1).abs().max() <= bound

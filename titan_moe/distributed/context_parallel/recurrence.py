@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.comm.collectives import gather_summed
 from titan_moe.distributed.context_parallel.apply import chunks_of_ranks, local_positions
-from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence, short_convolution
+from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence
+from titan_moe.ops.recomputed import short_convolution
 
 
 class SegmentedRecurrence:

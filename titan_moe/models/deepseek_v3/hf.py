@@ -8,7 +8,6 @@ version leaves out, whatever config.json says, is refused rather than trained di
 """
 
 from dataclasses import replace
-from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
@@ -18,7 +17,6 @@ MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 
 _DENSE = hf.Form(
     family="deepseek_v3",
-    model_type="deepseek_v3",
     architecture="DeepseekV3",
     attention=MLAConfig,
     keys=hf.MLA_KEYS,
@@ -60,7 +58,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     return form.config(fields)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     moe = config.moe
     if moe is None:

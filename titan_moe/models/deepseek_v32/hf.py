@@ -7,7 +7,6 @@ indexer, which see the keys that the layer before sees.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
@@ -17,7 +16,6 @@ from titan_moe.models.config import MLAConfig, ModelConfig
 _FULL, _SHARED = "full", "shared"
 _FORM = hf.Form(
     family="deepseek_v32",
-    model_type="deepseek_v32",
     architecture="DeepseekV32",
     attention=MLAConfig,
     keys={
@@ -30,7 +28,6 @@ _FORM = hf.Form(
     defaults={
         "max_position_embeddings": 163_840,
         "n_shared_experts": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "n_group": 8,
         "topk_group": 4,
@@ -49,7 +46,7 @@ _GLM = replace(
     fixed={"indexer_rope_interleave": True},
     fields={"attention.indexer.pairing": "neighbours", "moe.score": "sigmoid"},
 )
-MODEL_TYPES = (_FORM.model_type, _GLM.model_type)
+MODEL_TYPES = ("deepseek_v32", _GLM.model_type)
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
@@ -79,15 +76,13 @@ def _shared(settings: hf.Settings, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _SHARED)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     indexer = _FORM.attention_of(config).indexer
     if indexer is None or config.moe is None:
         raise ConfigError(f"the Hugging Face form of {_FORM.family} has an indexer and experts")
-    own: dict[str, Any] = {}
-    if indexer.shared_in:
-        layers = range(config.num_layers)
-        own["indexer_types"] = [_SHARED if n in indexer.shared_in else _FULL for n in layers]
+    kinds = [_SHARED if n in indexer.shared_in else _FULL for n in range(config.num_layers)]
+    own = {"indexer_types": kinds} if indexer.shared_in else {}
     return (_GLM if indexer.pairing == "neighbours" else _FORM).write(config, **own)
 
 

@@ -5,25 +5,19 @@ Layers that see the whole past have heads of their own, whose values are their k
 that turn a share of each head's pairs. A dense feed-forward runs beside the experts.
 """
 
-from typing import Any
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
-from titan_moe.models.hf_rope import rope_table
 from titan_moe.ops.activation import Activation
-from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("gemma4_text",)
 
-_SLIDING = "sliding_attention"
 _GELU = Activation("gelu_tanh")
 _FORM = hf.Form(
     family="gemma4",
     model_type="gemma4_text",
     architecture="Gemma4",
-    attention=GQAConfig,
     keys={
         **hf.GQA_KEYS,
         "moe.num_experts": "num_experts",
@@ -60,7 +54,7 @@ _FORM = hf.Form(
 )
 _ROPE = {
     hf.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    hf.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 
 
@@ -69,20 +63,18 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     hf.only(settings, use_bidirectional_attention=("vision",))
     fields = _FORM.read(settings)
     ropes, layers = hf.given(settings, "rope_parameters", _ROPE), fields["num_layers"]
-    sixth = [(layer + 1) % 6 == 0 for layer in range(layers)]
-    attends = hf.attending(settings, _SLIDING, layers) or sixth
+    attends = hf.attending(settings, hf.SLIDING, layers, every=6)
     if not attends[-1]:
         raise ConfigError(f"config.json: layer_types: the last of {layers} must be {hf.FULL}")
     shares = hf.given(settings, "attention_k_eq_v", False)
     fields |= {
+        **hf.near_layers(attends, hf.given(settings, "sliding_window", 512)),
         "near.num_kv_heads": fields["attention.num_kv_heads"],
         "near.head_dim": fields["attention.head_dim"],
-        "near.rope": _rope(ropes, _SLIDING),
-        "near.local": LocalAttention("window", hf.given(settings, "sliding_window", 512)),
+        "near.rope": _rope(ropes, hf.SLIDING),
         "near.shares_kv": False,
         "attention.rope": _rope(ropes, hf.FULL),
         "attention.shares_kv": shares,
-        "pattern": hf.pattern_of(attends, "n"),
         "embedding_scale": fields["dim"] ** 0.5,
         "moe.stream_eps": fields["norm_eps"],
     }
@@ -105,23 +97,16 @@ def _rope(tables: hf.Settings, kind: str) -> RopeConfig:
     )
 
 
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    kind = {} if rope.share == 1 else {"rope_type": "proportional"}
-    return rope_table(rope, rope.share) | kind
-
-
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     full, near = _FORM.attention_of(config), config.near
-    assert isinstance(near, GQAConfig) and near.rope is not None
+    assert isinstance(near, GQAConfig)
     settings = _FORM.write(
         config,
-        layer_types=hf.kinds_of(config, _SLIDING),
-        sliding_window=hf.near_size(config),
+        **_FORM.kinds_to_hf(config),
         attention_k_eq_v=full.shares_kv,
         global_head_dim=full.head_dim,
         num_global_key_value_heads=full.num_kv_heads,
-        rope_parameters={hf.FULL: _rope_to_hf(full.rope), _SLIDING: _rope_to_hf(near.rope)},
     )
     del settings["hidden_act"]
     return settings | {"head_dim": near.head_dim, "num_key_value_heads": near.num_kv_heads}
@@ -134,18 +119,12 @@ _BLOCK: names.HFKeys = {
     **names.stacks("experts"),
     **names.renamed(
         "*_norm.weight",
-        "*_layernorm.weight",
-        {
-            "attention": "input",
-            "post_attention": "post_attention",
-            "ffn": "pre_feedforward",
-            "post_ffn": "post_feedforward",
-        },
-    ),
-    **names.renamed(
-        "*_norm.weight",
         "*.weight",
         {
+            "attention": "input_layernorm",
+            "post_attention": "post_attention_layernorm",
+            "ffn": "pre_feedforward_layernorm",
+            "post_ffn": "post_feedforward_layernorm",
             "moe": "pre_feedforward_layernorm_2",
             "post_dense": "post_feedforward_layernorm_1",
             "post_moe": "post_feedforward_layernorm_2",

@@ -7,52 +7,46 @@ latent attention instead, and the same experts.
 transformers leaves out multi-token prediction; its layer here is built as DeepSeek-V3's.
 """
 
-from typing import Any
+from dataclasses import replace
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.hf_rope import of_rope
 
-_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131_072,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-}
 _FORM = hf.Form(
     family="glm4_moe",
-    model_type="glm4_moe",
     architecture="Glm4Moe",
-    attention=GQAConfig,
     keys={
         **hf.GQA_KEYS,
         **hf.ROUTER_KEYS,
         "num_mtp_layers": "num_nextn_predict_layers",
         "attention.partial_rotary_factor": "partial_rotary_factor",
     },
-    defaults=_DEFAULTS,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+    },
     fields={"attention.output_bias": False, "moe.score": "sigmoid"},
     rope={"partial": True},
 )
-_LATENT = hf.Form(
-    family="glm4_moe",
+_LATENT = replace(
+    _FORM,
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLite",
     attention=MLAConfig,
     keys={**hf.MLA_KEYS, **hf.ROUTER_KEYS},
-    defaults=_DEFAULTS
+    defaults=_FORM.defaults
     | {"max_position_embeddings": 202_752, "routed_scaling_factor": 1.8, "q_lora_rank": None},
     fields={"moe.score": "sigmoid"},
     rope=hf.LATENT_ROPE,
 )
-MODEL_TYPES = (_FORM.model_type, _LATENT.model_type, "glm4v_moe_text")
+MODEL_TYPES = ("glm4_moe", _LATENT.model_type, "glm4v_moe_text")
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
@@ -66,12 +60,10 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     return _FORM.config(_FORM.read(settings) | {"attention.qk_norm": normed})
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     if isinstance(config.attention, MLAConfig):
-        dense = config.num_dense_layers
-        kinds = ["dense"] * dense + ["sparse"] * (config.num_layers - dense)
-        return _LATENT.write(config, mlp_layer_types=kinds)
+        return _LATENT.write(config, mlp_layer_types=hf.ffn_kinds(config))
     return _FORM.write(config, use_qk_norm=_FORM.attention_of(config).qk_norm == "learned")
 
 

@@ -1,23 +1,17 @@
 """gpt-oss (arXiv 2508.10925), from the config.json files of openai/gpt-oss-20b and
 openai/gpt-oss-120b. Its experts are stacks, gate and up projections interleaved."""
 
-from typing import Any
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import ModelConfig
 from titan_moe.ops.activation import CLAMPED_SWIGLU
-from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("gpt_oss",)
 
-_SLIDING = "sliding_attention"
 _FORM = hf.Form(
     family="gpt_oss",
-    model_type="gpt_oss",
     architecture="GptOss",
-    attention=GQAConfig,
     keys=hf.LOCAL_EXPERT_KEYS,
     defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "attention_bias": True},
     fixed={"swiglu_limit": 7.0},
@@ -40,22 +34,18 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         raise ConfigError("config.json: rope_scaling is missing; none is {'rope_type': 'default'}")
     fields = _FORM.read(settings)
     window, num_layers = settings.get("sliding_window", 128), fields["num_layers"]
-    alternating = [layer % 2 == 1 for layer in range(num_layers)]
-    sees_all = hf.attending(settings, _SLIDING, num_layers) or alternating
-    if window is not None and not all(sees_all):
-        fields |= {
-            "near.local": LocalAttention("window", window),
-            "pattern": hf.pattern_of(sees_all, "n"),
-        }
+    attends = hf.attending(settings, hf.SLIDING, num_layers, every=2)
+    if window is not None and not all(attends):
+        fields |= hf.near_layers(attends, window)
     return _FORM.config(fields)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     settings = _FORM.write(
         config,
         sliding_window=hf.near_size(config),
-        layer_types=hf.kinds_of(config, _SLIDING),
+        layer_types=hf.kinds_of(config, hf.SLIDING),
     )
     return settings | {"rope_scaling": settings["rope_scaling"] or {"rope_type": "default"}}
 
@@ -64,7 +54,7 @@ _BLOCK: names.HFKeys = {
     **names.GQA_BLOCK,
     **names.renamed("attention.*.weight", "self_attn.*", {"sinks": "sinks"}),
     **names.renamed("moe.router.gate.*", "mlp.router.*", {"weight": "weight", "bias": "bias"}),
-    **names.stacks("mlp.experts", transposed=True, rows=("even", "odd")),
+    **names.stacks("mlp.experts", transposed=True, interleaved=True),
     "moe.experts.b1": (names.HFWeight("mlp.experts.gate_up_proj_bias", rows="even"),),
     "moe.experts.b3": (names.HFWeight("mlp.experts.gate_up_proj_bias", rows="odd"),),
     "moe.experts.b2": (names.HFWeight("mlp.experts.down_proj_bias"),),

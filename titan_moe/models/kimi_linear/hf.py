@@ -5,8 +5,6 @@ config.json is read as published (`linear_attn_config`) and as transformers writ
 (`layer_types`, `linear_head_dim`). It is written with the keys of both.
 """
 
-from typing import Any
-
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
 from titan_moe.models.config import MLAConfig, ModelConfig
@@ -16,7 +14,6 @@ MODEL_TYPES = ("kimi_linear",)
 
 _FORM = hf.Form(
     family="kimi_linear",
-    model_type="kimi_linear",
     architecture="KimiLinear",
     attention=MLAConfig,
     keys={
@@ -33,7 +30,6 @@ _FORM = hf.Form(
         "q_lora_rank": None,
         "rms_norm_eps": 1e-5,
         "num_expert_group": 1,
-        "topk_group": 1,
         "moe_renormalize": True,
         "first_k_dense_replace": 1,
     },
@@ -73,10 +69,9 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
 
 
 def _recurrent_layers(settings: hf.Settings, num_layers: int) -> hf.Fields:
-    attends, table = hf.attending(settings, _LINEAR, num_layers), settings.get("linear_attn_config")
-    if attends is None:
-        table = hf.needed(settings, "linear_attn_config")
-        numbers = hf.needed(table, "full_attn_layers")
+    table, attends = settings.get("linear_attn_config"), hf.attending(settings, _LINEAR, num_layers)
+    if settings.get("layer_types") is None:
+        numbers = hf.needed(hf.needed(settings, "linear_attn_config"), "full_attn_layers")
         attends = [number in numbers for number in range(1, num_layers + 1)]
     table = table or {name: hf.needed(settings, key) for name, key in _STATES.items()}
     dim, heads, size = (hf.needed(table, name) for name in _STATES)
@@ -84,21 +79,20 @@ def _recurrent_layers(settings: hf.Settings, num_layers: int) -> hf.Fields:
     return {"recurrent": recurrent, "pattern": hf.pattern_of(attends, "r")}
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     recurrent = hf.recurrent_of(config, _FORM.family)
     kinds = hf.kinds_of(config, _LINEAR)
-    sizes = recurrent.key_dim, recurrent.num_key_heads, recurrent.conv_size
-    states = dict(zip(_STATES, sizes, strict=True))
+    states = recurrent.key_dim, recurrent.num_key_heads, recurrent.conv_size
     return _FORM.write(
         config,
         linear_attn_config={
             "full_attn_layers": [n for n, kind in enumerate(kinds, 1) if kind == hf.FULL],
             "kda_layers": [n for n, kind in enumerate(kinds, 1) if kind == _LINEAR],
-            **states,
+            **dict(zip(_STATES, states, strict=True)),
         },
         layer_types=kinds,
-        **{key: states[name] for name, key in _STATES.items()},
+        **dict(zip(_STATES.values(), states, strict=True)),
     )
 
 
@@ -106,9 +100,7 @@ _RECURRENT = names.renamed(
     "attention.*.weight",
     "self_attn.*.weight",
     {
-        "in_proj.q": "q_proj",
-        "in_proj.k": "k_proj",
-        "in_proj.v": "v_proj",
+        **{f"in_proj.{x}": f"{x}_proj" for x in "qkv"},
         "narrow.z": "g_a_proj",
         "in_proj.z": "g_b_proj",
         "gates.b": "b_proj",

@@ -6,13 +6,10 @@ of blended channels) and in length (262,144 tokens): import it from its own conf
 model is read alone (`llama4_text`), or inside the published one (`llama4`).
 """
 
-from typing import Any
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature, RopeConfig
-from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.models.config import ModelConfig, PositionTemperature, RopeConfig
 
 MODEL_TYPES = ("llama4_text",)
 
@@ -20,7 +17,6 @@ _FORM = hf.Form(
     family="llama4",
     model_type="llama4_text",
     architecture="Llama4",
-    attention=GQAConfig,
     keys=hf.LOCAL_EXPERT_KEYS | {"hidden_dim": "intermediate_size_mlp"},
     defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
     fixed={"router_jitter_noise": 0.0},
@@ -55,9 +51,7 @@ def _near(settings: hf.Settings, rope: RopeConfig) -> hf.Fields:
     # Layers without rotary positions are those that see the whole sequence.
     num_layers = settings["num_hidden_layers"]
     every = hf.given(settings, "no_rope_layer_interval", 4)
-    rotates = settings.get("no_rope_layers") or [
-        (layer + 1) % every != 0 for layer in range(num_layers)
-    ]
+    rotates = settings.get("no_rope_layers") or [(n + 1) % every for n in range(num_layers)]
     if len(rotates) < num_layers:
         problem = f"must have {num_layers} entries, not {len(rotates)}"
         raise ConfigError(f"config.json: no_rope_layers {problem}")
@@ -67,20 +61,22 @@ def _near(settings: hf.Settings, rope: RopeConfig) -> hf.Fields:
     return {
         "attention.rope": None,
         "near.rope": rope,
-        "near.local": LocalAttention("chunk", hf.given(settings, "attention_chunk_size", 8192)),
-        "pattern": hf.pattern_of(sees_all, "n"),
+        **hf.near_layers(sees_all, hf.given(settings, "attention_chunk_size", 8192), "chunk"),
     }
 
 
 def _moe_every(settings: hf.Settings) -> int:
-    layers = settings.get("moe_layers")
-    if layers is None:
+    listed, num_layers = settings.get("moe_layers"), settings["num_hidden_layers"]
+    if listed is None:
         return hf.given(settings, "interleave_moe_layer_step", 1)
-    has_experts = [layer in layers for layer in range(settings["num_hidden_layers"])]
-    return hf.period("moe_layers", has_experts)
+    layers = [layer for layer in range(num_layers) if layer in listed]
+    every = layers[0] + 1 if layers else 0
+    if layers and layers != list(range(every - 1, num_layers, every)):
+        raise ConfigError(f"config.json: moe_layers must repeat with a fixed step: {listed}")
+    return every
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     attention, layers = _FORM.attention_of(config), range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)

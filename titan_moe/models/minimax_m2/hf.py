@@ -4,19 +4,15 @@ heads together, and so are its keys; positions rotate half of each head's channe
 That file names multi-token prediction layers, whose weights are not published: there are none here.
 """
 
-from typing import Any
-
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import ModelConfig
 
 MODEL_TYPES = ("minimax_m2",)
 
 _FORM = hf.Form(
     family="minimax_m2",
-    model_type="minimax_m2",
     architecture="MiniMaxM2",
-    attention=GQAConfig,
     keys=hf.BLOCK_SPARSE_KEYS,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608},
     fixed={
@@ -48,7 +44,7 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     return _FORM.config(fields)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     return _FORM.write(config, rotary_dim=_FORM.attention_of(config).rope_dim)
 

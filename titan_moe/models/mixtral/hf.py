@@ -1,20 +1,15 @@
 """Mixtral (arXiv 2401.04088), from the config.json files of mistralai/Mixtral-8x7B-v0.1 and
 mistralai/Mixtral-8x22B-v0.1."""
 
-from typing import Any
-
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.models.config import ModelConfig
 
 MODEL_TYPES = ("mixtral",)
 
 _FORM = hf.Form(
     family="mixtral",
-    model_type="mixtral",
     architecture="Mixtral",
-    attention=GQAConfig,
     keys=hf.BLOCK_SPARSE_KEYS,
     defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
     fixed={"router_jitter_noise": 0.0},
@@ -27,11 +22,11 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     fields, window = _FORM.read(settings), settings.get("sliding_window")
     if window is not None:
-        fields |= {"near.local": LocalAttention("window", window), "pattern": "n"}
+        fields |= hf.near_layers([False], window)
     return _FORM.config(fields)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     return _FORM.write(config, sliding_window=hf.near_size(config))
 

@@ -7,13 +7,13 @@ The depth of multi-token prediction is a layer of attention and one of experts, 
 leaves out.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import ModelConfig
 from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.ops.activation import Activation
 
@@ -33,9 +33,7 @@ _STATES = {
 }
 _DENSE = hf.Form(
     family="nemotron_h",
-    model_type="nemotron_h",
     architecture="NemotronH",
-    attention=GQAConfig,
     recurrent=Mamba2Config,
     keys={
         **hf.GQA_KEYS,
@@ -75,9 +73,6 @@ _MOE = replace(
     defaults={
         **_DENSE.defaults,
         "moe_latent_size": None,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
     fields={**_DENSE.fields, "moe.activation": _SQUARED, "moe.score": "sigmoid"},
@@ -94,10 +89,9 @@ _SHARED = "moe_shared_expert_intermediate_size"
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
-    kinds = _kinds(settings, "layers_block_type", "hybrid_override_pattern")
-    if not kinds:
-        hf.needed(settings, "hybrid_override_pattern")
-    hf.only(settings, sliding_window=())
+    pattern = "hybrid_override_pattern"
+    kinds = _kinds(settings.get("layers_block_type") or hf.needed(settings, pattern))
+    hf.only(settings, sliding_window=(), num_hidden_layers=(len(kinds),))
     settings = {**settings, "num_hidden_layers": len(kinds)}
     letters = {"pattern": _written(kinds, "ra--"), "ffn_pattern": _written(kinds, "--fd")}
     if "E" not in kinds:
@@ -105,8 +99,8 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
         return _DENSE.config(_DENSE.read(settings) | letters)
     if hf.given(settings, "num_nextn_predict_layers", 0):
         hf.only(settings, num_nextn_predict_layers=(1,))
-        ahead = _kinds(settings, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
-        hf.only({"mtp_hybrid_override_pattern": ahead or None}, mtp_hybrid_override_pattern=("*E",))
+        ahead = settings.get("mtp_layers_block_type") or settings.get(f"mtp_{pattern}")
+        hf.only({f"mtp_{pattern}": _kinds(ahead or "*E")}, **{f"mtp_{pattern}": ("*E",)})
     shared = hf.shared_experts(settings, _SHARED)
     # A model without a dense layer has no use for their width.
     width = hf.given(settings, "intermediate_size", settings["moe_intermediate_size"])
@@ -114,12 +108,9 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     return _MOE.config(_MOE.read(settings) | letters)
 
 
-def _kinds(settings: hf.Settings, words: str, pattern: str) -> str:
-    """Returns the letters of all layers, by a list of words, which goes first, or a pattern."""
-    letters = {word: letter for letter, both in _KINDS.items() for word in both}
-    listed = settings.get(words) or [
-        _KINDS[x][0] if x in _KINDS else x for x in settings.get(pattern) or ""
-    ]
+def _kinds(listed: Sequence[str]) -> str:
+    """Returns the letters of all layers, by a list of words or a pattern."""
+    letters = {each: letter for letter, words in _KINDS.items() for each in (letter, *words)}
     if unknown := sorted({*listed} - {*letters}):
         known = ", ".join(_KINDS)
         raise ConfigError(
@@ -132,17 +123,17 @@ def _written(kinds: str, ours: str) -> str:
     return kinds.translate(str.maketrans("".join(_KINDS), ours))
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     letters = map(_letter, [config] * config.num_layers, range(config.num_layers))
-    own: dict[str, Any] = {"hybrid_override_pattern": "".join(letters)}
-    if config.moe is None:
-        return _DENSE.write(config, **own)
-    own[_SHARED] = config.moe.num_shared_experts * config.moe.hidden_dim
+    settings = {"hybrid_override_pattern": "".join(letters)}
     if config.num_mtp_layers:
-        own["mtp_hybrid_override_pattern"] = "*E"
+        settings["mtp_hybrid_override_pattern"] = "*E"
+    if (moe := config.moe) is None:
+        return _DENSE.write(config, **settings)
     # transformers builds one shared expert, whatever its width.
-    return {**_MOE.write(config, **own), "n_shared_experts": 1}
+    own = {_SHARED: moe.num_shared_experts * moe.hidden_dim, "n_shared_experts": 1}
+    return {**_MOE.write(config, **settings), **own}
 
 
 def _letter(config: ModelConfig, layer: int) -> str:
@@ -160,9 +151,7 @@ _BLOCK = {
     **names.renamed("attention.*.weight", "mixer.*_proj.weight", {f"w{x}": x for x in "qkvo"}),
     **names.renamed("attention.*.weight", "mixer.*.weight", {"out_norm.scale": "norm"}),
     **names.renamed("attention.*.weight", "mixer.*.weight", {"out_proj": "out_proj"}),
-    **names.renamed(
-        "attention.decay.*.weight", "mixer.*", {x: x for x in ("A_log", "D", "dt_bias")}
-    ),
+    **names.renamed("attention.decay.*.weight", "mixer.*", ("A_log", "D", "dt_bias")),
     **names.renamed("feed_forward.*.weight", "mixer.*.weight", _UP_DOWN),
     **names.renamed(
         "moe.*.weight",
@@ -176,7 +165,12 @@ _BLOCK = {
         names.renamed("moe.experts.*", "mixer.experts.*", _UP_DOWN),
     ),
 }
-_AROUND = {"embedding_norm": "0.enorm", "hidden_norm": "0.hnorm", "projection": "0.eh_proj"}
+_AROUND = {
+    "embedding_norm": "0.enorm",
+    "hidden_norm": "0.hnorm",
+    "projection": "0.eh_proj",
+    "norm": "1.final_layernorm",
+}
 
 
 def keys(config: ModelConfig) -> names.HFKeys:
@@ -187,20 +181,16 @@ def keys(config: ModelConfig) -> names.HFKeys:
     values = recurrent.num_value_heads * recurrent.value_dim
     convolved = {"v": values, "k": keys, "q": keys}
     projected = {"in_proj.z": values, **{f"in_proj.{x}": size for x, size in convolved.items()}}
+    projected["gates.dt"] = recurrent.num_value_heads
     block = {
         **_BLOCK,
-        **names.sections(
-            "attention.*.weight", "mixer.in_proj.weight", **projected,
-            **{"gates.dt": recurrent.num_value_heads},
-        ),
+        **names.sections("attention.*.weight", "mixer.in_proj.weight", **projected),
         **names.sections("attention.conv.*.weight", "mixer.conv1d.weight", **convolved),
         **names.sections("attention.conv_bias.*.weight", "mixer.conv1d.bias", **convolved),
-    }  # fmt: skip
+    }
     found = names.either(_model(block, "backbone."), _model(block, "model."))
     found = {**found, **names.renamed("*.weight", "*.weight", {"output": "lm_head"})}
-    if config.num_mtp_layers == 1:
-        found = {**found, **_ahead(block)}
-    return found
+    return {**found, **_ahead(block)} if config.num_mtp_layers == 1 else found
 
 
 def _model(block: names.HFKeys, prefix: str) -> names.HFKeys:
@@ -215,10 +205,8 @@ def _ahead(block: names.HFKeys) -> names.HFKeys:
     """Names of multi-token prediction's one depth: a layer that attends, and one of experts."""
     ours = "mtp.layers.{layer}."
     attends = {name: ways for name, ways in block.items() if name.startswith("attention")}
-    feeds = {name: ways for name, ways in block.items() if name not in attends}
-    around = {**_AROUND, "norm": "1.final_layernorm"}
     return {
-        **names.renamed(f"{ours}*.weight", "mtp.layers.*.weight", around),
+        **names.renamed(f"{ours}*.weight", "mtp.layers.*.weight", _AROUND),
+        **names.in_layers(block, f"{ours}block.", "mtp.layers.1."),
         **names.in_layers(attends, f"{ours}block.", "mtp.layers.0."),
-        **names.in_layers(feeds, f"{ours}block.", "mtp.layers.1."),
     }

@@ -2,21 +2,18 @@
 config.json files of Qwen/Qwen3-0.6B-Base and so on. The text models of Qwen3-VL are the same."""
 
 from dataclasses import replace
-from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import ModelConfig
 
 _WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 MODEL_TYPES = ("qwen3", "qwen3_vl_text", *_WITH_EXPERTS)
 
 _DENSE = hf.Form(
     family="qwen3",
-    model_type="qwen3",
     architecture="Qwen3",
-    attention=GQAConfig,
     keys=hf.GQA_KEYS,
     defaults={"max_position_embeddings": 32_768, "head_dim": 128},
     fixed={"use_sliding_window": False},
@@ -46,7 +43,7 @@ def _dense_layers(settings: hf.Settings) -> int:
     return len(dense)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     if config.moe is None:
         return _DENSE.write(config)

@@ -9,19 +9,16 @@ DeepSeek-V3's; config.json of Qwen3-Next does not count it, that of Qwen3.5 does
 """
 
 from dataclasses import replace
-from typing import Any
 
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.config import ModelConfig
 from titan_moe.models.recurrent_config import GatedDeltaConfig
 
-_LINEAR = "linear_attention"
+_LINEAR, _SHARED_WIDTH = "linear_attention", "shared_expert_intermediate_size"
 _FORM = hf.Form(
     family="qwen3_next",
-    model_type="qwen3_next",
     architecture="Qwen3Next",
-    attention=GQAConfig,
     keys={
         **hf.GQA_KEYS,
         **hf.QWEN_EXPERT_KEYS,
@@ -36,7 +33,6 @@ _FORM = hf.Form(
     defaults={
         "max_position_embeddings": 32_768,
         "head_dim": 256,
-        "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mtp_num_hidden_layers": 1,
         "partial_rotary_factor": 0.25,
@@ -57,7 +53,7 @@ _QWEN3_5 = replace(
     architecture="Qwen3_5Moe",
     fields=_FORM.fields | {"recurrent.files_join_heads": False},
 )
-MODEL_TYPES = (_FORM.model_type, _QWEN3_5.model_type)
+MODEL_TYPES = ("qwen3_next", _QWEN3_5.model_type)
 
 
 def from_hf(settings: hf.Settings) -> ModelConfig:
@@ -67,25 +63,21 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     width = hf.needed(settings, "moe_intermediate_size")
     width = hf.given(settings, "intermediate_size", width)
     fields = form.read({**settings, "intermediate_size": width})
-    attends = hf.attending(settings, _LINEAR, fields["num_layers"])
-    if attends is None:
-        every = hf.given(settings, "full_attention_interval", 4)
-        attends = [(layer + 1) % every == 0 for layer in range(fields["num_layers"])]
+    every = hf.given(settings, "full_attention_interval", 4)
+    attends = hf.attending(settings, _LINEAR, fields["num_layers"], every)
     fields["pattern"] = hf.pattern_of(attends, "r")
-    fields["moe.num_shared_experts"] = hf.shared_experts(
-        settings, "shared_expert_intermediate_size"
-    )
+    fields["moe.num_shared_experts"] = hf.shared_experts(settings, _SHARED_WIDTH)
     return form.config(fields)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     joined = hf.recurrent_of(config, _FORM.family).files_join_heads
     assert config.moe is not None
     return (_FORM if joined else _QWEN3_5).write(
         config,
         layer_types=hf.kinds_of(config, _LINEAR),
-        shared_expert_intermediate_size=config.moe.num_shared_experts * config.moe.hidden_dim,
+        **{_SHARED_WIDTH: config.moe.num_shared_experts * config.moe.hidden_dim},
     )
 
 
@@ -137,6 +129,7 @@ def _recurrent(config: GatedDeltaConfig) -> names.HFKeys:
     each = values // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads
     all_keys = keys * config.num_key_heads
+    qkv = {"q": all_keys, "k": all_keys, "v": values}
     in_proj, gates, conv = (f"attention.{x}.*.weight" for x in ("in_proj", "gates", "conv"))
     mixed = {
         **names.sections(
@@ -145,13 +138,9 @@ def _recurrent(config: GatedDeltaConfig) -> names.HFKeys:
         **names.sections(gates, "linear_attn.in_proj_ba.weight", b=heads, a=heads),
     }
     own = {
-        **names.sections(
-            in_proj, "linear_attn.in_proj_qkv.weight", q=all_keys, k=all_keys, v=values
-        ),
+        **names.sections(in_proj, "linear_attn.in_proj_qkv.weight", **qkv),
         **names.renamed("attention.*.weight", "linear_attn.*.weight", _GATES),
     }
     forms = (mixed, own) if config.files_join_heads else (own, mixed)
-    convolutions = names.sections(
-        conv, "linear_attn.conv1d.weight", q=all_keys, k=all_keys, v=values
-    )
+    convolutions = names.sections(conv, "linear_attn.conv1d.weight", **qkv)
     return {**_RECURRENT, **names.either(*forms), **convolutions}

@@ -5,24 +5,18 @@ Layers of the near past have heads of their own number; each head's output has a
 of some layers are clamped after their function. Multi-token prediction is left out.
 """
 
-from typing import Any
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.models import hf_family as hf
 from titan_moe.models import hf_names as names
-from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
-from titan_moe.models.hf_rope import rope_table
+from titan_moe.models.config import ModelConfig
 from titan_moe.ops.activation import SWIGLU, Activation
-from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("step3p5", "step3p7")
 
-_SLIDING = "sliding_attention"
 _FORM = hf.Form(
     family="step3p7",
     model_type="step3p5",
     architecture="Step3p7",
-    attention=GQAConfig,
     keys={
         **hf.GQA_KEYS,
         "moe.num_experts": "n_routed_experts",
@@ -64,20 +58,18 @@ def from_hf(settings: hf.Settings) -> ModelConfig:
     layers, width = fields["num_layers"], "share_expert_dim"
     named = {**settings, width: hf.given(settings, width, 1280)}
     fields["moe.num_shared_experts"] = hf.shared_experts(named, width)
-    attends = hf.attending(settings, _SLIDING, layers) or [True] * layers
+    attends = hf.attending(settings, hf.SLIDING, layers)
     fields |= _dense(settings, layers) | _limits(settings, layers)
     scalar, head_dim = settings.get("query_pre_attn_scalar"), fields["attention.head_dim"]
     fields["attention.scale"] = None if scalar in (None, head_dim) else scalar**-0.5
-    for kind, name in ((hf.FULL, "attention"), (_SLIDING, "near")):
+    for kind, name in ((hf.FULL, "attention"), (hf.SLIDING, "near")):
         if (full := kind == hf.FULL) in attends:
-            layer = attends.index(full)
-            rope, factor = _rope(settings, kind, layer, head_dim)
-            fields |= {f"{name}.rope": rope, f"{name}.partial_rotary_factor": factor}
+            positions = _positions(settings, kind, attends.index(full))
+            fields |= hf.positions_of(name, positions, head_dim)
     if not all(attends):
         near = [layer for layer, full in enumerate(attends) if not full]
-        fields["near.local"] = LocalAttention("window", hf.needed(settings, "sliding_window"))
+        fields |= hf.near_layers(attends, hf.needed(settings, "sliding_window"))
         fields["near.num_heads"] = _near_heads(settings, near, fields["attention.num_heads"])
-        fields["pattern"] = hf.pattern_of(attends, "n")
     return _FORM.config(fields)
 
 
@@ -91,15 +83,11 @@ def _near_heads(settings: hf.Settings, layers: list[int], default: int) -> int:
 def _dense(settings: hf.Settings, layers: int) -> hf.Fields:
     """Returns the number of dense layers, which come first: three where no key tells."""
     kinds, named = settings.get("mlp_layer_types"), settings.get("moe_layers_enum")
-    dense = [layer < 3 for layer in range(layers)]
-    if kinds is not None:
-        dense = [kind == "dense" for kind in kinds[:layers]]
-    elif named is not None:
+    if kinds is None:
         numbers = named.split(",") if isinstance(named, str) else named
-        dense = [layer not in {int(each) for each in numbers} for layer in range(layers)]
-    first = sum(dense)
-    if dense != [layer < first for layer in range(layers)]:
-        raise ConfigError("config.json: mlp_layer_types, moe_layers_enum: only dense layers first")
+        sparse = range(3, layers) if numbers is None else {int(number) for number in numbers}
+        kinds = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
+    first = hf.dense_layers(kinds[:layers], layers, "mlp_layer_types, moe_layers_enum")
     hf.only(settings, first_k_dense_replace=(first,))
     return {"num_dense_layers": first}
 
@@ -120,43 +108,36 @@ def _limits(settings: hf.Settings, layers: int) -> hf.Fields:
     return found
 
 
-def _rope(settings: hf.Settings, kind: str, layer: int, head_dim: int) -> tuple[RopeConfig, float]:
-    """Returns the positions of a kind of layers, and the share of a head's channels that they
-    rotate. `layer`: one of them, whose entries in lists count for all."""
+def _positions(settings: hf.Settings, kind: str, layer: int) -> hf.Settings:
+    """Returns the keys of a kind of layers' positions. `layer`: one of them, whose entries in lists
+    count for all."""
     if (tables := settings.get("rope_parameters")) is not None:
         table = dict(hf.needed(tables, kind))
     else:
         thetas, factors = (settings.get(k) for k in ("rope_theta", "partial_rotary_factors"))
         theta = thetas[layer] if isinstance(thetas, list) else thetas
-        table = {"rope_theta": hf.given({"": theta}, "", 1e4)}
+        table = {"rope_theta": 1e4 if theta is None else theta}
         if factors:
             table["partial_rotary_factor"] = factors[layer]
         if kind == hf.FULL:
             table |= settings.get("rope_scaling") or {}
     longest = "max_position_embeddings"
-    positions = {"rope_parameters": table, longest: hf.given(settings, longest, 128_000)}
-    factor = hf.rotary_factor(positions, head_dim, 1.0)
-    return hf.rope_from_hf(positions, partial=True), factor
+    return {"rope_parameters": table, longest: hf.given(settings, longest, 128_000)}
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> hf.Settings:
     """A config.json of these dimensions."""
     full, near, moe = _FORM.attention_of(config), config.near, config.moe
     assert moe is not None
-    kinds = {hf.FULL: full, **({_SLIDING: near} if near else {})}
     layers = range(config.num_layers)
     limits = {"swiglu_limits": moe.activation, "swiglu_limits_shared": config.activation}
     return _FORM.write(
         config,
-        layer_types=hf.kinds_of(config, _SLIDING),
-        sliding_window=hf.near_size(config),
+        **_FORM.kinds_to_hf(config),
         num_sliding_attention_heads=near.num_heads if near else None,
         share_expert_dim=moe.num_shared_experts * moe.hidden_dim,
-        mlp_layer_types=["sparse" if config.is_moe_layer(n) else "dense" for n in layers],
+        mlp_layer_types=hf.ffn_kinds(config),
         query_pre_attn_scalar=full.head_dim if full.scale is None else full.scale**-2,
-        rope_parameters={
-            kind: rope_table(each.rope, each.partial_rotary_factor) for kind, each in kinds.items()
-        },
         **{key: [activation.of(n).limit for n in layers] for key, activation in limits.items()},
     )
 

@@ -48,7 +48,9 @@ def markdown(found: Found, num_seeds: int) -> str:
         _HEADER,
     ]
     for case, by_type in found.items():
-        cells = [number for dtype in _TYPES for number in _cells(by_type[dtype], BOUNDS[dtype])]
+        narrow, wide = (_cells(by_type[dtype], BOUNDS[dtype]) for dtype in _TYPES)
+        # Without an export there is nothing to load.
+        cells = [*narrow, *["—"] * (4 - len(narrow)), *wide]
         lines.append(f"| {case.family} | {case.option} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
