@@ -45,6 +45,13 @@ def check(
     return lines
 
 
+def breaks_rule(job: JobConfig, model: ModelConfig, world_size: int) -> bool:
+    """Returns whether a rule is broken, without a word on how to mend it: for those that ask of
+    thousands of jobs."""
+    run = Run(job, model, world_size)
+    return any(True for rule in _RULES for _ in rule(run))
+
+
 def check_reshard(
     before: JobConfig, job: JobConfig, model: ModelConfig, world_size: int
 ) -> list[str]:

@@ -150,9 +150,11 @@ def _routing_traces(run: Run) -> Iterator[str]:
     record, replay = debug.routing_record, debug.routing_replay
     if record is not None and _has_other_files(Path(record)):
         yield f"debug.routing_record={record} holds other files: choose a new folder"
-    runs = Path(run.job.job.dump_folder).resolve()
-    if record is not None and runs.is_relative_to(Path(record).resolve()):
-        yield f"debug.routing_record={record} holds job.dump_folder={runs}: choose another folder"
+    if record is not None:
+        runs = Path(run.job.job.dump_folder).resolve()
+        if runs.is_relative_to(Path(record).resolve()):
+            line = f"debug.routing_record={record} holds job.dump_folder={runs}"
+            yield f"{line}: choose another folder"
     if replay is None:
         return
     if not (Path(replay) / "record.json").is_file():

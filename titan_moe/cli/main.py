@@ -15,6 +15,7 @@ COMMANDS = {
     "check": "check a configuration and its data, without a GPU",
     "generate": "let a model continue a text",
     "tokenize": "write a pre-tokenised copy of a dataset",
+    "plan": "find the fastest layouts that fit some GPUs, by arithmetic",
     "memory": "estimate what a configuration keeps on each GPU",
     "config init": "start a TOML file for a model family and a number of GPUs",
     "config schema": "write the JSON schema of the TOML files",

@@ -97,13 +97,14 @@ def save_job(job: JobConfig, path: Path) -> None:
     write_whole(path, as_toml(job))
 
 
-def as_toml(job: JobConfig) -> str:
-    """Returns `job` as TOML text. None becomes an absent key."""
+def as_toml(job: JobConfig, *, only_set: bool = False) -> str:
+    """Returns `job` as TOML text. None becomes an absent key. `only_set`: leaves out keys that have
+    their default."""
     import tomli_w
 
-    tables = job.model_dump(exclude_none=True)
-    if not job.stages:
-        del tables["stages"]  # TOML refuses [[stages]] beside an empty list.
+    tables = job.model_dump(exclude_none=True, exclude_defaults=only_set)
+    if not job.stages:  # TOML refuses [[stages]] beside an empty list.
+        tables.pop("stages", None)
     return tomli_w.dumps(tables)
 
 

@@ -9,6 +9,7 @@ running process, so the rules stand here as well. Sources: 1F1B and Interleaved1
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from itertools import count as count_from
 from typing import Literal
@@ -169,14 +170,15 @@ def split_parts(
     costs = [weights[name] for name in layers]
     costs[0] += first
     costs[-1] += last
-    cuts = _even_cuts(costs, stages)
+    cuts = _even_cuts(tuple(costs), stages)
     parts = [layers[start:end] for start, end in pairwise(cuts)]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "output"]
     return parts
 
 
-def _even_cuts(costs: Sequence[float], parts: int) -> list[int]:
+@lru_cache(maxsize=256)
+def _even_cuts(costs: tuple[float, ...], parts: int) -> list[int]:
     """Borders [0, ..., len(costs)] of the contiguous parts; dynamic programming, twice."""
     sums = [0.0, *accumulate(costs)]
 

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from titan_moe.models.recurrent_config import RecurrentConfig
@@ -292,12 +293,12 @@ class ModelConfig:
         named = beyond or self.ffn_pattern[layer % len(self.ffn_pattern)] != "-"
         return named and (self.dense_beside_experts or not self.is_moe_layer(layer))
 
-    @property
+    @cached_property
     def has_dense(self) -> bool:
         """Returns whether some layer has a dense feed-forward."""
         return any(map(self.is_dense_layer, range(self.num_layers)))
 
-    @property
+    @cached_property
     def num_residuals(self) -> int:
         """Parts of the layers that are added to the residual stream: two of a usual layer."""
         layers = range(self.num_layers)
@@ -322,17 +323,17 @@ class ModelConfig:
         """Channels of the rows that routed experts are given."""
         return (self.moe and self.moe.latent_dim) or self.dim
 
-    @property
-    def mixers(self) -> set[TokenMixer]:
+    @cached_property
+    def mixers(self) -> frozenset[TokenMixer]:
         """Returns the different mixers of all layers."""
         mixers = map(self.mixer, range(self.num_layers + self.num_mtp_layers))
-        return {mixer for mixer in mixers if mixer is not None}
+        return frozenset(mixer for mixer in mixers if mixer is not None)
 
-    @property
-    def attentions(self) -> list[AttentionConfig]:
+    @cached_property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
         """Returns the different attentions of all layers, in an order that is always the same."""
         attentions = [each for each in self.mixers if not isinstance(each, RecurrentConfig)]
-        return sorted(attentions, key=repr)
+        return tuple(sorted(attentions, key=repr))
 
     def recurs(self, layer: int) -> bool:
         """Returns whether a layer has a recurrent state."""

@@ -3,7 +3,8 @@
 Pipelines split by FLOPs, MFU counts them, the memory estimate adds up sizes.
 """
 
-from functools import singledispatch
+from collections.abc import Mapping
+from functools import lru_cache, singledispatch
 from typing import NamedTuple
 
 from titan_moe.models.config import (
@@ -208,7 +209,8 @@ class Size(NamedTuple):
         return self.dense + (self.routed * moe.top_k / moe.num_experts if moe else 0.0)
 
 
-def part_sizes(config: ModelConfig) -> dict[str, Size]:
+@lru_cache(maxsize=64)
+def part_sizes(config: ModelConfig) -> Mapping[str, Size]:
     """Returns the sizes of all parts in the model's order: "tok_embeddings", "layers.0", ...,
     "norm", "output", and "mtp" where there is multi-token prediction.
 
@@ -230,14 +232,15 @@ def part_sizes(config: ModelConfig) -> dict[str, Size]:
 
 def total(config: ModelConfig) -> Size:
     """Returns the published model's size: without multi-token prediction, tied weights once."""
-    parts = part_sizes(config)
+    parts = dict(part_sizes(config))
     parts.pop("mtp", None)
     if config.tied_embeddings:
         del parts["output"]
     return Size(sum(p.dense for p in parts.values()), sum(p.routed for p in parts.values()))
 
 
-def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
+@lru_cache(maxsize=64)
+def part_flops(config: ModelConfig, seq_len: int = 4096) -> Mapping[str, float]:
     """Returns the FLOPs of one token's forward in each part, in the model's order.
 
     Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
@@ -247,7 +250,8 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
     order. "output" includes multi-token prediction, which its stage computes.
     """
     first = config.num_layers
-    flops = [_layer_flops(config, n, seq_len) for n in range(first + config.num_mtp_layers)]
+    numbers = range(first + config.num_mtp_layers)
+    flops = [2.0 * sum(layer_products(config, n, seq_len)) for n in numbers]
     layers = {f"layers.{layer}": each for layer, each in enumerate(flops[:first])}
     logits = 2.0 * config.dim * config.vocab_size
     projection = 2.0 * 2 * config.dim**2
@@ -255,27 +259,42 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
     return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": logits + sum(ahead)}
 
 
-def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
-    mixer, moe, (dense, routed) = config.mixer(layer), config.moe, _matrices(config)
-    products = 0.0 if mixer is None else _mixer_products(mixer, config.dim, seq_len)
+class Products(NamedTuple):
+    """Multiplications of a token in one layer's forward."""
+
+    dense: float = 0.0
+    """With parameters that every token meets."""
+    routed: float = 0.0
+    """With its top_k experts."""
+    mixing: float = 0.0
+    """With other tokens, or with a recurrent state."""
+
+
+@lru_cache(maxsize=4096)
+def layer_products(config: ModelConfig, layer: int, seq_len: int) -> Products:
+    """Returns the multiplications of a layer; layers of multi-token prediction follow the last."""
+    mixer, moe, (matrices, routed) = config.mixer(layer), config.moe, _matrices(config)
+    dense = experts = mixing = 0.0
+    if mixer is not None:
+        dense, mixing = attention_stats(mixer, config.dim).matrices, _mixing(mixer, config, seq_len)
     if (streams := config.streams) > 1:  # Two projections of all streams; and they are mixed.
-        products += 2 * streams * (streams + 2) * (streams + 1) * config.dim
+        dense += 2 * streams * (streams + 2) * (streams + 1) * config.dim
     if config.is_dense_layer(layer):
-        products += dense * config.dim * config.hidden_dim
+        dense += matrices * config.dim * config.hidden_dim
     if moe is not None and config.is_moe_layer(layer):
         gates, latent = moe.num_experts + moe.shared_gate, 2 * (moe.latent_dim or 0)
-        shared = dense * moe.num_shared_experts * moe.hidden_dim
-        products += config.dim * (gates + latent + shared)
-        products += routed * config.row_dim * moe.top_k * moe.hidden_dim
-    return 2.0 * products
+        shared = matrices * moe.num_shared_experts * moe.hidden_dim
+        dense += config.dim * (gates + latent + shared)
+        experts = routed * config.row_dim * moe.top_k * moe.hidden_dim
+    return Products(dense, experts, mixing)
 
 
-def _mixer_products(mixer: TokenMixer, dim: int, seq_len: int) -> float:
+def _mixing(mixer: TokenMixer, config: ModelConfig, seq_len: int) -> float:
     local = None if isinstance(mixer, RecurrentConfig) else mixer.local
-    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, dim)
+    seen, attention = mean_seen(local, seq_len), attention_stats(mixer, config.dim)
     keys = seq_len // attention.ratio if attention.ratio else seq_len
     past = mean_seen(None, max(keys, 1)) if attention.ratio else seen
-    products = attention.matrices + attention.index_channels * past + attention.state_products
+    products = attention.index_channels * past + attention.state_products
     if attention.top_k is not None:  # As many pairs as a window of this size leaves.
         past = mean_seen(LocalAttention("window", attention.top_k), max(keys, 1))
     seen = seen + past if attention.ratio else past

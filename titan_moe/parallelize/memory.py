@@ -56,8 +56,8 @@ class Memory:
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
     skew: float
-    """Activations of a rank whose experts get `SKEW` times an even share of rows in every layer,
-    or as many as bounded buffers hold: what they add to the others' terms."""
+    """Activations of a rank whose experts get more than an even share of rows in every layer, or
+    as many as bounded buffers hold: what they add to the others' terms."""
     communicators: float
     """Buffers of NCCL."""
 
@@ -97,11 +97,12 @@ class Memory:
         return f"{self.needed / GIB:.1f} of {gpu / GIB:.1f} GiB, {word}, with {more}"
 
 
-def memory(plan: Plan) -> Memory:
-    """Returns the estimate for one rank: in a pipeline, for the one that needs most."""
+def memory(plan: Plan, skew: float = SKEW) -> Memory:
+    """Returns the estimate for one rank: in a pipeline, for the one that needs most. Its experts
+    get `skew` times an even share of rows."""
     ranks = (
         Memory(**{term: sum(lines.values(), 0.0) for term, lines in table.items()})
-        for table in tables(plan)
+        for table in tables(plan, skew)
     )
     return max(ranks, key=lambda rank: rank.needed)
 

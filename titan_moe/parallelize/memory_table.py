@@ -19,6 +19,7 @@ A line can be checked by hand against a model's config. Its factors, each with i
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -109,12 +110,13 @@ def _shares(plan: Plan) -> Iterator[Share]:
         yield Share(parts, parallelism.pipeline_parallel_microbatch_size, passed, losses, streams)
 
 
-def tables(plan: Plan) -> Iterator[Table]:
-    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line."""
+def tables(plan: Plan, skew: float = SKEW) -> Iterator[Table]:
+    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line. `skew`: rows
+    of its experts, as a multiple of an even share."""
     nccl = {"buffers of NCCL": float(sum(communicators(plan).values()))}
     sizes = _sizes(plan)
     for share in _shares(plan):
-        parameters, tokens = _of_parameters(plan, share, sizes), _of_tokens(plan, share, sizes)
+        parameters, tokens = _of_parameters(plan, share, sizes), _of_tokens(plan, share, sizes, skew)
         yield parameters | tokens | {"communicators": nccl}
 
 
@@ -185,13 +187,13 @@ def _of_parameters(plan: Plan, share: Share, sizes: Sizes) -> Table:
     }
 
 
-def _of_tokens(plan: Plan, share: Share, sizes: Sizes) -> Table:
+def _of_tokens(plan: Plan, share: Share, sizes: Sizes, skew: float) -> Table:
     """Activations, logits and buffers of one microbatch, or of those in flight."""
     config, training, dims = plan.config, plan.job.training, plan.dims
     _, compute, reduced = _widths(plan)
     tokens = share.sequences * training.seq_len / dims.cp
     own_tokens = tokens / dims.tp
-    most_rows = _most_rows(plan, max(round(own_tokens), 1))
+    most_rows = _most_rows(plan, max(round(own_tokens), 1), skew)
     even, skewed = (
         _activations(plan, share, sizes, own_tokens * compute, rows) for rows in (1.0, most_rows)
     )
@@ -285,14 +287,14 @@ def _symmetric_memory(plan: Plan) -> Lines:
     }
 
 
-def _most_rows(plan: Plan, num_tokens: int) -> float:
-    """Returns the most rows that a rank's experts may get, as a multiple of an even share.
-    Symmetric memory without a bound holds all that can come."""
+def _most_rows(plan: Plan, num_tokens: int, skew: float) -> float:
+    """Returns the most rows that a rank's experts get, as a multiple of an even share: `skew`, or
+    what bounded buffers hold. Symmetric memory without a bound holds all that can come."""
     moe, ep, factor = plan.config.moe, plan.dims.ep, plan.dispatch.capacity_factor
     if moe is None or ep == 1:
         return 1.0
     if plan.dispatch.name != "symmetric":
-        factor = factor or SKEW
+        factor = factor or skew
     most = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
     return max(most / (num_tokens * moe.top_k), 1.0)
 
@@ -306,7 +308,9 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     of the rank's experts, as a multiple of an even share.
     """
     config, recompute, num_layers = plan.config, plan.job.activation_checkpoint, share.layers
-    values, results = _values_per_token(config, rows), _results_per_token(plan, rows)
+    slices = plan.dims.etp
+    values = dict(values_per_token(config, rows, slices))
+    results = _results_per_token(plan, rows)
     if config.moe and sizes.keeps_hidden_rows(plan.job):
         hidden = rows * config.moe.top_k * config.moe.hidden_dim
         values["rows before the experts' last product"] = hidden
@@ -334,24 +338,26 @@ def _activations(plan: Plan, share: Share, sizes: Sizes, bytes_: float, rows: fl
     kept["inputs and outputs of stages"] = share.streams * config.dim * config.streams
     layer = {f"{name}, with gradients": 2 * n for name, n in values.items()}
     layer["matrices of pairs"] = _PAIR_MATRICES * 2 * pairs
-    copies = 2 * rows * config.moe.top_k * config.row_dim if config.moe else 0.0
+    copies = 2 * slices * rows * config.moe.top_k * config.row_dim if config.moe else 0.0
     table = {"kept": kept, "layer": layer, "copies": {"rows that go home": copies}}
     return {term: {line: n * bytes_ for line, n in lines.items()} for term, lines in table.items()}
 
 
 def _exchanged_per_token(plan: Plan, rows: float) -> float:
-    """Elements of a token's rows that arrive at its experts' ranks; with the deduplicating
-    dispatcher, at as many ranks as a balanced router draws, at most at all of them."""
-    moe, ranks = plan.config.moe, plan.dims.ep
-    if moe is None or ranks == 1:
+    """Elements of a token's rows that arrive at its experts' ranks, at each that has a slice; with
+    the deduplicating dispatcher, at as many ranks as a balanced router draws, at most at all."""
+    moe, ranks, slices = plan.config.moe, plan.dims.ep, plan.dims.etp
+    if moe is None or ranks * slices == 1:
         return 0.0
     once = min(rows * places_reached(moe.top_k, ranks), ranks)
     deduplicates = plan.dispatch.name == "deduplicated"
-    return (once if deduplicates else rows * moe.top_k) * plan.config.row_dim
+    return slices * (once if deduplicates else rows * moe.top_k) * plan.config.row_dim
 
 
-def _values_per_token(config: ModelConfig, rows: float) -> Lines:
-    """Elements that one token's forward through the largest layer leaves for the backward."""
+@lru_cache(maxsize=256)
+def values_per_token(config: ModelConfig, rows: float, slices: int) -> Lines:
+    """Elements that one token's forward through the largest layer leaves for the backward. Each of
+    the `slices` that etp cuts an expert into has all of its rows."""
     attention = max(attention_stats(mixer, config.dim).saved for mixer in config.mixers)
     # Gate, up and the rows of the last product; of plain SwiGLU silu(gate) too.
     activation = config.activation.of(-1)
@@ -361,7 +367,7 @@ def _values_per_token(config: ModelConfig, rows: float) -> Lines:
     if moe := config.moe:
         # x, gate and up of a routed row are kept, the sum of a latent's rows; the rest is computed
         # again.
-        row = config.row_dim + (1 + moe.activation.gated) * moe.hidden_dim
+        row = slices * config.row_dim + (1 + moe.activation.gated) * moe.hidden_dim
         routed = rows * moe.top_k * row + (moe.latent_dim or 0)
         shared = dense * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + beside)
@@ -381,7 +387,7 @@ def _results_per_token(plan: Plan, rows: float) -> Lines:
     feed_forward = float(first * config.hidden_dim + config.dim) * config.has_dense
     beside = feed_forward * config.dense_beside_experts
     if moe := config.moe:
-        row = (1 + moe.activation.gated) * moe.hidden_dim + config.row_dim
+        row = (1 + moe.activation.gated) * moe.hidden_dim + plan.dims.etp * config.row_dim
         routed = rows * moe.top_k * row
         if moe.latent_dim is not None:  # The results of both maps.
             routed += moe.latent_dim + config.dim

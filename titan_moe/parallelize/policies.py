@@ -4,6 +4,8 @@ Imports no torch, and exchanges nothing: a plan for any world takes milliseconds
 """
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 from titan_moe.config import pipeline
 from titan_moe.config.errors import ConfigError
@@ -109,7 +111,15 @@ def resolve_model(config: ModelConfig, job: JobConfig, device_type: str) -> Mode
         rows = row_alignment(job.model.converters, job.quantize)
         named["row_alignment"] = max(named.get("row_alignment", 1), rows)
     named["force_load_balance"] = job.debug.moe_force_load_balance
-    return replace(config, moe=replace(config.moe, **named))
+    return _with_moe(config, tuple(named.items()))
+
+
+@lru_cache(maxsize=64)
+def _with_moe(config: ModelConfig, keys: tuple[tuple[str, Any], ...]) -> ModelConfig:
+    """Returns the dimensions with other keys of `moe`; the same object for the same keys, whose
+    sums over layers are then made once for thousands of plans."""
+    assert config.moe is not None
+    return replace(config, moe=replace(config.moe, **dict(keys)))
 
 
 def _stages(job: JobConfig, config: ModelConfig) -> list[list[str]]:

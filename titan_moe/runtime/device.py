@@ -8,21 +8,8 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 
 from titan_moe.runtime import host_gloo
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.gpus import gpu_of
 from titan_moe.runtime.launch import Launch
-
-# Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry whose words all occur in a device's
-# name counts: a family's exceptions stand above it.
-_PEAK_FLOPS = (
-    (("A100",), 312e12),
-    (("H100", "NVL"), 835e12),
-    (("H100", "PCIe"), 756e12),
-    (("H100",), 989e12),
-    (("H200",), 989e12),
-    (("GB200",), 2500e12),
-    (("B200",), 2250e12),
-    (("L40S",), 362e12),
-)
-
 
 _DRIVER = Path("/sys/module/nvidia/version")
 
@@ -119,5 +106,5 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_flops_of(name: str) -> float | None:
     """Returns the dense bf16 FLOP/s of a GPU with this CUDA name; None if unknown."""
-    named = (flops for words, flops in _PEAK_FLOPS if all(word in name for word in words))
-    return next(named, None)
+    gpu = gpu_of(name)
+    return None if gpu is None else gpu.flops

@@ -1,0 +1,71 @@
+"""The search for layouts: what it leaves out is nothing better."""
+
+from dataclasses import replace
+
+import pytest
+
+from titan_moe.config.job_config import DEGREES, JobConfig
+from titan_moe.models.hf import model_of_job
+from titan_moe.planner import search as module
+from titan_moe.planner.load import read_load
+from titan_moe.planner.search import Layout, Question, legal_degrees, search, variants
+from titan_moe.planner.step_time import step_time
+from titan_moe.runtime.gpus import GIB, GPUS
+from titan_moe.verify.layouts.layouts import legal_layouts
+
+
+def question(ranks: int = 4, gib: float = 24.0, name: str = "deepseek_v3") -> Question:
+    job = JobConfig.model_validate(
+        {
+            "model": {"name": name, "flavor": "debugmodel"},
+            "training": {"seq_len": 512, "global_batch_size": 8},
+        }
+    )
+    gpu = replace(GPUS["H100"], memory=gib * GIB, node=2)
+    return Question(job, model_of_job(job.model), ranks, gpu, read_load("zipf:1", 8))
+
+
+def everything(asked: Question) -> dict[str, float]:
+    """The fastest time that fits of each degrees, without any bound."""
+    best: dict[str, float] = {}
+    for degrees in legal_degrees(asked):
+        name = " ".join(map(str, degrees.values()))
+        for plan in filter(None, map(asked.plan, variants(asked, degrees))):
+            if asked.needs(plan).needed <= asked.room:
+                seconds = sum(step_time(plan, asked.device, asked.load).values())
+                best[name] = min(seconds, best.get(name, seconds))
+    return best
+
+
+def name_of(layout: Layout) -> str:
+    return " ".join(str(getattr(layout.plan.dims, axis)) for axis in DEGREES)
+
+
+@pytest.mark.parametrize("gib", [7.6, 24.0])
+def test_pruned_search_finds_what_the_search_of_everything_finds(gib: float) -> None:
+    asked = question(gib=gib)
+    best, found = everything(asked), search(asked, keep=3)
+    fastest = sorted(best.items(), key=lambda each: each[1])[:3]
+    assert [layout.step_seconds for layout in found.layouts] == [time for _, time in fastest]
+    assert not {name_of(layout) for layout in found.too_large} & best.keys()
+    assert found.num_degrees > len(best) or gib > 10, "some degrees do not fit"
+
+
+def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(gib=24.0)
+    right = [layout.step_seconds for layout in search(asked, keep=3).layouts]
+    bound = module.best_seconds
+    # The order turns round: the fastest degrees come last.
+    monkeypatch.setattr(module, "best_seconds", lambda *args: 1 / bound(*args))
+    assert [layout.step_seconds for layout in search(asked, keep=3).layouts] != right
+
+
+def test_degrees_are_those_of_all_legal_layouts() -> None:
+    asked = question(ranks=8)
+    ours = {tuple(degrees.values()) for degrees in legal_degrees(asked)}
+    theirs = {
+        (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.etp) for x in legal_layouts(8)
+    }
+    heads = asked.model.attentions[0].num_kv_heads
+    kept = {x for x in theirs if x[0] <= asked.model.num_layers and heads % x[4] == 0}
+    assert ours == {x for x in kept if asked.model.moe and asked.model.moe.num_experts % x[5] == 0}

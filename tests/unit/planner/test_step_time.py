@@ -1,0 +1,147 @@
+"""The estimate of a step's time: its arithmetic is the model's, its bytes are those that are sent."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.models.hf import model_of_job
+from titan_moe.models.stats import layer_products, part_flops
+from titan_moe.parallelize.policies import make_plan
+from titan_moe.planner.load import BALANCED, Load
+from titan_moe.planner import step_time
+from titan_moe.planner.step_time import KINDS, REGIONS, Seconds, bound_by
+from titan_moe.runtime.gpus import GPUS, Device
+from titan_moe.runtime.process_pool import in_fresh_processes
+from titan_moe.simulate.step import RankFacts, measure, rank_step
+
+FAST = 1e30
+COUNTS_FLOPS = Device(
+    "one FLOP a second", 1.0, FAST, FAST, FAST, FAST,
+    products=1.0, experts=1.0, attention=1.0, reach=1.0, dispatch=1 / FAST, latency=1 / FAST,
+)  # fmt: skip
+COUNTS_BYTES = replace(COUNTS_FLOPS, flops=FAST, link=1.0, network=1.0, node=10**6)
+
+
+@pytest.fixture(autouse=True)
+def kernels_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time, "_TILE", 1e-6)
+
+
+def job(name: str = "deepseek_v3", flavor: str = "debugmodel", **tables: Any) -> JobConfig:
+    training = {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 16}
+    return JobConfig.model_validate(
+        {
+            "model": {"name": name, "flavor": flavor},
+            "training": training | tables.pop("training", {}),
+            "activation_checkpoint": {"mode": "none"},
+            **tables,
+        }
+    )
+
+
+def seconds_of(job: JobConfig, ranks: int, device: Device, load: Load = BALANCED) -> Seconds:
+    plan = make_plan(job, model_of_job(job.model), ranks, device_type="cuda", device_bytes=None)
+    return step_time.step_time(plan, device, load)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks"),
+    [
+        ({}, 1),
+        ({"tensor": 2, "expert": 4}, 8),
+        ({"context": 2, "expert": 2, "expert_tensor": 2}, 4),
+        ({"data_parallel_replicate_degree": 2, "expert": 4}, 8),
+    ],
+)
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("deepseek_v3", "debugmodel"),
+        ("qwen3_next", "debugmodel"),
+        ("gpt_oss", "debugmodel"),
+        ("nemotron_h", "debugmodel"),
+        ("llama4", "debugmodel"),
+    ],
+)
+def test_ranks_share_the_flops_of_the_model(
+    model: tuple[str, str], degrees: dict[str, int], ranks: int
+) -> None:
+    keys = {n if "degree" in n else f"{n}_parallel_degree": x for n, x in degrees.items()}
+    one = job(*model, parallelism=keys)
+    found, config = seconds_of(one, ranks, COUNTS_FLOPS), model_of_job(one.model)
+    tokens = 16 * 64 / ranks
+    layers = range(config.num_layers + config.num_mtp_layers)
+    mixing = sum(2 * layer_products(config, n, 64).mixing for n in layers)
+    # Attention's backward computes scores again: 2.5 times its forward, and not 2.
+    projections = 2 * 2 * config.dim**2 * config.num_mtp_layers
+    wanted = 3 * (sum(part_flops(config, 64).values()) - projections) + 0.5 * mixing
+    assert sum(found[region] for region in KINDS["arithmetic"]) == pytest.approx(tokens * wanted)
+
+
+def _traffic(facts: RankFacts, axis: str) -> float:
+    """Bytes that left the rank over an axis alone, or joined with another of the same ranks."""
+    rows = (ops for name, ops in facts.traffic.items() if axis in name.split("+"))
+    return sum(sent for ops in rows for _, sent in ops.values())
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "rows to experts": ({"expert_parallel_degree": 8}, "exchange", "ep"),
+    "gathers of tp": ({"tensor_parallel_degree": 4}, "tensor", "tp"),
+    "parameters": ({}, "parameters", "fsdp"),
+    "keys of cp": ({"context_parallel_degree": 4}, "context", "cp"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_are_those_that_a_rank_of_a_fake_world_sends(name: str) -> None:
+    keys, region, axis = LAYOUTS[name]
+    one = job("qwen3", "debugmodel_moe", parallelism={"fsdp_accumulation": "reduce_each", **keys})
+    ((_, facts),) = in_fresh_processes(measure, [rank_step(one, 8)], num_workers=1)
+    found = seconds_of(one, 8, COUNTS_BYTES)[region]
+    assert found == pytest.approx(_traffic(facts, axis), rel=0.1)
+
+
+def test_a_skewed_load_costs_experts_rows_and_exchanges_alone() -> None:
+    one = job(parallelism={"expert_parallel_degree": 4})
+    even = seconds_of(one, 4, GPUS["H100"])
+    shares = tuple((5 / 16,) * 2 + (1 / 16,) * 6 for _ in range(3))
+    skewed = seconds_of(one, 4, COUNTS_FLOPS, Load("hot", shares))
+    plain = seconds_of(one, 4, COUNTS_FLOPS)
+    assert skewed["experts"] == pytest.approx(2.5 * plain["experts"])
+    assert skewed["products"] == plain["products"] and skewed["output"] == plain["output"]
+    assert set(even) == set(REGIONS)
+
+
+def test_kernels_compute_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = job(parallelism={"expert_parallel_degree": 4})
+    plain = seconds_of(one, 4, COUNTS_FLOPS)["experts"]
+    moe = model_of_job(one.model).moe
+    assert moe is not None
+    # 4 ranks send their top_k rows of 128 tokens to 2 experts each.
+    rows = 128 * moe.top_k * 4 // 8
+    monkeypatch.setattr(step_time, "_TILE", 3 * rows)
+    wide = 3 * rows * -(-moe.hidden_dim // (3 * rows))
+    padded = seconds_of(one, 4, COUNTS_FLOPS)["experts"]
+    assert padded == pytest.approx(plain * 3 * wide / moe.hidden_dim)
+
+
+def test_a_pipeline_waits_for_its_bubble_and_recomputation_costs_a_forward() -> None:
+    keys = {"pipeline_parallel_degree": 2}
+    batch = {"local_batch_size": 8, "global_batch_size": 8}
+    piped = job(parallelism=keys, training=batch)
+    plain, full = (
+        piped.with_values(activation_checkpoint={"mode": mode}) for mode in ("none", "full")
+    )
+    first, second = (seconds_of(each, 2, COUNTS_FLOPS) for each in (plain, full))
+    busy = sum(first.values()) - first["bubble"]
+    # 1F1B: a rank waits for one other, of 8 microbatches.
+    assert first["bubble"] == pytest.approx(busy / 8)
+    assert second["products"] == pytest.approx(first["products"] * 4 / 3)
+
+
+def test_the_largest_kind_of_region_bounds_a_step() -> None:
+    seconds = dict.fromkeys(REGIONS, 0.0) | {"products": 2.0, "exchange": 1.5, "tensor": 1.0}
+    assert bound_by(seconds) == "links"

@@ -1,0 +1,262 @@
+"""Finds the layouts that fit some GPUs, fastest first by the estimate of a step's time.
+
+Degrees are looked at in the order of a bound that no choice of theirs can beat: arithmetic and
+memory traffic without recomputation, with the largest microbatches, spread evenly over a pipeline.
+The search ends where the bound of the next degrees is above the times that it has. Degrees whose
+thriftiest choice does not fit have none that does. Both are compared with a search of everything by
+tests. Imports no torch.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from titan_moe.checks.job import breaks_rule
+from titan_moe.config.job_config import DEGREES, JobConfig
+from titan_moe.config.pipeline import SCHEDULES
+from titan_moe.models.config import ModelConfig
+from titan_moe.parallelize.memory import MARGIN, Memory, memory
+from titan_moe.parallelize.memory_table import SKEW
+from titan_moe.parallelize.plan import Plan
+from titan_moe.parallelize.policies import make_plan
+from titan_moe.planner.load import Load
+from titan_moe.planner.step_time import Seconds, best_seconds, step_time
+from titan_moe.runtime.gpus import Device
+
+_MICROBATCHES = (1, 2, 4, 8, 16)
+"""Sequences of a microbatch that are tried."""
+_SCHEDULES = [name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS")]
+"""Schedules that are tried: two keep more than 1F1B and Interleaved1F1B, and wait as long."""
+_RECOMPUTE = (
+    {"mode": "none"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "selective", "selective_ac_option": "2"},
+    *({"mode": "full", "keep_attention": keeps} for keeps in (True, False)),
+    *({"mode": "full", "keep_attention": k, "keep_exchanged_rows": True} for k in (True, False)),
+)
+_KEEPS = {"keep_attention": False, "keep_exchanged_rows": False}
+Tables = dict[str, dict[str, Any]]
+"""Values by table and key of a configuration."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a job, and what is expected of it."""
+
+    plan: Plan
+    tables: Tables
+    """Keys that it sets in the job."""
+    seconds: Seconds
+    memory: Memory
+    """With the busiest rank of the load."""
+    device: Device
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def degrees(self) -> str:
+        """The degrees above 1, such as "pp=2 ep=8"; dp_shard takes the rest."""
+        sizes = {axis: getattr(self.plan.dims, axis) for axis in DEGREES}
+        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp_shard=1"
+
+
+@dataclass
+class Search:
+    """What a search found."""
+
+    layouts: list[Layout] = field(default_factory=list)
+    """The best choice of each degrees, fastest first."""
+    too_large: list[Layout] = field(default_factory=list)
+    """The thriftiest choice of degrees that do not fit, the nearest to fitting first."""
+    num_degrees: int = 0
+    """Legal degrees."""
+    num_layouts: int = 0
+    """Choices whose time was estimated."""
+    slower: int = 0
+    """Degrees that were left out because no choice of theirs can be among the layouts."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job, and the devices that it is to run on."""
+
+    job: JobConfig
+    """With a global batch size; its degrees are replaced."""
+    model: ModelConfig
+    ranks: int
+    device: Device
+    load: Load
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that an estimate may fill."""
+        return self.device.memory - MARGIN
+
+    def plan(self, tables: Tables) -> Plan | None:
+        """Returns the plan of the job with these keys; None if a rule forbids it."""
+        job = self.job.with_values(**tables)
+        if breaks_rule(job, self.model, self.ranks):
+            return None
+        device, on_node = self.device, min(self.device.node, self.ranks)
+        options: dict[str, Any] = {"device_type": "cuda", "device_bytes": device.memory}
+        return make_plan(job, self.model, self.ranks, ranks_per_node=on_node, **options)
+
+    def needs(self, plan: Plan) -> Memory:
+        """Returns the memory of a plan, for the load or for the skew that other estimates assume,
+        whichever is more."""
+        rows = plan.job.training.seq_len * (self.model.moe.top_k if self.model.moe else 1)
+        return memory(plan, max(SKEW, self.load.busiest(plan.dims.ep, rows)[1]))
+
+    def bound(self, degrees: Mapping[str, int], tables: Tables) -> float:
+        """Returns the seconds that no choice of these degrees is below. `tables`: a legal one."""
+        ways = (way["parallelism"] for way in _dispatches(self, degrees))
+        keys = ({**tables, "parallelism": tables["parallelism"] | way} for way in ways)
+        plans, most = map(self.plan, keys), _MICROBATCHES[-1]
+        return min(best_seconds(each, self.device, self.load, most) for each in plans if each)
+
+
+def search(question: Question, *, keep: int = 10) -> Search:
+    """Returns the best layouts, those of `keep` degrees at most."""
+    found, bounds = Search(), []
+    for degrees in legal_degrees(question):
+        least = _thriftiest(question, degrees)
+        if least is None:
+            continue
+        found.num_degrees += 1
+        if least.memory.needed > question.room:
+            found.too_large.append(least)
+        else:
+            bounds.append((question.bound(degrees, least.tables), len(bounds), degrees))
+    for number, (bound, _, degrees) in enumerate(sorted(bounds)):
+        worst = found.layouts[-1].step_seconds if len(found.layouts) == keep else math.inf
+        if bound >= worst:
+            found.slower = len(bounds) - number
+            break
+        best = _fastest(question, degrees, worst, found)
+        found.layouts = sorted([*found.layouts, *best], key=_order)[:keep]
+    found.too_large.sort(key=lambda each: each.memory.needed)
+    return found
+
+
+def _fastest(
+    question: Question, degrees: Mapping[str, int], worst: float, found: Search
+) -> Iterator[Layout]:
+    """Yields the fastest choice of these degrees that fits, if it takes less than `worst`."""
+    plans = [(plan, keys) for keys in variants(question, degrees) if (plan := question.plan(keys))]
+    times = [step_time(plan, question.device, question.load) for plan, _ in plans]
+    found.num_layouts += len(plans)
+    totals = [sum(seconds.values()) for seconds in times]
+    for n in sorted(range(len(plans)), key=totals.__getitem__):
+        if totals[n] >= worst:
+            return
+        needs = question.needs(plans[n][0])
+        if needs.needed <= question.room:
+            yield Layout(*plans[n], times[n], needs, question.device)
+            return
+
+
+def fits(question: Question) -> bool:
+    """Returns whether some layout fits."""
+    least = (_thriftiest(question, degrees) for degrees in legal_degrees(question))
+    return any(each is not None and each.memory.needed <= question.room for each in least)
+
+
+def _order(layout: Layout) -> tuple[float, float]:
+    return layout.step_seconds, layout.memory.needed
+
+
+def legal_degrees(question: Question) -> Iterator[dict[str, int]]:
+    """Yields the degrees of all axes that divide the ranks, the experts and the heads."""
+    model, ranks = question.model, question.ranks
+    whole = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    experts = [n for n in whole if model.moe and model.moe.num_experts % n == 0] or [1]
+    heads = [n for n in whole if all(each.num_kv_heads % n == 0 for each in model.attentions)]
+    layers = [n for n in whole if n <= model.num_layers]
+    for pp, dp_replicate, cp, tp in product(layers, whole, whole, heads):
+        rest, left = divmod(ranks, pp * dp_replicate * cp * tp)
+        if left or not rest:
+            continue
+        for ep, etp in product(experts, whole if model.moe else [1]):
+            if rest * cp * tp % (ep * etp) == 0:
+                sizes = (pp, dp_replicate, rest, cp, tp, ep, etp)
+                yield dict(zip(DEGREES, sizes, strict=True))
+
+
+def variants(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
+    """Yields all choices of these degrees: schedule, microbatches, recompute,
+    gradients that are reduced once or each time, and dispatch."""
+    pp, routed = degrees["pp"], degrees["ep"] * degrees["etp"] > 1
+    dispatches, chosen = list(_dispatches(question, degrees)), question.job.parallelism
+    shares = ["reduce_each", "keep_gathered"] if pp == 1 else ["auto"]
+    for schedule, (local, size), recompute, share in product(
+        _SCHEDULES if pp > 1 else ["1F1B"],
+        _batches(question, degrees),
+        _RECOMPUTE,
+        shares if chosen.fsdp_accumulation == "auto" else [chosen.fsdp_accumulation],
+    ):
+        if pp > 1 and SCHEDULES[schedule].splits_backward and recompute["mode"] != "none":
+            continue
+        if recompute.get("keep_exchanged_rows") and not routed:
+            continue
+        keys = _pipeline(schedule, local, size) | {"activation_checkpoint": _KEEPS | recompute}
+        keys["parallelism"]["fsdp_accumulation"] = share
+        for dispatch in dispatches:
+            yield keys | {"parallelism": keys["parallelism"] | dispatch["parallelism"]}
+
+
+def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
+    """Yields the degrees with each way in which tokens, and keys of cp, travel."""
+    parallelism, routed = question.job.parallelism, degrees["ep"] * degrees["etp"] > 1
+    chosen = parallelism.expert_parallel_comm_backend, parallelism.expert_parallel_capacity_factor
+    opens = routed and chosen == ("auto", None)
+    for backend, overlap, method in product(
+        ["standard", "deduplicated"] if opens else [chosen[0]],
+        [False, True] if routed else [False],
+        ["allgather", "ulysses", "ring"] if degrees["cp"] > 1 else ["allgather"],
+    ):
+        keys = {DEGREES[axis]: size for axis, size in degrees.items()}
+        keys |= {"expert_parallel_comm_backend": backend, "expert_parallel_overlap": overlap}
+        yield {"parallelism": keys | {"context_parallel_rotate_method": method}}
+
+
+def _pipeline(schedule: str, local_batch_size: int, microbatch_size: int) -> Tables:
+    return {
+        "parallelism": {
+            "pipeline_parallel_schedule": schedule,
+            "pipeline_parallel_microbatch_size": microbatch_size,
+        },
+        "training": {"local_batch_size": local_batch_size},
+    }
+
+
+def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """Yields (local_batch_size, pipeline_parallel_microbatch_size), the least memory first."""
+    data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+    own, left = divmod(question.job.training.global_batch_size, data_ranks)
+    sizes = [n for n in _MICROBATCHES if own % n == 0] if not left else []
+    if degrees["pp"] == 1:
+        yield from ((size, 1) for size in sizes)
+        return
+    for size in sizes:
+        runs = own // size
+        while runs % 2 == 0 and runs // 2 >= degrees["pp"]:
+            runs //= 2
+        while own % (runs * size) == 0 and runs * size <= own:
+            yield runs * size, size
+            runs *= 2
+
+
+def _thriftiest(question: Question, degrees: Mapping[str, int]) -> Layout | None:
+    """Returns the choice of these degrees that needs least memory."""
+    first = next(_dispatches(question, degrees))["parallelism"]
+    for local, size in _batches(question, degrees):
+        keys = _pipeline("1F1B", local, size)
+        keys["parallelism"] |= first | {"fsdp_accumulation": "reduce_each"}
+        keys["activation_checkpoint"] = _KEEPS | {"mode": "full"}
+        if (plan := question.plan(keys)) is not None:
+            return Layout(plan, keys, {}, question.needs(plan), question.device)
+    return None

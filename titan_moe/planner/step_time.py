@@ -1,0 +1,388 @@
+"""Estimates by arithmetic how long a step takes, region by region. Imports no torch.
+
+The rank that all others wait for is counted: the busiest of the experts under a load, and in a
+pipeline the one with most to compute. A region takes the longer of its arithmetic and of the bytes
+that it reads and writes (a roofline, Williams et al. 2009). Rules of overlap are the program's:
+
+- FSDP gathers a layer's parameters, and reduces their gradients, beside the layer next to it: what
+  its computation does not cover is exposed.
+- Exchanges of tokens are exposed whole; with `expert_parallel_overlap` one half travels beside the
+  experts of the other, and DualPipeV runs one chunk's exchanges beside another chunk.
+- Collectives of tp are exposed; those of a ring pass beside attention.
+- Where a device finishes a layer before its host has issued it, the host's time is what counts.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from titan_moe.config import pipeline
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.models.config import ModelConfig, RecurrentConfig
+from titan_moe.models.stats import layer_products, part_sizes
+from titan_moe.moe.config import places_reached
+from titan_moe.parallelize.memory_table import values_per_token
+from titan_moe.parallelize.plan import Plan
+from titan_moe.planner.load import Load
+from titan_moe.runtime.gpus import Device
+
+Seconds = dict[str, float]
+"""Seconds by region."""
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "arithmetic": ("products", "experts", "attention", "output"),
+    "memory": ("elementwise", "rows", "optimizer"),
+    "links": ("exchange", "tensor", "context", "parameters", "stages"),
+    "bubble": ("bubble",),
+    "host": ("host",),
+}
+"""Regions by what bounds them."""
+REGIONS = tuple(region for regions in KINDS.values() for region in regions)
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_ROW_PASSES = 6
+"""Times that a routed row is read or written beside its products, forward: it is gathered to be
+sent, put in the experts' order, and back again. Half of it where its experts are."""
+_TILE = 64
+"""Rows and columns of a tile of grouped products: smaller sizes cost as much."""
+_DISPATCHES, _DISPATCHES_COMPILED = {"dense": 75, "routed": 130}, 0.4
+"""Operations of a layer's forward that the host issues, a third of those of both passes, and the
+share of them that compiled layers leave. A layer of both kinds, with tp and ep, was counted at 624
+in both passes."""
+_WAIT = 4
+"""Dispatches' time that a wait for the sizes of an exchange costs the host."""
+
+
+class _Links(NamedTuple):
+    """One rank's ways to the ranks of a group."""
+
+    size: int
+    on_node: int
+    device: Device
+
+    def collective(self, num_bytes: float) -> float:
+        """Returns the seconds of a gather or reduction of so many bytes in all. Rings use the
+        adapters of all ranks that a node has in the group."""
+        if self.size == 1:
+            return 0.0
+        device, one_node = self.device, self.on_node == self.size
+        rate = device.link if one_node else min(device.link, device.network * self.on_node)
+        moved = num_bytes * (self.size - 1) / self.size
+        return moved / (rate * device.reach) + device.latency
+
+    def exchange(self, num_bytes: float, between_nodes: float) -> float:
+        """Returns the seconds in which each rank sends so many bytes, evenly to all ranks of the
+        group, of which a part `between_nodes`, in bytes, is for ranks of other nodes."""
+        if self.size == 1:
+            return 0.0
+        device = self.device
+        inside = num_bytes * (self.on_node - 1) / self.size / device.link
+        outside = between_nodes * (1 - self.on_node / self.size) / device.network
+        return max(inside, outside) / device.reach + device.latency
+
+
+@lru_cache(maxsize=4096)
+def _links(dims: ParallelDims, axis: str, device: Device) -> _Links:
+    ranks = dims.group_of(0, axis)
+    return _Links(len(ranks), sum(rank < device.node for rank in ranks), device)
+
+
+class Microbatch(NamedTuple):
+    """One rank's part of a microbatch."""
+
+    sequences: int
+    tokens: float
+    """Tokens of its sequences' segments; tp shares them."""
+    own: float
+    """Tokens between layers: a part of tp."""
+    busiest: float
+    """Rows of the busiest rank's experts, as a multiple of an even share."""
+
+
+def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
+    """Returns the seconds of one optimizer step by region, those of all `REGIONS`."""
+    dims, job, config = plan.dims, plan.job, plan.config
+    piped, local = dims.pp > 1, job.training.local_batch_size
+    size = job.parallelism.pipeline_parallel_microbatch_size if piped else local
+    runs = max(job.training.global_batch_size // (dims.size("batch") * local), 1)
+    count = runs * (local // size)
+    batch = _microbatch(plan, size, load)
+    once = Counter[str]()
+    ranks = {tuple(name for n in own for name in plan.stages[n]) for own in plan.stages_of_ranks}
+    shares = {_kinds_of(config, names) for names in ranks}
+    times = (_rank_time(plan, device, batch, share, count) for share in shares)
+    each = max(times, key=lambda share: sum(share.values()))
+    seconds = Counter({region: each[region] * count for region in each})
+    once["optimizer"] = _optimizer(plan, device)
+    if piped:
+        stages = sum(map(len, plan.stages_of_ranks))
+        schedule = pipeline.schedule_of(job.parallelism)
+        waits = pipeline.bubble_fraction(schedule, dims.pp, stages, local // size)
+        once["bubble"] = sum(seconds.values()) * waits / (1 - waits)
+    seconds.update(once)
+    return {region: seconds[region] for region in REGIONS}
+
+
+def best_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
+    """Returns a bound that no choice of schedule, microbatches and recompute is below, for the
+    degrees and the dispatch of a plan: what cannot be avoided in all modules, in microbatches of at
+    most `most` sequences, spread evenly over a pipeline that waits for the shortest bubble."""
+    dims, job = plan.dims, plan.job
+    sequences = max(job.training.global_batch_size // dims.size("batch"), 1)
+    size = min(sequences, most)
+    batch = _microbatch(plan, size, load)
+    recompute = job.activation_checkpoint.model_copy(update={"mode": "none"})
+    plan = replace(plan, job=job.model_copy(update={"activation_checkpoint": recompute}))
+    names = tuple(name for stage in plan.stages for name in stage)
+    seconds = _rank_time(plan, device, batch, _kinds_of(plan.config, names), 1)
+    seconds["parameters"] = seconds["host"] = seconds["stages"] = 0.0
+    busy = sum(seconds.values()) * (sequences / size) / dims.pp
+    if dims.pp > 1:
+        most_stages = plan.config.num_layers // dims.pp * dims.pp
+        busy /= 1 - min(
+            pipeline.bubble_fraction(schedule, dims.pp, most_stages, sequences)
+            for schedule in pipeline.SCHEDULES.values()
+        )
+    return busy + _optimizer(plan, device)
+
+
+def bound_by(seconds: Seconds) -> str:
+    """Returns what the largest share of a step's time goes to: a key of `KINDS`."""
+    shares = {kind: sum(seconds[each] for each in regions) for kind, regions in KINDS.items()}
+    return max(shares, key=lambda kind: shares[kind])
+
+
+def _microbatch(plan: Plan, sequences: int, load: Load) -> Microbatch:
+    tokens = sequences * plan.job.training.seq_len / plan.dims.cp
+    own, top_k = tokens / plan.dims.tp, plan.config.moe.top_k if plan.config.moe else 1
+    return Microbatch(sequences, tokens, own, load.busiest(plan.dims.ep, own * top_k)[0])
+
+
+class _Share(NamedTuple):
+    """What a rank computes of a microbatch."""
+
+    layers: tuple[tuple[int, int], ...]
+    """The first layer of each kind, and how many of the kind there are."""
+    has_output: bool
+
+
+@lru_cache(maxsize=1024)
+def _kinds_of(config: ModelConfig, names: tuple[str, ...]) -> _Share:
+    """Returns the kinds of layers among a rank's modules; multi-token prediction goes with the
+    output."""
+    layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+    if has_output := "output" in names:
+        layers += range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    firsts = _firsts(config)
+    return _Share(tuple(sorted(Counter(firsts[layer] for layer in layers).items())), has_output)
+
+
+@lru_cache(maxsize=64)
+def _firsts(config: ModelConfig) -> tuple[int, ...]:
+    """Returns for each layer the first one with the same parts."""
+    kinds: dict[object, int] = {}
+    return tuple(
+        kinds.setdefault((config.mixer(n), config.is_moe_layer(n), config.is_dense_layer(n)), n)
+        for n in range(config.num_layers + config.num_mtp_layers)
+    )
+
+
+def _rank_time(
+    plan: Plan, device: Device, batch: Microbatch, share: _Share, count: int
+) -> Counter[str]:
+    """Returns the seconds of one of `count` microbatches on a rank."""
+    total = Counter[str]()
+    if share.has_output:
+        total.update(_output(plan, device, batch, count))
+    for layer, number in share.layers:
+        for region, seconds in _layer(plan, device, batch, layer, count).items():
+            total[region] += number * seconds
+    if plan.dims.pp > 1:
+        config = plan.config
+        moved = batch.own * config.dim * config.streams * _BYTES[plan.types.compute]
+        hop = moved / (device.network * device.reach) + device.latency
+        total["stages"] += 2 * hop
+    return total
+
+
+def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int) -> Counter[str]:
+    """Returns a layer's seconds in both passes of one microbatch."""
+    recompute, forward = plan.job.activation_checkpoint, _forward(plan, device, batch, layer)
+    factors = {"products": 2.0, "experts": 2.0, "attention": 2.5, "elementwise": 2.0}
+    if plan.job.lora.rank is not None:  # Frozen weights have no gradients.
+        factors |= {"products": 1.0, "experts": 1.0}
+    backward = Counter({region: s * factors.get(region, 1.0) for region, s in forward.items()})
+    again = Counter(forward)
+    if recompute.by_operation:
+        again = Counter({"elementwise": forward["elementwise"], "host": forward["host"]})
+    again["exchange"] *= 0 if recompute.keep_exchanged_rows else 0.5  # Rows come, and stay.
+    again["attention"] *= not recompute.keep_attention
+    share = 1.0 if recompute.by_operation else 1 / recompute.every if recompute.every else 0.0
+    for region, seconds in again.items():
+        backward[region] += share * seconds
+    total = Counter[str]()
+    gathers, reduces = _parameters(plan, device, layer)
+    frees = plan.reshard_after_forward
+    rounds = count if plan.accumulation == "reduce_each" and plan.dims.pp == 1 else 1
+    for side, sent in (
+        (forward, gathers * (rounds if frees else 1)),
+        (backward, (gathers * frees + reduces) * rounds),
+    ):
+        busy = sum(side.values()) - side["host"]
+        total.update(side)
+        total["host"] += max(side["host"] - busy, 0.0) - side["host"]
+        total["parameters"] += max(sent / count - max(busy, side["host"]), 0.0)
+    return total
+
+
+def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Counter[str]:
+    """Returns the seconds of a layer's forward; "host" is all that the host takes."""
+    config, dims, width = plan.config, plan.dims, _BYTES[plan.types.compute]
+    work = layer_products(config, layer, plan.job.training.seq_len)
+    memory = device.bandwidth * device.reach
+    tokens, seconds = batch.tokens / dims.tp, Counter[str]()
+    seconds["products"] = max(
+        2 * tokens * work.dense / (device.flops * device.products),
+        width * work.dense / dims.tp / memory,
+    )
+    uneven = 2 - 1 / dims.cp if dims.cp > 1 and not plan.head_tail else 1.0
+    seconds["attention"] = 2 * tokens * work.mixing * uneven / (device.flops * device.attention)
+    values = values_per_token(config, batch.busiest, dims.etp)
+    seconds["elementwise"] = 2 * sum(values.values()) * batch.own * width / memory
+    dispatches = _DISPATCHES["dense"]
+    if work.routed:
+        assert (moe := config.moe) is not None
+        rows = batch.own * moe.top_k * batch.busiest
+        seconds["experts"] = _experts(plan, device, rows, work.routed)
+        moved = _ROW_PASSES / 2 * (1 + dims.etp) * rows * config.row_dim * width
+        seconds["rows"] = moved / memory
+        seconds["exchange"] = _exchange(plan, device, batch, seconds["experts"])
+        dispatches += _DISPATCHES["routed"]
+        waits = dims.ep > 1 and plan.dispatch.name in ("standard", "deduplicated")
+        dispatches += _WAIT * waits * plan.dispatch.num_chunks
+    seconds["tensor"] = _tensor(plan, device, batch, layer)
+    seconds["context"] = _context(plan, device, batch, layer, seconds["attention"])
+    dispatches *= _DISPATCHES_COMPILED if plan.job.compile.compiles_layers else 1.0
+    seconds["host"] = dispatches * device.dispatch
+    return seconds
+
+
+def _experts(plan: Plan, device: Device, rows: float, products: float) -> float:
+    """Returns the seconds of a rank's experts in a forward. `rows`: those that its tokens are worth;
+    each slice of an expert has all of them. `products`: multiplications of a token's rows."""
+    config, dims, moe, width = plan.config, plan.dims, plan.config.moe, _BYTES[plan.types.compute]
+    assert moe is not None
+    hidden, own = moe.hidden_dim / dims.etp, moe.num_experts / dims.ep
+    padded = _tiles(rows * dims.etp / own) * _tiles(hidden)
+    flops = 2 * rows * products / moe.top_k * padded
+    matrices = products / moe.top_k / dims.etp
+    values = rows * dims.etp * (3 * config.row_dim + 3 * hidden)
+    return max(
+        flops / (device.flops * device.experts),
+        width * (own * matrices + values) / (device.bandwidth * device.reach),
+    )
+
+
+def _tiles(size: float) -> float:
+    """Returns how much of a dim a kernel computes, in whole tiles."""
+    return math.ceil(size / _TILE) * _TILE / size
+
+
+def _exchange(plan: Plan, device: Device, batch: Microbatch, experts: float) -> float:
+    """Returns what is exposed of sending rows to experts and back, beside `experts` of compute."""
+    config, dims, moe = plan.config, plan.dims, plan.config.moe
+    links = _links(dims, "ep", device)
+    if moe is None or dims.ep * dims.etp == 1:
+        return 0.0
+    rows = between = float(moe.top_k)
+    if plan.dispatch.name == "deduplicated":
+        rows = places_reached(moe.top_k, dims.ep)
+        between = places_reached(moe.top_k, dims.ep // links.on_node) if links.on_node > 1 else rows
+    elements = batch.own * config.row_dim * dims.etp * batch.busiest
+    scale = elements * _BYTES[plan.types.compute]
+    way = links.exchange(rows * scale, between * scale)
+    way += _links(dims, "etp", device).collective(rows * scale)
+    if pipeline.overlaps_chunks(plan.job.parallelism):
+        return max(2 * way - experts, 0.0)
+    if plan.dispatch.num_chunks > 1:  # The first half's way there and the last one's way back.
+        return way + max(way - experts / 2, 0.0)
+    return 2 * way
+
+
+def _tensor(plan: Plan, device: Device, batch: Microbatch, layer: int) -> float:
+    """Returns the seconds of tensor parallelism's gathers and reductions in a forward."""
+    config, moe = plan.config, plan.config.moe
+    fed = config.is_dense_layer(layer) or (moe is not None and moe.num_shared_experts > 0)
+    sublayers = (config.mixer(layer) is not None) + fed
+    num_bytes = batch.tokens * config.dim * _BYTES[plan.types.compute]
+    way = _links(plan.dims, "tp", device).collective(num_bytes)
+    return 2 * sublayers * way * (0.3 if plan.pipelined_tp else 1.0)
+
+
+def _context(plan: Plan, device: Device, batch: Microbatch, layer: int, attends: float) -> float:
+    """Returns what is exposed of context parallelism's exchanges in a forward."""
+    mixer, dims = plan.config.mixer(layer), plan.dims
+    if dims.cp == 1 or mixer is None or isinstance(mixer, RecurrentConfig):
+        return 0.0
+    links, width = _links(dims, "cp", device), _BYTES[plan.types.compute]
+    keys = mixer.num_kv_heads * (mixer.qk_dim + mixer.v_dim) / dims.tp
+    way = links.collective(batch.tokens * keys * width * dims.cp)
+    method = plan.job.parallelism.context_parallel_rotate_method
+    if method == "ring":
+        return max(way - attends, 0.0) + dims.cp * device.latency
+    if method == "ulysses":
+        queries = mixer.num_heads * (mixer.qk_dim + mixer.v_dim) / dims.tp
+        num_bytes = batch.tokens * (queries + keys) * width
+        return links.exchange(num_bytes, num_bytes) + 3 * device.latency
+    return way
+
+
+def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float]:
+    """Returns the seconds in which FSDP gathers a layer's parameters, and in which it reduces their
+    gradients, over replicas too."""
+    config, dims = plan.config, plan.dims
+    size = part_sizes(config)[f"layers.{min(layer, config.num_layers - 1)}"]
+    compute, reduce = _BYTES[plan.types.compute], max(_BYTES[plan.types.stored], 4)
+    gathers = reduces = 0.0
+    for elements, axis in (
+        (size.dense / dims.tp, "fsdp"),
+        (size.routed / (dims.ep * dims.etp), "edp"),
+    ):
+        links = _links(dims, axis, device)
+        gathers += links.collective(elements * compute)
+        reduces += links.collective(elements * reduce)
+        replicas = _links(dims, "dp_replicate", device)
+        reduces += 2 * replicas.collective(elements * reduce / links.size)
+    return gathers, reduces * (plan.job.lora.rank is None)
+
+
+def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Seconds:
+    """Returns the seconds of logits and losses in both passes, of all depths of prediction."""
+    config, dims, width = plan.config, plan.dims, _BYTES[plan.types.compute]
+    depths, vocabulary = 1 + config.num_mtp_layers, config.vocab_size / dims.tp
+    flops = 6 * batch.tokens * config.dim * vocabulary
+    passes = 6 * batch.tokens * vocabulary * width
+    memory = device.bandwidth * device.reach
+    links = _links(dims, "fsdp", device)
+    weight = vocabulary * config.dim
+    sent = links.collective(weight * width) + links.collective(weight * 4)
+    rounds = count if plan.accumulation == "reduce_each" and dims.pp == 1 else 1
+    seconds = depths * (flops / (device.flops * device.products) + passes / memory)
+    # Both ends of the model are cut by vocabulary: two collectives for each, in both passes.
+    way = _links(dims, "tp", device).collective(batch.tokens * config.dim * width)
+    return {
+        "output": seconds,
+        "tensor": 2 * way * (depths + (dims.pp == 1)),
+        "parameters": max(sent * rounds / count - seconds, 0.0),
+    }
+
+
+def _optimizer(plan: Plan, device: Device) -> float:
+    """Returns the seconds in which the optimizer reads and writes a rank's weights and moments."""
+    dims, stored = plan.dims, _BYTES[plan.types.stored]
+    own = sum(map(sum, part_sizes(plan.config).values())) * dims.dp_replicate * dims.pp
+    own *= (plan.job.lora.rank is None) / dims.world_size
+    moments = 2 if plan.job.optimizer.state_dtype == "bfloat16" else stored
+    rate = device.link / 16 if plan.cpu_offload else device.bandwidth  # Over PCIe.
+    return own * (3 * stored + 4 * moments) / (rate * device.reach)
