@@ -37,7 +37,7 @@ from titan_moe.comm.collectives import gather_tokens, scatter_tokens, sum_over_r
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.parallel_dims import Meshes
-from titan_moe.moe.layer import Experts, MoE
+from titan_moe.moe.layer import MoE
 from titan_moe.ops.cross_entropy import IGNORE_INDEX, block_statistics, gradient_in_place
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear
@@ -119,16 +119,10 @@ def _is_routed(model: nn.Module, name: str) -> bool:
 
 
 def _held_whole(model: nn.Module) -> set[str]:
-    routed = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for parameter in module.parameters()
-    }
     return {
         name
         for name, parameter in model.named_parameters()
-        if id(parameter) not in routed and not isinstance(parameter, DTensor)
+        if ".experts." not in name and not isinstance(parameter, DTensor)
     }
 
 
