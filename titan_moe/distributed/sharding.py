@@ -55,16 +55,11 @@ class Sharding:
             raise ValueError(
                 f"{text!r} is no sharding: write R, or terms such as P[tp]S(0)[ep,edp]"
             )
-        heads = [term.group(1) for term in terms]
-        if len(set(heads)) < len(heads):
+        found = {dim: tuple(axes.split(",")) for dim, axes in (term.groups() for term in terms)}
+        if len(found) < len(terms):
             raise ValueError(f"{text!r} has two terms of one kind: join their axes in order")
-        cuts: dict[int, tuple[str, ...]] = {}
-        partial: frozenset[str] = frozenset()
-        for head, axes in ((term.group(1), term.group(2).split(",")) for term in terms):
-            if head is None:
-                partial = frozenset(axes)
-            else:
-                cuts[int(head)] = tuple(axes)
+        partial = frozenset(found.pop(None, ()))  # Its term names no dim.
+        cuts = {int(dim): axes for dim, axes in found.items()}
         return cls(tuple(cuts.get(dim, ()) for dim in range(max(cuts, default=-1) + 1)), partial)
 
     def __str__(self) -> str:
