@@ -35,17 +35,12 @@ class Ring(NamedTuple):
     scale: float
 
 
-def ring_attention(
-    q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring, sinks_H: Tensor | None = None
-) -> Tensor:
-    """Returns o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
+class RingFunction(torch.autograd.Function):
+    """Computes o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
 
     Each rank gets its own queries' part of the sinks' gradient.
     """
-    return _RingAttention.apply(q_BHSC, k_BHSC, v_BHSC, sinks_H, ring)
 
-
-class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, sinks_H: Tensor | None, ring: Ring
