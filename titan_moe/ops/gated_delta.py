@@ -21,7 +21,7 @@ representation): products of matrices within all chunks at once, and one state a
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -227,27 +227,21 @@ def fla_kernels() -> tuple[Callable[..., Any], ...] | None:
     return chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 
 
-class _Pieces(NamedTuple):
-    """Lists the documents, or parts of documents, of sequences that lie end to end."""
-
-    starts_N1: Tensor
-    first_B: Tensor
-    """The number of each sequence's first piece."""
-    continues_B: Tensor
-    """True if the first piece of a sequence goes on from the state before the sequence."""
-
-
 @lru_cache(LATEST)
-def _pieces(place_BS: Tensor, batch: int) -> _Pieces:
-    """Finds the pieces. Waits for the device in the first layer that uses a mask, because the
-    kernels want the number of pieces. They remember the chunks of the tensor `starts_N1` in
-    turn."""
+def _pieces(place_BS: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns, of the documents or parts of documents of sequences that lie end to end, starts_N1;
+    the number of each sequence's first piece, first_B; and whether that goes on from the state
+    before the sequence, continues_B.
+
+    Waits for the device in the first layer that uses a mask, because the kernels want the number of
+    pieces. They remember the chunks of the tensor `starts_N1` in turn.
+    """
     opens_BS = (place_BS == 0).expand(batch, -1)
     cuts_BS = opens_BS.clone()
     cuts_BS[:, 0] = True
     starts_N = cuts_BS.flatten().nonzero()[:, 0]
     first_B = F.pad(cuts_BS.sum(1).cumsum(0), (1, -1))
-    return _Pieces(F.pad(starts_N, (0, 1), value=cuts_BS.numel()), first_B, ~opens_BS[:, 0])
+    return F.pad(starts_N, (0, 1), value=cuts_BS.numel()), first_B, ~opens_BS[:, 0]
 
 
 def fla_rule(  # type: ignore[no-untyped-def]
@@ -257,13 +251,13 @@ def fla_rule(  # type: ignore[no-untyped-def]
     kernels = fla_kernels()
     assert kernels is not None
     batch, length, heads, _ = v_BSHV.shape
-    pieces = _pieces(place_BS, batch)
+    starts_N1, first_B, continues_B = _pieces(place_BS, batch)
     initial = None
     if state_BHKV is not None:
-        count = len(pieces.starts_N1) - 1
+        count = len(starts_N1) - 1
         initial = state_BHKV.new_zeros(count, *state_BHKV.shape[1:], dtype=torch.float32)
-        own_BHKV = state_BHKV.float() * pieces.continues_B[:, None, None, None]
-        initial = initial.index_copy(0, pieces.first_B, own_BHKV)
+        own_BHKV = state_BHKV.float() * continues_B[:, None, None, None]
+        initial = initial.index_copy(0, first_B, own_BHKV)
     # The kernels know as many keys as values.
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q_BSGK, k_BSGK))
     kernel = kernels[decay_BSH.ndim == 4 if erases else 2]
@@ -276,8 +270,8 @@ def fla_rule(  # type: ignore[no-untyped-def]
         *(x.flatten(0, 1)[None] for x in rows),
         initial_state=initial,
         output_final_state=True,
-        cu_seqlens=pieces.starts_N1,
+        cu_seqlens=starts_N1,
         **options,
     )
-    last_B = F.pad(pieces.first_B[1:], (0, 1), value=len(pieces.starts_N1) - 1) - 1
+    last_B = F.pad(first_B[1:], (0, 1), value=len(starts_N1) - 1) - 1
     return o_1THV[0].unflatten(0, (batch, length)), states_NHKV[last_B]
