@@ -125,20 +125,18 @@ class Sharding:
         """The reverse. An axis of size 1 that cuts a dim stands last there: where it stands changes
         nothing. Raises ValueError for placements that no order of axes explains, and for a
         `Partial` that is no plain sum."""
-        names = list(axes)
+        pairs = list(zip(axes, placements, strict=True))
         cuts: dict[int, list[str]] = {}
-        for axis, each in zip(names, placements, strict=True):
+        for axis, each in pairs:
             # Subclasses of Partial mask or take roots before they sum.
             if each.is_partial() and (type(each) is not Partial or each.reduce_op != "sum"):
                 raise ValueError(
                     f"{each!r} on axis {axis} is no plain sum, and only Partial('sum') can be "
                     "planned: call torch's DTensor.redistribute to reduce it over this axis first"
                 )
-        partial = frozenset(
-            axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
-        )
+        partial = frozenset(axis for axis, each in pairs if each.is_partial())
         # The last axis comes first: an axis' place follows from those to its right that cut before.
-        for axis, placement in reversed(list(zip(names, placements, strict=True))):
+        for axis, placement in reversed(pairs):
             if placement.is_replicate() or placement.is_partial():
                 continue
             dim: int = placement.dim  # type: ignore[attr-defined]
