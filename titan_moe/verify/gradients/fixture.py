@@ -76,7 +76,7 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
     assert config.moe is not None, "the gate wants a model with experts"
     masked = job.training.mask_documents
     core = (AllPairs if config.indexer is None else SelectedPairs)(mask_documents=masked)
-    recurrence = TokenByToken(mask_documents=masked)
+    recurrence: Any = TokenByToken(mask_documents=masked)  # Shares no code with a Recurrence.
     model = Decoder(without_balance_losses(config), core, recurrence)
     adapt(model, job.lora)
     freeze(model, job.training, job.lora)
