@@ -333,10 +333,9 @@ def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def wide_units(part: Decoder) -> list[nn.Module]:
-    """Returns the modules whose parameters are all `is_wide`."""
-    wide = (".decay", "streams")
-    modules = [m for name, m in part.named_modules() if name.endswith(wide)]
-    return [module for module in modules if list(module.parameters(recurse=False))]
+    """Returns the modules whose parameters are all `is_wide`; one stream alone has none."""
+    modules = [m for name, m in part.named_modules() if name.endswith((".decay", "streams"))]
+    return [module for module in modules if any(True for _ in module.parameters())]
 
 
 def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | None:
