@@ -164,7 +164,7 @@ class SequenceStream:
         if self._source >= 0:
             opened_last = self._open(self._source, self._read[self._source] - 1)
             document = encode_document(opened_last, self._rank.tokenizer)
-        self._packer.resume(document, state["offset"])
+        self._packer.document, self._packer.offset = document, state["offset"]
 
     def _assignment(self, source: int) -> Assignment:
         partitions = self._rank.sources[source].order.num_partitions
