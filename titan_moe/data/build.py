@@ -91,7 +91,7 @@ def build_reader(
         read = TextSequences(sources, tokenizer, identity, own=sequences, mask_documents=mask)
     else:
         read = ConversationSequences(sources, tokenizer, identity, own=sequences, lengths=lengths)
-    return StepReader(read, identity=identity, local_batch_size=training.local_batch_size)
+    return StepReader(read, training.local_batch_size)
 
 
 def measure_conversations(

@@ -149,7 +149,7 @@ class ConversationSequences:
         None: a conversation is measured when its turn comes."""
         self.sources = sources
         self._orders = [_corpus_order(source) for source in sources]
-        self._tokenizer, self._identity, self._own = tokenizer, identity, own
+        self._tokenizer, self.identity, self._own = tokenizer, identity, own
         self._lengths = lengths or [
             np.full(len(order.corpus), _UNKNOWN, np.int32) for order in self._orders
         ]
@@ -157,12 +157,12 @@ class ConversationSequences:
 
     def _begin(self) -> None:
         weights = [source.weight for source in self.sources]
-        self._blend = Blend(weights, key=(self._identity.seed,))
+        self._blend = Blend(weights, key=(self.identity.seed,))
         self._read = [0] * len(weights)
         self._best_fit = BestFit(
             self._next_place,
             size=lambda place: place.tokens,
-            capacity=self._identity.seq_len,
+            capacity=self.identity.seq_len,
         )
 
     def count(self) -> int:
@@ -175,7 +175,7 @@ class ConversationSequences:
     def next_batch(self) -> list[PackedSequence]:
         """Returns this rank's sequences of the next step. At the end of the data, sequences without
         a target fill up the last batch; RunError after that."""
-        size = self._identity.global_batch_size
+        size = self.identity.global_batch_size
         groups = [self._best_fit.next_group() for _ in range(size)]
         if not groups[0]:
             ended = self._orders[self._blend.next_source()]
@@ -208,7 +208,7 @@ class ConversationSequences:
 
     def _packed(self, places: Sequence[_Place]) -> PackedSequence:
         documents = [self._orders[place.source].document(place.position) for place in places]
-        seq_len = self._identity.seq_len
+        seq_len = self.identity.seq_len
         encoded = [encode_document(each, self._tokenizer, seq_len) for each in documents]
         return whole_documents(encoded, seq_len)
 
@@ -243,7 +243,7 @@ class ConversationSequences:
         )
 
     def _measure(self, order: CorpusOrder, index: int) -> Lengths:
-        one, seq_len = range(index, index + 1), self._identity.seq_len
+        one, seq_len = range(index, index + 1), self.identity.seq_len
         return measure(order.corpus, self._tokenizer, seq_len, name=order.name, indices=one)
 
 
