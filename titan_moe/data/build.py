@@ -87,10 +87,9 @@ def build_reader(
     )
     read: TextSequences | ConversationSequences
     if tokenizer.conversations is None:
-        mask = training.mask_documents
-        read = TextSequences(sources, tokenizer, identity, own=sequences, mask_documents=mask)
+        read = TextSequences(sources, tokenizer, identity, sequences, training.mask_documents)
     else:
-        read = ConversationSequences(sources, tokenizer, identity, own=sequences, lengths=lengths)
+        read = ConversationSequences(sources, tokenizer, identity, sequences, lengths)
     return StepReader(read, training.local_batch_size)
 
 
