@@ -117,14 +117,10 @@ class Tokenizer:
             problem = "has no chat_template: name one with training.messages.template"
             raise _error(self.path, f"{problem}, a file in Jinja or 'chatml'")
         day = None if how.date is None else datetime.date.fromisoformat(how.date)
-        about: dict[str, Any] = {
-            "special": set(encoding.special),
-            "date": day,
-            "options": how.template_kwargs,
-        }
+        special, options = set(encoding.special), how.template_kwargs
         try:
             plain, with_tools = (
-                ChatTemplate(each, names.special, **about)
+                ChatTemplate(each, names.special, special=special, date=day, options=options)
                 for each in (source, sources.get("tool_use", source))
             )
         except ChatError as error:
