@@ -55,10 +55,11 @@ class Tokenizer:
         self.fingerprint = fingerprint
         self.vocab_size = encoding.vocab_size
         self.parse_special_tokens = training.parse_special_tokens
-        bos, eos = names.bos or encoding.ends[0], names.eos or encoding.ends[1]
+        bos = names.special.get("bos_token") or encoding.ends[0]
+        eos = names.special.get("eos_token") or encoding.ends[1]
         key = training.append_eos
         self.bos_id = encoding.id_of(bos)
-        self.pad_id = encoding.id_of(names.pad)
+        self.pad_id = encoding.id_of(names.special.get("pad_token", ""))
         # The token that ends a document, or False.
         self.append_eos: str | bool = key if key is not True else self._text_end(eos)
         adds_bos = self.bos_id in encoding.added[:1] if names.adds_bos is None else names.adds_bos
@@ -213,9 +214,6 @@ class _Names:
         )
         decoder = self.config.get("added_tokens_decoder")
         table = mapped | self.config if decoder is not None else self.config | mapped
-        self.bos, self.eos, self.pad = (
-            _content(table.get(name) or "") for name in ("bos_token", "eos_token", "pad_token")
-        )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.special = {name: _content(table[name]) for name in _SPECIAL if table.get(name)}
         self.templates = chat_templates(folder, self.config.get("chat_template"))
