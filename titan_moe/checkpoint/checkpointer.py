@@ -16,7 +16,6 @@ Every save takes one path: checksums, DCP's writer (tensors.py), and the manifes
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -51,8 +50,7 @@ from titan_moe.models.hf import HFModel, as_record
 from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import step_folder
-
-logger = logging.getLogger(__name__)
+from titan_moe.runtime.log import log_on_rank_zero
 
 
 class Save(NamedTuple):
@@ -158,7 +156,7 @@ class Checkpointer:
             began = time.perf_counter()
             self.finish()
             waited = time.perf_counter() - began
-            self._say("step %d waited %.1f s for the save before it", step, waited)
+            log_on_rank_zero("step %d waited %.1f s for the save before it", step, waited)
         began = time.perf_counter()
         model_only = self._config.create_seed_checkpoint or (
             last and self._config.last_save_model_only
@@ -193,7 +191,7 @@ class Checkpointer:
         else:
             self._save = save
             took = time.perf_counter() - began
-            self._say("saving %s in the background; the step waited %.2f s", target, took)
+            log_on_rank_zero("saving %s in the background; the step waited %.2f s", target, took)
 
     def _written(self, how: dict[str, Any], *, wait: bool) -> Future[Any]:
         """Lets DCP write; with `wait`, the result is there."""
@@ -255,11 +253,7 @@ class Checkpointer:
                 folders.abandon(save.aside)
             raise
         self.last_step = save.step
-        self._say("saved %s in %.1f s", save.target, time.perf_counter() - save.began)
-
-    def _say(self, line: str, *values: object) -> None:
-        if dist.get_rank() == 0:
-            logger.info(line, *values)
+        log_on_rank_zero("saved %s in %.1f s", save.target, time.perf_counter() - save.began)
 
     def export(self, step: int) -> None:
         """Write the model in the checkpoint of `step` as a Hugging Face folder beside it;
@@ -267,7 +261,7 @@ class Checkpointer:
         source = step_folder(self.folder, step)
         target = folders.hf_folder(self.folder, step)
         dtype = getattr(torch, self._config.export_dtype)
-        self._say("%s", export_checkpoint(source, target, dtype))
+        log_on_rank_zero("%s", export_checkpoint(source, target, dtype))
 
     def check_export(self, last_step: int, *, finished: bool = False) -> None:
         """Raises RunError when the export after the last step would find its folder taken; of a

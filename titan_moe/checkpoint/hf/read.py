@@ -4,7 +4,6 @@ Each rank reads what it holds, or its share of a checkpoint to be made; no rank 
 another. All but `load_alone` is collective, over one process or many.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,9 +44,7 @@ from titan_moe.models.decoder import ADAPTER, Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
 from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError, reason
-from titan_moe.runtime.log import progress
-
-logger = logging.getLogger(__name__)
+from titan_moe.runtime.log import log_on_rank_zero, progress
 
 # Elements of a chunk of an imported checkpoint: 256 MB in float32.
 LARGEST_CHUNK = 2**26
@@ -179,8 +176,7 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor]) -> None
     on_every_rank(lambda: _refuse_other_dimensions(model, folder), doing=doing)
     check_sums(folder, doing=doing)
     num_bytes = on_every_rank(load, doing=doing)
-    if dist.get_rank() == 0:
-        logger.info(speed_line(f"loaded {folder}", num_bytes, started))
+    log_on_rank_zero(speed_line(f"loaded {folder}", num_bytes, started))
 
 
 def check_folder(folder: Path, model: HFModel) -> None:
