@@ -135,14 +135,7 @@ def build_validation(
                 "out: name a validation.dataset, or set validation.enable=false"
             )
         sources.append(BlendSource(order, source.weight))
-    return ValidationLoader(
-        sources,
-        tokenizer,
-        validation=validation,
-        training=training,
-        rank=rank,
-        num_ranks=num_ranks,
-    )
+    return ValidationLoader(sources, tokenizer, validation, training, rank, num_ranks)
 
 
 def _split_mark(split: Split) -> str:
