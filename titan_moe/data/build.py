@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -102,8 +101,8 @@ def measure_conversations(
     for source in training_sources(training):
         corpus = open_source(source, tokenizer, seed)
         assert isinstance(corpus, Corpus)
-        how: dict[str, Any] = {"name": source.name, "indices": range(part, len(corpus), parts)}
-        found.append(measure(corpus, tokenizer, training.seq_len, **how))
+        name, indices = source.name, range(part, len(corpus), parts)
+        found.append(measure(corpus, tokenizer, training.seq_len, name=name, indices=indices))
     return found
 
 

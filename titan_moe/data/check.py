@@ -131,8 +131,7 @@ def _sample(
     ]
     if inside:
         line += f"; {len(inside)} of {count} conversations name special tokens, as {inside[0]}"
-    how: dict[str, Any] = {"name": order.name, "indices": range(count)}
-    found = measure(order.corpus, tokenizer, seq_len, **how)
+    found = measure(order.corpus, tokenizer, seq_len, name=order.name, indices=range(count))
     lines = [line, *found.lines(order.name, count, conversations.max_refused)]
     in_file = (read_document(order.corpus[n], tokenizer, seq_len) for n in range(count))
     if use == "training" and (first := next(filter(None, in_file), None)):
