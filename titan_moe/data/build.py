@@ -161,14 +161,8 @@ def _open_order(
             check_first(opened, tokenizer, source.name)
         seed_or_none = seed if shuffle else None
         return CorpusOrder(source.name, opened, split=split, seed=seed_or_none, epochs=epochs)
-    return StreamOrder(
-        source.name,
-        opened,
-        split=split,
-        sequences=sequences,
-        global_batch_size=global_batch_size,
-        repeat=epochs is None,
-    )
+    repeat = epochs is None
+    return StreamOrder(source.name, opened, split, sequences, global_batch_size, repeat)
 
 
 def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:
