@@ -7,8 +7,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Encoded
@@ -148,9 +146,8 @@ def _sample(
 def _shown(encoded: Encoded, tokenizer: Tokenizer) -> str:
     """Returns the text of a conversation's first tokens, with signs around its targets."""
     contents, _ = tokenizer.pieces(encoded.ids[:_MOST_SHOWN])
-    is_target = np.zeros(len(contents), bool)
-    if encoded.is_target is not None:
-        is_target = encoded.is_target[:_MOST_SHOWN]
+    assert encoded.is_target is not None, "a text is not shown"
+    is_target = encoded.is_target[:_MOST_SHOWN]
     text = b""
     for learned, group in groupby(zip(contents, is_target, strict=True), itemgetter(1)):
         said = b"".join(content for content, _ in group)
