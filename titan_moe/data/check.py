@@ -7,8 +7,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Encoded
@@ -131,8 +129,7 @@ def _sample(
     ]
     if inside:
         line += f"; {len(inside)} of {count} conversations name special tokens, as {inside[0]}"
-    how: dict[str, Any] = {"name": order.name, "indices": range(count)}
-    found = measure(order.corpus, tokenizer, seq_len, **how)
+    found = measure(order.corpus, tokenizer, seq_len, name=order.name, indices=range(count))
     lines = [line, *found.lines(order.name, count, conversations.max_refused)]
     in_file = (read_document(order.corpus[n], tokenizer, seq_len) for n in range(count))
     if use == "training" and (first := next(filter(None, in_file), None)):
@@ -149,9 +146,8 @@ def _sample(
 def _shown(encoded: Encoded, tokenizer: Tokenizer) -> str:
     """Returns the text of a conversation's first tokens, with signs around its targets."""
     contents, _ = tokenizer.pieces(encoded.ids[:_MOST_SHOWN])
-    is_target = np.zeros(len(contents), bool)
-    if encoded.is_target is not None:
-        is_target = encoded.is_target[:_MOST_SHOWN]
+    assert encoded.is_target is not None, "a text is not shown"
+    is_target = encoded.is_target[:_MOST_SHOWN]
     text = b""
     for learned, group in groupby(zip(contents, is_target, strict=True), itemgetter(1)):
         said = b"".join(content for content, _ in group)
