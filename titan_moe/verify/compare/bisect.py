@@ -15,7 +15,7 @@ from titan_moe.training.capture.step import FOLDER
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
 from titan_moe.verify.compare.records import COMPARED
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words, words_of
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
 from titan_moe.verify.compare.verdict import common_steps, first_beyond, first_other_bits
@@ -160,22 +160,13 @@ def _saved(step: int) -> Words:
     """Returns the keys of a run that saves its state after a step; none before the first."""
     if not step:
         return ()
-    return (
-        ("checkpoint.enable", "true"),
-        ("checkpoint.load_only", "false"),
-        ("checkpoint.interval", str(step)),
-        ("checkpoint.keep_latest_k", "0"),
-    )
+    return words_of("checkpoint", enable=True, load_only=False, interval=step, keep_latest_k=0)
 
 
 def _loaded(folder: Path, step: int) -> Words:
     """Returns the keys of a run that starts from what `_saved` makes a run in this folder save."""
     if not step:
         return ()
-    return (
-        ("checkpoint.enable", "true"),
-        ("checkpoint.load_only", "true"),
-        ("checkpoint.initial_load_path", str(folder / "checkpoint" / f"step-{step}")),
-        ("checkpoint.initial_load_model_only", "false"),
-        ("checkpoint.initial_load_in_hf", "false"),
-    )
+    path = folder / "checkpoint" / f"step-{step}"
+    whole = {"initial_load_model_only": False, "initial_load_in_hf": False}
+    return words_of("checkpoint", enable=True, load_only=True, initial_load_path=path, **whole)

@@ -106,6 +106,14 @@ class RunSpec:
         return tuple(words)
 
 
+def words_of(table: str, **keys: object) -> Words:
+    """Returns overrides of a table's keys."""
+    return tuple(
+        (f"{table}.{key}", str(value).lower() if isinstance(value, bool) else str(value))
+        for key, value in keys.items()
+    )
+
+
 def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> RunSpec:
     """A run as described above; what it leaves out is as `common` has it, and where nothing
     says the ranks, `default_ranks`.

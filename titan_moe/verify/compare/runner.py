@@ -29,7 +29,7 @@ from titan_moe.verify.compare.pinned_routes import (
     routing_problems,
 )
 from titan_moe.verify.compare.records import RunRecord, Verdict, read_run
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words, words_of
 from titan_moe.verify.compare.trial import Trial, cost_problems, place_problems, trial_problems
 from titan_moe.verify.compare.verdict import ENOUGH, Comparison, compare_runs
 
@@ -305,16 +305,13 @@ class Runner:
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""
         job = self._job(spec)
-        # A configuration's own start stays; nothing is saved.
-        loads = str(_loads(job)).lower()
+        loads = _loads(job)  # A configuration's own start stays; nothing is saved.
         steps = () if self.trial.steps is None else (("training.steps", str(self.trial.steps)),)
         return (
             *batch_words(spec, job),
             *steps,
-            ("metrics.log_freq", "1"),
-            ("metrics.log_expert_counts", "true"),
-            ("checkpoint.enable", loads),
-            ("checkpoint.load_only", loads),
+            *words_of("metrics", log_freq=1, log_expert_counts=True),
+            *words_of("checkpoint", enable=loads, load_only=loads),
         )
 
     def _job(self, spec: RunSpec) -> JobConfig:
@@ -334,12 +331,11 @@ class Runner:
         if any(spec.path is not None or _loads(self._job(spec)) for spec in pair):
             return ()
         path = self._seed().folder / "checkpoint" / "step-0"
-        load_only = ("checkpoint.enable", "true"), ("checkpoint.load_only", "true")
-        return (*load_only, ("checkpoint.initial_load_path", str(path)))
+        return words_of("checkpoint", enable=True, load_only=True, initial_load_path=path)
 
     def _seed(self) -> Place:
         spec = self.trial.baseline
-        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
+        switches = words_of("checkpoint", enable=True, create_seed_checkpoint=True)
         return self.launcher.place(spec, "seed", *self._words(spec), *switches)
 
     def _write_seed(self) -> None:
