@@ -150,7 +150,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
 def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
     """Our decoder with the weights of their folder, as config.json and tensors describe it."""
     with TemporaryDirectory() as folder:
-        if oracle.mtp is None:
+        if oracle.mtp is None and oracle.has_class:
             oracle.model.save_pretrained(folder)
         else:
             # Theirs saves no multi-token prediction: written as published, beside the rest.
