@@ -21,8 +21,12 @@ def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig, list[str]]:
     """Returns the resolved configuration, the model's dimensions, and one note for each key that
-    has no effect. Raises ConfigError."""
-    given, lines = read_for_device(argv, environment)
+    has no effect. On a machine without GPUs, switches off what only they have. Raises
+    ConfigError."""
+    given, lines = read_job(argv)
+    if not count_gpus(environment):
+        given, more = fit_to_cpu(given, bfloat16_units=has_bfloat16_units())
+        lines += more
     job, model = prepare_job(given, world_size, environment)
     lines += notes(given, model, world_size) + narrow_lines(job)
     if job.training.freeze or job.optimizer.groups:
@@ -57,18 +61,6 @@ def prepare_job(
     if problems:
         raise ConfigError(problems)
     return resolve(job, world_size), model
-
-
-def read_for_device(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, list[str]]:
-    """Read a configuration; returns it with one line for each key that does not do what it says.
-
-    On a machine without GPUs, switches off what only they have.
-    """
-    job, lines = read_job(argv)
-    if count_gpus(environment):
-        return job, lines
-    job, more = fit_to_cpu(job, bfloat16_units=has_bfloat16_units())
-    return job, lines + more
 
 
 def check_all(
