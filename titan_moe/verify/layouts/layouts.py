@@ -108,16 +108,13 @@ class Layout:
 def legal_layouts(world_size: int) -> list[Layout]:
     """Every way to lay `world_size` ranks out, with the default options."""
     degrees = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    found = []
-    for dense in product(degrees, repeat=len(DENSE_AXES)):
-        if prod(dense) != world_size:
-            continue
-        block = prod(dense[2:])
-        for ep, etp in product(degrees, repeat=2):
-            if block % (ep * etp) == 0:
-                sizes = dict(zip(AXES, (*dense, ep, etp), strict=True))
-                found.append(Layout(**sizes))  # type: ignore[arg-type]
-    return found
+    return [
+        Layout(*dense, ep, etp)
+        for dense in product(degrees, repeat=len(DENSE_AXES))
+        if prod(dense) == world_size
+        for ep, etp in product(degrees, repeat=2)
+        if prod(dense[2:]) % (ep * etp) == 0
+    ]
 
 
 def parse(text: str, dispatchers: Sequence[str] = ()) -> Layout:
