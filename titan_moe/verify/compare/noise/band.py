@@ -105,9 +105,10 @@ class Band:
         for kind, noise in self._noise.items():
             # The bound needs logarithms of distances, which controls with equal bits do not have.
             own_KN.append(np.maximum(1.0, noise.largest))
+            num_compared = sum(spread.size for spread in noise.fit.spreads)
             self.bounds[kind] = max(
                 prediction_bound(own_KN[-1].tolist(), rate),
-                NormalDist().inv_cdf(1 - rate / (2 * noise.fit.num_compared)),
+                NormalDist().inv_cdf(1 - rate / (2 * num_compared)),
             )
         bounds_K = np.array(list(self.bounds.values()))
         self.statistics: list[float] = (np.stack(own_KN) / bounds_K[:, None]).max(0).tolist()

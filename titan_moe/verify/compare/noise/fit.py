@@ -34,10 +34,6 @@ class Fit(NamedTuple):
     spreads: list[Array]
     """The standard deviation of another curve's mean, by window [Q, S - window + 1]."""
 
-    @property
-    def num_compared(self) -> int:
-        return sum(spread.size for spread in self.spreads)
-
 
 class Quantities(ABC):
     """Q quantities of one kind, each E numbers at each step, in N control runs; all are finite.
