@@ -67,6 +67,9 @@ def bisect(
     Raises ConfigError for runs that cannot be repeated, TrainingError for one that failed.
     """
     bisection = Bisection(trial, launcher, progress)
+    for path in bisection.trial.finished:
+        remedy = f"config={path / 'config.toml'} ranks=N"
+        raise ConfigError(f"{path} is a finished run: train it again, as {remedy}")
     bisection.check()
     found: list[StepFinding] = []
     for step in steps or bisection.steps():
@@ -78,13 +81,6 @@ def bisect(
 
 class Bisection(Runner):
     """Runs with captures of one step."""
-
-    def check(self, *more: str) -> None:
-        """Raises ConfigError with a line for everything wrong that is known before a run."""
-        for path in self.trial.finished:
-            remedy = f"config={path / 'config.toml'} ranks=N"
-            raise ConfigError(f"{path} is a finished run: train it again, as {remedy}")
-        super().check(*more)
 
     def steps(self) -> list[int]:
         """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
