@@ -70,6 +70,16 @@ class Fixture:
     """The layer and the experts that no token chooses: the only gradients declared zero."""
 
 
+def own_tables(job: JobConfig) -> dict[str, Mapping[str, Any]]:
+    """Returns the values of the proof for a job, by table and key."""
+    rank = job.lora.rank
+    largest = MAX_NORM_OF_A_PART if rank or job.training.freeze else MAX_NORM
+    tables = {"training": {"max_norm": min(job.training.max_norm, largest)}, **OWN_KEYS}
+    if rank:
+        tables["lora"] = {"alpha": ADAPTER_SCALE * rank, "rank_stabilised": False}
+    return tables
+
+
 def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fixture:
     """Draw weights and batches from the job's seed and train the reference on them."""
     config = resolve_model(config, job, "cpu")
