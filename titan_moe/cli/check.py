@@ -59,13 +59,7 @@ def run(options: argparse.Namespace) -> Answer:
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
     line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
-    samples = sample_data(
-        job.training,
-        job.validation,
-        tokenizer,
-        seed=job.debug.seed,
-        global_batch_size=job.training.global_batch_size,
-    )
+    samples = sample_data(job.training, job.validation, tokenizer, seed=job.debug.seed)
     model = model_of_job(job.model)
     bos = str(tokenizer.prepend_bos).lower()
     samples.append(f"documents: prepend_bos={bos}, append_eos={tokenizer.append_eos!r}")
