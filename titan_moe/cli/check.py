@@ -36,9 +36,7 @@ _LEFT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_ranks(
-        parser, default=None, says="ranks of the run; default: on each node the GPUs found, else 2"
-    )
+    add_ranks(parser, says="ranks of the run; default: on each node the GPUs found, else 2")
     parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
 
 

@@ -117,7 +117,7 @@ def _batch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=positive, default=1, help="default: 1")
     parser.add_argument("--sequences", type=positive, default=8, help="most of them; default: 8")
     says = "ranks of the run, which global_batch_size=-1 needs; default: as for titan-moe check"
-    add_ranks(parser, default=None, says=says)
+    add_ranks(parser, says=says)
     add_out_file(parser, says="the page to write", required=True)
 
 
