@@ -20,7 +20,8 @@ class Run:
 
     @property
     def flavor(self) -> str:
-        return flavor(self.job)
+        """Returns the name of the model in messages."""
+        return f"{self.job.model.name} {self.job.model.flavor}"
 
     @property
     def shard(self) -> int | None:
@@ -58,11 +59,6 @@ def narrow_keys(job: JobConfig) -> list[str]:
     moments, stored = job.optimizer.state_dtype, job.training.dtype
     types = {"optimizer.state_dtype": moments, "training.dtype": stored}
     return [key for key, dtype in types.items() if dtype == "bfloat16"]
-
-
-def flavor(job: JobConfig) -> str:
-    """Returns the name of the model in messages."""
-    return f"{job.model.name} {job.model.flavor}"
 
 
 def divisors(key: str, number: int) -> list[list[Change]]:
