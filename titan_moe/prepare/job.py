@@ -85,8 +85,7 @@ def check_all(
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
     problems = check_vocabulary(job, model, tokenizer.vocab_size) or check_loading(job, model)
-    problems = problems or check_adapters(job, model)
-    if problems:
+    if problems := problems or check_adapters(job, model):
         raise ConfigError(problems)
     return job, lines + data_notes(job.training, job.validation)
 
