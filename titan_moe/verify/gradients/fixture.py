@@ -21,12 +21,7 @@ from titan_moe.models.trained import freeze
 from titan_moe.parallelize.parallelize import first_names
 from titan_moe.parallelize.policies import resolve_model
 from titan_moe.verify.gradients.cores import AllPairs, SelectedPairs, TokenByToken
-from titan_moe.verify.gradients.reference import (
-    IGNORED,
-    Reference,
-    Step,
-    without_balance_losses,
-)
+from titan_moe.verify.gradients.reference import IGNORED, Reference, Step, without_balance_losses
 
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
