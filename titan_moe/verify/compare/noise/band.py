@@ -163,7 +163,7 @@ class Band:
         if (kind := _kind(quantity)) != "load":
             return np.asarray(curve.scalars[quantity], dtype=np.float64)
         off_LES = self._compared(curve, kind) - self._noise[kind].fit.location
-        return Loads.size(off_LES)[self._names[kind].index(quantity)]
+        return self._noise[kind].size(off_LES)[self._names[kind].index(quantity)]
 
     def location(self, quantity: str) -> Array:
         """The middle of the band at each step, [S], in the units of `values`."""
