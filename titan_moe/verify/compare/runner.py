@@ -148,34 +148,33 @@ class Runner:
                 os.chdir(before)
         return job
 
-    def _pair_problems(self, jobs: Sequence[JobConfig]) -> list[str]:
-        """Returns lines on why the trial's trainings cannot be compared.
+    def _pair_problems(self, jobs: Sequence[JobConfig]) -> Iterator[str]:
+        """Yields lines on why the trial's trainings cannot be compared.
 
         Args:
             jobs: those of the runs to be trained, none for a finished one.
         """
-        trial, lines = self.trial, []
+        trial = self.trial
         steps = sorted({job.training.steps for job in jobs})
         if len(steps) > 1:
             different = " and ".join(map(str, steps))
-            lines.append(f"training.steps: {different}: the learning rate follows it; use --steps")
+            yield f"training.steps: {different}: the learning rate follows it; use --steps"
         tokens = dict.fromkeys(tokens_in_words(tokens_per_step(job)) for job in jobs)
         if len(tokens) > 1:
-            lines.append(
+            yield (
                 f"tokens per step: {' and '.join(tokens)}: set training.global_batch_size and "
                 "training.seq_len alike"
             )
         if self.golden is not None and trial.steps not in (None, own := len(self.golden.run.steps)):
-            lines.append(f"--steps {trial.steps}: the golden has {own}")
+            yield f"--steps {trial.steps}: the golden has {own}"
         if trial.limits:
-            lines += cost_problems(trial, self.golden, min(steps, default=0))
+            yield from cost_problems(trial, self.golden, min(steps, default=0))
         if trial.pin_routing and len(jobs) > 1:
             out = self.launcher.folder
             out.mkdir(parents=True, exist_ok=True)
             todo = sum(self._place(*run).seconds is None for run in self._pairs())
             baseline, candidate = jobs
-            lines += routing_problems(baseline, candidate, steps[0], todo, out)
-        return lines
+            yield from routing_problems(baseline, candidate, steps[0], todo, out)
 
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ. With pinned routes
