@@ -20,8 +20,7 @@ class Run:
 
     @property
     def flavor(self) -> str:
-        """Returns the name of the model in messages."""
-        return f"{self.job.model.name} {self.job.model.flavor}"
+        return flavor(self.job)
 
     @property
     def shard(self) -> int | None:
@@ -59,6 +58,11 @@ def narrow_keys(job: JobConfig) -> list[str]:
     moments, stored = job.optimizer.state_dtype, job.training.dtype
     types = {"optimizer.state_dtype": moments, "training.dtype": stored}
     return [key for key, dtype in types.items() if dtype == "bfloat16"]
+
+
+def flavor(job: JobConfig) -> str:
+    """Returns the name of the model in messages."""
+    return f"{job.model.name} {job.model.flavor}"
 
 
 def divisors(key: str, number: int) -> list[list[Change]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_moe.checks.base import Rule, Run
+from titan_moe.checks.base import Rule, Run, flavor
 from titan_moe.config.errors import Mistake
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
@@ -18,8 +18,8 @@ def check_vocabulary(job: JobConfig, model: ModelConfig, tokenizer_size: int) ->
         return []
     return [
         f"model.tokenizer_path={job.model.tokenizer_path}: its {tokenizer_size} tokens do not fit "
-        f"vocab_size={model.vocab_size} of {job.model.name} {job.model.flavor}: choose a smaller "
-        "tokenizer or another flavor"
+        f"vocab_size={model.vocab_size} of {flavor(job)}: choose a smaller tokenizer or another "
+        f"flavor"
     ]
 
 
