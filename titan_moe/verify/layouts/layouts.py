@@ -109,7 +109,7 @@ def legal_layouts(world_size: int) -> list[Layout]:
     """Every way to lay `world_size` ranks out, with the default options."""
     degrees = [d for d in range(1, world_size + 1) if world_size % d == 0]
     return [
-        Layout(*dense, ep, etp)
+        Layout(*dense, ep, etp)  # type: ignore[arg-type, call-arg]
         for dense in product(degrees, repeat=len(DENSE_AXES))
         if prod(dense) == world_size
         for ep, etp in product(degrees, repeat=2)

@@ -107,7 +107,7 @@ class Oracle(nn.Module):
         auto = theirs.AutoModelForCausalLM
         self.has_class = type(config) in auto._model_mapping
         make = auto.from_config if self.has_class else TextWithOutput
-        self.model = make(config, attn_implementation="eager")
+        self.model: Any = make(config, attn_implementation="eager")
         depths = settings.get("num_nextn_predict_layers", 0)
         mtp_model = theirs.modeling_layers.MtpModel
         self.mtp = mtp_model(self.model, depths) if depths else None
