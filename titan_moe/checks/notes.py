@@ -74,11 +74,12 @@ def _random_base(job: JobConfig) -> Iterator[str]:
     them: the run loads none, and has no checkpoint to go on from."""
     config, folder = job.checkpoint, Path(job.job.dump_folder) / job.checkpoint.folder
     named = config.initial_load_path or config.initial_load_in_hf or any(folder.glob("step-*"))
-    if not (job.lora.rank is None or config.create_seed_checkpoint or (config.enable and named)):
-        yield (
-            f"lora.rank={job.lora.rank}: adapters train beside random weights; "
-            "checkpoint.initial_load_path names a model's"
-        )
+    if job.lora.rank is None or config.create_seed_checkpoint or (config.enable and named):
+        return
+    yield (
+        f"lora.rank={job.lora.rank}: adapters train beside random weights; "
+        "checkpoint.initial_load_path names a model's"
+    )
 
 
 def _uneven_rank(job: JobConfig, model: ModelConfig) -> Iterator[str]:
