@@ -55,20 +55,21 @@ def data_notes(training: Training, validation: Validation) -> list[str]:
 
 
 def sample_data(
-    training: Training, validation: Validation, tokenizer: Tokenizer, **how: Any
+    training: Training, validation: Validation, tokenizer: Tokenizer, *, seed: int
 ) -> list[str]:
     """Open each source as a run does and read some documents; returns a line about each source.
 
-    Nothing is opened if a source is on the hub, without a local copy. `how`: further keywords of
-    `build_reader`. ConfigError when a source cannot be trained on.
+    Nothing is opened if a source is on the hub, without a local copy. `training` has a
+    global_batch_size. ConfigError when a source cannot be trained on.
     """
     if name := on_the_hub(training, validation):
         return [f"the data was not read: {name!r} is on the Hugging Face hub"]
-    place: dict[str, Any] = {"seed": how["seed"], "rank": 0, "num_ranks": 1}
-    reader = build_reader(training, tokenizer, validation=validation, **how | place)
+    place: dict[str, Any] = {"seed": seed, "rank": 0, "num_ranks": 1}
+    batch: dict[str, Any] = {"global_batch_size": training.global_batch_size}
+    reader = build_reader(training, tokenizer, validation=validation, **place, **batch)
     # The sources of a blend have epochs of their own lengths.
     sources = reader.sequences.sources
-    size = how["global_batch_size"] if len(sources) == 1 else 0
+    size = training.global_batch_size if len(sources) == 1 else 0
     orders, few = [(source.order, "training", size) for source in sources], []
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)

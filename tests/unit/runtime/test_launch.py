@@ -12,7 +12,7 @@ from tests.support.jobs import is_running, until
 from tests.support.paths import REPO
 from tests.support.processes import start_process
 from tests.support.refusals import refusal
-from titan_moe.prepare.job import prepare, read_for_device
+from titan_moe.prepare.job import prepare
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
 
 
@@ -77,7 +77,7 @@ def test_cpu_without_bfloat16_units_computes_in_float32(
     monkeypatch.setattr("titan_moe.prepare.job.has_bfloat16_units", lambda: units)
     monkeypatch.setattr("titan_moe.prepare.job.count_gpus", lambda environment: num_gpus)
     config = str(REPO / "configs/qwen3/debugmodel_moe.toml")
-    job, lines = read_for_device(["--job.config_file", config, *arguments], {})
+    job, _, lines = prepare(["--job.config_file", config, *arguments], 1, {})
     assert job.training.mixed_precision_param == expected
     assert any("no bfloat16 units" in line for line in lines) is (expected == "float32")
 

@@ -21,12 +21,7 @@ from titan_moe.models.trained import freeze
 from titan_moe.parallelize.parallelize import first_names
 from titan_moe.parallelize.policies import resolve_model
 from titan_moe.verify.gradients.cores import AllPairs, SelectedPairs, TokenByToken
-from titan_moe.verify.gradients.reference import (
-    IGNORED,
-    Reference,
-    Step,
-    without_balance_losses,
-)
+from titan_moe.verify.gradients.reference import IGNORED, Reference, Step, without_balance_losses
 
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
@@ -68,6 +63,16 @@ class Fixture:
     steps: list[Step]
     idle: tuple[str, range]
     """The layer and the experts that no token chooses: the only gradients declared zero."""
+
+
+def own_tables(job: JobConfig) -> dict[str, Mapping[str, Any]]:
+    """Returns the values of the proof for a job, by table and key."""
+    rank = job.lora.rank
+    largest = MAX_NORM_OF_A_PART if rank or job.training.freeze else MAX_NORM
+    tables = {"training": {"max_norm": min(job.training.max_norm, largest)}, **OWN_KEYS}
+    if rank:
+        tables["lora"] = {"alpha": ADAPTER_SCALE * rank, "rank_stabilised": False}
+    return tables
 
 
 def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fixture:

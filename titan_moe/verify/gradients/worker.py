@@ -62,8 +62,7 @@ def verify_on_rank(task: Task) -> RankReport:
     if state.problems:
         return RankReport([], state.problems)
     state.fill()
-    poison = Poison(task.device)
-    poison.apply(state.moe_layers.values())
+    poison = Poison(state.moe_layers.values(), task.device)
     found = [
         difference
         for number, (result, snapshot) in enumerate(_train(state))
