@@ -13,6 +13,8 @@ between two of them. As many experts as groups would never be limited by the gro
 """
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -51,6 +53,8 @@ EXPORT_BOUND = 1e-4
 """Largest difference of the logits of an exported folder that counts as equal."""
 _NUM_TOKENS, _DRAWS = 16, 20
 _LEARNING_RATE = 1e-3
+_FEW = 4
+"""Numbers of a parameter in whose gradient float32's errors do not average out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,14 +274,20 @@ def _gradient_distances(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], case: ParityCase
 ) -> dict[str, float]:
     """Returns relative distances by name. A gradient that is zero but for rounding is compared
-    with the largest one."""
+    with the largest one; one of a few numbers, in which terms of all tokens cancel, with those of
+    its module."""
     largest = max(gradient.norm().item() for gradient in theirs.values())
-    return {
-        name: worst([ours[name].norm().item(), gradient.norm().item()]) / largest
-        if name in case.zero_gradients
-        else distance(ours[name], gradient)
-        for name, gradient in theirs.items()
-    }
+    modules: dict[str, float] = defaultdict(float)
+    for name, gradient in theirs.items():
+        modules[name.rpartition(".")[0]] += gradient.double().square().sum().item()
+    distances = {name: distance(ours[name], gradient) for name, gradient in theirs.items()}
+    for name, gradient in theirs.items():
+        norm = gradient.double().norm().item()
+        if name in case.zero_gradients:
+            distances[name] = worst([ours[name].norm().item(), norm]) / largest
+        elif gradient.numel() <= _FEW and norm:
+            distances[name] *= norm / math.sqrt(modules[name.rpartition(".")[0]])
+    return distances
 
 
 def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:
