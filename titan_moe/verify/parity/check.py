@@ -13,8 +13,6 @@ between two of them. As many experts as groups would never be limited by the gro
 """
 
 import json
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from titan_moe.models.hf import HFModel, model_of
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.training.capture.hooks import choice_margins
 from titan_moe.training.train_step import look_ahead
-from titan_moe.verify.gradients.compare import worst
+from titan_moe.verify.gradients.compare import module_norms, worst
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in, their_model
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -53,8 +51,6 @@ EXPORT_BOUND = 1e-4
 """Largest difference of the logits of an exported folder that counts as equal."""
 _NUM_TOKENS, _DRAWS = 16, 20
 _LEARNING_RATE = 1e-3
-_FEW = 4
-"""Numbers of a parameter in whose gradient float32's errors do not average out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,17 +272,14 @@ def _gradient_distances(
     """Returns relative distances by name. A gradient that is zero but for rounding is compared
     with the largest one; one of a few numbers, in which terms of all tokens cancel, with those of
     its module."""
-    largest = max(gradient.norm().item() for gradient in theirs.values())
-    modules: dict[str, float] = defaultdict(float)
-    for name, gradient in theirs.items():
-        modules[name.rpartition(".")[0]] += gradient.double().square().sum().item()
+    largest, few = max(gradient.norm().item() for gradient in theirs.values()), module_norms(theirs)
     distances = {name: distance(ours[name], gradient) for name, gradient in theirs.items()}
-    for name, gradient in theirs.items():
-        norm = gradient.double().norm().item()
-        if name in case.zero_gradients:
-            distances[name] = worst([ours[name].norm().item(), norm]) / largest
-        elif gradient.numel() <= _FEW and norm:
-            distances[name] *= norm / math.sqrt(modules[name.rpartition(".")[0]])
+    for name in few:
+        norm = theirs[name].double().norm().item()
+        distances[name] *= norm / few[name].item() if norm else 1.0
+    for name in theirs.keys() & set(case.zero_gradients):
+        norms = ours[name].norm().item(), theirs[name].norm().item()
+        distances[name] = worst(norms) / largest
     return distances
 
 
