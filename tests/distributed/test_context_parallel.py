@@ -199,7 +199,7 @@ BUGS = {
     ),
     "last hop home forgotten": (
         Bug(
-            f"{_CP}.ring:_RingAttention.backward",
+            f"{_CP}.ring:RingFunction.backward",
             "travelling.wait().to(",
             "(travelling.wait(), grad_held)[1].to(",
             "ring",

@@ -35,6 +35,9 @@ HOST = "through the host"
 RECURRENT = ["kimi_linear", "nemotron_h", "qwen3_next"]
 # Families whose kinds of layers have heads and positions of their own.
 BY_KIND = ["gemma4", "mimo_v2", "step3p7"]
+# A norm follows the gates that make one stream of DeepSeek-V4's, and cancels most of their
+# gradients: float32 has too few digits of what is left.
+IN_FLOAT32 = [family for family in FAMILIES if family != "deepseek_v4"]
 WHOLE_BACKWARD = [s for s in SAMPLE if parse(s).schedule not in SPLIT_BACKWARD]
 # Family, kind of gate, layout.
 DEFAULT = [
@@ -117,12 +120,12 @@ def test_layout_trains_the_same_model(gates: Gates, family: str, kind: str, text
     tiered(
         [("deepseek_v3", "tp=2,ep=2")],
         slow=[
-            *product(FAMILIES, ["pp=2,tp=2,ep=2"]),
+            *product(IN_FLOAT32, ["pp=2,tp=2,ep=2"]),
             ("deepseek_v3", "dp_shard=2,cp=2,ep=2,etp=2"),
         ],
         full=[
-            *product(FAMILIES, ["dp_shard=1"]),
-            *product(OTHERS, ["dp_shard=2,cp=2,ep=2,etp=2"]),
+            *product(IN_FLOAT32, ["dp_shard=1"]),
+            *product(IN_FLOAT32[1:], ["dp_shard=2,cp=2,ep=2,etp=2"]),
             *product(["deepseek_v3"], SAMPLE),
         ],
     ),

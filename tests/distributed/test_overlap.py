@@ -171,14 +171,15 @@ def order_of_a_layer() -> tuple[list[str], list[str]]:
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.models.feed_forward import FeedForward
-    from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.config import DispatchOptions, MoEConfig
     from titan_moe.moe.dispatch import all_to_all
     from titan_moe.moe.layer import MoE
 
     layer = MoE(DIM, MoEConfig(num_experts=4, top_k=2, hidden_dim=4), FeedForward(DIM, 4))
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    apply_expert_parallel([layer], ParallelDims(2, ep=2).build_mesh("cpu"))
+    meshes = ParallelDims(2, ep=2).build_mesh("cpu")
+    apply_expert_parallel([layer], meshes, DispatchOptions())
     log = Log()
     log.watch_exchanges(_named)
     log.mark(layer.shared_experts, "shared experts")

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import torch
 from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.job_config import OptimizerGroup
 from titan_moe.config.parse import load_job
+from titan_moe.models.config import CompressedConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
@@ -18,6 +20,7 @@ from titan_moe.verify.layouts.layouts import (
     OPTIONS,
     Tables,
     legal_layouts,
+    parse,
     with_options,
 )
 
@@ -72,8 +75,13 @@ def gate_of(family: str, folder: Path, kind: str = "AdamW") -> Gate:
 
 
 def fitting(family: str, text: str) -> str:
-    """A layout that the family's attention has: with an indexer it gathers keys under cp."""
-    sparse = model_config(family, "gate").indexer is not None
+    """A layout that the family's attention has: with an indexer it gathers keys under cp; whole
+    sequences and heads, as compressed blocks need, go to as many ranks of dp_shard."""
+    config = model_config(family, "gate")
+    if isinstance(config.attention, CompressedConfig):
+        cut = parse(text)
+        return str(replace(cut, dp_shard=cut.dp_shard * cut.cp * cut.tp, cp=1, tp=1))
+    sparse = config.indexer is not None
     return re.sub("cp_method=[a-z]+", "cp_method=allgather", text) if sparse else text
 
 

@@ -16,10 +16,10 @@ Every save takes one path: checksums, DCP's writer (tensors.py), and the manifes
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +51,7 @@ from titan_moe.models.hf import HFModel, as_record
 from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import step_folder
-
-logger = logging.getLogger(__name__)
+from titan_moe.runtime.log import log_on_rank_zero
 
 
 class Save(NamedTuple):
@@ -67,41 +66,35 @@ class Save(NamedTuple):
     future: Future[Any]
 
 
+@dataclass
 class Checkpointer:
     """Saves and loads one model, its optimizer and the state of its run.
 
     `save`, `maybe_save` and `load` are collective: every rank calls them together, and when one
     fails, all raise the same one-line RunError. `torch.distributed` must be initialised, also for a
     single process.
-
-    Args:
-        config: the [checkpoint] table.
-        dump_folder: job.dump_folder.
-        modules: the model, or this rank's parts of it; their state_dicts name the tensors.
-            Parameters may be DTensors of any mesh.
-        optimizer: None where there is none to save or load (evaluation, conversion).
-        job_record: the resolved configuration as JSON, kept in the manifest.
-        merge_data: makes one data position of the ranks' own, which may overlap.
-        model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
     """
 
-    def __init__(
-        self,
-        config: Checkpoint,
-        dump_folder: Path,
-        *,
-        modules: Sequence[nn.Module],
-        optimizer: Optimizer | None,
-        job_record: dict[str, Any],
-        merge_data: MergeData,
-        model: HFModel | None = None,
-    ) -> None:
-        self._config = config
-        self.folder = dump_folder / config.folder
+    config: Checkpoint
+    """The [checkpoint] table."""
+    dump_folder: Path
+    """job.dump_folder."""
+    modules: Sequence[nn.Module]
+    """The model, or this rank's parts of it; their state_dicts name the tensors. Parameters may be
+    DTensors of any mesh."""
+    optimizer: Optimizer | None
+    """None where there is none to save or load (evaluation, conversion)."""
+    job_record: dict[str, Any]
+    """The resolved configuration as JSON, kept in the manifest."""
+    merge_data: MergeData
+    """Makes one data position of the ranks' own, which may overlap."""
+    model: HFModel | None = None
+    """Family and dimensions, kept in the manifest; needed for Hugging Face folders."""
+
+    def __post_init__(self) -> None:
+        config, model = self.config, self.model
+        self.folder = self.dump_folder / config.folder
         """Folder of the run's own checkpoints."""
-        self.job_record = job_record
-        self._merge_data = merge_data
-        self._model = model
         self._group = control_group()
         set_timeout(config.save_timeout_seconds, self._group)
         if config.async_mode != "disabled":
@@ -110,8 +103,9 @@ class Checkpointer:
             set_timeout(config.save_timeout_seconds, self._group)
         pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
         self._stager = Stager(pinned=pinned)
-        lora = {} if config.create_seed_checkpoint else job_record.get("lora", {})
-        self._tensors = RunTensors(modules, optimizer, model.config if model else None, lora)
+        lora = {} if config.create_seed_checkpoint else self.job_record.get("lora", {})
+        dimensions = model.config if model else None
+        self._tensors = RunTensors(self.modules, self.optimizer, dimensions, lora)
         self._save: Save | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
@@ -125,7 +119,7 @@ class Checkpointer:
         With checkpoint.async_mode only the last save is complete then. Raises RunError on all ranks
         when a save has failed, or the one before in the background: call it after every step.
         """
-        config = self._config
+        config = self.config
         if not config.enable or config.load_only:
             return False
         if self._save is not None and lowest(self._save.future.done()):
@@ -158,10 +152,10 @@ class Checkpointer:
             began = time.perf_counter()
             self.finish()
             waited = time.perf_counter() - began
-            self._say("step %d waited %.1f s for the save before it", step, waited)
+            log_on_rank_zero("step %d waited %.1f s for the save before it", step, waited)
         began = time.perf_counter()
-        model_only = self._config.create_seed_checkpoint or (
-            last and self._config.last_save_model_only
+        model_only = self.config.create_seed_checkpoint or (
+            last and self.config.last_save_model_only
         )
         target = step_folder(self.folder, step)
         tensors = self._tensors.saved_model()
@@ -173,12 +167,12 @@ class Checkpointer:
 
         def publish_all(names: set[str]) -> None:
             if states:
-                write_train_state(aside, states, self._merge_data)
-            of = self._model
+                write_train_state(aside, states, self.merge_data)
+            of = self.model
             model = (of.family, as_record(of.config)) if of else ("", {})
             more: dict[str, Any] = {"base": base, "texts": self.texts}
             manifest = Manifest(step, model_only, specs, sums, self.job_record, *model, **more)
-            folders.publish(aside, target, manifest, names, self._config.keep_latest_k)
+            folders.publish(aside, target, manifest, names, self.config.keep_latest_k)
 
         doing = f"cannot save checkpoint {target}"
         aside = on_rank_zero(lambda: folders.begin(target), doing=doing)
@@ -193,7 +187,7 @@ class Checkpointer:
         else:
             self._save = save
             took = time.perf_counter() - began
-            self._say("saving %s in the background; the step waited %.2f s", target, took)
+            log_on_rank_zero("saving %s in the background; the step waited %.2f s", target, took)
 
     def _written(self, how: dict[str, Any], *, wait: bool) -> Future[Any]:
         """Lets DCP write; with `wait`, the result is there."""
@@ -235,7 +229,7 @@ class Checkpointer:
     def _end(self, save: Save) -> None:
         """Wait until a save has ended on every rank; collective. Raises RunError on all ranks when
         it has failed on one."""
-        doing, limit = f"cannot save checkpoint {save.target}", self._config.save_timeout_seconds
+        doing, limit = f"cannot save checkpoint {save.target}", self.config.save_timeout_seconds
 
         def wait() -> None:
             try:
@@ -255,24 +249,20 @@ class Checkpointer:
                 folders.abandon(save.aside)
             raise
         self.last_step = save.step
-        self._say("saved %s in %.1f s", save.target, time.perf_counter() - save.began)
-
-    def _say(self, line: str, *values: object) -> None:
-        if dist.get_rank() == 0:
-            logger.info(line, *values)
+        log_on_rank_zero("saved %s in %.1f s", save.target, time.perf_counter() - save.began)
 
     def export(self, step: int) -> None:
         """Write the model in the checkpoint of `step` as a Hugging Face folder beside it;
         collective. Raises RunError when it cannot be written; nothing is left then."""
         source = step_folder(self.folder, step)
         target = folders.hf_folder(self.folder, step)
-        dtype = getattr(torch, self._config.export_dtype)
-        self._say("%s", export_checkpoint(source, target, dtype))
+        dtype = getattr(torch, self.config.export_dtype)
+        log_on_rank_zero("%s", export_checkpoint(source, target, dtype))
 
     def check_export(self, last_step: int, *, finished: bool = False) -> None:
         """Raises RunError when the export after the last step would find its folder taken; of a
         finished run, makes the one that a kill or a failure has left out. Collective."""
-        if not (self._config.enable and self._config.last_save_in_hf):
+        if not (self.config.enable and self.config.last_save_in_hf):
             return
         target = folders.hf_folder(self.folder, last_step)
         doing = f"cannot export to {target}"
@@ -287,7 +277,7 @@ class Checkpointer:
         Returns the saved state; None when there is nothing to go on from: no checkpoint, or one of
         the model only. Raises RunError as `Loader` does.
         """
-        loader = Loader(self._config, self.folder, self._tensors, self._model, self.job_record)
+        loader = Loader(self.config, self.folder, self._tensors, self.model, self.job_record)
         if (loaded := loader.load()) is None:
             return None
         found, state = loaded

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from titan_moe.checkpoint.digests import MANIFEST, damage, digest, files
@@ -98,12 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     if data[:_SEAL_BYTES] != _seal(data[_SEAL_BYTES:]):
         line = "is damaged: it is not what its own sha256 says, or of another version of titan_moe"
         raise RunError(f"{folder / MANIFEST} {line}")
-    content = json.loads(data)
-    del content["sha256"]
-    specs = content.pop("tensors").items()
-    tensors = {name: TensorSpec(tuple(spec["shape"]), spec["dtype"]) for name, spec in specs}
-    texts = TextFormat(**content.pop("texts"))
-    manifest = Manifest(tensors=tensors, texts=texts, **content)
+    manifest = TypeAdapter(Manifest).validate_python(json.loads(data))
     # Files that came along with imported weights are large: they are compared where they are used.
     own = [name for name in manifest.files if "/" not in name]
     if lines := damage(folder, manifest.files, MANIFEST, own):

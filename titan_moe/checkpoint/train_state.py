@@ -11,7 +11,6 @@ ranks as before.
 
 import base64
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.distributed.agreement import from_every_rank
-
-logger = logging.getLogger(__name__)
+from titan_moe.runtime.log import log_on_rank_zero
 
 TRAIN_STATE = "train_state.json"
 DATA = "data"
@@ -56,8 +54,8 @@ def restore_random_state(train_state: dict[str, Any]) -> None:
     states = train_state[RNG]
     if len(states) == dist.get_world_size():
         set_random_state(states[dist.get_rank()])
-    elif dist.get_rank() == 0:
-        logger.info("random states start fresh: %d ranks saved theirs", len(states))
+    else:
+        log_on_rank_zero("random states start fresh: %d ranks saved theirs", len(states))
 
 
 def set_random_state(saved: dict[str, str]) -> None:

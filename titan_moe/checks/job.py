@@ -12,7 +12,7 @@ from titan_moe.checks import data, experts, parallelism, run
 from titan_moe.checks.base import Rule, Run, either, flat
 from titan_moe.config.errors import Change, Mistake
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import resolve
+from titan_moe.config.parse import nested, resolve
 from titan_moe.config.training_stages import TRAINING_KEYS, training_stage_name, training_stages
 from titan_moe.models.config import ModelConfig
 
@@ -98,14 +98,9 @@ def _broken(
 
 def _changed(run: Run, change: Change) -> Run:
     """Returns a run with other values of some keys."""
-    job, world_size = run.job, run.world_size
-    for key, value in change.items():
-        if key == "ranks":
-            world_size = value
-            continue
-        table, name = key.split(".")
-        job = job.with_values(**{table: {name: value}})
-    return replace(run, job=job, world_size=world_size)
+    tables = nested({key: value for key, value in change.items() if key != "ranks"})
+    ranks = change.get("ranks", run.world_size)
+    return replace(run, job=run.job.with_values(**tables), world_size=ranks)
 
 
 def _in_words(line: str, changes: Sequence[Change]) -> str:

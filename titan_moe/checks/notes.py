@@ -6,6 +6,7 @@ since their user believes that they are read.
 
 import json
 import shutil
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -68,32 +69,31 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
     ]
 
 
-def _random_base(job: JobConfig) -> list[str]:
-    """Returns a line for adapters beside weights that are drawn, as runs that test something have
+def _random_base(job: JobConfig) -> Iterator[str]:
+    """Yields a line for adapters beside weights that are drawn, as runs that test something have
     them: the run loads none, and has no checkpoint to go on from."""
     config, folder = job.checkpoint, Path(job.job.dump_folder) / job.checkpoint.folder
     named = config.initial_load_path or config.initial_load_in_hf or any(folder.glob("step-*"))
     if job.lora.rank is None or config.create_seed_checkpoint or (config.enable and named):
-        return []
-    return [
+        return
+    yield (
         f"lora.rank={job.lora.rank}: adapters train beside random weights; "
         "checkpoint.initial_load_path names a model's"
-    ]
+    )
 
 
-def _uneven_rank(job: JobConfig, model: ModelConfig) -> list[str]:
-    """Returns a line for adapters of experts whose rows torch's grouped GEMM does not take."""
+def _uneven_rank(job: JobConfig, model: ModelConfig) -> Iterator[str]:
+    """Yields a line for adapters of experts whose rows torch's grouped GEMM does not take."""
     training, rank = job.training, job.lora.rank or 0
     size = 8 if training.mixed_precision_param == "bfloat16" else 4
     stacks = [f"{name}.moe.experts" for name in moe_layer_names(model)]
     adapted = any(matches(name, pattern) for name in stacks for pattern in job.lora.targets)
     # In float64 every product is a loop.
-    if training.dtype == "float64" or not adapted or rank % size == 0:
-        return []
-    return [
-        f"lora.rank={rank}: on a GPU each product of the experts' adapters loops over the experts, "
-        f"and waits for each; a multiple of {size} needs one launch"
-    ]
+    if training.dtype != "float64" and adapted and rank % size:
+        yield (
+            f"lora.rank={rank}: on a GPU each product of the experts' adapters loops over the "
+            f"experts, and waits for each; a multiple of {size} needs one launch"
+        )
 
 
 def _lone_axes(run: Run) -> list[str]:

@@ -32,10 +32,7 @@ def _ranks(run: Run) -> Iterator[Mistake]:
 
 def _tensor(run: Run) -> Iterator[Mistake]:
     degree, model = run.job.parallelism.tensor_parallel_degree, run.model
-    sizes = {
-        **_heads(model),
-        "vocab_size": model.vocab_size,
-    }
+    sizes = _heads(model) | {"vocab_size": model.vocab_size}
     if model.recurrent is not None:
         sizes["the recurrent layers' key heads"] = model.recurrent.num_key_heads
     if model.has_dense:

@@ -32,16 +32,13 @@ def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
     if (found := _manifest(job.checkpoint, folder)) is None:
         return []
     checkpoint, manifest = found
-    keys = [*_MODEL, *_DATA]
-    if manifest.get("model_only") and manifest.get("step") == 0:
-        if job.checkpoint.create_seed_checkpoint:
-            return []  # It is written anew.
-        keys = [*_MODEL]  # Any data may follow on initial weights.
+    is_seed = manifest.get("model_only") and manifest.get("step") == 0
+    if is_seed and job.checkpoint.create_seed_checkpoint:
+        return []  # It is written anew.
     same_model = json.loads(json.dumps(dimensions)) == manifest.get("model")
-    if "model" in excluded or same_model:
-        keys = [key for key in keys if key not in _MODEL]
-    if "dataloader" in excluded:
-        keys = [key for key in keys if key not in _DATA]
+    keys = [] if "model" in excluded or same_model else [*_MODEL]
+    if not is_seed and "dataloader" not in excluded:  # Any data may follow on initial weights.
+        keys += _DATA
     lines = list(_differences(keys, job, checkpoint, manifest["job"]))
     if job.checkpoint.enable and not lines:
         lines += _other_tensors(job, dimensions, checkpoint, manifest)

@@ -36,9 +36,7 @@ _LEFT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_ranks(
-        parser, default=None, says="ranks of the run; default: on each node the GPUs found, else 2"
-    )
+    add_ranks(parser, says="ranks of the run; default: on each node the GPUs found, else 2")
     parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
 
 
@@ -59,13 +57,7 @@ def run(options: argparse.Namespace) -> Answer:
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
     line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
-    samples = sample_data(
-        job.training,
-        job.validation,
-        tokenizer,
-        seed=job.debug.seed,
-        global_batch_size=job.training.global_batch_size,
-    )
+    samples = sample_data(job.training, job.validation, tokenizer, seed=job.debug.seed)
     model = model_of_job(job.model)
     bos = str(tokenizer.prepend_bos).lower()
     samples.append(f"documents: prepend_bos={bos}, append_eos={tokenizer.append_eos!r}")

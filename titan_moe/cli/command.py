@@ -169,7 +169,7 @@ def job_of(options: argparse.Namespace) -> "JobConfig":
 
 
 def add_ranks(
-    parser: argparse.ArgumentParser, *, default: int | list[int] | None, says: str
+    parser: argparse.ArgumentParser, *, says: str, default: int | list[int] | None = None
 ) -> None:
     """Adds --ranks: one number, or several where the default is a list."""
     several = isinstance(default, list)

@@ -59,11 +59,9 @@ def init(options: argparse.Namespace) -> Answer:
             f"# Made for {nearest} GPUs: titan-moe check --config FILE --ranks {options.ranks}.\n"
         )
     text += rest
-    if options.out is None:
-        return Answer({"toml": text}, [text.rstrip("\n")])
     with out_file(options) as write:
         write(text)
-    return Answer({"toml": text}, [str(options.out)])
+    return Answer({"toml": text}, [str(options.out or text.rstrip("\n"))])
 
 
 def _gpus(path: Path) -> int:

@@ -18,6 +18,7 @@ from titan_moe.cli.command import (
     write_json,
 )
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.files import write_whole
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,6 @@ def run(options: argparse.Namespace) -> Answer:
 
     Exit codes: 0; 1 the report cannot be written; 2 something is no run.
     """
-    from titan_moe.runtime.files import write_whole
     from titan_moe.verify.compare.records import read_run
     from titan_moe.verify.report.pages import runs_page
 
@@ -59,7 +59,6 @@ def bench(options: argparse.Namespace) -> Answer:
 
     Exit codes: 0; 1 the card cannot be written; 2 something is no run.
     """
-    from titan_moe.runtime.files import write_whole
     from titan_moe.verify.compare.records import read_run
     from titan_moe.verify.report.bench import card, markdown
 
@@ -117,7 +116,7 @@ def _batch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=positive, default=1, help="default: 1")
     parser.add_argument("--sequences", type=positive, default=8, help="most of them; default: 8")
     says = "ranks of the run, which global_batch_size=-1 needs; default: as for titan-moe check"
-    add_ranks(parser, default=None, says=says)
+    add_ranks(parser, says=says)
     add_out_file(parser, says="the page to write", required=True)
 
 

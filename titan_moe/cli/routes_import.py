@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
     says = "type that the engine computed in, by which flips are ties; default: bfloat16"
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=says)
-    add_ranks(parser, default=None, says="ranks of the training; default: the GPUs found, else 2")
+    add_ranks(parser, says="ranks of the training; default: the GPUs found, else 2")
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     parser.add_argument(
         "--control-layouts", nargs="+", default=[], metavar="LAYOUT", help="layouts of control runs"
     )
-    add_ranks(parser, default=None, says="ranks of each run; default: the GPUs found, else 2")
+    add_ranks(parser, says="ranks of each run; default: the GPUs found, else 2")
 
 
 def read_trial(options: argparse.Namespace, **more: Any) -> "Trial":

@@ -33,7 +33,7 @@ from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_ranks(parser, default=None, says="ranks of all machines; default: their GPUs, else 2")
+    add_ranks(parser, says="ranks of all machines; default: their GPUs, else 2")
     parser.add_argument("--one-process", action="store_true", help="without torchrun")
     parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
     parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")

@@ -39,15 +39,14 @@ from titan_moe.cli.command import (
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.launch import count_gpus
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs
+from titan_moe.verify.layouts.layouts import OPTIONS, Layout, legal_layouts, parse, with_options
 
 if TYPE_CHECKING:
     from titan_moe.verify.gradients.gate import Gate
-    from titan_moe.verify.layouts.layouts import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from titan_moe.verify.layouts.layouts import OPTIONS
-
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help='such as "dp_shard=2,ep=2"')
     which.add_argument("--all", action="store_true", help="every legal layout")
@@ -118,7 +117,6 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
     Raises ConfigError if there is no GPU, RunError if torch cannot use it.
     """
     from titan_moe.runtime.device import refuse_unusable
-    from titan_moe.verify.layouts.layouts import parse
 
     if not (gpus := count_gpus(os.environ)):
         raise ConfigError("--device cuda: no GPU is here")
@@ -133,16 +131,11 @@ def _on_gpus(job: JobConfig, options: argparse.Namespace) -> JobConfig:
 
 def _own_dispatchers(job: JobConfig) -> list[str]:
     """Returns the dispatcher that the configuration names, if a module of job.imports has it."""
-    from titan_moe.verify.layouts.layouts import OPTIONS
-
     backend = job.parallelism.expert_parallel_comm_backend
     return [] if backend in ("auto", *OPTIONS["dispatch"]) else [backend]
 
 
-def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
-    from titan_moe.verify.layouts.covering import cover_options, cover_pairs
-    from titan_moe.verify.layouts.layouts import OPTIONS, legal_layouts, parse, with_options
-
+def _chosen(options: argparse.Namespace, gate: "Gate") -> list[Layout]:
     fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
     own = _own_dispatchers(gate.job)
     if own:

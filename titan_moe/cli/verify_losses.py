@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     says = "start without a seed checkpoint: checksums of initial weights must agree"
-    parser.add_argument("--no-seed", action="store_true", help=says)
+    parser.add_argument("--no-seed", dest="seed", action="store_false", help=says)
     parser.add_argument(
         "--pin-routing",
         action="store_true",
@@ -84,12 +84,10 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.runner import compare, update_golden
     from titan_moe.verify.report.pages import write_comparison
 
-    more = {key: getattr(options, key) for key in ("max_slowdown", "max_memory_growth")}
-    more |= {"seed": not options.no_seed, "pin_routing": options.pin_routing}
-    more |= {"controls": options.controls, "tolerance": options.tolerance}
+    keys = ("max_slowdown", "max_memory_growth", "seed", "pin_routing", "controls", "tolerance")
     if options.controls or options.tolerance:
         options.repeats = 0  # Nothing is trained to judge.
-    trial = run_specs.read_trial(options, **more)
+    trial = run_specs.read_trial(options, **{key: getattr(options, key) for key in keys})
     launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:

@@ -43,6 +43,7 @@ class PackedSequence:
     """Tokens that each of the documents has lost at its end; none for texts."""
 
 
+@dataclass
 class Packer:
     """Cuts documents, one after the other, into sequences of `seq_len` tokens.
 
@@ -51,44 +52,33 @@ class Packer:
     label is the first token of the next one.
     """
 
-    def __init__(
-        self,
-        next_document: Callable[[], Encoded | None],
-        *,
-        seq_len: int,
-        mask_documents: bool,
-        padding_id: int,
-    ) -> None:
-        """`next_document` returns None when there is no more; the last sequence is then padded."""
-        self._next_document = next_document
-        self._seq_len = seq_len
-        self._mask_documents = mask_documents
-        self._padding_id = padding_id
-        self._document: Encoded | None = None
-        self.offset = 0
-        """Tokens of the current document that are used up."""
-
-    def resume(self, document: Encoded | None, offset: int) -> None:
-        """Go on `offset` tokens into `document`; None: with the next one."""
-        self._document, self.offset = document, offset
+    next_document: Callable[[], Encoded | None]
+    """Returns None when there is no more; the last sequence is then padded."""
+    seq_len: int
+    mask_documents: bool
+    padding_id: int
+    document: Encoded | None = None
+    """The current document; None: the next one is to come."""
+    offset: int = 0
+    """Tokens of it that are used up."""
 
     def next_sequence(self) -> PackedSequence | None:
         """Pack one sequence; None when the documents have no target left to give."""
-        wanted = self._seq_len + 1  # One more than the inputs: the last label.
-        tokens = np.full(wanted, self._padding_id, np.int64)
+        wanted = self.seq_len + 1  # One more than the inputs: the last label.
+        tokens = np.full(wanted, self.padding_id, np.int64)
         documents = np.zeros(wanted, np.int32)
         samples: list[str] = []
         filled = 0
         while filled < wanted:
-            if self._document is None or self.offset == len(self._document.ids):
-                self._document, self.offset = self._next_document(), 0
-                if self._document is None:
+            if self.document is None or self.offset == len(self.document.ids):
+                self.document, self.offset = self.next_document(), 0
+                if self.document is None:
                     break
-            ids = self._document.ids
+            ids = self.document.ids
             count = min(wanted - filled, len(ids) - self.offset)
             tokens[filled : filled + count] = ids[self.offset : self.offset + count]
             documents[filled : filled + count] = len(samples)
-            samples.append(self._document.name)
+            samples.append(self.document.name)
             filled += count
             self.offset += count
         if filled < 2:
@@ -96,11 +86,11 @@ class Packer:
         documents[filled:] = len(samples)
         labels = tokens[1:].copy()
         labels[filled - 1 :] = IGNORE_INDEX
-        if self._mask_documents:
+        if self.mask_documents:
             labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
         if filled == wanted:
             self.offset -= 1  # The last label is the next sequence's first token.
-        held = int(documents[min(filled, self._seq_len) - 1]) + 1
+        held = int(documents[min(filled, self.seq_len) - 1]) + 1
         return PackedSequence(tokens[:-1], labels, documents[:-1], samples[:held])
 
 

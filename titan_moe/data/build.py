@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -87,11 +86,10 @@ def build_reader(
     )
     read: TextSequences | ConversationSequences
     if tokenizer.conversations is None:
-        mask = training.mask_documents
-        read = TextSequences(sources, tokenizer, identity, own=sequences, mask_documents=mask)
+        read = TextSequences(sources, tokenizer, identity, sequences, training.mask_documents)
     else:
-        read = ConversationSequences(sources, tokenizer, identity, own=sequences, lengths=lengths)
-    return StepReader(read, identity=identity, local_batch_size=training.local_batch_size)
+        read = ConversationSequences(sources, tokenizer, identity, sequences, lengths)
+    return StepReader(read, training.local_batch_size)
 
 
 def measure_conversations(
@@ -103,8 +101,8 @@ def measure_conversations(
     for source in training_sources(training):
         corpus = open_source(source, tokenizer, seed)
         assert isinstance(corpus, Corpus)
-        how: dict[str, Any] = {"name": source.name, "indices": range(part, len(corpus), parts)}
-        found.append(measure(corpus, tokenizer, training.seq_len, **how))
+        name, indices = source.name, range(part, len(corpus), parts)
+        found.append(measure(corpus, tokenizer, training.seq_len, name=name, indices=indices))
     return found
 
 
@@ -136,14 +134,7 @@ def build_validation(
                 "out: name a validation.dataset, or set validation.enable=false"
             )
         sources.append(BlendSource(order, source.weight))
-    return ValidationLoader(
-        sources,
-        tokenizer,
-        validation=validation,
-        training=training,
-        rank=rank,
-        num_ranks=num_ranks,
-    )
+    return ValidationLoader(sources, tokenizer, validation, training, rank, num_ranks)
 
 
 def _split_mark(split: Split) -> str:
@@ -170,14 +161,8 @@ def _open_order(
             check_first(opened, tokenizer, source.name)
         seed_or_none = seed if shuffle else None
         return CorpusOrder(source.name, opened, split=split, seed=seed_or_none, epochs=epochs)
-    return StreamOrder(
-        source.name,
-        opened,
-        split=split,
-        sequences=sequences,
-        global_batch_size=global_batch_size,
-        repeat=epochs is None,
-    )
+    repeat = epochs is None
+    return StreamOrder(source.name, opened, split, sequences, global_batch_size, repeat)
 
 
 def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:

@@ -1,7 +1,6 @@
 """Corpora that every machine has: the Python standard library's sources, and a made-up language."""
 
 import ast
-import hashlib
 import os
 import sys
 import sysconfig
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.conversations import conversation_text
-from titan_moe.data.order import Corpus, Document, mix
+from titan_moe.data.order import Corpus, Document, digest, mix
 
 # Not the library itself: installed packages, caches, and tests (mostly tables of input and output).
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -23,7 +22,7 @@ class StdlibCorpus(Corpus):
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` None: the interpreter's standard library. ConfigError when it has no file."""
         folder = folder or Path(sysconfig.get_path("stdlib"))
-        digest = hashlib.blake2b(digest_size=8)
+        hashed: list[bytes] = []
         self._documents: list[Document] = []
         for path in _python_files(folder):
             content = path.read_bytes()
@@ -33,15 +32,14 @@ class StdlibCorpus(Corpus):
                 continue
             name = path.relative_to(folder).as_posix()
             self._documents.append(Document(f"stdlib/{name}", text))
-            digest.update(f"{name}\0{len(content)}\0".encode())
-            digest.update(content)
+            hashed += f"{name}\0{len(content)}\0".encode(), content
         if not self._documents:
             raise ConfigError(
                 f"training.dataset='stdlib': {folder} holds no .py file (a stripped Python?): "
                 "use 'synthetic', or 'text' with dataset_path"
             )
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        self.fingerprint = f"stdlib:{version}:{digest.hexdigest()}"
+        self.fingerprint = f"stdlib:{version}:{digest(b''.join(hashed))}"
 
     def __len__(self) -> int:
         return len(self._documents)

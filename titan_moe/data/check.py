@@ -7,8 +7,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Encoded
@@ -57,20 +55,21 @@ def data_notes(training: Training, validation: Validation) -> list[str]:
 
 
 def sample_data(
-    training: Training, validation: Validation, tokenizer: Tokenizer, **how: Any
+    training: Training, validation: Validation, tokenizer: Tokenizer, *, seed: int
 ) -> list[str]:
     """Open each source as a run does and read some documents; returns a line about each source.
 
-    Nothing is opened if a source is on the hub, without a local copy. `how`: further keywords of
-    `build_reader`. ConfigError when a source cannot be trained on.
+    Nothing is opened if a source is on the hub, without a local copy. `training` has a
+    global_batch_size. ConfigError when a source cannot be trained on.
     """
     if name := on_the_hub(training, validation):
         return [f"the data was not read: {name!r} is on the Hugging Face hub"]
-    place: dict[str, Any] = {"seed": how["seed"], "rank": 0, "num_ranks": 1}
-    reader = build_reader(training, tokenizer, validation=validation, **how | place)
+    place: dict[str, Any] = {"seed": seed, "rank": 0, "num_ranks": 1}
+    batch: dict[str, Any] = {"global_batch_size": training.global_batch_size}
+    reader = build_reader(training, tokenizer, validation=validation, **place, **batch)
     # The sources of a blend have epochs of their own lengths.
     sources = reader.sequences.sources
-    size = how["global_batch_size"] if len(sources) == 1 else 0
+    size = training.global_batch_size if len(sources) == 1 else 0
     orders, few = [(source.order, "training", size) for source in sources], []
     if validation.enable:
         loader = build_validation(validation, training, tokenizer, **place)
@@ -131,8 +130,7 @@ def _sample(
     ]
     if inside:
         line += f"; {len(inside)} of {count} conversations name special tokens, as {inside[0]}"
-    how: dict[str, Any] = {"name": order.name, "indices": range(count)}
-    found = measure(order.corpus, tokenizer, seq_len, **how)
+    found = measure(order.corpus, tokenizer, seq_len, name=order.name, indices=range(count))
     lines = [line, *found.lines(order.name, count, conversations.max_refused)]
     in_file = (read_document(order.corpus[n], tokenizer, seq_len) for n in range(count))
     if use == "training" and (first := next(filter(None, in_file), None)):
@@ -149,9 +147,8 @@ def _sample(
 def _shown(encoded: Encoded, tokenizer: Tokenizer) -> str:
     """Returns the text of a conversation's first tokens, with signs around its targets."""
     contents, _ = tokenizer.pieces(encoded.ids[:_MOST_SHOWN])
-    is_target = np.zeros(len(contents), bool)
-    if encoded.is_target is not None:
-        is_target = encoded.is_target[:_MOST_SHOWN]
+    assert encoded.is_target is not None, "a text is not shown"
+    is_target = encoded.is_target[:_MOST_SHOWN]
     text = b""
     for learned, group in groupby(zip(contents, is_target, strict=True), itemgetter(1)):
         said = b"".join(content for content, _ in group)

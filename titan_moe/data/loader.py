@@ -12,8 +12,8 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +34,18 @@ if TYPE_CHECKING:
 Microbatches = list[list[PackedSequence]]
 
 
+@dataclass
 class StepReader:
     """Reads the microbatches of one data rank, step by step."""
 
-    def __init__(
-        self,
-        sequences: TextSequences | ConversationSequences,
-        *,
-        identity: Identity,
-        local_batch_size: int,
-    ) -> None:
-        self.identity = identity
-        self.sequences = sequences
-        self._local_batch_size = local_batch_size
-        self._step = 0
+    sequences: TextSequences | ConversationSequences
+    local_batch_size: int
+    step: int = 0
+    """The step that was read last."""
+
+    @property
+    def identity(self) -> Identity:
+        return self.sequences.identity
 
     def read_step(self) -> Microbatches:
         """All microbatches of the next step, in order. RunError when the data ran out or cannot be
@@ -55,15 +53,15 @@ class StepReader:
         try:
             packed = self.sequences.next_batch()
         except RunError as error:
-            raise RunError(f"step {self._step + 1}: {error}") from None
+            raise RunError(f"step {self.step + 1}: {error}") from None
         except Exception as error:  # A disk, a network, a damaged file: each raises its own.
             reason = (str(error).splitlines() or [""])[0]
             raise RunError(
-                f"step {self._step + 1}: reading the dataset {self.identity.fingerprint} failed: "
+                f"step {self.step + 1}: reading the dataset {self.identity.fingerprint} failed: "
                 f"{type(error).__name__}: {reason}"
             ) from error
-        self._step += 1
-        size = self._local_batch_size
+        self.step += 1
+        size = self.local_batch_size
         assert len(packed) % size == 0
         return [packed[first : first + size] for first in range(0, len(packed), size)]
 
@@ -75,7 +73,7 @@ class StepReader:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: the place in the data after the last step that was read."""
         place = self.sequences.state()
-        return {"identity": asdict(self.identity), "step": self._step, **place}
+        return {"identity": asdict(self.identity), "step": self.step, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which `state`, merged over all ranks, was taken.
@@ -84,7 +82,7 @@ class StepReader:
         """
         _check_identity(state, self.identity)
         self.sequences.load_state(state)
-        self._step = state["step"]
+        self.step = state["step"]
 
     def close(self) -> None:
         """Has nothing to end; `ReaderProcess` does."""
@@ -179,6 +177,7 @@ def _serve(pipe: Connection) -> None:
         pipe.send(reply)
 
 
+@dataclass
 class Loader:
     """Yields the microbatches of one data rank, step by step.
 
@@ -186,23 +185,18 @@ class Loader:
     to the last step handed out; steps that were read ahead are read again after a resume.
     """
 
-    def __init__(
-        self,
-        reader: StepReader | ReaderProcess,
-        *,
-        prefetch_factor: int,
-        pin_for: torch.device | None = None,
-    ) -> None:
-        """`pin_for`: the CUDA device that page-locked memory is copied to; None: plain memory."""
-        self.identity = reader.identity
-        self._reader = reader
-        self._prefetch_factor = prefetch_factor
-        self._pin_for = pin_for
+    reader: StepReader | ReaderProcess
+    prefetch_factor: int
+    pin_for: torch.device | None = None
+    """The CUDA device that page-locked memory is copied to; None: plain memory."""
+
+    def __post_init__(self) -> None:
+        self.identity = self.reader.identity
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="data", initializer=self._begin_thread
         )
         self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
-        self._state = reader.state_dict()
+        self._state = self.reader.state_dict()
 
     def next_step(self) -> list[Batch]:
         """All microbatches of the next step, in order.
@@ -218,7 +212,7 @@ class Loader:
 
     def count_steps(self) -> int:
         """The steps from here to the end of training.epochs; before `next_step`."""
-        return self._reader.count_steps()
+        return self.reader.count_steps()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state after the last step handed out: this rank's sequences by number."""
@@ -230,38 +224,36 @@ class Loader:
         The number of data ranks may differ from then. RunError if the state is another stream's.
         """
         self._forget_ahead()
-        self._reader.load_state_dict(state)
-        self._state = self._reader.state_dict()
+        self.reader.load_state_dict(state)
+        self._state = self.reader.state_dict()
 
     def close(self) -> None:
         """End the background thread, after the step it is reading, and the reader's process."""
-        self._reader.close()
+        self.reader.close()
         self._forget_ahead()
         self._thread.shutdown()
 
     def _read_ahead(self) -> None:
-        while len(self._ahead) < self._prefetch_factor:
+        while len(self._ahead) < self.prefetch_factor:
             self._ahead.append(self._thread.submit(self._read_step))
 
     def _forget_ahead(self) -> None:
         for future in reversed(self._ahead):
             future.cancel()
-        for future in self._ahead:
-            if not future.cancelled():
-                future.exception()  # Waits: the thread must leave the reader alone.
+        wait(self._ahead)  # The thread must leave the reader alone.
         self._ahead.clear()
 
     def _begin_thread(self) -> None:
-        if self._pin_for is not None:
+        if self.pin_for is not None:
             import torch
 
             # A thread's own device is the first: page-locked memory would make a context there.
-            torch.cuda.set_device(self._pin_for)
+            torch.cuda.set_device(self.pin_for)
 
     def _read_step(self) -> tuple[list[Batch], dict[str, Any]]:
-        microbatches, pin = self._reader.read_step(), self._pin_for is not None
+        microbatches, pin = self.reader.read_step(), self.pin_for is not None
         batches = [stack_sequences(sequences, pin=pin) for sequences in microbatches]
-        return batches, self._reader.state_dict()
+        return batches, self.reader.state_dict()
 
 
 # --- places in the data ---

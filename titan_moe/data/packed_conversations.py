@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -133,36 +133,33 @@ class _Place(NamedTuple):
     tokens: int
 
 
+@dataclass
 class ConversationSequences:
     """The sequences of one data rank, of conversations that are packed for all ranks alike."""
 
-    def __init__(
-        self,
-        sources: Sequence[BlendSource],
-        tokenizer: Tokenizer,
-        identity: Identity,
-        *,
-        own: Collection[int],
-        lengths: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        """own: this rank's sequences of the global batch. lengths: `Lengths.tokens` of each source;
-        None: a conversation is measured when its turn comes."""
-        self.sources = sources
-        self._orders = [_corpus_order(source) for source in sources]
-        self._tokenizer, self._identity, self._own = tokenizer, identity, own
-        self._lengths = lengths or [
+    sources: Sequence[BlendSource]
+    tokenizer: Tokenizer
+    identity: Identity
+    own: Collection[int]
+    """This rank's sequences of the global batch."""
+    lengths: Sequence[np.ndarray] | None = None
+    """`Lengths.tokens` of each source; None: a conversation is measured when its turn comes."""
+
+    def __post_init__(self) -> None:
+        self._orders = [cast(CorpusOrder, source.order) for source in self.sources]
+        self._lengths = self.lengths or [
             np.full(len(order.corpus), _UNKNOWN, np.int32) for order in self._orders
         ]
         self._begin()
 
     def _begin(self) -> None:
         weights = [source.weight for source in self.sources]
-        self._blend = Blend(weights, key=(self._identity.seed,))
+        self._blend = Blend(weights, key=(self.identity.seed,))
         self._read = [0] * len(weights)
         self._best_fit = BestFit(
             self._next_place,
             size=lambda place: place.tokens,
-            capacity=self._identity.seq_len,
+            capacity=self.identity.seq_len,
         )
 
     def count(self) -> int:
@@ -175,7 +172,7 @@ class ConversationSequences:
     def next_batch(self) -> list[PackedSequence]:
         """Returns this rank's sequences of the next step. At the end of the data, sequences without
         a target fill up the last batch; RunError after that."""
-        size = self._identity.global_batch_size
+        size = self.identity.global_batch_size
         groups = [self._best_fit.next_group() for _ in range(size)]
         if not groups[0]:
             ended = self._orders[self._blend.next_source()]
@@ -188,7 +185,7 @@ class ConversationSequences:
             self._packed(groups[number])
             if groups[number]
             else ignored_sequence(self._packed(groups[0]))
-            for number in self._own
+            for number in self.own
         ]
 
     def state(self) -> dict[str, Any]:
@@ -208,8 +205,8 @@ class ConversationSequences:
 
     def _packed(self, places: Sequence[_Place]) -> PackedSequence:
         documents = [self._orders[place.source].document(place.position) for place in places]
-        seq_len = self._identity.seq_len
-        encoded = [encode_document(each, self._tokenizer, seq_len) for each in documents]
+        seq_len = self.identity.seq_len
+        encoded = [encode_document(each, self.tokenizer, seq_len) for each in documents]
         return whole_documents(encoded, seq_len)
 
     def _place(self, source: int, position: int) -> _Place | None:
@@ -243,10 +240,5 @@ class ConversationSequences:
         )
 
     def _measure(self, order: CorpusOrder, index: int) -> Lengths:
-        one, seq_len = range(index, index + 1), self._identity.seq_len
-        return measure(order.corpus, self._tokenizer, seq_len, name=order.name, indices=one)
-
-
-def _corpus_order(source: BlendSource) -> CorpusOrder:
-    assert isinstance(source.order, CorpusOrder)
-    return source.order
+        one, seq_len = range(index, index + 1), self.identity.seq_len
+        return measure(order.corpus, self.tokenizer, seq_len, name=order.name, indices=one)

@@ -111,7 +111,7 @@ class Blend:
 class SequenceStream:
     """A sequence of the global batch: packs the documents of each source assigned to it."""
 
-    def __init__(self, index: int, rank: TextSequences, *, mask_documents: bool) -> None:
+    def __init__(self, index: int, rank: TextSequences) -> None:
         """rank: the sequences of this one's rank, which have the sources in common."""
         self.index, self._rank = index, rank
         weights = [source.weight for source in rank.sources]
@@ -122,7 +122,7 @@ class SequenceStream:
         self._packer = Packer(
             self._next_document,
             seq_len=rank.identity.seq_len,
-            mask_documents=mask_documents,
+            mask_documents=rank.mask_documents,
             padding_id=rank.tokenizer.eos_id,
         )
 
@@ -164,7 +164,7 @@ class SequenceStream:
         if self._source >= 0:
             opened_last = self._open(self._source, self._read[self._source] - 1)
             document = encode_document(opened_last, self._rank.tokenizer)
-        self._packer.resume(document, state["offset"])
+        self._packer.document, self._packer.offset = document, state["offset"]
 
     def _assignment(self, source: int) -> Assignment:
         partitions = self._rank.sources[source].order.num_partitions
@@ -202,26 +202,22 @@ class SequenceStream:
         return encoded
 
 
+@dataclass
 class TextSequences:
     """The sequences of one data rank, each with documents of its own."""
 
-    def __init__(
-        self,
-        sources: Sequence[BlendSource],
-        tokenizer: Tokenizer,
-        identity: Identity,
-        *,
-        own: Sequence[int],
-        mask_documents: bool,
-    ) -> None:
-        """own: this rank's sequences of the global batch."""
-        self.sources, self.tokenizer, self.identity = sources, tokenizer, identity
-        self.first = [[0] * source.order.num_partitions for source in sources]
+    sources: Sequence[BlendSource]
+    tokenizer: Tokenizer
+    identity: Identity
+    own: Sequence[int]
+    """This rank's sequences of the global batch."""
+    mask_documents: bool
+
+    def __post_init__(self) -> None:
+        self.first = [[0] * source.order.num_partitions for source in self.sources]
         """The position, by source and partition, from which on the sequences take documents: 0,
         until a training stage changes the batch size."""
-        self._streams = [
-            SequenceStream(index, self, mask_documents=mask_documents) for index in own
-        ]
+        self._streams = [SequenceStream(index, self) for index in self.own]
 
     def next_batch(self) -> list[PackedSequence]:
         """This rank's sequences of the next step; RunError when a source has no document left."""

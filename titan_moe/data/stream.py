@@ -7,9 +7,10 @@ import glob
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -224,6 +225,7 @@ def _num_partitions(sizes: Sequence[int], global_batch_size: int) -> int:
     return 1
 
 
+@dataclass
 class StreamOrder:
     """A stream of files in P partitions, of which a data rank reads those of its sequences.
 
@@ -234,39 +236,31 @@ class StreamOrder:
     that.
     """
 
-    size: int | None = None
+    size: ClassVar[int | None] = None
     CURSOR_EVERY = 512  # Positions; a resume reads at most these, and a mark costs about 20 us.
 
-    def __init__(
-        self,
-        name: str,
-        stream: HubStream,
-        *,
-        split: Split,
-        sequences: Collection[int],
-        global_batch_size: int,
-        repeat: bool,
-    ) -> None:
-        """sequences: those of the global batch that this rank reads."""
-        self.name = name
-        self.fingerprint = f"{stream.fingerprint}:files={stream.num_files}"
-        self._stream = stream
-        self._split = split
-        self.repeat = repeat
-        self._sequences = sequences
-        self._global_batch_size = global_batch_size
-        count = _num_partitions(stream.sizes, global_batch_size)
+    name: str
+    stream: HubStream
+    split: Split
+    sequences: Collection[int]
+    """Those of the global batch that this rank reads."""
+    global_batch_size: int
+    repeat: bool
+
+    def __post_init__(self) -> None:
+        self.fingerprint = f"{self.stream.fingerprint}:files={self.stream.num_files}"
+        count = _num_partitions(self.stream.sizes, self.global_batch_size)
         self.seek(None, [0] * count)
 
     @property
     def description(self) -> str:
         """Phrase that says how the files are read."""
-        files, parts = self._stream.num_files, self.num_partitions
+        files, parts = self.stream.num_files, self.num_partitions
         whole = "all data ranks read all of them" if parts == 1 else f"{parts} partitions of them"
         return f"a stream of {files:,} files ({whole}), whose number of documents is not known"
 
     def checksum(self) -> str:
-        return self._stream.checksum()
+        return self.stream.checksum()
 
     def document(self, position: int, partition: int = 0) -> Document:
         """The document at `position`. A sequence's positions must rise. OutOfDocumentsError beyond
@@ -285,26 +279,26 @@ class StreamOrder:
         """Go to places that `mark` returned on this rank or on others. In each of the len(first)
         partitions the sequences begin at position `first`, at or after its place."""
         self.num_partitions = len(first)
-        self.assignment = Assignment(self._global_batch_size, len(first))
+        self.assignment = Assignment(self.global_batch_size, len(first))
         wanted: dict[int, list[int]] = {}
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             for number in self.assignment.partitions(sequence):
                 wanted.setdefault(number, []).append(sequence)
         self._partitions = {}
         for number, sequences in wanted.items():
             start = _Cursor(*mark[number]) if mark else _Cursor(0, None)
-            stream = self._stream.shard(number, len(first))
+            stream = self.stream.shard(number, len(first))
             part = _Partition(self, stream, number, sequences, start, first[number])
             self._partitions[number] = part
 
     def accepts(self, document: Document) -> bool:
         """False for documents of the other half of the split. One document in `every` is held out
         by its text, the same in every partition and run."""
-        if not self._split.every:
+        if not self.split.every:
             return True
         text = document.content if isinstance(document.content, str) else ""
-        held_out = mix(zlib.crc32(text.encode(errors="replace"))) % self._split.every == 0
-        return held_out == self._split.held_out
+        held_out = mix(zlib.crc32(text.encode(errors="replace"))) % self.split.every == 0
+        return held_out == self.split.held_out
 
 
 class _Partition:

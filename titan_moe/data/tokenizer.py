@@ -55,10 +55,11 @@ class Tokenizer:
         self.fingerprint = fingerprint
         self.vocab_size = encoding.vocab_size
         self.parse_special_tokens = training.parse_special_tokens
-        bos, eos = names.bos or encoding.ends[0], names.eos or encoding.ends[1]
+        bos = names.special.get("bos_token") or encoding.ends[0]
+        eos = names.special.get("eos_token") or encoding.ends[1]
         key = training.append_eos
         self.bos_id = encoding.id_of(bos)
-        self.pad_id = encoding.id_of(names.pad)
+        self.pad_id = encoding.id_of(names.special.get("pad_token", ""))
         # The token that ends a document, or False.
         self.append_eos: str | bool = key if key is not True else self._text_end(eos)
         adds_bos = self.bos_id in encoding.added[:1] if names.adds_bos is None else names.adds_bos
@@ -117,14 +118,10 @@ class Tokenizer:
             problem = "has no chat_template: name one with training.messages.template"
             raise _error(self.path, f"{problem}, a file in Jinja or 'chatml'")
         day = None if how.date is None else datetime.date.fromisoformat(how.date)
-        about: dict[str, Any] = {
-            "special": set(encoding.special),
-            "date": day,
-            "options": how.template_kwargs,
-        }
+        special, options = set(encoding.special), how.template_kwargs
         try:
             plain, with_tools = (
-                ChatTemplate(each, names.special, **about)
+                ChatTemplate(each, names.special, special=special, date=day, options=options)
                 for each in (source, sources.get("tool_use", source))
             )
         except ChatError as error:
@@ -217,9 +214,6 @@ class _Names:
         )
         decoder = self.config.get("added_tokens_decoder")
         table = mapped | self.config if decoder is not None else self.config | mapped
-        self.bos, self.eos, self.pad = (
-            _content(table.get(name) or "") for name in ("bos_token", "eos_token", "pad_token")
-        )
         self.added = list(added) if decoder is None else [_content(t) for t in decoder.values()]
         self.special = {name: _content(table[name]) for name in _SPECIAL if table.get(name)}
         self.templates = chat_templates(folder, self.config.get("chat_template"))

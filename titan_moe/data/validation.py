@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, count, islice, repeat
 
 from titan_moe.config.job_config import Training, Validation
@@ -23,6 +25,7 @@ from titan_moe.data.stream import DocumentOrder
 from titan_moe.data.tokenizer import Tokenizer
 
 
+@dataclass
 class ValidationLoader:
     """Packs the documents into sequences, dealt to the data ranks batch by batch.
 
@@ -31,29 +34,25 @@ class ValidationLoader:
     its batches, at 20 bytes a token.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[BlendSource],
-        tokenizer: Tokenizer,
-        *,
-        validation: Validation,
-        training: Training,
-        rank: int,
-        num_ranks: int,
-    ) -> None:
-        self.sources = sources
-        size, steps = validation.local_batch_size, validation.steps
-        seq_len = validation.seq_len or training.seq_len
-        sequences = _sequences(sources, tokenizer, seq_len, training.mask_documents)
-        # Whatever the number of ranks; -1: all.
-        limited = islice(sequences, steps * size if steps >= 0 else None)
-        self._unread = _batches(limited, size, rank, num_ranks)
-        self._batches: list[Batch] | None = None
+    sources: Sequence[BlendSource]
+    tokenizer: Tokenizer
+    validation: Validation
+    training: Training
+    rank: int
+    num_ranks: int
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._batches is None:
-            self._batches = list(self._unread)
         return iter(self._batches)
+
+    @cached_property
+    def _batches(self) -> list[Batch]:
+        size, steps = self.validation.local_batch_size, self.validation.steps
+        seq_len = self.validation.seq_len or self.training.seq_len
+        mask = self.training.mask_documents
+        sequences = _sequences(self.sources, self.tokenizer, seq_len, mask)
+        # Whatever the number of ranks; -1: all.
+        limited = islice(sequences, steps * size if steps >= 0 else None)
+        return list(_batches(limited, size, self.rank, self.num_ranks))
 
 
 def _batches(
@@ -89,12 +88,7 @@ def _sequences(
     if tokenizer.conversations is not None:
         best_fit = BestFit(next_document, size=lambda each: len(each.ids), capacity=seq_len)
         return (whole_documents(group, seq_len) for group in iter(best_fit.next_group, []))
-    packer = Packer(
-        next_document,
-        seq_len=seq_len,
-        mask_documents=mask_documents,
-        padding_id=tokenizer.eos_id,
-    )
+    packer = Packer(next_document, seq_len, mask_documents, padding_id=tokenizer.eos_id)
     return iter(packer.next_sequence, None)
 
 

@@ -23,7 +23,7 @@ collectives next to them, part by part, through symmetric memory. It has not bee
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,20 +85,13 @@ def compile_loss(
     return torch.compile(loss, backend=section.backend)
 
 
-class Compiled(NamedTuple):
-    """Counts a process's graphs and graph breaks, and the time spent compiling."""
-
-    graphs: int
-    breaks: int
-    """Places where a graph ends because what follows cannot be, or is not to be, traced."""
-    seconds: float
-
-
-def compiled_so_far() -> Compiled:
-    """Returns what this process has compiled so far, forward and backward."""
+def compiled_so_far() -> tuple[int, int, float]:
+    """Returns what this process has compiled so far, forward and backward: the numbers of graphs
+    and of graph breaks, which are places where a graph ends because what follows cannot be, or is
+    not to be, traced; and the seconds spent compiling."""
     from torch._dynamo.utils import calculate_time_spent, counters
 
-    return Compiled(
+    return (
         counters["stats"]["unique_graphs"],
         sum(counters["graph_break"].values()),
         calculate_time_spent().get("total_wall_time", 0.0),

@@ -49,14 +49,11 @@ def _own_counted(moe: MoE, args: tuple[Any, ...], group: ProcessGroup) -> tuple[
     return x_BSD, counted_BS, *stream
 
 
-def apply_expert_parallel(
-    moe_layers: list[MoE], meshes: Meshes, options: DispatchOptions | None = None
-) -> None:
+def apply_expert_parallel(moe_layers: list[MoE], meshes: Meshes, options: DispatchOptions) -> None:
     """Cut the layers' experts over (ep, etp) and set their dispatchers. No-op at degree 1."""
     dims = meshes.dims
     if dims.ep * dims.etp == 1:
         return
-    options = options or DispatchOptions()
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
         moe.dispatcher = DISPATCHERS[options.name](moe.config, meshes, options)

@@ -55,16 +55,11 @@ class Sharding:
             raise ValueError(
                 f"{text!r} is no sharding: write R, or terms such as P[tp]S(0)[ep,edp]"
             )
-        heads = [term.group(1) for term in terms]
-        if len(set(heads)) < len(heads):
+        found = {dim: tuple(axes.split(",")) for dim, axes in (term.groups() for term in terms)}
+        if len(found) < len(terms):
             raise ValueError(f"{text!r} has two terms of one kind: join their axes in order")
-        cuts: dict[int, tuple[str, ...]] = {}
-        partial: frozenset[str] = frozenset()
-        for head, axes in ((term.group(1), term.group(2).split(",")) for term in terms):
-            if head is None:
-                partial = frozenset(axes)
-            else:
-                cuts[int(head)] = tuple(axes)
+        partial = frozenset(found.pop(None, ()))  # Its term names no dim.
+        cuts = {int(dim): axes for dim, axes in found.items()}
         return cls(tuple(cuts.get(dim, ()) for dim in range(max(cuts, default=-1) + 1)), partial)
 
     def __str__(self) -> str:
@@ -130,20 +125,18 @@ class Sharding:
         """The reverse. An axis of size 1 that cuts a dim stands last there: where it stands changes
         nothing. Raises ValueError for placements that no order of axes explains, and for a
         `Partial` that is no plain sum."""
-        names = list(axes)
+        pairs = list(zip(axes, placements, strict=True))
         cuts: dict[int, list[str]] = {}
-        for axis, each in zip(names, placements, strict=True):
+        for axis, each in pairs:
             # Subclasses of Partial mask or take roots before they sum.
             if each.is_partial() and (type(each) is not Partial or each.reduce_op != "sum"):
                 raise ValueError(
                     f"{each!r} on axis {axis} is no plain sum, and only Partial('sum') can be "
                     "planned: call torch's DTensor.redistribute to reduce it over this axis first"
                 )
-        partial = frozenset(
-            axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
-        )
+        partial = frozenset(axis for axis, each in pairs if each.is_partial())
         # The last axis comes first: an axis' place follows from those to its right that cut before.
-        for axis, placement in reversed(list(zip(names, placements, strict=True))):
+        for axis, placement in reversed(pairs):
             if placement.is_replicate() or placement.is_partial():
                 continue
             dim: int = placement.dim  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ from titan_moe.comm.collectives import gather_tokens, scatter_tokens, sum_over_r
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.parallel_dims import Meshes
-from titan_moe.moe.layer import Experts, MoE
+from titan_moe.moe.layer import MoE
 from titan_moe.ops.cross_entropy import IGNORE_INDEX, block_statistics, gradient_in_place
 from titan_moe.ops.embedding import embedding
 from titan_moe.ops.float8 import Float8Linear
@@ -119,49 +119,46 @@ def _is_routed(model: nn.Module, name: str) -> bool:
 
 
 def _held_whole(model: nn.Module) -> set[str]:
-    routed = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for parameter in module.parameters()
-    }
     return {
         name
         for name, parameter in model.named_parameters()
-        if id(parameter) not in routed and not isinstance(parameter, DTensor)
+        if ".experts." not in name and not isinstance(parameter, DTensor)
     }
 
 
 class _Cut(nn.Module):
-    """Stands in the place of a module, with its weight cut along a dim over the mesh."""
+    """Stands in the place of a module, with its weight cut along `dim` over the mesh."""
 
     weight: nn.Parameter
+    dim = 0
 
-    def __init__(self, module: Any, mesh: DeviceMesh, group: ProcessGroup, dim: int = 0) -> None:
+    def __init__(self, module: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self._whole = f"{type(module).__name__}({module.extra_repr()})"
         self.register_parameter("weight", module.weight)
-        cut_parameter(self, "weight", mesh, [dim])
+        cut_parameter(self, "weight", mesh, [self.dim])
 
     def extra_repr(self) -> str:
         return self._whole
 
 
 class _CutLinear(_Cut):
-    """A Linear, maybe with an adapter, whose weight is cut; its bias is still whole."""
+    """A Linear, maybe with an adapter, whose weight is cut; its bias too, if outputs are."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup, dim: int) -> None:
-        super().__init__(linear, mesh, group, dim)
+    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        super().__init__(linear, mesh, group)
         self.product = _product(linear)
         self.register_parameter("bias", linear.bias)
+        if self.dim == 0 and linear.bias is not None:
+            cut_parameter(self, "bias", mesh, [0])
         self.adapter: Adapter | None = None
         if isinstance(linear, AdaptedLinear):
             self.adapter = linear.adapter
             # Outputs are rows of b, inputs are columns of a.
-            cut_parameter(self.adapter, "ba"[dim], mesh, [dim])
+            cut_parameter(self.adapter, "ba"[self.dim], mesh, [self.dim])
 
     def outputs(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns this rank's slice of the outputs, or its terms of their sums."""
@@ -173,11 +170,6 @@ class _CutLinear(_Cut):
 
 class ColumnParallelLinear(_CutLinear):
     """A Linear whose outputs are cut: weight dim 0, bias dim 0, dim 0 of an adapter's b."""
-
-    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
-        super().__init__(linear, mesh, group, dim=0)
-        if linear.bias is not None:
-            cut_parameter(self, "bias", mesh, [0])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(x, None if self.bias is None else local_part(self.bias))
@@ -202,8 +194,7 @@ class RowParallelLinear(_CutLinear):
     """A Linear whose inputs are cut (weight dim 1, dim 1 of an adapter's a): partial outputs are
     summed and scattered to parts of the sequence. A bias is whole, added after the sum."""
 
-    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
-        super().__init__(linear, mesh, group, dim=1)
+    dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_tokens(self.outputs(x), self.group)

@@ -64,14 +64,12 @@ def execute(
         incoming: list[list[Tensor]] = [[] for _ in ranks]
         for pieces in bucket:
             for source, target, box in pieces.of(rank):
-                before = _part(sources[pieces.name], box) if source == rank else None
-                after = _part(targets[pieces.name], box) if target == rank else None
-                if before is not None and after is not None:
-                    after.copy_(before)
-                elif before is not None:
-                    outgoing[target].append(before)
-                elif after is not None:
-                    incoming[source].append(after)
+                if source == target:
+                    _part(targets[pieces.name], box).copy_(_part(sources[pieces.name], box))
+                elif source == rank:
+                    outgoing[target].append(_part(sources[pieces.name], box))
+                else:
+                    incoming[source].append(_part(targets[pieces.name], box))
         if moved := sum(int(pieces.bytes_sent.sum()) for pieces in bucket):
             _exchange(outgoing, incoming)
             sent += moved

@@ -37,28 +37,27 @@ def closing_lines(
     if (folder / EVENTS).exists():
         lines.append(f"steps that were left out or trained again: {folder / EVENTS}")
 
-    commands = {}
+    def command(*words: object) -> str:
+        return shlex.join([*titan_moe_command(), *map(str, words)])
+
+    commands, saved = {}, saves / f"step-{last_saved}"
     # On several nodes the cluster's own command starts a run.
     if launch.num_nodes == 1:
-        words = ["--config", str(folder / "config.toml"), "--ranks", str(launch.world_size)]
-        start = shlex.join([*titan_moe_command(), "train", *words])
+        start = command("train", "--config", folder / "config.toml", "--ranks", launch.world_size)
         if stopped:
             commands["go on where it stopped"] = start
         elif last_saved is None:
             commands["train again and keep the model"] = f"{start} --checkpoint.enable"
     if last_saved is not None and adapts:
-        saved = str(saves / f"step-{last_saved}")
-        words = ["hf", "merge", saved, "--out", f"{saved}-merged"]
-        commands["add the adapters to their weights"] = shlex.join([*titan_moe_command(), *words])
+        merge = command("hf", "merge", saved, "--out", f"{saved}-merged")
+        commands["add the adapters to their weights"] = merge
     elif last_saved is not None:
         on_stdlib = training.dataset == "stdlib"
         prompt = ["--prompt", "def " if on_stdlib else "The"]
         if training.dataset_format == "messages":
             prompt = ["--chat", "--prompt", "What is copyfile of shutil?" if on_stdlib else "Hi"]
-        words = ["generate", str(saves / f"step-{last_saved}"), *prompt]
-        commands["see what the model writes"] = shlex.join([*titan_moe_command(), *words])
-    page = [*titan_moe_command(), "report", "run", str(folder)]
-    commands["get a page of its curves and experts"] = shlex.join(page)
+        commands["see what the model writes"] = command("generate", saved, *prompt)
+    commands["get a page of its curves and experts"] = command("report", "run", folder)
     return [*lines, "\n  ".join([f"next you can {', or '.join(commands)}:", *commands.values()])]
 
 

@@ -71,15 +71,12 @@ def with_torchtitan_names(values: Mapping[str, float]) -> dict[str, float]:
 
 def missing_packages(config: Metrics) -> list[str]:
     """Returns one line per sink that is switched on but not installed."""
-    optional = {
-        "enable_tensorboard": (config.enable_tensorboard, "tensorboard", "tensorboard"),
-        "enable_wandb": (config.enable_wandb, "wandb", "wandb"),
-        "enable_mlflow": (config.enable_mlflow, "mlflow", "mlflow-skinny"),
-    }
+    packages = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
     return [
-        f"metrics.{key} = true needs the package {package}: install it, or set the key to false"
-        for key, (enabled, module, package) in optional.items()
-        if enabled and find_spec(module) is None
+        f"metrics.enable_{module} = true needs the package {package}: install it, or set the key "
+        "to false"
+        for module, package in packages.items()
+        if getattr(config, f"enable_{module}") and find_spec(module) is None
     ]
 
 

@@ -55,7 +55,7 @@ def _joined(kept: dict[str, Tensor], name: str, new_BHSC: Tensor) -> Tensor:
 
 
 class KeptState:
-    """A RecurrentCore of layers that take turns: the tokens of a layer's call follow those of its
+    """The recurrence of layers that take turns: the tokens of a layer's call follow those of its
     calls before."""
 
     def __init__(self, rule: DeltaRule, num_layers: int) -> None:
@@ -104,6 +104,6 @@ def with_cache(model: Decoder) -> Decoder:
     instead[id(model.core)] = KeptKeys(len(kinds) - recurrent - kinds.count("nothing"))
     if recurrent:
         cut = "a recurrence of sequences that are cut keeps no state"
-        assert isinstance(model.recurrence, Recurrence), cut
+        assert type(model.recurrence) is Recurrence, cut
         instead[id(model.recurrence)] = KeptState(model.recurrence.rule, recurrent)
     return deepcopy(model, instead)

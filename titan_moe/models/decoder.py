@@ -26,7 +26,7 @@ from titan_moe.models.rope import Rope, Rotation, rope_key
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore
 from titan_moe.ops.cross_entropy import IGNORE_INDEX
-from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, chunked_rule
+from titan_moe.ops.gated_delta import Recurrence, chunked_rule
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.runtime.regions import region
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
     scale: Tensor | None
 
     def __init__(
-        self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: RecurrentCore
+        self, layer: int, config: ModelConfig, core: AttentionCore, recurrence: Recurrence
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         core: AttentionCore | None = None,
-        recurrence: RecurrentCore | None = None,
+        recurrence: Recurrence | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -333,10 +333,9 @@ def stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def wide_units(part: Decoder) -> list[nn.Module]:
-    """Returns the modules whose parameters are all `is_wide`."""
-    wide = (".decay", "streams")
-    modules = [m for name, m in part.named_modules() if name.endswith(wide)]
-    return [module for module in modules if list(module.parameters(recurse=False))]
+    """Returns the modules whose parameters are all `is_wide`; one stream alone has none."""
+    modules = [m for name, m in part.named_modules() if name.endswith((".decay", "streams"))]
+    return [module for module in modules if any(True for _ in module.parameters())]
 
 
 def initial_std(name: str, config: ModelConfig) -> float | tuple[float, ...] | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titan_moe.models.attention import Attention, PerHead
 from titan_moe.models.recurrent_config import GatedDeltaConfig
 from titan_moe.models.rope import Rotation
-from titan_moe.ops.gated_delta import RecurrentCore
+from titan_moe.ops.gated_delta import Recurrence
 from titan_moe.ops.operation import at_least_float32
 
 
@@ -23,15 +23,15 @@ class GatedDeltaNet(Attention):
     Kimi Delta Attention has a decay for each channel of a head's keys, multiplies by sigmoid(z x),
     and projects a and z through a few channels, `narrow`.
 
-    `core` is a strategy, a RecurrentCore, which the layout of the tokens decides.
+    `core` is a strategy, a Recurrence, which the layout of the tokens decides.
     """
 
     def __init__(
-        self, dim: int, config: GatedDeltaConfig, *, norm_eps: float, core: RecurrentCore
+        self, dim: int, config: GatedDeltaConfig, *, norm_eps: float, core: Recurrence
     ) -> None:
         super().__init__()
         self.config = config
-        self.core: RecurrentCore = core
+        self.core: Recurrence = core
         heads = config.num_value_heads
         keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
         widths = {"q": keys, "k": keys, "v": values}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from titan_moe.models.attention import Attention, PerHead
 from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.models.rope import Rotation
-from titan_moe.ops.gated_delta import RecurrentCore
+from titan_moe.ops.gated_delta import Recurrence
 from titan_moe.ops.operation import at_least_float32
 from titan_moe.ops.recomputed import gated_norm
 
@@ -19,15 +19,15 @@ class Mamba2(Attention):
     documents' last tokens. A head's state decays by exp(-exp(A_log) dt), and dt B x^T is added to
     it; C reads it, D x is added. The result, times silu(z), is normed in each group, and projected.
 
-    `core` is a strategy, a RecurrentCore, which the layout of the tokens decides.
+    `core` is a strategy, a Recurrence, which the layout of the tokens decides.
     """
 
     def __init__(
-        self, dim: int, config: Mamba2Config, *, norm_eps: float, core: RecurrentCore
+        self, dim: int, config: Mamba2Config, *, norm_eps: float, core: Recurrence
     ) -> None:
         super().__init__()
         self.config = config
-        self.core: RecurrentCore = core
+        self.core: Recurrence = core
         heads = config.num_value_heads
         keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
         widths = {"q": keys, "k": keys, "v": values}

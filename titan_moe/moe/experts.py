@@ -86,9 +86,13 @@ class ExpertOutputs(nn.Module):
         gate_RF = add_bias(gate_RF, w.get("b1"), offsets_E)
         if up_RF is not None:
             up_RF = add_bias(up_RF, w.get("b3"), offsets_E)
-        y_RD = activated_projection(
-            gate_RF, up_RF, after_R1, w["w2"], offsets_E, self.activation, multiply
-        )
+        if multiply is grouped_mm:
+            operands = gate_RF, up_RF, after_R1, w["w2"], offsets_E
+            link_RD = _KeptOperands.apply(*operands, self.activation)
+            y_RD = _Projection.apply(link_RD, operands, self.activation)
+        else:
+            hidden_RF = Activated.apply(gate_RF, up_RF, after_R1, self.activation)
+            y_RD = multiply(hidden_RF, w["w2"], offsets_E)
         return add_bias(y_RD, w.get("b2"), offsets_E, after_R1)
 
 
@@ -125,26 +129,6 @@ class AdaptedOutputs(ExpertOutputs):
         return add_bias(product(hidden_RF, low_Rr, "w2"), w.get("b2"), offsets_E, after_R1)
 
 
-def activated_projection(
-    gate_RF: Tensor,
-    up_RF: Tensor | None,
-    weights_R1: Tensor | None,
-    w2_EDF: Tensor,
-    offsets_E: Tensor,
-    activation: Activation,
-    multiply: GroupedMM = grouped_mm,
-) -> Tensor:
-    """multiply(weights * activation(gate, up), w2): y_RD. With `grouped_mm` keeps no hidden rows.
-
-    In a split backward the products of both gradients run twice: one function makes both.
-    """
-    if multiply is grouped_mm:
-        operands = gate_RF, up_RF, weights_R1, w2_EDF, offsets_E
-        return _Projection.apply(_KeptOperands.apply(*operands, activation), operands, activation)
-    hidden_RF = Activated.apply(gate_RF, up_RF, weights_R1, activation)
-    return multiply(hidden_RF, w2_EDF, offsets_E)
-
-
 def projections(
     x_RD: Tensor,
     weights_R1: Tensor | None,
@@ -165,10 +149,11 @@ def projections(
 
 
 class _KeptOperands(torch.autograd.Function):
-    """Keeps what the gradients of `activated_projection` follow from, before its product is
-    computed: a recomputation of a layer ends here.
+    """Keeps what the gradients of the last projection follow from, before its product is computed:
+    a recomputation of a layer ends here. Keeps no hidden rows.
 
-    Returns one element in the shape of the product, with strides of 0, which links the two.
+    Returns one element in the shape of the product, with strides of 0, which links the two. In a
+    split backward the products of both gradients run twice: one function makes both.
     """
 
     @staticmethod

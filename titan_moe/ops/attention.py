@@ -239,12 +239,12 @@ class VarlenCore:
         return o_THC.unflatten(0, batch).transpose(1, 2)
 
 
-class FlexCore:
-    """Flex attention, which skips tiles that are masked out."""
+class FlexCore(Flex):
+    """Flex attention of whole sequences."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
+        super().__init__(compiled=compiled)
         self._mask_documents = mask_documents
-        self._flex = Flex(compiled=compiled)
         self._masks = MasksByLength(self._make)
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
@@ -252,15 +252,11 @@ class FlexCore:
         return make(documents_BS, local)
 
     def _make(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
-        return self._flex.sequence_mask(
+        return self.sequence_mask(
             first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
         )
 
-    @torch.compiler.disable
-    def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
-    ) -> Tensor:
-        return self._flex.attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+    __call__ = torch.compiler.disable(Flex.attend)
 
 
 def choose_core(

@@ -21,7 +21,7 @@ representation): products of matrices within all chunks at once, and one state a
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,37 +42,18 @@ _MAX_KEY_DIM = 256
 """Most channels of a key that fla's kernels take; they ask for no multiple."""
 
 
-class DeltaRule(Protocol):
-    """Computes a recurrence over sequences, differentiable once, by torch or by a kernel."""
-
-    def __call__(
-        self,
-        q_BSGK: Tensor,
-        k_BSGK: Tensor,
-        v_BSHV: Tensor,
-        decay_BSH: Tensor,
-        beta_BSH: Tensor,
-        place_BS: Tensor,
-        state_BHKV: Tensor | None = None,
-        *,
-        erases: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns o_BSHV, in the values' type, and the state after each sequence, in >= float32.
-
-        Args:
-            q_BSGK, k_BSGK: need no unit length. G divides H; consecutive heads share one.
-            decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K]
-                where channels decay apart.
-            beta_BSH: from 0 to 1; a token's time step where nothing is erased.
-            place_BS: each token's place in its document; [1, S] where all sequences' are the same.
-            state_BHKV: the state before a sequence, seen by its tokens up to the next document's
-                first one, whose place is 0. None: zero.
-            erases: the gated delta rule; else state space duality, of one decay per head.
-        """
+DeltaRule = Callable[..., tuple[Tensor, Tensor]]
+"""Computes a recurrence over sequences, differentiable once, by torch or by a kernel: takes what
+`chunked_rule` does, but for its chunk size."""
 
 
-class RecurrentCore(Protocol):
-    """Convolves and recurs, between a recurrent layer's projections, and builds their mask."""
+class Recurrence:
+    """Convolves and recurs, between a recurrent layer's projections, and builds their mask; over
+    whole sequences on one device."""
+
+    def __init__(self, rule: DeltaRule, *, mask_documents: bool) -> None:
+        self.rule = rule
+        self._mask_documents = mask_documents
 
     def mask(self, documents_BS: Tensor) -> Tensor:
         """Returns the place of this rank's tokens in their documents, [B, S] or [1, S].
@@ -80,35 +61,6 @@ class RecurrentCore(Protocol):
         Args:
             documents_BS: numbers each sequence's packed documents, from 0.
         """
-
-    def convolve(
-        self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C: Tensor | None = None, /
-    ) -> Tensor:
-        """`short_convolution` of sequences whose tokens may be on several ranks."""
-
-    def __call__(
-        self,
-        q_BGSK: Tensor,
-        k_BGSK: Tensor,
-        v_BHSV: Tensor,
-        place_BS: Tensor,
-        decay_BHS: Tensor,
-        beta_BHS: Tensor,
-        erases: bool = True,
-        /,
-    ) -> Tensor:
-        """Returns o_BHSV of the recurrence, as `DeltaRule` explains it; where channels decay apart,
-        their decay is [B, H, S, K]."""
-
-
-class Recurrence:
-    """Convolves and recurs over whole sequences on one device."""
-
-    def __init__(self, rule: DeltaRule, *, mask_documents: bool) -> None:
-        self.rule = rule
-        self._mask_documents = mask_documents
-
-    def mask(self, documents_BS: Tensor) -> Tensor:
         masked = self._mask_documents
         first_BS = first_seen_in_sequences(documents_BS, None, mask_documents=masked)
         return torch.arange(first_BS.shape[1], device=first_BS.device) - first_BS
@@ -116,12 +68,15 @@ class Recurrence:
     def convolve(  # type: ignore[no-untyped-def]
         self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C=None
     ) -> Tensor:
+        """`short_convolution` of sequences whose tokens may be on several ranks."""
         return short_convolution(x_BSC, weight_C1W, place_BS, bias_C=bias_C)
 
     @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BGSK, k_BGSK, v_BHSV, place_BS: Tensor, decay_BHS, beta_BHS, erases: bool = True
     ) -> Tensor:
+        """Returns o_BHSV of the recurrence, as `chunked_rule` explains it; where channels decay
+        apart, their decay is [B, H, S, K]."""
         tensors = q_BGSK, k_BGSK, v_BHSV, decay_BHS, beta_BHS
         q, k, v, decay, beta = (x.transpose(1, 2) for x in tensors)
         o_BSHV, _ = self.rule(q, k, v, decay, beta, place_BS, erases=erases)
@@ -152,11 +107,23 @@ def chunked_rule(  # type: ignore[no-untyped-def]
     *,
     erases: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The `DeltaRule` of torch's own operations, on any device and in any type.
+    """The `DeltaRule` of torch's own operations, on any device and in any type. Returns o_BSHV, in
+    the values' type, and the state after each sequence, in >= float32.
 
     Computes in at least float32. Keeps its arguments alone for the backward, which computes all
     again, and holds for that time the chunks' matrices [C, C], or [C, C, K] where channels decay
     apart, a few rows of K and V channels per token and head, and a state [K, V] per chunk and head.
+
+    Args:
+        q_BSGK, k_BSGK: need no unit length. G divides H; consecutive heads share one.
+        decay_BSH: logarithm of the factor that is left of the state, 0 or less; [B, S, H, K] where
+            channels decay apart.
+        beta_BSH: from 0 to 1; a token's time step where nothing is erased.
+        place_BS: each token's place in its document; [1, S] where all sequences' are the same.
+        state_BHKV: the state before a sequence, seen by its tokens up to the next document's first
+            one, whose place is 0. None: zero.
+        chunk_size: tokens that are computed together; None: what suits the device.
+        erases: the gated delta rule; else state space duality, of one decay per head.
     """
     if chunk_size is None:
         many = v_BSHV.is_cuda and decay_BSH.ndim == 3
@@ -260,27 +227,21 @@ def fla_kernels() -> tuple[Callable[..., Any], ...] | None:
     return chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 
 
-class _Pieces(NamedTuple):
-    """Lists the documents, or parts of documents, of sequences that lie end to end."""
-
-    starts_N1: Tensor
-    first_B: Tensor
-    """The number of each sequence's first piece."""
-    continues_B: Tensor
-    """True if the first piece of a sequence goes on from the state before the sequence."""
-
-
 @lru_cache(LATEST)
-def _pieces(place_BS: Tensor, batch: int) -> _Pieces:
-    """Finds the pieces. Waits for the device in the first layer that uses a mask, because the
-    kernels want the number of pieces. They remember the chunks of the tensor `starts_N1` in
-    turn."""
+def _pieces(place_BS: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns, of the documents or parts of documents of sequences that lie end to end, starts_N1;
+    the number of each sequence's first piece, first_B; and whether that goes on from the state
+    before the sequence, continues_B.
+
+    Waits for the device in the first layer that uses a mask, because the kernels want the number of
+    pieces. They remember the chunks of the tensor `starts_N1` in turn.
+    """
     opens_BS = (place_BS == 0).expand(batch, -1)
     cuts_BS = opens_BS.clone()
     cuts_BS[:, 0] = True
     starts_N = cuts_BS.flatten().nonzero()[:, 0]
     first_B = F.pad(cuts_BS.sum(1).cumsum(0), (1, -1))
-    return _Pieces(F.pad(starts_N, (0, 1), value=cuts_BS.numel()), first_B, ~opens_BS[:, 0])
+    return F.pad(starts_N, (0, 1), value=cuts_BS.numel()), first_B, ~opens_BS[:, 0]
 
 
 def fla_rule(  # type: ignore[no-untyped-def]
@@ -290,13 +251,13 @@ def fla_rule(  # type: ignore[no-untyped-def]
     kernels = fla_kernels()
     assert kernels is not None
     batch, length, heads, _ = v_BSHV.shape
-    pieces = _pieces(place_BS, batch)
+    starts_N1, first_B, continues_B = _pieces(place_BS, batch)
     initial = None
     if state_BHKV is not None:
-        count = len(pieces.starts_N1) - 1
+        count = len(starts_N1) - 1
         initial = state_BHKV.new_zeros(count, *state_BHKV.shape[1:], dtype=torch.float32)
-        own_BHKV = state_BHKV.float() * pieces.continues_B[:, None, None, None]
-        initial = initial.index_copy(0, pieces.first_B, own_BHKV)
+        own_BHKV = state_BHKV.float() * continues_B[:, None, None, None]
+        initial = initial.index_copy(0, first_B, own_BHKV)
     # The kernels know as many keys as values.
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q_BSGK, k_BSGK))
     kernel = kernels[decay_BSH.ndim == 4 if erases else 2]
@@ -309,8 +270,8 @@ def fla_rule(  # type: ignore[no-untyped-def]
         *(x.flatten(0, 1)[None] for x in rows),
         initial_state=initial,
         output_final_state=True,
-        cu_seqlens=pieces.starts_N1,
+        cu_seqlens=starts_N1,
         **options,
     )
-    last_B = F.pad(pieces.first_B[1:], (0, 1), value=len(pieces.starts_N1) - 1) - 1
+    last_B = F.pad(first_B[1:], (0, 1), value=len(starts_N1) - 1) - 1
     return o_1THV[0].unflatten(0, (batch, length)), states_NHKV[last_B]

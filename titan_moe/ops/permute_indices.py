@@ -6,7 +6,6 @@ a multiple of `row_alignment`. Both directions are returned as index maps, so th
 combine are gathers. Everything stays on the device of the counts: no host sync.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,8 +16,7 @@ from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.operation import operation
 
 
-@dataclass(frozen=True)
-class PermuteIndices:
+class PermuteIndices(NamedTuple):
     """The two index maps and the group boundaries, all on the device of the counts."""
 
     source_R: Tensor

@@ -99,16 +99,21 @@ class SparseAttention:
         if index.add_loss is None:
             return o_BHSC
         target_BST = self._target(q_BHSC, k_BHTC, chosen_BST, scale)
-        share = 1 if self._heads_group is None else 1 / self._heads_group.size()
-        counted_BS1: Any = 1
+        share: Any = 1 if self._heads_group is None else 1 / self._heads_group.size()
         if index.counted_BS is not None:
-            counted_BS1 = index.counted_BS[..., None].to(scores_BST.dtype)
-        loss = o_BHSC, *own, scores_BST, target_BST, chosen_BST, share * counted_BS1
+            share = share * index.counted_BS[..., None].to(scores_BST.dtype)
+        loss = o_BHSC, *own, scores_BST, target_BST, chosen_BST, share
         return index.add_loss(*_WithIndexerLoss.apply(*loss))
 
     @torch.no_grad()
     def _target(self, q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: float) -> Tensor:
-        target_BST = summed_weights(q_BHSC, k_BHTC, chosen_BST, scale)
+        """Returns the softmaxes over each query's chosen keys, summed over all heads and
+        normalised: [B, S, T]."""
+        wide = at_least_float32(q_BHSC)
+        target_BST = q_BHSC.new_zeros(len(q_BHSC), *chosen_BST.shape[1:], dtype=wide)
+        for q_BSC, k_BTC in zip(q_BHSC.unbind(1), k_BHTC.unbind(1), strict=True):
+            scores_BST = _product(q_BSC, k_BTC.mT).mul_(scale)
+            target_BST += scores_BST.masked_fill_(~chosen_BST, -torch.inf).softmax(-1)
         if self._heads_group is not None:
             dist.all_reduce(target_BST, group=self._heads_group)
         return target_BST / target_BST.sum(-1, keepdim=True)
@@ -149,16 +154,6 @@ def unpack_keys(keys_BSW: Tensor, num_keys: int) -> Tensor:
 
 def _places(bits: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=bits.device)
-
-
-def summed_weights(q_BHSC: Tensor, k_BHTC: Tensor, chosen_BST: Tensor, scale: float) -> Tensor:
-    """Returns the softmaxes over each query's chosen keys, summed over heads: [B, S, T]."""
-    wide = at_least_float32(q_BHSC)
-    total_BST = q_BHSC.new_zeros(len(q_BHSC), *chosen_BST.shape[1:], dtype=wide)
-    for q_BSC, k_BTC in zip(q_BHSC.unbind(1), k_BHTC.unbind(1), strict=True):
-        scores_BST = _product(q_BSC, k_BTC.mT).mul_(scale)
-        total_BST += scores_BST.masked_fill_(~chosen_BST, -torch.inf).softmax(-1)
-    return total_BST
 
 
 class _WithIndexerLoss(torch.autograd.Function):

@@ -54,7 +54,7 @@ from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.ops.attention import AttentionCore
-from titan_moe.ops.gated_delta import Recurrence, RecurrentCore, choose_rule
+from titan_moe.ops.gated_delta import Recurrence, choose_rule
 from titan_moe.optim.optimizers import make_joined_groups
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
@@ -261,7 +261,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _plain_model(plan: Plan, core: AttentionCore, recurrence: RecurrentCore | None) -> Decoder:
+def _plain_model(plan: Plan, core: AttentionCore, recurrence: Recurrence | None) -> Decoder:
     adapts = plan.job.lora.rank is not None
     with torch.device("meta"):
         model = Decoder(plan.config, core, recurrence)
@@ -275,7 +275,7 @@ def _plain_model(plan: Plan, core: AttentionCore, recurrence: RecurrentCore | No
 
 
 def _cores(plan: Plan, meshes: Meshes) -> tuple[Any, Any]:
-    """Returns an AttentionCore, and a RecurrentCore if layers recur, which all layers share."""
+    """Returns an AttentionCore, and a Recurrence if layers recur, which all layers share."""
     core: Any = _attention_core(plan, meshes)
     recurrence: Any = plan.config.recurrent and _recurrence(plan, plan.config.recurrent, meshes)
     if plan.job.activation_checkpoint.by_operation and not plan.job.compile.compiles_layers:
@@ -302,7 +302,7 @@ def _attention_core(plan: Plan, meshes: Meshes) -> AttentionCore:
     )
 
 
-def _recurrence(plan: Plan, config: RecurrentConfig, meshes: Meshes) -> RecurrentCore:
+def _recurrence(plan: Plan, config: RecurrentConfig, meshes: Meshes) -> Recurrence:
     rule = choose_rule(plan.device_type, _dtype(plan.types.compute), config.key_dim)
     masked = plan.job.training.mask_documents
     if plan.dims.cp == 1:

@@ -21,8 +21,12 @@ def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig, list[str]]:
     """Returns the resolved configuration, the model's dimensions, and one note for each key that
-    has no effect. Raises ConfigError."""
-    given, lines = read_for_device(argv, environment)
+    has no effect. On a machine without GPUs, switches off what only they have. Raises
+    ConfigError."""
+    given, lines = read_job(argv)
+    if not count_gpus(environment):
+        given, more = fit_to_cpu(given, bfloat16_units=has_bfloat16_units())
+        lines += more
     job, model = prepare_job(given, world_size, environment)
     lines += notes(given, model, world_size) + narrow_lines(job)
     if job.training.freeze or job.optimizer.groups:
@@ -59,18 +63,6 @@ def prepare_job(
     return resolve(job, world_size), model
 
 
-def read_for_device(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, list[str]]:
-    """Read a configuration; returns it with one line for each key that does not do what it says.
-
-    On a machine without GPUs, switches off what only they have.
-    """
-    job, lines = read_job(argv)
-    if count_gpus(environment):
-        return job, lines
-    job, more = fit_to_cpu(job, bfloat16_units=has_bfloat16_units())
-    return job, lines + more
-
-
 def check_all(
     argv: list[str], world_size: int, num_nodes: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, list[str]]:
@@ -93,8 +85,7 @@ def check_all(
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
     problems = check_vocabulary(job, model, tokenizer.vocab_size) or check_loading(job, model)
-    problems = problems or check_adapters(job, model)
-    if problems:
+    if problems := problems or check_adapters(job, model):
         raise ConfigError(problems)
     return job, lines + data_notes(job.training, job.validation)
 

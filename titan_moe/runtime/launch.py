@@ -25,24 +25,18 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.local_world_size
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
         """Read torchrun's variables; without them this is the only process."""
         if not is_rank(environment):
             return cls()
-        world_size = int(environment["WORLD_SIZE"])
-        local_world_size = int(environment["LOCAL_WORLD_SIZE"])
-        return cls(
-            rank=int(environment["RANK"]),
-            world_size=world_size,
-            local_rank=int(environment["LOCAL_RANK"]),
-            local_world_size=local_world_size,
-            node_rank=int(environment["GROUP_RANK"]),
-            num_nodes=world_size // local_world_size,
-        )
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return cls(*(int(environment[name]) for name in names))
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:

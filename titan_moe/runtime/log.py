@@ -56,6 +56,14 @@ def progress(*iterable: Any, **options: Any) -> Any:
     return kind(*iterable, **look, **options)
 
 
+def log_on_rank_zero(line: str, *values: object) -> None:
+    """Log a line once for all ranks of the process group."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        logger.info(line, *values)
+
+
 def start_logging(rank: int, ranks: set[int]) -> None:
     """Print the logger's lines if `rank` is among `ranks`: `17:46:43 rank 1 message`."""
     logger.handlers.clear()

@@ -259,10 +259,8 @@ def _step(task: Task, fake: FakeRank, routing: Routing, num_microbatches: int) -
     batch = empty_batch(task.job)
     if routing.masks_a_rank and dims.coordinate(rank, "batch") == 0:
         # The positions that the first cp rank reads: the ranks that read them have no target.
-        balanced = dims.cp > 1 and (
-            task.job.parallelism.context_parallel_load_balancer == "headtail"
-        )
         seq_len = task.job.training.seq_len
+        balanced = fake.sharded.plan.head_tail
         batch = without_targets(batch, local_positions(seq_len, dims.cp, 0, balanced=balanced))
     fake.step(num_microbatches, batch)
 

@@ -319,6 +319,6 @@ def test_command_whose_reader_has_left_ends_quietly(
 
 
 def test_of_several_ranks_the_first_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setitem(os.environ, name, "1")
     assert _ended(Command(lambda options: Answer(1, ["one"]))) == (0, "", "")

@@ -112,8 +112,8 @@ def test_a_set_whose_calls_differ_in_their_keys_is_one_in_every_form(form, tmp_p
 
 def checked(section):
     """Returns the lines of a check."""
-    place = {"seed": 3, "global_batch_size": SIZE}
-    return sample_data(section, Validation(), load_tokenizer("bytes", section), **place)
+    section = section.model_copy(update={"global_batch_size": SIZE})
+    return sample_data(section, Validation(), load_tokenizer("bytes", section), seed=3)
 
 
 CASES = [("cut", None, 9), ("drop", 1, 2), ("cut", 3, 28)]

@@ -122,7 +122,7 @@ def test_damage_that_only_shows_when_it_is_read_is_an_error_of_its_document(tmp_
 @pytest.mark.parametrize("token", [TOKENIZER.vocab_size, -1])
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path, token):
     write_megatron(tmp_path / "x", [[[1, 2]]] * 20 + [[[3, token]]], code=4)
-    section = training(dataset="megatron", dataset_path=str(tmp_path))
+    section = training(dataset="megatron", dataset_path=str(tmp_path), global_batch_size=4)
     line = r"^document x/20 holds tokens .* but the tokenizer has 0 to"
     with pytest.raises(ConfigError, match=line):
-        sample_data(section, Validation(), TOKENIZER, seed=0, global_batch_size=4)
+        sample_data(section, Validation(), TOKENIZER, seed=0)

@@ -163,7 +163,7 @@ def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     job = job_of(training(global_batch_size=8))
     data = data_of(job, device=device)
-    assert isinstance(data.loader._reader, ReaderProcess) == device.startswith("cuda")
+    assert isinstance(data.loader.reader, ReaderProcess) == device.startswith("cuda")
     expected = build_loader(job.training, seed=job.debug.seed)
     state = expected.state_dict()
     assert take([data.loader], 1) == take([expected], 1)

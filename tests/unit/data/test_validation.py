@@ -119,9 +119,9 @@ def test_position_of_a_run_that_held_documents_out_is_refused_without_validation
 @pytest.mark.parametrize(("every", "count"), [(64, 7), (63, 8)])
 def test_few_held_out_documents_are_noted(tmp_path, every, count):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(511))
-    training = Training(dataset="json", dataset_path=path)
+    training = Training(dataset="json", dataset_path=path, global_batch_size=8)
     validation = Validation(enable=True, held_out_every=every)
-    lines = sample_data(training, validation, TOKENIZER, seed=0, global_batch_size=8)
+    lines = sample_data(training, validation, TOKENIZER, seed=0)
     assert f"for validation: {count} documents" in lines[1]
     line = "validation.held_out_every=64 holds out 7 of 511 documents of training.dataset='json', "
     remedy = "a noisy loss: choose a smaller one, or name a validation.dataset"

@@ -18,7 +18,7 @@ def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300, keys=No
         step=step,
         outcome="step 300: loss 1.00",
         last_saved=last_saved,
-        launch=Launch(world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes),
+        launch=Launch(world_size=ranks, local_world_size=ranks // nodes),
         **options,
     )
     first, *commands = following.split("\n  ")

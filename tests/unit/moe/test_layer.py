@@ -112,8 +112,7 @@ def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.d
     x_BSD = torch.randn(2, 7, DIM, dtype=dtype, requires_grad=True)
     clean = layer(x_BSD)
     clean_grads = _grads(layer, x_BSD, clean)
-    poison = Poison("cpu")
-    poison.apply([layer])
+    poison = Poison([layer], "cpu")
     output = layer(x_BSD)
     assert poison.tails and poison.paddings
     assert torch.equal(output, clean)

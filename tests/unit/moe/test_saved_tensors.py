@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan_moe.models.feed_forward import FeedForward
-from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.config import DispatchOptions, MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.activation import CLAMPED_SWIGLU, Activation
 from titan_moe.runtime.ranks import run_on_ranks
@@ -29,7 +29,7 @@ def kept(ep: int, settings: dict) -> tuple[Counter, int]:
         parameter.data.normal_()
     if ep > 1:
         meshes = ParallelDims(world_size=ep, ep=ep).build_mesh("cpu")
-        apply_expert_parallel([layer], meshes)
+        apply_expert_parallel([layer], meshes, DispatchOptions())
     x_BSD = torch.randn(ROWS, SEQ_LEN, D, requires_grad=True)
     found: dict[int, tuple] = {}
     ours = {p.untyped_storage().data_ptr() for p in layer.parameters()} if ep == 1 else set()

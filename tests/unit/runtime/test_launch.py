@@ -12,17 +12,17 @@ from tests.support.jobs import is_running, until
 from tests.support.paths import REPO
 from tests.support.processes import start_process
 from tests.support.refusals import refusal
-from titan_moe.prepare.job import prepare, read_for_device
+from titan_moe.prepare.job import prepare
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads, has_bfloat16_units
 
 
 def test_launch_is_read_from_torchruns_variables() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    launch = Launch.from_environment(torchrun | {"GROUP_RANK": "1"})
-    assert launch == Launch(5, 8, 1, 4, node_rank=1, num_nodes=2)
+    launch = Launch.from_environment(torchrun)
+    assert launch == Launch(5, 8, 1, 4) and launch.num_nodes == 2
     pod = {"RANK": "1", "WORLD_SIZE": "2"}  # Some operators of Kubernetes set these.
     for environment in ({}, pod):
-        assert Launch.from_environment(environment) == Launch(0, 1, 0, 1, 0, 1)
+        assert Launch.from_environment(environment) == Launch(0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_cpu_without_bfloat16_units_computes_in_float32(
     monkeypatch.setattr("titan_moe.prepare.job.has_bfloat16_units", lambda: units)
     monkeypatch.setattr("titan_moe.prepare.job.count_gpus", lambda environment: num_gpus)
     config = str(REPO / "configs/qwen3/debugmodel_moe.toml")
-    job, lines = read_for_device(["--job.config_file", config, *arguments], {})
+    job, _, lines = prepare(["--job.config_file", config, *arguments], 1, {})
     assert job.training.mixed_precision_param == expected
     assert any("no bfloat16 units" in line for line in lines) is (expected == "float32")
 

@@ -7,7 +7,6 @@ name gets `.base_layer`.
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.digests import MANIFEST, check_sums, write_sums
@@ -36,8 +34,7 @@ from titan_moe.models.hf import HFModel, read_settings, wrapper_of
 from titan_moe.models.hf_settings import WRAPPERS
 from titan_moe.models.lora import pairs_of
 from titan_moe.runtime.errors import RunError, listed, reason
-
-logger = logging.getLogger(__name__)
+from titan_moe.runtime.log import log_on_rank_zero
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -233,8 +230,7 @@ def load_adapters(
     for name, values in found.items():
         if (tensor := tensors.get(MODEL + name)) is not None:
             local_part(tensor).detach().copy_(values[local_slices(tensor)])
-    if dist.get_rank() == 0:
-        logger.info("loaded %s", folder)
+    log_on_rank_zero("loaded %s", folder)
 
 
 def read_adapters(

@@ -4,13 +4,11 @@ Each rank reads what it holds, or its share of a checkpoint to be made; no rank 
 another. All but `load_alone` is collective, over one process or many.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.checksums import box_sum, gather_sums, total_sums
+from titan_moe.checkpoint.checksums import box_sum, gather_sums
 from titan_moe.checkpoint.digests import MANIFEST, check_sums
 from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
@@ -37,7 +35,7 @@ from titan_moe.checkpoint.manifest import (
 )
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
 from titan_moe.config.job_config import Training
-from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.config import ModelConfig
@@ -45,9 +43,7 @@ from titan_moe.models.decoder import ADAPTER, Decoder, move_off_meta, stored_in
 from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
 from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError, reason
-from titan_moe.runtime.log import progress
-
-logger = logging.getLogger(__name__)
+from titan_moe.runtime.log import log_on_rank_zero, progress
 
 # Elements of a chunk of an imported checkpoint: 256 MB in float32.
 LARGEST_CHUNK = 2**26
@@ -179,8 +175,7 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor]) -> None
     on_every_rank(lambda: _refuse_other_dimensions(model, folder), doing=doing)
     check_sums(folder, doing=doing)
     num_bytes = on_every_rank(load, doing=doing)
-    if dist.get_rank() == 0:
-        logger.info(speed_line(f"loaded {folder}", num_bytes, started))
+    log_on_rank_zero(speed_line(f"loaded {folder}", num_bytes, started))
 
 
 def check_folder(folder: Path, model: HFModel) -> None:
@@ -234,11 +229,11 @@ def _write_share(
     """Write this rank's share of the chunks, every one as large as the others; returns the
     checksums of all tensors. Collective."""
     mine = chunks[dist.get_rank() :: dist.get_world_size()]
-    sums: list[tuple[str, int]] = []
+    sums: dict[tuple[str, str], int] = {}
 
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
-        sums.append((chunk.name, int(box_sum(values, chunk))))
+        sums[chunk.name, str(chunk.box)] = int(box_sum(values, chunk))
         return values
 
     def ahead() -> Iterator[Tensor]:
@@ -254,7 +249,7 @@ def _write_share(
 
     made = ahead()
     write_chunks(aside, mine, lambda chunk: next(made), doing=doing)
-    return total_sums(chain.from_iterable(from_every_rank(lambda: sums, doing=doing)))
+    return gather_sums(sums, doing=doing)
 
 
 def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:

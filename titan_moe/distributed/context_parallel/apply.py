@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.comm.collectives import AllToAll, exchange_rows, gather_summed
 from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
-from titan_moe.distributed.context_parallel.ring import Ring, ring_attention
+from titan_moe.distributed.context_parallel.ring import Ring, RingFunction
 from titan_moe.ops.attention import AttentionCore
 
 
@@ -171,7 +171,7 @@ class RingAttention(_OwnQueries):
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[list[Block]], scale: float, sinks_H=None
     ) -> Tensor:
         ring = Ring(self._group, self._attention, mask, scale)
-        return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring, sinks_H)
+        return RingFunction.apply(q_BHSC, k_BHSC, v_BHSC, sinks_H, ring)
 
 
 def whole_sequence(own_BHSE: Tensor, group: ProcessGroup, *, balanced: bool) -> Tensor:

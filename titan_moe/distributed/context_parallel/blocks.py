@@ -69,11 +69,8 @@ class ExplicitBlocks:
         found = (_block(first_BS, queries_S, keys_S, *ends) for ends in halves)
         return [block for block in found if block is not None]
 
-    def attend(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
-    ) -> Tensor:
-        """Returns o_BHSC, differentiable; every query must see a key."""
-        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+    attend = staticmethod(sdpa)
+    """Returns o_BHSC, differentiable; every query must see a key."""
 
     def forward(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
@@ -105,13 +102,13 @@ class ExplicitBlocks:
         return grad_q, grad_scores.mT @ q, grad_v
 
 
-class FlexBlocks:
+class FlexBlocks(Flex):
     """Computes what `ExplicitBlocks` does with flex attention, which skips masked tiles by itself:
     one block of one size in every step."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
+        super().__init__(compiled=compiled)
         self._mask_documents = mask_documents
-        self._flex = Flex(compiled=compiled)
 
     def blocks(
         self,
@@ -121,18 +118,10 @@ class FlexBlocks:
         local: LocalAttention | None = None,
     ) -> list[Block]:
         first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
-        mask = self._flex.block_mask(queries_S, keys_S, first_BS[:, queries_S])
+        mask = self.block_mask(queries_S, keys_S, first_BS[:, queries_S])
         return [Block(slice(None), slice(None), mask)]
 
-    def attend(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
-    ) -> Tensor:
-        return self._flex.attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
-
-    def forward(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._flex.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
+    forward = Flex.with_lse
 
     def backward(  # type: ignore[no-untyped-def]
         self, upstream: Upstream, k_BHSC, v_BHSC, mask: Any, scale: float

@@ -23,8 +23,8 @@ from titan_moe.ops.gated_delta import LATEST, DeltaRule, Recurrence
 from titan_moe.ops.recomputed import short_convolution
 
 
-class SegmentedRecurrence:
-    """The RecurrentCore of sequences that are cut over a group. All but `mask` is collective.
+class SegmentedRecurrence(Recurrence):
+    """The recurrence of sequences that are cut over a group. All but `mask` is collective.
 
     Args:
         rule: computes the recurrence; here it gets segments in place of sequences.
@@ -36,8 +36,8 @@ class SegmentedRecurrence:
     def __init__(
         self, rule: DeltaRule, group: ProcessGroup, *, balanced: bool, mask_documents: bool
     ) -> None:
-        self.rule, self._group = rule, group
-        self._whole = Recurrence(rule, mask_documents=mask_documents)
+        super().__init__(rule, mask_documents=mask_documents)
+        self._group = group
         held = chunks_of_ranks(group.size(), balanced)
         self._own = held[group.rank()]
         dealt = [segment for of_rank in held for segment in of_rank]
@@ -47,7 +47,7 @@ class SegmentedRecurrence:
         self._places = lru_cache(LATEST)(lambda x_BS, batch: self._cut(x_BS.expand(batch, -1)))
 
     def mask(self, documents_BS: Tensor) -> Tensor:
-        place_BS = self._whole.mask(documents_BS)
+        place_BS = super().mask(documents_BS)
         size, rank, length = self._group.size(), self._group.rank(), place_BS.shape[1]
         return place_BS[:, self._positions(length, size, rank, device=place_BS.device)]
 

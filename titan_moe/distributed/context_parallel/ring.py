@@ -35,17 +35,12 @@ class Ring(NamedTuple):
     scale: float
 
 
-def ring_attention(
-    q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring, sinks_H: Tensor | None = None
-) -> Tensor:
-    """Returns o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
+class RingFunction(torch.autograd.Function):
+    """Computes o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
 
     Each rank gets its own queries' part of the sinks' gradient.
     """
-    return _RingAttention.apply(q_BHSC, k_BHSC, v_BHSC, sinks_H, ring)
 
-
-class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, sinks_H: Tensor | None, ring: Ring
@@ -84,11 +79,17 @@ class _RingAttention(torch.autograd.Function):
         travelling = None
         for number, blocks in enumerate(ring.steps, 1):
             arriving = _pass_on(held, ring.group) if number < len(ring.steps) else None
+            k, v = held.split(ctx.dims, -1)
             # Sums travel in at least float32: no rounding at each hop, for more bytes in bfloat16.
             grad_held = torch.zeros_like(held, dtype=lse.dtype)
-            _add_block_gradients(
-                grad_q, grad_held, upstream, held.split(ctx.dims, -1), blocks, ring
-            )
+            grad_k, grad_v = grad_held.split(ctx.dims, -1)
+            for queries, keys, mask in blocks:
+                block_q, block_k, block_v = ring.attention.backward(
+                    upstream.of(queries), k[:, :, keys], v[:, :, keys], mask, ring.scale
+                )
+                grad_q[:, :, queries] += block_q
+                grad_k[:, :, keys] += block_k
+                grad_v[:, :, keys] += block_v
             if travelling:
                 grad_held += travelling.wait()
             travelling = _pass_on(grad_held, ring.group)
@@ -104,25 +105,6 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp()[..., None]).addcmul_(part, (part_lse - total).exp()[..., None])
     lse.copy_(total)
-
-
-def _add_block_gradients(
-    grad_q: Tensor,
-    grad_held: Tensor,
-    upstream: Upstream,
-    held: Sequence[Tensor],
-    blocks: Sequence[Block],
-    ring: Ring,
-) -> None:
-    k, v = held
-    grad_k, grad_v = grad_held.split([k.shape[-1], v.shape[-1]], -1)
-    for queries, keys, mask in blocks:
-        block_q, block_k, block_v = ring.attention.backward(
-            upstream.of(queries), k[:, :, keys], v[:, :, keys], mask, ring.scale
-        )
-        grad_q[:, :, queries] += block_q
-        grad_k[:, :, keys] += block_k
-        grad_v[:, :, keys] += block_v
 
 
 def _gradient_of_sinks(sinks_H: Tensor, upstream: Upstream) -> Tensor:

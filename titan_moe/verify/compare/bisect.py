@@ -15,7 +15,7 @@ from titan_moe.training.capture.step import FOLDER
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.pinned_routes import ROUTES
 from titan_moe.verify.compare.records import COMPARED
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words, words_of
 from titan_moe.verify.compare.runner import Progress, Runner
 from titan_moe.verify.compare.trial import Trial
 from titan_moe.verify.compare.verdict import common_steps, first_beyond, first_other_bits
@@ -67,6 +67,9 @@ def bisect(
     Raises ConfigError for runs that cannot be repeated, TrainingError for one that failed.
     """
     bisection = Bisection(trial, launcher, progress)
+    for path in bisection.trial.finished:
+        remedy = f"config={path / 'config.toml'} ranks=N"
+        raise ConfigError(f"{path} is a finished run: train it again, as {remedy}")
     bisection.check()
     found: list[StepFinding] = []
     for step in steps or bisection.steps():
@@ -78,13 +81,6 @@ def bisect(
 
 class Bisection(Runner):
     """Runs with captures of one step."""
-
-    def check(self, *more: str) -> None:
-        """Raises ConfigError with a line for everything wrong that is known before a run."""
-        for path in self.trial.finished:
-            remedy = f"config={path / 'config.toml'} ranks=N"
-            raise ConfigError(f"{path} is a finished run: train it again, as {remedy}")
-        super().check(*more)
 
     def steps(self) -> list[int]:
         """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
@@ -160,22 +156,13 @@ def _saved(step: int) -> Words:
     """Returns the keys of a run that saves its state after a step; none before the first."""
     if not step:
         return ()
-    return (
-        ("checkpoint.enable", "true"),
-        ("checkpoint.load_only", "false"),
-        ("checkpoint.interval", str(step)),
-        ("checkpoint.keep_latest_k", "0"),
-    )
+    return words_of("checkpoint", enable=True, load_only=False, interval=step, keep_latest_k=0)
 
 
 def _loaded(folder: Path, step: int) -> Words:
     """Returns the keys of a run that starts from what `_saved` makes a run in this folder save."""
     if not step:
         return ()
-    return (
-        ("checkpoint.enable", "true"),
-        ("checkpoint.load_only", "true"),
-        ("checkpoint.initial_load_path", str(folder / "checkpoint" / f"step-{step}")),
-        ("checkpoint.initial_load_model_only", "false"),
-        ("checkpoint.initial_load_in_hf", "false"),
-    )
+    path = folder / "checkpoint" / f"step-{step}"
+    whole = {"initial_load_model_only": False, "initial_load_in_hf": False}
+    return words_of("checkpoint", enable=True, load_only=True, initial_load_path=path, **whole)

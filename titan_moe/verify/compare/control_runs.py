@@ -9,7 +9,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words, words_of
 from titan_moe.verify.layouts.layouts import Layout, parse
 
 
@@ -44,10 +44,7 @@ def batch_words(spec: RunSpec, job: JobConfig) -> Words:
     own = max(1, total // layout.data_ranks)
     # A pipeline takes all its sequences in one run of its schedule.
     local = own if spec.layout and layout.pp > 1 else min(own, job.training.local_batch_size)
-    return (
-        ("training.global_batch_size", str(total)),
-        ("training.local_batch_size", str(local)),
-    )
+    return words_of("training", global_batch_size=total, local_batch_size=local)
 
 
 def layout_of(job: JobConfig, world_size: int) -> Layout:

@@ -19,7 +19,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DEGREES, JobConfig, shard_degree
 from titan_moe.config.named import find_config
 from titan_moe.config.parse import keys_that_read, load_job, resolve
-from titan_moe.verify.layouts.layouts import Layout, layout_tables, parse
+from titan_moe.verify.layouts.layouts import OPTION_KEYS, Layout, layout_tables, parse
 
 Words = tuple[tuple[str, str], ...]
 """Overrides as pairs of key and text; of a key that comes twice, the last counts."""
@@ -28,12 +28,6 @@ _KEYS = ("revision", "config", "ranks", "layout")
 _PATHS = keys_that_read()
 INPUT_KEYS = frozenset(key.partition(".")[2] for key in _PATHS)
 """Keys of any table that name what a training reads."""
-_OPTION_KEYS = {
-    "schedule": "pipeline_parallel_schedule",
-    "cp_method": "context_parallel_rotate_method",
-    "cp_balancer": "context_parallel_load_balancer",
-    "reshard": "fsdp_reshard_after_forward",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class RunSpec:
 
     def with_layout(self, layout: Layout) -> "RunSpec":
         """Returns this run in another layout, on as many ranks as that layout has."""
-        named = {option for option in _OPTION_KEYS if layout.has(option)}
+        named = {option for option in OPTION_KEYS if layout.has(option)}
         return replace(
             self,
             text=f"{self.text} in layout {layout}".strip(),
@@ -98,12 +92,19 @@ class RunSpec:
         tables = layout_tables(self.layout)
         table = tables["parallelism"]
         keys = [key for key in table if key.endswith("_degree")]
-        keys += [key for option, key in _OPTION_KEYS.items() if option in self.named]
-        words = [(f"parallelism.{key}", str(table[key])) for key in keys]
+        keys += [key for option, key in OPTION_KEYS.items() if option in self.named]
+        words = words_of("parallelism", **{key: table[key] for key in keys})
         if "recompute" in self.named:
-            section = tables["activation_checkpoint"]
-            words += [(f"activation_checkpoint.{key}", value) for key, value in section.items()]
-        return tuple(words)
+            words += words_of("activation_checkpoint", **tables["activation_checkpoint"])
+        return words
+
+
+def words_of(table: str, **keys: object) -> Words:
+    """Returns overrides of a table's keys."""
+    return tuple(
+        (f"{table}.{key}", str(value).lower() if isinstance(value, bool) else str(value))
+        for key, value in keys.items()
+    )
 
 
 def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> RunSpec:

@@ -29,7 +29,7 @@ from titan_moe.verify.compare.pinned_routes import (
     routing_problems,
 )
 from titan_moe.verify.compare.records import RunRecord, Verdict, read_run
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words, words_of
 from titan_moe.verify.compare.trial import Trial, cost_problems, place_problems, trial_problems
 from titan_moe.verify.compare.verdict import ENOUGH, Comparison, compare_runs
 
@@ -148,34 +148,33 @@ class Runner:
                 os.chdir(before)
         return job
 
-    def _pair_problems(self, jobs: Sequence[JobConfig]) -> list[str]:
-        """Returns lines on why the trial's trainings cannot be compared.
+    def _pair_problems(self, jobs: Sequence[JobConfig]) -> Iterator[str]:
+        """Yields lines on why the trial's trainings cannot be compared.
 
         Args:
             jobs: those of the runs to be trained, none for a finished one.
         """
-        trial, lines = self.trial, []
+        trial = self.trial
         steps = sorted({job.training.steps for job in jobs})
         if len(steps) > 1:
             different = " and ".join(map(str, steps))
-            lines.append(f"training.steps: {different}: the learning rate follows it; use --steps")
+            yield f"training.steps: {different}: the learning rate follows it; use --steps"
         tokens = dict.fromkeys(tokens_in_words(tokens_per_step(job)) for job in jobs)
         if len(tokens) > 1:
-            lines.append(
+            yield (
                 f"tokens per step: {' and '.join(tokens)}: set training.global_batch_size and "
                 "training.seq_len alike"
             )
         if self.golden is not None and trial.steps not in (None, own := len(self.golden.run.steps)):
-            lines.append(f"--steps {trial.steps}: the golden has {own}")
+            yield f"--steps {trial.steps}: the golden has {own}"
         if trial.limits:
-            lines += cost_problems(trial, self.golden, min(steps, default=0))
+            yield from cost_problems(trial, self.golden, min(steps, default=0))
         if trial.pin_routing and len(jobs) > 1:
             out = self.launcher.folder
             out.mkdir(parents=True, exist_ok=True)
             todo = sum(self._place(*run).seconds is None for run in self._pairs())
             baseline, candidate = jobs
-            lines += routing_problems(baseline, candidate, steps[0], todo, out)
-        return lines
+            yield from routing_problems(baseline, candidate, steps[0], todo, out)
 
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ. With pinned routes
@@ -305,16 +304,13 @@ class Runner:
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""
         job = self._job(spec)
-        # A configuration's own start stays; nothing is saved.
-        loads = str(_loads(job)).lower()
+        loads = _loads(job)  # A configuration's own start stays; nothing is saved.
         steps = () if self.trial.steps is None else (("training.steps", str(self.trial.steps)),)
         return (
             *batch_words(spec, job),
             *steps,
-            ("metrics.log_freq", "1"),
-            ("metrics.log_expert_counts", "true"),
-            ("checkpoint.enable", loads),
-            ("checkpoint.load_only", loads),
+            *words_of("metrics", log_freq=1, log_expert_counts=True),
+            *words_of("checkpoint", enable=loads, load_only=loads),
         )
 
     def _job(self, spec: RunSpec) -> JobConfig:
@@ -334,12 +330,11 @@ class Runner:
         if any(spec.path is not None or _loads(self._job(spec)) for spec in pair):
             return ()
         path = self._seed().folder / "checkpoint" / "step-0"
-        load_only = ("checkpoint.enable", "true"), ("checkpoint.load_only", "true")
-        return (*load_only, ("checkpoint.initial_load_path", str(path)))
+        return words_of("checkpoint", enable=True, load_only=True, initial_load_path=path)
 
     def _seed(self) -> Place:
         spec = self.trial.baseline
-        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
+        switches = words_of("checkpoint", enable=True, create_seed_checkpoint=True)
         return self.launcher.place(spec, "seed", *self._words(spec), *switches)
 
     def _write_seed(self) -> None:

@@ -2,7 +2,7 @@
 wrong with one before anything runs."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,25 +71,24 @@ def trial_of(title: str, common: RunSpec, baseline: str, candidate: str, **optio
     return Trial(title, first, second, **options)
 
 
-def trial_problems(trial: Trial) -> list[str]:
-    """Returns lines on why finished runs cannot be compared, or cannot judge as a tolerance can."""
-    lines, seen = [], dict[bytes, Path]()
+def trial_problems(trial: Trial) -> Iterator[str]:
+    """Yields lines on why finished runs cannot be compared, or cannot judge as a tolerance can."""
+    seen: dict[bytes, Path] = {}
     if 0 < len(trial.controls) < FEWEST_CONTROLS:
         named = f"--controls: {len(trial.controls)} finished runs"
-        lines.append(f"{named}: name {FEWEST_CONTROLS} or more")
+        yield f"{named}: name {FEWEST_CONTROLS} or more"
     for path in trial.finished:
         file = path if path.is_file() else path / "metrics.jsonl"
         held = file.read_bytes() if file.is_file() else b""
         # Steps of two runs never take the same times: equal files are copies.
         held = held if b'"time/step"' in held else bytes(path.resolve())
         if held in seen:
-            lines.append(f"{path} is the same run as {seen[held]}, or its copy: name another one")
+            yield f"{path} is the same run as {seen[held]}, or its copy: name another one"
         seen[held] = path
     if trial.controls and trial.tolerance:
-        lines.append("--controls and --tolerance: both judge: leave one out")
+        yield "--controls and --tolerance: both judge: leave one out"
     if trial.pin_routing and (trial.baseline.path or trial.candidate.path):
-        lines.append("--pin-routing trains both runs: name no finished run and no golden")
-    return lines
+        yield "--pin-routing trains both runs: name no finished run and no golden"
 
 
 def place_problems(trial: Trial, folders: Sequence[Path]) -> list[str]:
@@ -101,23 +100,22 @@ def place_problems(trial: Trial, folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> list[str]:
-    """Returns lines on why these runs, of so many steps, cannot be held to limits of cost."""
-    lines = []
+def cost_problems(trial: Trial, golden: Golden | None, steps: int) -> Iterator[str]:
+    """Yields lines on why these runs, of so many steps, cannot be held to limits of cost."""
     what = "max_slowdown and max_memory_growth"
     if trial.candidate.path is not None or (trial.baseline.path is not None and golden is None):
-        return [f"{what}: a finished run is of another hour: name what to train, config=FILE"]
+        yield f"{what}: a finished run is of another hour: name what to train, config=FILE"
+        return
     ours, theirs = trial.baseline.world_size, trial.candidate.world_size
     if golden is not None:
         ours = golden.run.facts["world_size"]
         if "costs" not in golden.run.facts:
-            lines.append(f"{what}: {golden.path} holds no cost (of a CPU, none does)")
+            yield f"{what}: {golden.path} holds no cost (of a CPU, none does)"
         other = "name this machine's golden, or make it with --update-golden"
-        lines += [f"{what}: {caveat}: {other}" for caveat in golden.caveats()]
+        yield from (f"{what}: {caveat}: {other}" for caveat in golden.caveats())
     if ours != theirs:
-        lines.append(f"{what}: both runs need as many ranks, not {ours} and {theirs}")
+        yield f"{what}: both runs need as many ranks, not {ours} and {theirs}"
     if steps < cost.FEWEST_STEPS:
-        lines.append(f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps")
+        yield f"{what}: {steps} steps, need {cost.FEWEST_STEPS}: set --steps"
     if not all(0 < limit < 1 for limit in trial.limits.values()):
-        lines.append(f"{what}: must be shares between 0 and 1: 0.05 is 5 %")
-    return lines
+        yield f"{what}: must be shares between 0 and 1: 0.05 is 5 %"

@@ -1,7 +1,7 @@
 """The verdict on two runs: identical bits, inside the noise band of control runs, or different."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -304,43 +304,40 @@ def _sources(run: RunRecord) -> str:
     return "{fingerprint}, seed {seed}".format(**run.facts["data"])
 
 
-def _caveats(ours: RunRecord, theirs: RunRecord) -> list[str]:
-    lines = []
+def _caveats(ours: RunRecord, theirs: RunRecord) -> Iterator[str]:
     if set(ours.steps) != set(theirs.steps):
         common = len(set(ours.steps) & set(theirs.steps))
-        lines.append(
+        yield (
             f"only {common} steps are in both: {ours.name} logged {len(ours.steps)} up to step "
             f"{ours.steps[-1]}, {theirs.name} {len(theirs.steps)} up to step {theirs.steps[-1]}"
         )
     if bool(ours.weights) != bool(theirs.weights):
         lacking_one = theirs.name if ours.weights else ours.name
-        lines.append(f"initial weights are not compared: {lacking_one} recorded no checksums")
+        yield f"initial weights are not compared: {lacking_one} recorded no checksums"
     for key in _ENVIRONMENT:
         a, b = (run.facts[key] for run in (ours, theirs))
         if a != b:
-            lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
+            yield f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}"
     if lacking := sorted(ours.loads.keys() ^ theirs.loads.keys()):
         names = {(theirs if layer in ours.loads else ours).name for layer in lacking}
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         said = f"not compared: {LOAD_OF}{lacking[0]}{more}"
-        lines.append(f"{said}: {' and '.join(names)} did not record it")
-    return lines
+        yield f"{said}: {' and '.join(names)} did not record it"
 
 
-def _weaknesses(band: Band) -> list[str]:
-    """Returns the reasons why the band shows less than it could."""
-    lines, number = [], len(band.curves) - 1
+def _weaknesses(band: Band) -> Iterator[str]:
+    """Yields the reasons why the band shows less than it could."""
+    number = len(band.curves) - 1
     if number < ENOUGH:
-        lines.append(
+        yield (
             f"the band rests on {number} control runs and is therefore wide: with "
             f"{ENOUGH} or more it shows smaller differences"
         )
     if max(band.bounds.values()) > _UNEVEN:
-        lines.append(
+        yield (
             "few of the control runs lie far from the others (a token went to another expert, and "
             "its effects grew), so the band is far too wide: take more --repeats, or fewer --steps"
         )
-    return lines
 
 
 def _band_lines(band: Band, check: BandCheck) -> list[str]:

@@ -25,6 +25,9 @@ _CAUSES_FIRST = (
     *("exp_avg", "exp_avg_sq", "momentum_buffer", "parameter"),
 )
 """Quantities in the order in which a step makes one from the other."""
+FEW = 4
+"""Numbers of a parameter in whose gradient terms of all tokens may cancel, and leave rounding
+errors: they are compared with the gradients of their module."""
 TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
 
@@ -89,6 +92,16 @@ def compare(
     error = torch.where(distance == 0, 0.0, distance / their_norm.clamp(min=least_norm))
     ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
     return TensorDifference(*where, worst([error.item()]), ratio.item())
+
+
+def module_norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns for each tensor of few numbers the norm of all tensors of its module, [1]."""
+    squares: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0]
+        squares[module] = squares.get(module, torch.zeros(1)) + tensor.double().square().sum()
+    few = [name for name, tensor in tensors.items() if tensor.numel() <= FEW]
+    return {name: squares[name.rpartition(".")[0]].sqrt() for name in few}
 
 
 def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:

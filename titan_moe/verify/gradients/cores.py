@@ -74,7 +74,7 @@ def selected(scores_BST: Tensor, seen_BST: Tensor, top_k: int | None) -> Tensor:
 
 @dataclass
 class TokenByToken:
-    """A RecurrentCore, one token after another; the mask is the document of each token."""
+    """A recurrence, one token after another; the mask is the document of each token."""
 
     mask_documents: bool
 

@@ -21,12 +21,7 @@ from titan_moe.models.trained import freeze
 from titan_moe.parallelize.parallelize import first_names
 from titan_moe.parallelize.policies import resolve_model
 from titan_moe.verify.gradients.cores import AllPairs, SelectedPairs, TokenByToken
-from titan_moe.verify.gradients.reference import (
-    IGNORED,
-    Reference,
-    Step,
-    without_balance_losses,
-)
+from titan_moe.verify.gradients.reference import IGNORED, Reference, Step, without_balance_losses
 
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
@@ -70,13 +65,23 @@ class Fixture:
     """The layer and the experts that no token chooses: the only gradients declared zero."""
 
 
+def own_tables(job: JobConfig) -> dict[str, Mapping[str, Any]]:
+    """Returns the values of the proof for a job, by table and key."""
+    rank = job.lora.rank
+    largest = MAX_NORM_OF_A_PART if rank or job.training.freeze else MAX_NORM
+    tables = {"training": {"max_norm": min(job.training.max_norm, largest)}, **OWN_KEYS}
+    if rank:
+        tables["lora"] = {"alpha": ADAPTER_SCALE * rank, "rank_stabilised": False}
+    return tables
+
+
 def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fixture:
     """Draw weights and batches from the job's seed and train the reference on them."""
     config = resolve_model(config, job, "cpu")
     assert config.moe is not None, "the gate wants a model with experts"
     masked = job.training.mask_documents
     core = (AllPairs if config.indexer is None else SelectedPairs)(mask_documents=masked)
-    recurrence = TokenByToken(mask_documents=masked)
+    recurrence: Any = TokenByToken(mask_documents=masked)  # Shares no code with a Recurrence.
     model = Decoder(without_balance_losses(config), core, recurrence)
     adapt(model, job.lora)
     freeze(model, job.training, job.lora)

@@ -12,7 +12,7 @@ from titan_moe.moe.layer import MoE
 
 
 class Poison:
-    """Counts the rows that it spoilt.
+    """Spoils the rows of every layer's experts, and counts them.
 
     Rows past the last expert's end are spoilt in the experts' input and output, in both gradients
     and in the routing weights; the padding inside an expert's rows in the output alone: the
@@ -20,12 +20,9 @@ class Poison:
     and in the output's gradient.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, moe_layers: Iterable[MoE], device: str) -> None:
         self.tails = torch.zeros((), dtype=torch.int64, device=device)
         self.paddings = torch.zeros_like(self.tails)
-
-    def apply(self, moe_layers: Iterable[MoE]) -> None:
-        """Spoils the rows of every layer's experts."""
         for moe in moe_layers:
             moe.experts.compute.register_forward_pre_hook(self._spoil_inputs)
             moe.experts.compute.register_forward_hook(self._spoil_outputs)

@@ -19,7 +19,12 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.optim.schedules import set_lr
 from titan_moe.training.train_step import StepResult, build_step
-from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, compare
+from titan_moe.verify.gradients.compare import (
+    TOLERANCES,
+    TensorDifference,
+    compare,
+    module_norms,
+)
 from titan_moe.verify.gradients.fixture import RATES, Fixture, norms, own_batches
 from titan_moe.verify.gradients.poison import Poison
 from titan_moe.verify.layouts.layouts import Layout, stages
@@ -62,8 +67,7 @@ def verify_on_rank(task: Task) -> RankReport:
     if state.problems:
         return RankReport([], state.problems)
     state.fill()
-    poison = Poison(task.device)
-    poison.apply(state.moe_layers.values())
+    poison = Poison(state.moe_layers.values(), task.device)
     found = [
         difference
         for number, (result, snapshot) in enumerate(_train(state))
@@ -146,7 +150,7 @@ class LocalState:
         norm of the whole. A tensor that only one of the two has is wrong."""
         missing = torch.empty(0)
         wanted = [name for name in theirs if name in self.boxes or name in ours]
-        wholes = norms({name: theirs[name] for name in wanted})
+        wholes = norms({name: theirs[name] for name in wanted}) | module_norms(theirs)
         for name in ours.keys() - theirs.keys():
             yield name, ours[name], missing, 0.0
         for name in wanted:

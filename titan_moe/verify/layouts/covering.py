@@ -7,14 +7,12 @@ from itertools import combinations
 
 from titan_moe.verify.layouts.layouts import OPTIONS, SPLIT_BACKWARD, Layout, with_options
 
-Legal = Callable[[Layout], bool]
-
 
 def cover_options(
     layouts: Iterable[Layout],
     *,
     fixed: Mapping[str, str] | None = None,
-    legal: Legal = lambda layout: True,
+    legal: Callable[[Layout], bool] = lambda layout: True,
 ) -> list[Layout]:
     """The layouts with options handed out so that each value meets each axis above 1.
 

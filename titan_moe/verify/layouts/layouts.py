@@ -29,6 +29,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """Options of a layout besides its degrees; `recompute=2` is every second layer,
 `dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
+OPTION_KEYS = {
+    "schedule": "pipeline_parallel_schedule",
+    "cp_method": "context_parallel_rotate_method",
+    "cp_balancer": "context_parallel_load_balancer",
+    "reshard": "fsdp_reshard_after_forward",
+}
+"""The options that are values of a key of [parallelism]."""
 SEQ_LEN = 48
 """Tokens of the gate's sequences: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
@@ -101,16 +108,13 @@ class Layout:
 def legal_layouts(world_size: int) -> list[Layout]:
     """Every way to lay `world_size` ranks out, with the default options."""
     degrees = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    found = []
-    for dense in product(degrees, repeat=len(DENSE_AXES)):
-        if prod(dense) != world_size:
-            continue
-        block = prod(dense[2:])
-        for ep, etp in product(degrees, repeat=2):
-            if block % (ep * etp) == 0:
-                sizes = dict(zip(AXES, (*dense, ep, etp), strict=True))
-                found.append(Layout(**sizes))  # type: ignore[arg-type]
-    return found
+    return [
+        Layout(*dense, ep, etp)  # type: ignore[arg-type, call-arg]
+        for dense in product(degrees, repeat=len(DENSE_AXES))
+        if prod(dense) == world_size
+        for ep, etp in product(degrees, repeat=2)
+        if prod(dense[2:]) % (ep * etp) == 0
+    ]
 
 
 def parse(text: str, dispatchers: Sequence[str] = ()) -> Layout:
@@ -203,16 +207,13 @@ def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
             "tensor_parallel_degree": layout.tp,
             "expert_parallel_degree": layout.ep,
             "expert_tensor_parallel_degree": layout.etp,
-            "fsdp_reshard_after_forward": layout.reshard,
             "fsdp_accumulation": layout.accumulation if layout.pp == 1 else "auto",
-            "pipeline_parallel_schedule": layout.schedule,
             "pipeline_parallel_microbatch_size": microbatch,
             # Named only where the layers leave a choice: production's own split is tried as well.
             "module_fqns_per_model_part": (
                 stages(layout) if 1 < layout.num_stages < depth(layout) else None
             ),
-            "context_parallel_rotate_method": layout.cp_method,
-            "context_parallel_load_balancer": layout.cp_balancer,
+            **{key: getattr(layout, option) for option, key in OPTION_KEYS.items()},
             **_dispatch(layout),
         },
         "activation_checkpoint": recompute,

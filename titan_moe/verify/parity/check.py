@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.read import HFSource, Source, load_alone
 from titan_moe.checkpoint.hf.write import export
-from titan_moe.data.batch import Batch
+from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.distributed.execution import LocalBatch
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
@@ -39,7 +39,7 @@ from titan_moe.models.hf import HFModel, model_of
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.training.capture.hooks import choice_margins
 from titan_moe.training.train_step import look_ahead
-from titan_moe.verify.gradients.compare import worst
+from titan_moe.verify.gradients.compare import module_norms, worst
 from titan_moe.verify.parity.oracle import FirstOfEqual, Oracle, computing_in, their_model
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -50,7 +50,6 @@ SMALLEST_MARGIN = 1e-5
 EXPORT_BOUND = 1e-4
 """Largest difference of the logits of an exported folder that counts as equal."""
 _NUM_TOKENS, _DRAWS = 16, 20
-_IGNORED = -100
 _LEARNING_RATE = 1e-3
 
 
@@ -150,7 +149,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
 def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
     """Our decoder with the weights of their folder, as config.json and tensors describe it."""
     with TemporaryDirectory() as folder:
-        if oracle.mtp is None:
+        if oracle.mtp is None and oracle.has_class:
             oracle.model.save_pretrained(folder)
         else:
             # Theirs saves no multi-token prediction: written as published, beside the rest.
@@ -193,7 +192,7 @@ def _batch(case: ParityCase, seed: int, depths: int) -> LocalBatch:
     shape = (NUM_SEQUENCES, SEQ_LEN + 1)
     tokens = torch.randint(0, case.settings["vocab_size"], shape, generator=generator)
     labels_BS = tokens[:, 1:].clone()
-    labels_BS[0, :5] = _IGNORED
+    labels_BS[0, :5] = IGNORE_INDEX
     batch = Batch(tokens[:, :-1], labels_BS, torch.zeros_like(labels_BS), [])
     ahead = look_ahead(batch, depths) if depths else (None, None)
     positions_BS = torch.arange(SEQ_LEN).expand_as(labels_BS)
@@ -263,7 +262,7 @@ def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
 
 def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(
-        logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=_IGNORED, reduction="sum"
+        logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
@@ -271,14 +270,17 @@ def _gradient_distances(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], case: ParityCase
 ) -> dict[str, float]:
     """Returns relative distances by name. A gradient that is zero but for rounding is compared
-    with the largest one."""
-    largest = max(gradient.norm().item() for gradient in theirs.values())
-    return {
-        name: worst([ours[name].norm().item(), gradient.norm().item()]) / largest
-        if name in case.zero_gradients
-        else distance(ours[name], gradient)
-        for name, gradient in theirs.items()
-    }
+    with the largest one; one of a few numbers, in which terms of all tokens cancel, with those of
+    its module."""
+    largest, few = max(gradient.norm().item() for gradient in theirs.values()), module_norms(theirs)
+    distances = {name: distance(ours[name], gradient) for name, gradient in theirs.items()}
+    for name in few:
+        norm = theirs[name].double().norm().item()
+        distances[name] *= norm / few[name].item() if norm else 1.0
+    for name in theirs.keys() & set(case.zero_gradients):
+        norms = ours[name].norm().item(), theirs[name].norm().item()
+        distances[name] = worst(norms) / largest
+    return distances
 
 
 def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:

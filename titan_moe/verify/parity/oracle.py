@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -77,8 +76,8 @@ def their_model(folder: Path) -> Any:
 
 
 class TextWithOutput(nn.Module):
-    """Adds an output layer to Step-3.7's text model, which transformers has inside of others alone,
-    and saves both under the names in memory."""
+    """Adds an output layer to Step-3.7's text model, which transformers has inside of others
+    alone."""
 
     def __init__(self, config: Any, **how: str) -> None:
         super().__init__()
@@ -88,11 +87,6 @@ class TextWithOutput(nn.Module):
         self.model.embed_tokens.padding_idx = None
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.config = config
-
-    def save_pretrained(self, folder: str) -> None:
-        self.config.save_pretrained(folder)
-        tensors = {name: x.contiguous() for name, x in self.state_dict().items()}
-        save_file(tensors, Path(folder, "model.safetensors"))
 
 
 class Oracle(nn.Module):
@@ -113,7 +107,7 @@ class Oracle(nn.Module):
         auto = theirs.AutoModelForCausalLM
         self.has_class = type(config) in auto._model_mapping
         make = auto.from_config if self.has_class else TextWithOutput
-        self.model = make(config, attn_implementation="eager")
+        self.model: Any = make(config, attn_implementation="eager")
         depths = settings.get("num_nextn_predict_layers", 0)
         mtp_model = theirs.modeling_layers.MtpModel
         self.mtp = mtp_model(self.model, depths) if depths else None

@@ -12,6 +12,8 @@ from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.parity.check import BOUNDS, ParityCase, ParityResult, cases, compare
 
 _TYPES = (torch.float32, torch.float64)
+_ALWAYS = ("logits", "gradient", "losses")
+"""Differences that there are in both types."""
 _HEADER = """\
 | family | option | f32: logits | gradient | losses | export | f64: logits | gradient | losses |
 |---|---|---|---|---|---|---|---|---|"""
@@ -56,11 +58,7 @@ def markdown(found: Found, num_seeds: int) -> str:
 
 
 def _cells(differences: list[ParityResult], bound: float) -> list[str]:
-    cells = [
-        worst(each.logits for each in differences),
-        worst(each.gradient for each in differences),
-        worst(each.losses for each in differences),
-    ]
+    cells = [worst(getattr(each, name) for each in differences) for name in _ALWAYS]
     exported = [each.exported for each in differences if each.exported is not None]
     cells += [worst(exported)] if exported else []
     return [f"{value:.1e}" if value <= bound else f"**{value:.1e}**" for value in cells]

@@ -1,7 +1,7 @@
 """The pages of a comparison and of runs: self-contained HTML, and the figures of a comparison."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -138,20 +138,18 @@ def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def _notes(run: RunRecord) -> list[str]:
-    """Returns lines that a reader must know before trusting the run's curves."""
-    found = []
+def _notes(run: RunRecord) -> Iterator[str]:
+    """Yields lines that a reader must know before trusting the run's curves."""
     planned = run.config["training"]["steps"]
     if run.steps[-1] < planned:
-        found.append(f"{run.name}: its last step is {run.steps[-1]} of {planned}")
+        yield f"{run.name}: its last step is {run.steps[-1]} of {planned}"
     for quantity in COMPARED:
         broken = np.flatnonzero(~np.isfinite(run.scalars[quantity]))
         if len(broken):
-            found.append(
+            yield (
                 f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
                 f"{len(run.steps)} steps, first in step {run.steps[int(broken[0])]}"
             )
-    return found
 
 
 def layout_words(run: RunRecord) -> str:

@@ -14,12 +14,7 @@ from markupsafe import Markup, escape
 
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.pinned_routes import Flips
-from titan_moe.verify.compare.records import (
-    Array,
-    FirstDifference,
-    RunRecord,
-    relative_difference,
-)
+from titan_moe.verify.compare.records import Array, FirstDifference, RunRecord, relative_difference
 from titan_moe.verify.compare.verdict import Comparison
 from titan_moe.verify.report.render import PALETTE
 

@@ -105,9 +105,10 @@ class Band:
         for kind, noise in self._noise.items():
             # The bound needs logarithms of distances, which controls with equal bits do not have.
             own_KN.append(np.maximum(1.0, noise.largest))
+            num_compared = sum(spread.size for spread in noise.fit.spreads)
             self.bounds[kind] = max(
                 prediction_bound(own_KN[-1].tolist(), rate),
-                NormalDist().inv_cdf(1 - rate / (2 * noise.fit.num_compared)),
+                NormalDist().inv_cdf(1 - rate / (2 * num_compared)),
             )
         bounds_K = np.array(list(self.bounds.values()))
         self.statistics: list[float] = (np.stack(own_KN) / bounds_K[:, None]).max(0).tolist()
@@ -162,7 +163,7 @@ class Band:
         if (kind := _kind(quantity)) != "load":
             return np.asarray(curve.scalars[quantity], dtype=np.float64)
         off_LES = self._compared(curve, kind) - self._noise[kind].fit.location
-        return Loads.size(off_LES)[self._names[kind].index(quantity)]
+        return self._noise[kind].size(off_LES)[self._names[kind].index(quantity)]
 
     def location(self, quantity: str) -> Array:
         """The middle of the band at each step, [S], in the units of `values`."""

@@ -34,10 +34,6 @@ class Fit(NamedTuple):
     spreads: list[Array]
     """The standard deviation of another curve's mean, by window [Q, S - window + 1]."""
 
-    @property
-    def num_compared(self) -> int:
-        return sum(spread.size for spread in self.spreads)
-
 
 class Quantities(ABC):
     """Q quantities of one kind, each E numbers at each step, in N control runs; all are finite.
@@ -46,6 +42,9 @@ class Quantities(ABC):
         runs_NQES: the control runs.
         resolution: no spread is less.
     """
+
+    counted = 1
+    """How many of the E numbers show one difference: a row at another expert shows in two."""
 
     def __init__(self, runs_NQES: Array, resolution: float) -> None:
         self._runs_NQES, self._resolution = runs_NQES, resolution
@@ -82,10 +81,9 @@ class Quantities(ABC):
             )
         ]
 
-    @staticmethod
-    @abstractmethod
-    def size(off_QES: Array) -> Array:
+    def size(self, off_QES: Array) -> Array:
         """Returns the size of differences between runs: [..., Q, E, S] -> [..., Q, S]."""
+        return np.abs(off_QES).sum(-2) / self.counted
 
     @abstractmethod
     def _fit(self, kept: Index) -> Fit:
@@ -94,10 +92,6 @@ class Quantities(ABC):
 
 class Scalar(Quantities):
     """One positive number at each step, compared by its logarithm: Q and E are 1."""
-
-    @staticmethod
-    def size(off_QES: Array) -> Array:
-        return np.abs(off_QES[..., 0, :])
 
     def _fit(self, kept: Index) -> Fit:
         logs_NQS = self._runs_NQES[kept, :, 0]
@@ -124,9 +118,7 @@ class Loads(Quantities):
     rest. Over several steps the shares are averaged first: changes to and fro cancel.
     """
 
-    @staticmethod
-    def size(off_QES: Array) -> Array:
-        return np.abs(off_QES).sum(-2) / 2
+    counted = 2
 
     def _fit(self, kept: Index) -> Fit:
         """Fits the loads of one layer after another: those of all layers are large."""
