@@ -6,10 +6,10 @@
 Estimates by arithmetic the memory and the step of all legal degrees, with their schedules,
 microbatches, recomputation and dispatchers, and prints those that fit, fastest first: the best
 choice of each degrees. --out gets a TOML file for each, and a page with the parts of their steps.
-Keys that the job sets and a layout does not, such as the optimizer's, stay. --load says how unevenly
-routers fill ranks: balanced; uniform, each token at random; zipf:1.2; or a run's folder with
-expert_counts.jsonl (metrics.log_expert_counts). Times are estimates that no GPU has confirmed: they
-are for choosing, not for promising. Needs no GPU.
+Keys that the job sets and a layout does not, such as the optimizer's, stay. --load says how
+unevenly routers fill ranks: balanced; uniform, each token at random; zipf:1.2; or a run's folder
+with expert_counts.jsonl (metrics.log_expert_counts). Times are estimates that no GPU has confirmed:
+they are for choosing, not for promising. Needs no GPU.
 
 Exit codes: 0; 1 no layout fits; 2 a mistake.
 """
@@ -17,7 +17,6 @@ Exit codes: 0; 1 no layout fits; 2 a mistake.
 import argparse
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.gpus import GIB
 
 if TYPE_CHECKING:
-    from titan_moe.config.job_config import JobConfig
     from titan_moe.models.config import ModelConfig
     from titan_moe.planner.load import Load
     from titan_moe.planner.search import Layout, Question, Search
@@ -144,7 +142,9 @@ def _load(text: str, model: "ModelConfig") -> "Load":
         return read_load(text, model.moe.num_experts)
     from titan_moe.verify.compare.records import read_run
 
-    counts = {layer: rows_SE.sum(0).tolist() for layer, rows_SE in read_run(Path(text)).loads.items()}
+    counts = {
+        layer: rows_SE.sum(0).tolist() for layer, rows_SE in read_run(Path(text)).loads.items()
+    }
     return load_of_counts(text, counts, model.moe.num_experts)
 
 
@@ -155,8 +155,8 @@ def _heading(question: "Question", found: "Search") -> list[str]:
     training, device = question.job.training, question.device
     nodes = math.ceil(question.ranks / device.node)
     return [
-        f"{question.job.model.name} {question.job.model.flavor} on {question.ranks} x {device.name} "
-        f"of {device.memory / GIB:.1f} GiB, {nodes} node{'s' * (nodes > 1)}: "
+        f"{question.job.model.name} {question.job.model.flavor} on {question.ranks} x "
+        f"{device.name} of {device.memory / GIB:.1f} GiB, {nodes} node{'s' * (nodes > 1)}: "
         f"{training.global_batch_size:,} x {training.seq_len:,} tokens a step, "
         f"load {question.load.name}",
         f"{found.num_degrees:,} legal degrees: {len(found.too_large):,} do not fit, "
@@ -187,7 +187,9 @@ def _choices(layout: "Layout") -> str:
     words = [f"{local} sequence{'s' * (local > 1)} at once"]
     if plan.dims.pp > 1:
         size = parallelism.pipeline_parallel_microbatch_size
-        words = [f"{parallelism.pipeline_parallel_schedule}, {local // size} microbatches of {size}"]
+        words = [
+            f"{parallelism.pipeline_parallel_schedule}, {local // size} microbatches of {size}"
+        ]
     mode = recompute.selective_ac_option if recompute.mode == "selective" else recompute.mode
     kept = [key for key in ("attention", "exchanged_rows") if getattr(recompute, f"keep_{key}")]
     words.append(f"recompute {mode}" + "".join(f" but {key}".replace("_", " ") for key in kept))

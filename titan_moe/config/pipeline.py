@@ -7,7 +7,7 @@ running process, so the rules stand here as well. Sources: 1F1B and Interleaved1
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise

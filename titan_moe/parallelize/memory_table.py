@@ -111,12 +111,15 @@ def _shares(plan: Plan) -> Iterator[Share]:
 
 
 def tables(plan: Plan, skew: float = SKEW) -> Iterator[Table]:
-    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line. `skew`: rows
-    of its experts, as a multiple of an even share."""
+    """Yields the bytes of each rank of one pipeline, by fields of `Memory` and by line. `skew`:
+    rows of its experts, as a multiple of an even share."""
     nccl = {"buffers of NCCL": float(sum(communicators(plan).values()))}
     sizes = _sizes(plan)
     for share in _shares(plan):
-        parameters, tokens = _of_parameters(plan, share, sizes), _of_tokens(plan, share, sizes, skew)
+        parameters, tokens = (
+            _of_parameters(plan, share, sizes),
+            _of_tokens(plan, share, sizes, skew),
+        )
         yield parameters | tokens | {"communicators": nccl}
 
 

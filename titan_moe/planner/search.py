@@ -1,10 +1,10 @@
 """Finds the layouts that fit some GPUs, fastest first by the estimate of a step's time.
 
-Degrees are looked at in the order of a bound that no choice of theirs can beat: arithmetic and
-memory traffic without recomputation, with the largest microbatches, spread evenly over a pipeline.
-The search ends where the bound of the next degrees is above the times that it has. Degrees whose
-thriftiest choice does not fit have none that does. Both are compared with a search of everything by
-tests. Imports no torch.
+Degrees are looked at in the order of a bound that no choice of theirs can beat: a step without
+recomputation, host, bubble and travel of parameters, with the largest microbatches, spread evenly
+over a pipeline. The search ends where the bound of the next degrees is above the times that it has.
+Degrees, and schedules and microbatches of theirs, have no choice that fits if their thriftiest one
+does not. Tests compare this with a search of everything. Imports no torch.
 """
 
 import math
@@ -22,21 +22,23 @@ from titan_moe.parallelize.memory_table import SKEW
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.planner.load import Load
-from titan_moe.planner.step_time import Seconds, best_seconds, step_time
+from titan_moe.planner.step_time import Seconds, bubble, least_seconds, step_time
 from titan_moe.runtime.gpus import Device
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
 """Sequences of a microbatch that are tried."""
 _SCHEDULES = [name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS")]
 """Schedules that are tried: two keep more than 1F1B and Interleaved1F1B, and wait as long."""
-_RECOMPUTE = (
-    {"mode": "none"},
-    {"mode": "selective", "selective_ac_option": "op"},
-    {"mode": "selective", "selective_ac_option": "2"},
-    *({"mode": "full", "keep_attention": keeps} for keeps in (True, False)),
-    *({"mode": "full", "keep_attention": k, "keep_exchanged_rows": True} for k in (True, False)),
-)
 _KEEPS = {"keep_attention": False, "keep_exchanged_rows": False}
+_RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"mode": "full"},
+    *({"mode": "full", **{key: True}} for key in _KEEPS),
+    {"mode": "full", **dict.fromkeys(_KEEPS, True)},
+    {"mode": "selective", "selective_ac_option": "2"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "none"},
+)
+"""Ways to recompute, the least memory first."""
 Tables = dict[str, dict[str, Any]]
 """Values by table and key of a configuration."""
 
@@ -61,7 +63,9 @@ class Layout:
     def degrees(self) -> str:
         """The degrees above 1, such as "pp=2 ep=8"; dp_shard takes the rest."""
         sizes = {axis: getattr(self.plan.dims, axis) for axis in DEGREES}
-        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp_shard=1"
+        return (
+            " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp_shard=1"
+        )
 
 
 @dataclass
@@ -111,12 +115,13 @@ class Question:
         rows = plan.job.training.seq_len * (self.model.moe.top_k if self.model.moe else 1)
         return memory(plan, max(SKEW, self.load.busiest(plan.dims.ep, rows)[1]))
 
-    def bound(self, degrees: Mapping[str, int], tables: Tables) -> float:
-        """Returns the seconds that no choice of these degrees is below. `tables`: a legal one."""
-        ways = (way["parallelism"] for way in _dispatches(self, degrees))
+    def least(self, degrees: Mapping[str, int], tables: Tables) -> float:
+        """Returns the seconds that no choice of these degrees is below, besides the bubble of a
+        pipeline. `tables`: a legal choice."""
+        ways = _dispatches(self, degrees)
         keys = ({**tables, "parallelism": tables["parallelism"] | way} for way in ways)
         plans, most = map(self.plan, keys), _MICROBATCHES[-1]
-        return min(best_seconds(each, self.device, self.load, most) for each in plans if each)
+        return min(least_seconds(each, self.device, self.load, most) for each in plans if each)
 
 
 def search(question: Question, *, keep: int = 10) -> Search:
@@ -130,32 +135,41 @@ def search(question: Question, *, keep: int = 10) -> Search:
         if least.memory.needed > question.room:
             found.too_large.append(least)
         else:
-            bounds.append((question.bound(degrees, least.tables), len(bounds), degrees))
+            bounds.append((question.least(degrees, least.tables), len(bounds), degrees))
     for number, (bound, _, degrees) in enumerate(sorted(bounds)):
         worst = found.layouts[-1].step_seconds if len(found.layouts) == keep else math.inf
         if bound >= worst:
             found.slower = len(bounds) - number
             break
-        best = _fastest(question, degrees, worst, found)
+        best = _fastest(question, degrees, bound, worst, found)
         found.layouts = sorted([*found.layouts, *best], key=_order)[:keep]
     found.too_large.sort(key=lambda each: each.memory.needed)
     return found
 
 
 def _fastest(
-    question: Question, degrees: Mapping[str, int], worst: float, found: Search
+    question: Question, degrees: Mapping[str, int], bound: float, worst: float, found: Search
 ) -> Iterator[Layout]:
-    """Yields the fastest choice of these degrees that fits, if it takes less than `worst`."""
-    plans = [(plan, keys) for keys in variants(question, degrees) if (plan := question.plan(keys))]
-    times = [step_time(plan, question.device, question.load) for plan, _ in plans]
-    found.num_layouts += len(plans)
-    totals = [sum(seconds.values()) for seconds in times]
-    for n in sorted(range(len(plans)), key=totals.__getitem__):
-        if totals[n] >= worst:
+    """Yields the fastest choice of these degrees that fits, if it takes less than `worst`. `bound`:
+    the seconds that each takes besides its bubble."""
+    choices = []
+    for frame in frames(question, degrees):
+        thrifty, *others = variants(question, degrees, frame)
+        if (least := question.plan(thrifty)) is not None:
+            if bound / (1 - bubble(least)) >= worst:
+                continue
+            if question.needs(least).needed > question.room:
+                continue
+        for keys in (thrifty, *others):
+            if (plan := least if keys is thrifty else question.plan(keys)) is not None:
+                seconds = step_time(plan, question.device, question.load)
+                choices.append((sum(seconds.values()), len(choices), plan, keys, seconds))
+    found.num_layouts += len(choices)
+    for total, _, plan, keys, seconds in sorted(choices, key=lambda each: each[:2]):
+        if total >= worst:
             return
-        needs = question.needs(plans[n][0])
-        if needs.needed <= question.room:
-            yield Layout(*plans[n], times[n], needs, question.device)
+        if (needs := question.needs(plan)).needed <= question.room:
+            yield Layout(plan, keys, seconds, needs, question.device)
             return
 
 
@@ -186,30 +200,44 @@ def legal_degrees(question: Question) -> Iterator[dict[str, int]]:
                 yield dict(zip(DEGREES, sizes, strict=True))
 
 
-def variants(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
-    """Yields all choices of these degrees: schedule, microbatches, recompute,
-    gradients that are reduced once or each time, and dispatch."""
-    pp, routed = degrees["pp"], degrees["ep"] * degrees["etp"] > 1
-    dispatches, chosen = list(_dispatches(question, degrees)), question.job.parallelism
+def frames(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
+    """Yields the schedules, microbatches, and ways to reduce gradients that these degrees have; the
+    first one needs least memory."""
+    pp, chosen = degrees["pp"], question.job.parallelism.fsdp_accumulation
     shares = ["reduce_each", "keep_gathered"] if pp == 1 else ["auto"]
-    for schedule, (local, size), recompute, share in product(
+    for schedule, (local, size), share in product(
         _SCHEDULES if pp > 1 else ["1F1B"],
         _batches(question, degrees),
-        _RECOMPUTE,
-        shares if chosen.fsdp_accumulation == "auto" else [chosen.fsdp_accumulation],
+        shares if chosen == "auto" else [chosen],
     ):
-        if pp > 1 and SCHEDULES[schedule].splits_backward and recompute["mode"] != "none":
+        yield {
+            "parallelism": {
+                "pipeline_parallel_schedule": schedule,
+                "pipeline_parallel_microbatch_size": size,
+                "fsdp_accumulation": share,
+            },
+            "training": {"local_batch_size": local},
+        }
+
+
+def variants(question: Question, degrees: Mapping[str, int], frame: Tables) -> Iterator[Tables]:
+    """Yields all choices of recompute and dispatch in a frame; the first needs least memory."""
+    keys, routed = frame["parallelism"], degrees["ep"] * degrees["etp"] > 1
+    splits = degrees["pp"] > 1 and SCHEDULES[keys["pipeline_parallel_schedule"]].splits_backward
+    for recompute in _RECOMPUTE:
+        if splits and recompute["mode"] != "none":
             continue
         if recompute.get("keep_exchanged_rows") and not routed:
             continue
-        keys = _pipeline(schedule, local, size) | {"activation_checkpoint": _KEEPS | recompute}
-        keys["parallelism"]["fsdp_accumulation"] = share
-        for dispatch in dispatches:
-            yield keys | {"parallelism": keys["parallelism"] | dispatch["parallelism"]}
+        for dispatch in _dispatches(question, degrees):
+            yield frame | {
+                "activation_checkpoint": _KEEPS | recompute,
+                "parallelism": keys | dispatch,
+            }
 
 
-def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
-    """Yields the degrees with each way in which tokens, and keys of cp, travel."""
+def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yields keys of [parallelism]: the degrees, and how tokens and keys of cp travel."""
     parallelism, routed = question.job.parallelism, degrees["ep"] * degrees["etp"] > 1
     chosen = parallelism.expert_parallel_comm_backend, parallelism.expert_parallel_capacity_factor
     opens = routed and chosen == ("auto", None)
@@ -220,17 +248,7 @@ def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[Tabl
     ):
         keys = {DEGREES[axis]: size for axis, size in degrees.items()}
         keys |= {"expert_parallel_comm_backend": backend, "expert_parallel_overlap": overlap}
-        yield {"parallelism": keys | {"context_parallel_rotate_method": method}}
-
-
-def _pipeline(schedule: str, local_batch_size: int, microbatch_size: int) -> Tables:
-    return {
-        "parallelism": {
-            "pipeline_parallel_schedule": schedule,
-            "pipeline_parallel_microbatch_size": microbatch_size,
-        },
-        "training": {"local_batch_size": local_batch_size},
-    }
+        yield keys | {"context_parallel_rotate_method": method}
 
 
 def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
@@ -252,11 +270,8 @@ def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[i
 
 def _thriftiest(question: Question, degrees: Mapping[str, int]) -> Layout | None:
     """Returns the choice of these degrees that needs least memory."""
-    first = next(_dispatches(question, degrees))["parallelism"]
-    for local, size in _batches(question, degrees):
-        keys = _pipeline("1F1B", local, size)
-        keys["parallelism"] |= first | {"fsdp_accumulation": "reduce_each"}
-        keys["activation_checkpoint"] = _KEEPS | {"mode": "full"}
+    for frame in frames(question, degrees):
+        keys = next(variants(question, degrees, frame))
         if (plan := question.plan(keys)) is not None:
             return Layout(plan, keys, {}, question.needs(plan), question.device)
     return None

@@ -19,7 +19,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from titan_moe.config import pipeline
+from titan_moe.config.pipeline import (
+    bubble_fraction,
+    num_microbatches,
+    overlaps_chunks,
+    schedule_of,
+)
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig, RecurrentConfig
 from titan_moe.models.stats import layer_products, part_sizes
@@ -115,36 +120,35 @@ def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
     each = max(times, key=lambda share: sum(share.values()))
     seconds = Counter({region: each[region] * count for region in each})
     once["optimizer"] = _optimizer(plan, device)
-    if piped:
-        stages = sum(map(len, plan.stages_of_ranks))
-        schedule = pipeline.schedule_of(job.parallelism)
-        waits = pipeline.bubble_fraction(schedule, dims.pp, stages, local // size)
-        once["bubble"] = sum(seconds.values()) * waits / (1 - waits)
+    waits = bubble(plan)
+    once["bubble"] = sum(seconds.values()) * waits / (1 - waits)
     seconds.update(once)
     return {region: seconds[region] for region in REGIONS}
 
 
-def best_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
-    """Returns a bound that no choice of schedule, microbatches and recompute is below, for the
-    degrees and the dispatch of a plan: what cannot be avoided in all modules, in microbatches of at
-    most `most` sequences, spread evenly over a pipeline that waits for the shortest bubble."""
+def bubble(plan: Plan) -> float:
+    """Returns the share of its time in which a rank of a pipeline waits; 0 without one."""
+    if plan.dims.pp == 1:
+        return 0.0
+    parallelism, local = plan.job.parallelism, plan.job.training.local_batch_size
+    schedule, count = schedule_of(parallelism), num_microbatches(parallelism, local)
+    return bubble_fraction(schedule, plan.dims.pp, sum(map(len, plan.stages_of_ranks)), count)
+
+
+def least_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
+    """Returns the seconds that no choice of schedule, microbatches and recompute is below, for the
+    degrees and the dispatch of a plan, besides a pipeline's bubble: what cannot be avoided in all
+    modules, spread evenly over the pipeline, in microbatches of at most `most` sequences."""
     dims, job = plan.dims, plan.job
     sequences = max(job.training.global_batch_size // dims.size("batch"), 1)
     size = min(sequences, most)
-    batch = _microbatch(plan, size, load)
     recompute = job.activation_checkpoint.model_copy(update={"mode": "none"})
     plan = replace(plan, job=job.model_copy(update={"activation_checkpoint": recompute}))
     names = tuple(name for stage in plan.stages for name in stage)
-    seconds = _rank_time(plan, device, batch, _kinds_of(plan.config, names), 1)
+    share, batch = _kinds_of(plan.config, names), _microbatch(plan, size, load)
+    seconds = _rank_time(plan, device, batch, share, 1)
     seconds["parameters"] = seconds["host"] = seconds["stages"] = 0.0
-    busy = sum(seconds.values()) * (sequences / size) / dims.pp
-    if dims.pp > 1:
-        most_stages = plan.config.num_layers // dims.pp * dims.pp
-        busy /= 1 - min(
-            pipeline.bubble_fraction(schedule, dims.pp, most_stages, sequences)
-            for schedule in pipeline.SCHEDULES.values()
-        )
-    return busy + _optimizer(plan, device)
+    return sum(seconds.values()) * (sequences / size) / dims.pp + _optimizer(plan, device)
 
 
 def bound_by(seconds: Seconds) -> str:
@@ -252,7 +256,8 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Count
     seconds["elementwise"] = 2 * sum(values.values()) * batch.own * width / memory
     dispatches = _DISPATCHES["dense"]
     if work.routed:
-        assert (moe := config.moe) is not None
+        moe = config.moe
+        assert moe is not None
         rows = batch.own * moe.top_k * batch.busiest
         seconds["experts"] = _experts(plan, device, rows, work.routed)
         moved = _ROW_PASSES / 2 * (1 + dims.etp) * rows * config.row_dim * width
@@ -269,8 +274,8 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Count
 
 
 def _experts(plan: Plan, device: Device, rows: float, products: float) -> float:
-    """Returns the seconds of a rank's experts in a forward. `rows`: those that its tokens are worth;
-    each slice of an expert has all of them. `products`: multiplications of a token's rows."""
+    """Returns the seconds of a rank's experts in a forward. `rows`: an expert's rows, which all of
+    its slices have, shared among these. `products`: multiplications of a token's rows."""
     config, dims, moe, width = plan.config, plan.dims, plan.config.moe, _BYTES[plan.types.compute]
     assert moe is not None
     hidden, own = moe.hidden_dim / dims.etp, moe.num_experts / dims.ep
@@ -303,7 +308,7 @@ def _exchange(plan: Plan, device: Device, batch: Microbatch, experts: float) -> 
     scale = elements * _BYTES[plan.types.compute]
     way = links.exchange(rows * scale, between * scale)
     way += _links(dims, "etp", device).collective(rows * scale)
-    if pipeline.overlaps_chunks(plan.job.parallelism):
+    if overlaps_chunks(plan.job.parallelism):
         return max(2 * way - experts, 0.0)
     if plan.dispatch.num_chunks > 1:  # The first half's way there and the last one's way back.
         return way + max(way - experts / 2, 0.0)

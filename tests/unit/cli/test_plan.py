@@ -9,7 +9,7 @@ import pytest
 from titan_moe.cli.main import main
 from titan_moe.runtime.gpus import GPUS
 
-_JOB = "--model deepseek_v3/debugmodel --seq-len 256 --global-batch 16".split()
+_JOB = ["--model", "deepseek_v3/debugmodel", "--seq-len", "256", "--global-batch", "16"]
 
 
 def test_layouts_are_printed_and_their_files_pass_the_checks(
@@ -32,7 +32,7 @@ def test_layouts_are_printed_and_their_files_pass_the_checks(
 def test_what_does_not_fit_says_by_how_much_and_what_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = "plan --gpus 8 --model qwen3/235B-A22B --seq-len 4096 --global-batch 64".split()
+    argv = ["plan", "--gpus", "8", "--model", "qwen3/235B-A22B", "--global-batch", "64"]
     assert main([*argv, "--gpu-gib", "40"]) == 1
     text = capsys.readouterr().out
     assert "do not fit, even with full recomputation:" in text and "GiB over: GiB stored" in text

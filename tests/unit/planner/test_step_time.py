@@ -1,4 +1,4 @@
-"""The estimate of a step's time: its arithmetic is the model's, its bytes are those that are sent."""
+"""The estimate of a step's time: its FLOPs are the model's, its bytes those that are sent."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +9,8 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.stats import layer_products, part_flops
 from titan_moe.parallelize.policies import make_plan
-from titan_moe.planner.load import BALANCED, Load
 from titan_moe.planner import step_time
+from titan_moe.planner.load import BALANCED, Load
 from titan_moe.planner.step_time import KINDS, REGIONS, Seconds, bound_by
 from titan_moe.runtime.gpus import GPUS, Device
 from titan_moe.runtime.process_pool import in_fresh_processes
