@@ -15,7 +15,6 @@ makes both as torch's meshes: one root over the world, which torch unflattens an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
@@ -103,7 +102,6 @@ class ParallelDims:
         object.__setattr__(self, "dp_shard", shard)
         object.__setattr__(self, "edp", edp)
 
-    @lru_cache(maxsize=4096)  # noqa: B019
     def size(self, names: Names) -> int:
         """Number of ranks along an axis, or along several joined."""
         return prod(int(getattr(self, axis)) for axis in primary_axes(names))
@@ -120,7 +118,6 @@ class ParallelDims:
             number = number * self.size(axis) + at[axis]
         return number
 
-    @lru_cache(maxsize=4096)  # noqa: B019  Frozen records, which live as long as the process.
     def group_of(self, rank: int, names: Names) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along these axes, itself included, ascending."""
         return tuple(group_of(rank, primary_axes(names), self._view(names)))

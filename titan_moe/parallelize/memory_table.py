@@ -18,7 +18,7 @@ A line can be checked by hand against a model's config. Its factors, each with i
   `NCCL_NVLS_ENABLE=0` and `NCCL_MAX_P2P_NCHANNELS` make it less.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -74,7 +74,7 @@ class Share(NamedTuple):
     """One rank's part of the model, and how much of the batch it has between forward and
     backward at the worst moment."""
 
-    parts: dict[str, Size]
+    parts: Mapping[str, Size]
     sequences: int
     """Sequences of one microbatch."""
     layers: int
@@ -126,8 +126,8 @@ def tables(plan: Plan, skew: float = SKEW) -> Iterator[Table]:
 class Sizes(NamedTuple):
     """The elements of a model's parts with their adapters, and of what trains of them."""
 
-    whole: dict[str, Size]
-    trained: dict[str, Size]
+    whole: Mapping[str, Size]
+    trained: Mapping[str, Size]
 
     def keeps_hidden_rows(self, job: JobConfig) -> bool:
         """Returns whether the rows before the experts' last product are kept: for adapters."""

@@ -126,7 +126,8 @@ class Question:
 
 def search(question: Question, *, keep: int = 10) -> Search:
     """Returns the best layouts, those of `keep` degrees at most."""
-    found, bounds = Search(), []
+    found = Search()
+    bounds: list[tuple[float, int, dict[str, int]]] = []
     for degrees in legal_degrees(question):
         least = _thriftiest(question, degrees)
         if least is None:
@@ -152,7 +153,7 @@ def _fastest(
 ) -> Iterator[Layout]:
     """Yields the fastest choice of these degrees that fits, if it takes less than `worst`. `bound`:
     the seconds that each takes besides its bubble."""
-    choices = []
+    choices: list[tuple[float, int, Plan, Tables, Seconds]] = []
     for frame in frames(question, degrees):
         thrifty, *others = variants(question, degrees, frame)
         if (least := question.plan(thrifty)) is not None:
@@ -246,7 +247,7 @@ def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[dict
         [False, True] if routed else [False],
         ["allgather", "ulysses", "ring"] if degrees["cp"] > 1 else ["allgather"],
     ):
-        keys = {DEGREES[axis]: size for axis, size in degrees.items()}
+        keys: dict[str, Any] = {DEGREES[axis]: size for axis, size in degrees.items()}
         keys |= {"expert_parallel_comm_backend": backend, "expert_parallel_overlap": overlap}
         yield keys | {"context_parallel_rotate_method": method}
 

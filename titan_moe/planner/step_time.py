@@ -113,17 +113,14 @@ def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
     runs = max(job.training.global_batch_size // (dims.size("batch") * local), 1)
     count = runs * (local // size)
     batch = _microbatch(plan, size, load)
-    once = Counter[str]()
     ranks = {tuple(name for n in own for name in plan.stages[n]) for own in plan.stages_of_ranks}
     shares = {_kinds_of(config, names) for names in ranks}
     times = (_rank_time(plan, device, batch, share, count) for share in shares)
-    each = max(times, key=lambda share: sum(share.values()))
-    seconds = Counter({region: each[region] * count for region in each})
-    once["optimizer"] = _optimizer(plan, device)
+    slowest = max(times, key=lambda seconds: sum(seconds.values()))
+    seconds = {region: one * count for region, one in slowest.items()}
     waits = bubble(plan)
-    once["bubble"] = sum(seconds.values()) * waits / (1 - waits)
-    seconds.update(once)
-    return {region: seconds[region] for region in REGIONS}
+    seconds["bubble"] = sum(seconds.values()) * waits / (1 - waits)
+    return seconds | {"optimizer": _optimizer(plan, device)}
 
 
 def bubble(plan: Plan) -> float:
@@ -192,16 +189,13 @@ def _firsts(config: ModelConfig) -> tuple[int, ...]:
     )
 
 
-def _rank_time(
-    plan: Plan, device: Device, batch: Microbatch, share: _Share, count: int
-) -> Counter[str]:
+def _rank_time(plan: Plan, device: Device, batch: Microbatch, share: _Share, count: int) -> Seconds:
     """Returns the seconds of one of `count` microbatches on a rank."""
-    total = Counter[str]()
+    total = dict.fromkeys(REGIONS, 0.0)
     if share.has_output:
-        total.update(_output(plan, device, batch, count))
+        _add(total, _output(plan, device, batch, count))
     for layer, number in share.layers:
-        for region, seconds in _layer(plan, device, batch, layer, count).items():
-            total[region] += number * seconds
+        _add(total, _layer(plan, device, batch, layer, count), number)
     if plan.dims.pp > 1:
         config = plan.config
         moved = batch.own * config.dim * config.streams * _BYTES[plan.types.compute]
@@ -210,22 +204,26 @@ def _rank_time(
     return total
 
 
-def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int) -> Counter[str]:
+def _add(total: Seconds, seconds: Seconds, times: float = 1.0) -> None:
+    for region, value in seconds.items():
+        total[region] += times * value
+
+
+def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int) -> Seconds:
     """Returns a layer's seconds in both passes of one microbatch."""
     recompute, forward = plan.job.activation_checkpoint, _forward(plan, device, batch, layer)
     factors = {"products": 2.0, "experts": 2.0, "attention": 2.5, "elementwise": 2.0}
     if plan.job.lora.rank is not None:  # Frozen weights have no gradients.
         factors |= {"products": 1.0, "experts": 1.0}
-    backward = Counter({region: s * factors.get(region, 1.0) for region, s in forward.items()})
-    again = Counter(forward)
+    backward = {region: s * factors.get(region, 1.0) for region, s in forward.items()}
+    again = dict(forward)
     if recompute.by_operation:
-        again = Counter({"elementwise": forward["elementwise"], "host": forward["host"]})
+        again = {x: s * (x in ("elementwise", "host")) for x, s in forward.items()}
     again["exchange"] *= 0 if recompute.keep_exchanged_rows else 0.5  # Rows come, and stay.
     again["attention"] *= not recompute.keep_attention
     share = 1.0 if recompute.by_operation else 1 / recompute.every if recompute.every else 0.0
-    for region, seconds in again.items():
-        backward[region] += share * seconds
-    total = Counter[str]()
+    _add(backward, again, share)
+    total = dict.fromkeys(REGIONS, 0.0)
     gathers, reduces = _parameters(plan, device, layer)
     frees = plan.reshard_after_forward
     rounds = count if plan.accumulation == "reduce_each" and plan.dims.pp == 1 else 1
@@ -234,18 +232,18 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
         (backward, (gathers * frees + reduces) * rounds),
     ):
         busy = sum(side.values()) - side["host"]
-        total.update(side)
+        _add(total, side)
         total["host"] += max(side["host"] - busy, 0.0) - side["host"]
         total["parameters"] += max(sent / count - max(busy, side["host"]), 0.0)
     return total
 
 
-def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Counter[str]:
+def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Seconds:
     """Returns the seconds of a layer's forward; "host" is all that the host takes."""
     config, dims, width = plan.config, plan.dims, _BYTES[plan.types.compute]
     work = layer_products(config, layer, plan.job.training.seq_len)
     memory = device.bandwidth * device.reach
-    tokens, seconds = batch.tokens / dims.tp, Counter[str]()
+    tokens, seconds = batch.tokens / dims.tp, dict.fromkeys(REGIONS, 0.0)
     seconds["products"] = max(
         2 * tokens * work.dense / (device.flops * device.products),
         width * work.dense / dims.tp / memory,
@@ -254,7 +252,7 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Count
     seconds["attention"] = 2 * tokens * work.mixing * uneven / (device.flops * device.attention)
     values = values_per_token(config, batch.busiest, dims.etp)
     seconds["elementwise"] = 2 * sum(values.values()) * batch.own * width / memory
-    dispatches = _DISPATCHES["dense"]
+    dispatches = float(_DISPATCHES["dense"])
     if work.routed:
         moe = config.moe
         assert moe is not None
@@ -387,7 +385,7 @@ def _optimizer(plan: Plan, device: Device) -> float:
     """Returns the seconds in which the optimizer reads and writes a rank's weights and moments."""
     dims, stored = plan.dims, _BYTES[plan.types.stored]
     own = sum(map(sum, part_sizes(plan.config).values())) * dims.dp_replicate * dims.pp
-    own *= (plan.job.lora.rank is None) / dims.world_size
+    share = (plan.job.lora.rank is None) / dims.world_size
     moments = 2 if plan.job.optimizer.state_dtype == "bfloat16" else stored
     rate = device.link / 16 if plan.cpu_offload else device.bandwidth  # Over PCIe.
-    return own * (3 * stored + 4 * moments) / (rate * device.reach)
+    return own * share * (3 * stored + 4 * moments) / (rate * device.reach)
