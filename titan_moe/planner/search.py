@@ -31,14 +31,14 @@ _SCHEDULES = [name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS")]
 """Schedules that are tried: two keep more than 1F1B and Interleaved1F1B, and wait as long."""
 _KEEPS = {"keep_attention": False, "keep_exchanged_rows": False}
 _RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {"mode": "full"},
-    *({"mode": "full", **{key: True}} for key in _KEEPS),
-    {"mode": "full", **dict.fromkeys(_KEEPS, True)},
-    {"mode": "selective", "selective_ac_option": "2"},
-    {"mode": "selective", "selective_ac_option": "op"},
     {"mode": "none"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "selective", "selective_ac_option": "2"},
+    {"mode": "full", **dict.fromkeys(_KEEPS, True)},
+    *({"mode": "full", **{key: True}} for key in _KEEPS),
+    {"mode": "full"},
 )
-"""Ways to recompute, the least memory first."""
+"""Ways to recompute: the first one takes least time, the last one least memory."""
 Tables = dict[str, dict[str, Any]]
 """Values by table and key of a configuration."""
 
@@ -155,16 +155,19 @@ def _fastest(
     the seconds that each takes besides its bubble."""
     choices: list[tuple[float, int, Plan, Tables, Seconds]] = []
     for frame in frames(question, degrees):
-        thrifty, *others = variants(question, degrees, frame)
-        if (least := question.plan(thrifty)) is not None:
+        if (least := question.plan(thrifty(question, degrees, frame))) is not None:
             if bound / (1 - bubble(least)) >= worst:
                 continue
             if question.needs(least).needed > question.room:
                 continue
-        for keys in (thrifty, *others):
-            if (plan := least if keys is thrifty else question.plan(keys)) is not None:
+        for ways in variants(question, degrees, frame):
+            for keys in ways:
+                if (plan := question.plan(keys)) is None:
+                    continue
                 seconds = step_time(plan, question.device, question.load)
                 choices.append((sum(seconds.values()), len(choices), plan, keys, seconds))
+                if choices[-1][0] >= worst and keys is ways[0]:
+                    break  # Recomputation only takes longer.
     found.num_layouts += len(choices)
     for total, _, plan, keys, seconds in sorted(choices, key=lambda each: each[:2]):
         if total >= worst:
@@ -221,20 +224,24 @@ def frames(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
         }
 
 
-def variants(question: Question, degrees: Mapping[str, int], frame: Tables) -> Iterator[Tables]:
-    """Yields all choices of recompute and dispatch in a frame; the first needs least memory."""
+def variants(
+    question: Question, degrees: Mapping[str, int], frame: Tables
+) -> Iterator[list[Tables]]:
+    """Yields for each dispatch all ways to recompute, the one that takes least time first."""
     keys, routed = frame["parallelism"], degrees["ep"] * degrees["etp"] > 1
     splits = degrees["pp"] > 1 and SCHEDULES[keys["pipeline_parallel_schedule"]].splits_backward
-    for recompute in _RECOMPUTE:
-        if splits and recompute["mode"] != "none":
-            continue
-        if recompute.get("keep_exchanged_rows") and not routed:
-            continue
-        for dispatch in _dispatches(question, degrees):
-            yield frame | {
-                "activation_checkpoint": _KEEPS | recompute,
-                "parallelism": keys | dispatch,
-            }
+    ways = [each for each in _RECOMPUTE if routed or not each.get("keep_exchanged_rows")]
+    for dispatch in _dispatches(question, degrees):
+        tables = frame | {"parallelism": keys | dispatch}
+        # A split backward recomputes nothing.
+        yield [
+            tables | {"activation_checkpoint": _KEEPS | w} for w in (ways[:1] if splits else ways)
+        ]
+
+
+def thrifty(question: Question, degrees: Mapping[str, int], frame: Tables) -> Tables:
+    """Returns the choice in a frame that needs least memory."""
+    return next(variants(question, degrees, frame))[-1]
 
 
 def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
@@ -272,7 +279,7 @@ def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[i
 def _thriftiest(question: Question, degrees: Mapping[str, int]) -> Layout | None:
     """Returns the choice of these degrees that needs least memory."""
     for frame in frames(question, degrees):
-        keys = next(variants(question, degrees, frame))
+        keys = thrifty(question, degrees, frame)
         if (plan := question.plan(keys)) is not None:
             return Layout(plan, keys, {}, question.needs(plan), question.device)
     return None

@@ -31,8 +31,9 @@ def everything(asked: Question) -> dict[str, float]:
     best: dict[str, float] = {}
     for degrees in legal_degrees(asked):
         name = " ".join(map(str, degrees.values()))
-        keys = (variants(asked, degrees, frame) for frame in frames(asked, degrees))
-        for plan in filter(None, map(asked.plan, chain.from_iterable(keys))):
+        of_frames = (variants(asked, degrees, frame) for frame in frames(asked, degrees))
+        keys = chain.from_iterable(chain.from_iterable(of_frames))
+        for plan in filter(None, map(asked.plan, keys)):
             if asked.needs(plan).needed <= asked.room:
                 seconds = sum(step_time(plan, asked.device, asked.load).values())
                 best[name] = min(seconds, best.get(name, seconds))
