@@ -15,9 +15,8 @@ Exit codes: 0; 1 no layout fits; 2 a mistake.
 """
 
 import argparse
-import json
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ _LOST = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=positive, required=True, help="GPUs of the run")
-    add("--gpu", default="h100", help="a100, h100, h200, b200, ... or a JSON file; default: h100")
+    add("--gpu", default="h100", help="a100, h100, h200, b200, mi300x, ...; default: h100")
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: the device's")
     add("--model", help="FAMILY/FLAVOR, or a Hugging Face folder; default: the job's")
     add("--seq-len", type=positive, help="tokens of a sequence; default: the job's")
@@ -112,25 +111,12 @@ def _model_keys(text: str) -> dict[str, Any]:
 
 
 def _device(text: str) -> "Device":
-    """Returns the device of a name, or of a JSON file with the fields of one."""
-    from titan_moe.runtime.gpus import GPUS, Device
+    from titan_moe.runtime.gpus import GPUS
 
     named = {name.lower(): gpu for name, gpu in GPUS.items()}
-    if (known := named.get(text.lower())) is not None:
-        return known
-    if not Path(text).is_file():
-        raise ConfigError(f"--gpu {text}: choose {', '.join(named)}, or a JSON file")
-    try:
-        entry = json.loads(Path(text).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"--gpu {text}: no JSON: {error}") from error
-    wanted = {field.name for field in fields(Device)}
-    numbers = {key: entry[key] for key in wanted - {"name"} if key in entry} if entry else {}
-    wrong = [key for key, n in numbers.items() if not isinstance(n, int | float) or n <= 0]
-    if wrong or entry.keys() != wanted:
-        named_wrong = ", ".join(sorted(wrong) or sorted(wanted ^ entry.keys()))
-        raise ConfigError(f"--gpu {text}: {named_wrong}: give each field a number above 0")
-    return Device(**entry)
+    if (known := named.get(text.lower())) is None:
+        raise ConfigError(f"--gpu {text}: choose {', '.join(named)}")
+    return known
 
 
 def _load(text: str, model: "ModelConfig") -> "Load":

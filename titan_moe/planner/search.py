@@ -8,7 +8,7 @@ does not. Tests compare this with a search of everything. Imports no torch.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -129,7 +129,7 @@ def search(question: Question, *, keep: int = 10) -> Search:
     found = Search()
     bounds: list[tuple[float, int, dict[str, int]]] = []
     for degrees in legal_degrees(question):
-        least = _thriftiest(question, degrees)
+        least = _thriftiest(question, degrees, frames(question, degrees))
         if least is None:
             continue
         found.num_degrees += 1
@@ -155,11 +155,11 @@ def _fastest(
     the seconds that each takes besides its bubble."""
     choices: list[tuple[float, int, Plan, Tables, Seconds]] = []
     for frame in frames(question, degrees):
-        if (least := question.plan(thrifty(question, degrees, frame))) is not None:
-            if bound / (1 - bubble(least)) >= worst:
-                continue
-            if question.needs(least).needed > question.room:
-                continue
+        least = _thriftiest(question, degrees, [frame])
+        if least is None or bound / (1 - bubble(least.plan)) >= worst:
+            continue
+        if least.memory.needed > question.room:
+            continue
         for ways in variants(question, degrees, frame):
             for keys in ways:
                 if (plan := question.plan(keys)) is None:
@@ -179,7 +179,8 @@ def _fastest(
 
 def fits(question: Question) -> bool:
     """Returns whether some layout fits."""
-    least = (_thriftiest(question, degrees) for degrees in legal_degrees(question))
+    found = legal_degrees(question)
+    least = (_thriftiest(question, each, frames(question, each)) for each in found)
     return any(each is not None and each.memory.needed <= question.room for each in least)
 
 
@@ -239,9 +240,12 @@ def variants(
         ]
 
 
-def thrifty(question: Question, degrees: Mapping[str, int], frame: Tables) -> Tables:
-    """Returns the choice in a frame that needs least memory."""
-    return next(variants(question, degrees, frame))[-1]
+def thrifty(question: Question, degrees: Mapping[str, int], frame: Tables) -> list[Tables]:
+    """Returns the choices in a frame of which one needs least memory: a dispatcher each."""
+    least = [ways[-1] for ways in variants(question, degrees, frame)]
+    first = least[0]["parallelism"]
+    same = ("expert_parallel_overlap", "context_parallel_rotate_method")
+    return [keys for keys in least if all(keys["parallelism"][k] == first[k] for k in same)]
 
 
 def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
@@ -276,10 +280,14 @@ def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[i
             runs *= 2
 
 
-def _thriftiest(question: Question, degrees: Mapping[str, int]) -> Layout | None:
-    """Returns the choice of these degrees that needs least memory."""
-    for frame in frames(question, degrees):
-        keys = thrifty(question, degrees, frame)
-        if (plan := question.plan(keys)) is not None:
-            return Layout(plan, keys, {}, question.needs(plan), question.device)
+def _thriftiest(
+    question: Question, degrees: Mapping[str, int], of: Iterable[Tables]
+) -> Layout | None:
+    """Returns the choice that needs least memory in the first of some frames that is legal."""
+    for frame in of:
+        plans = [(question.plan(keys), keys) for keys in thrifty(question, degrees, frame)]
+        legal = [(question.needs(plan), plan, keys) for plan, keys in plans if plan is not None]
+        if legal:
+            needs, plan, keys = min(legal, key=lambda each: each[0].needed)
+            return Layout(plan, keys, {}, needs, question.device)
     return None

@@ -134,8 +134,9 @@ def bubble(plan: Plan) -> float:
 
 def least_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
     """Returns the seconds that no choice of schedule, microbatches and recompute is below, for the
-    degrees and the dispatch of a plan, besides a pipeline's bubble: what cannot be avoided in all
-    modules, spread evenly over the pipeline, in microbatches of at most `most` sequences."""
+    degrees and the dispatch of a plan, besides the bubble of a pipeline and the optimizer: what
+    cannot be avoided in all modules, spread evenly over the pipeline, in microbatches of at most
+    `most` sequences."""
     dims, job = plan.dims, plan.job
     sequences = max(job.training.global_batch_size // dims.size("batch"), 1)
     size = min(sequences, most)
@@ -145,7 +146,9 @@ def least_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
     share, batch = _kinds_of(plan.config, names), _microbatch(plan, size, load)
     seconds = _rank_time(plan, device, batch, share, 1)
     seconds["parameters"] = seconds["host"] = seconds["stages"] = 0.0
-    return sum(seconds.values()) * (sequences / size) / dims.pp + _optimizer(plan, device)
+    if dims.pp > 1:  # DualPipeV may hide it.
+        seconds["exchange"] = 0.0
+    return sum(seconds.values()) * (sequences / size) / dims.pp
 
 
 def bound_by(seconds: Seconds) -> str:

@@ -3,7 +3,7 @@
 Dense bf16 FLOP/s, memory and its bandwidth are those of the makers' data sheets. `link` is one
 way to the other GPUs of a node (half of the "total bandwidth" of NVLink or Infinity Fabric; PCIe
 for cards without), `network` a GPU's adapter in the maker's own servers (DGX A100: 200 Gb/s, later
-ones 400 Gb/s). `titan-moe plan --gpu FILE` reads an entry of one's own, JSON with these fields.
+ones 400 Gb/s).
 """
 
 from dataclasses import dataclass

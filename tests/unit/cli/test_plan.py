@@ -1,13 +1,10 @@
 """`titan-moe plan`: layouts that fit, files that the checks accept, mistakes in one line."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from titan_moe.cli.main import main
-from titan_moe.runtime.gpus import GPUS
 
 _JOB = ["--model", "deepseek_v3/debugmodel", "--seq-len", "256", "--global-batch", "16"]
 
@@ -55,16 +52,3 @@ def test_a_mistake_is_one_line_with_its_remedy(
     assert main(["plan", "--gpus", "4", *_JOB, *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
-
-
-def test_a_device_is_read_from_a_file_of_its_fields(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, entry = tmp_path / "gpu.json", asdict(GPUS["H100"])
-    file.write_text(json.dumps(entry | {"name": "ours", "memory": 50 * 2**30}))
-    argv = ["plan", "--gpus", "2", *_JOB, "--gpu", str(file)]
-    assert main(argv) == 0
-    assert "on 2 x ours of 50.0 GiB" in capsys.readouterr().out
-    file.write_text(json.dumps({"name": "ours", "flops": -1}))
-    assert main(argv) == 2
-    assert "flops: give each field a number above 0" in capsys.readouterr().err

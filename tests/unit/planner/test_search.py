@@ -1,5 +1,6 @@
 """The search for layouts: what it leaves out is nothing better."""
 
+import random
 from dataclasses import replace
 from itertools import chain
 
@@ -10,20 +11,28 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.planner import search as module
 from titan_moe.planner.load import read_load
 from titan_moe.planner.search import Layout, Question, frames, legal_degrees, search, variants
-from titan_moe.planner.step_time import step_time
+from titan_moe.planner.step_time import bubble, step_time
 from titan_moe.runtime.gpus import GIB, GPUS
 from titan_moe.verify.layouts.layouts import legal_layouts
 
 
-def question(ranks: int = 4, gib: float = 24.0, name: str = "deepseek_v3") -> Question:
+def question(
+    ranks: int = 4,
+    gib: float = 24.0,
+    name: str = "deepseek_v3",
+    flavor: str = "debugmodel",
+    sequences: int = 8,
+) -> Question:
     job = JobConfig.model_validate(
         {
-            "model": {"name": name, "flavor": "debugmodel"},
-            "training": {"seq_len": 512, "global_batch_size": 8},
+            "model": {"name": name, "flavor": flavor},
+            "training": {"seq_len": 512, "global_batch_size": sequences},
         }
     )
+    model = model_of_job(job.model)
+    assert model.moe is not None
     gpu = replace(GPUS["H100"], memory=gib * GIB, node=2)
-    return Question(job, model_of_job(job.model), ranks, gpu, read_load("zipf:1", 8))
+    return Question(job, model, ranks, gpu, read_load("zipf:1", model.moe.num_experts))
 
 
 def everything(asked: Question) -> dict[str, float]:
@@ -52,6 +61,31 @@ def test_pruned_search_finds_what_the_search_of_everything_finds(gib: float) -> 
     assert [layout.step_seconds for layout in found.layouts] == [time for _, time in fastest]
     assert not {name_of(layout) for layout in found.too_large} & best.keys()
     assert found.num_degrees > len(best) or gib > 10, "some degrees do not fit"
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_no_choice_needs_less_memory_or_time_than_the_bounds_say(ranks: int) -> None:
+    asked = question(ranks, name="qwen3", flavor="235B-A22B", sequences=4096)
+    chance = random.Random(0)
+    checked = 0
+    for degrees in chance.sample(list(legal_degrees(asked)), 40):
+        of_degrees = list(frames(asked, degrees))
+        whole = module._thriftiest(asked, degrees, of_degrees)
+        if whole is None:
+            continue
+        bound = asked.least(degrees, whole.tables)
+        frame = chance.choice(of_degrees)
+        least = module._thriftiest(asked, degrees, [frame])
+        for ways in variants(asked, degrees, frame):
+            times = []
+            for plan in filter(None, map(asked.plan, ways)):
+                assert least is not None
+                needed = asked.needs(plan).needed
+                assert needed >= least.memory.needed and needed >= whole.memory.needed
+                times.append(sum(step_time(plan, asked.device, asked.load).values()))
+                assert times[-1] * (1 + 1e-9) >= max(times[0], bound / (1 - bubble(plan)))
+                checked += 1
+    assert checked > 500
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
