@@ -20,7 +20,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_moe.cli.command import Answer, Command, add_out, job_of, make_folder, positive
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_out,
+    job_of,
+    make_folder,
+    path_of,
+    positive,
+)
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.gpus import GIB
 
@@ -40,10 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=positive, required=True, help="GPUs of the run")
     add("--gpu", default="h100", help="a100, h100, h200, b200, mi300x, ...; default: h100")
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: the device's")
-    add("--model", help="FAMILY/FLAVOR, or a Hugging Face folder; default: the job's")
+    says = "FAMILY/FLAVOR, or a Hugging Face folder; default: the job's"
+    add("--model", type=path_of, help=says)
     add("--seq-len", type=positive, help="tokens of a sequence; default: the job's")
     add("--global-batch", type=positive, help="sequences of a step; default: the job's")
-    add("--load", default="balanced", help="default: balanced")
+    says = "balanced, uniform, zipf:EXPONENT, or a run's folder; default: balanced"
+    add("--load", type=path_of, default="balanced", help=says)
     add("--keep", type=positive, default=10, help="layouts that are shown; default: 10")
     add_out(parser, default=None, says="a folder for TOML files and the page")
 
@@ -78,7 +88,7 @@ def _question(options: argparse.Namespace) -> "Question":
 
     job = job_of(options)
     if options.model:
-        job = job.with_values(model=_model_keys(options.model))
+        job = job.with_values(model=_model_keys(str(options.model)))
     asked = {"seq_len": options.seq_len, "global_batch_size": options.global_batch}
     job = job.with_values(training={key: value for key, value in asked.items() if value})
     if job.training.global_batch_size == -1:
@@ -91,7 +101,7 @@ def _question(options: argparse.Namespace) -> "Question":
         device = replace(device, memory=options.gpu_gib * GIB)
     if options.gpus > _MOST_GPUS:
         raise ConfigError(f"--gpus {options.gpus}: at most {_MOST_GPUS}")
-    return Question(job, model, options.gpus, device, _load(options.load, model))
+    return Question(job, model, options.gpus, device, _load(str(options.load), model))
 
 
 def _model_keys(text: str) -> dict[str, Any]:

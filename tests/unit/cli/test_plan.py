@@ -29,11 +29,11 @@ def test_layouts_are_printed_and_their_files_pass_the_checks(
 def test_what_does_not_fit_says_by_how_much_and_what_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = ["plan", "--gpus", "8", "--model", "qwen3/235B-A22B", "--global-batch", "64"]
-    assert main([*argv, "--gpu-gib", "40"]) == 1
+    argv = ["plan", "--gpus", "2", "--model", "qwen3/30B-A3B", "--global-batch", "64"]
+    assert main([*argv, "--gpu-gib", "70"]) == 1
     text = capsys.readouterr().out
     assert "do not fit, even with full recomputation:" in text and "GiB over: GiB stored" in text
-    assert "nothing fits 8 GPUs: --gpus " in text
+    assert "nothing fits 2 GPUs: --gpus 8 has room" in text
 
 
 @pytest.mark.parametrize(

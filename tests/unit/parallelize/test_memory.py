@@ -296,3 +296,33 @@ def test_live_rows_of_a_layer_are_within_the_estimate():
     (eight, copies), (four, _) = estimate(8), estimate(4)
     rows = 2 * (eight - four)
     assert rows < peak < rows + copies
+
+
+def _sliced(slices: int) -> JobConfig:
+    keys = {"parallelism": {"expert_tensor_parallel_degree": slices}}
+    return make_job("deepseek_v3", training={"seq_len": 256}, **keys)
+
+
+def _rows_of_a_slice(slices: int) -> int:
+    """Returns the most rows of a routed product's input that this rank keeps for the backward."""
+    (model,), rows = tiny_step(_sliced(slices))[0].parts, []
+    dim, tokens_BS = model.config.dim, torch.zeros(1, 256).long()
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x) if x.ndim == 2 and x.shape[1] == dim else 0)
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        model(tokens_BS, tokens_BS.int(), torch.arange(256)[None])
+    return max(rows)
+
+
+def test_each_slice_of_an_expert_has_all_of_its_rows():
+    one, two = (run_on_ranks(_rows_of_a_slice, 2, slices)[0] for slices in (1, 2))
+    assert two == pytest.approx(2 * one, rel=0.1)
+    config = tiny(_sliced(1))
+    found = [memory(make_plan(_sliced(slices), config, 2)) for slices in (1, 2)]
+    assert found[1].copies == 2 * found[0].copies
+    assert config.moe is not None
+    more = 256 * config.moe.top_k * config.dim * 8 * (config.num_layers + config.num_mtp_layers)
+    assert found[1].kept - found[0].kept == pytest.approx(more)

@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 
+from tests.support.tiers import tiered
 from titan_moe.config.job_config import DEGREES, JobConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.planner import search as module
@@ -53,9 +54,9 @@ def name_of(layout: Layout) -> str:
     return " ".join(str(getattr(layout.plan.dims, axis)) for axis in DEGREES)
 
 
-@pytest.mark.parametrize("gib", [7.6, 24.0])
-def test_pruned_search_finds_what_the_search_of_everything_finds(gib: float) -> None:
-    asked = question(gib=gib)
+@pytest.mark.parametrize(("ranks", "gib"), tiered([(2, 7.6)], slow=[(4, 7.6), (4, 24.0)]))
+def test_pruned_search_finds_what_the_search_of_everything_finds(ranks: int, gib: float) -> None:
+    asked = question(ranks, gib)
     best, found = everything(asked), search(asked, keep=3)
     fastest = sorted(best.items(), key=lambda each: each[1])[:3]
     assert [layout.step_seconds for layout in found.layouts] == [time for _, time in fastest]
