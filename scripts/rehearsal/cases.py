@@ -14,8 +14,8 @@ from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
+from titan_moe.parallelize.communicators import NODE
 from titan_moe.parallelize.memory import GIB
-from titan_moe.parallelize.memory_table import NODE
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse

@@ -45,8 +45,10 @@ _LAYER = {folder: number for number, folders in enumerate(_LAYERS) for folder in
 # Below the trainer a module takes the tables that it reads, not the sum of them.
 _WHOLE_JOB = {"titan_moe.config.job_config", "titan_moe.config.job_config.JobConfig"}
 _TAKE_TABLES = range(_LAYER["comm"], _LAYER["checks"])
-_TORCH_FREE = ("config.", "checks.", "parallelize.mem", "parallelize.pl", "parallelize.pol")
-_TORCH_FREE += ("planner.", "runtime.gpus.")
+_TORCH_FREE = (
+    *("config.", "checks.", "planner.", "runtime.gpus."),
+    *("parallelize.com", "parallelize.mem", "parallelize.pl", "parallelize.pol"),
+)
 _LONGEST_FILE = 400
 # Fields and docstrings alone: every key of the TOML files is found in one place.
 _MAY_BE_LONG = "titan_moe/config/job_config.py"

@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_248, "tests": 26_316, "scripts": 3_840}
-WORDS = 44_170
+BUDGETS = {"titan_moe": 32_251, "tests": 26_320, "scripts": 3_840}
+WORDS = 44_166
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_590,

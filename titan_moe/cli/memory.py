@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.training_stages import training_stages
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
+    from titan_moe.parallelize.communicators import NODE
     from titan_moe.parallelize.memory import GIB, accumulation_line, memory
-    from titan_moe.parallelize.memory_table import NODE
     from titan_moe.parallelize.policies import make_plan
 
     job, gpu = job_of(options), options.gpu_gib * GIB

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from titan_moe.parallelize.memory_table import SKEW, tables
 from titan_moe.parallelize.plan import Plan
+from titan_moe.runtime.gpus import GIB
 
-GIB = 2**30
 _UNITS = {"GiB": GIB, "MiB": 2**20}
 RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""

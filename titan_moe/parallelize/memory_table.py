@@ -12,10 +12,6 @@ A line can be checked by hand against a model's config. Its factors, each with i
 - Values per token: the tensors that `models/attention.py`, `moe/experts.py` and `ops` save for the
   backward. Tests compare them with what lives in a forward.
 - Microbatches between forward and backward: `config/pipeline.in_flight`, from the schedules.
-- NCCL documents no sizes: its authors say that memory grows with communicators, channels and peers
-  that are sent to (github.com/NVIDIA/nccl, issue 864). The sizes here are what its users' logs and
-  issues show; torch 2.13 brings NCCL 2.29. A run logs the memory in use beside the estimate.
-  `NCCL_NVLS_ENABLE=0` and `NCCL_MAX_P2P_NCHANNELS` make it less.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,11 +21,12 @@ from typing import NamedTuple
 
 from titan_moe.config import pipeline
 from titan_moe.config.job_config import JobConfig
-from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims
+from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import LOSS_CHUNKS, CompressedConfig, ModelConfig
 from titan_moe.models.stats import Size, attention_stats, flash_workspace, part_sizes
 from titan_moe.moe.config import places_reached, rows_of_buffers
 from titan_moe.ops.activation import SWIGLU
+from titan_moe.parallelize.communicators import communicators
 from titan_moe.parallelize.plan import Plan
 
 SKEW = 2.0
@@ -38,23 +35,6 @@ SKEW = 2.0
 _PADDING = 128
 # Float32 values of a pair of tokens that sparse attention has at once.
 _PAIR_MATRICES = 6
-_MIB = 2**20
-NODE = 8
-"""GPUs of a node."""
-_CHANNEL = 14 * _MIB
-"""Buffers of a channel from and to one peer. The first all-to-all of 8 H100s took 3.28 GB, for 32
-channels to each of 7 peers (issue 1685)."""
-_P2P_CHANNELS, _P2P_CHANNELS_OF_MANY_NODES = 32, 2
-"""Channels of sends to a peer of the same node, as logs of H100s have them: "32 p2p channels per
-peer", and 2 in a communicator of several nodes."""
-_SHARED = 512 * _MIB
-"""Buffers that all sends to other nodes share (issue 2363)."""
-_NEIGHBOURS = 2 * 24 * _CHANNEL
-"""Buffers of the rings and trees of collectives, 24 channels each: 672 MiB, where a communicator of
-four A100s was seen to take 688 MB (issue 964)."""
-_NVLS = 32 * _MIB
-"""Buffers of NVLink SHARP for each of a node's ranks, if they are more than two: logs of 8 H100s
-say "nvlsTotalSize 268435456", and of NCCL 2.18.3 six times as much."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 Lines = dict[str, float]
@@ -243,40 +223,6 @@ def _in_reduction(layers: list[Size], dims: ParallelDims, whole: Callable[[Size]
         return layer
     apart = [part for size in layers for part in (Size(size.dense), Size(0, size.routed))]
     return max(map(sum, pairwise(size for size in map(whole, apart) if size)), default=layer)
-
-
-def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
-    """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
-
-    A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`).
-    Exchanges of a change of layout, and Muon's over edp and etp joined, are left out.
-    """
-    dims, parallelism, muon = plan.dims, plan.job.parallelism, plan.job.optimizer.name == "Muon"
-    cp = parallelism.context_parallel_rotate_method != "allgather"
-    sends = {"ep": True, "pp": True, "cp": cp, "fsdp": muon, "edp": muon}
-    found = {(tuple(range(dims.world_size)), False): False}
-    for axis in (*GROUP_AXES, "cp", "sequence"):
-        kind = dims.group_of(0, axis), axis in TOKEN_AXES
-        found[kind] = found.get(kind, False) or sends.get(axis, False)
-    if muon and dims.tp > 1 and dims.size("fsdp") > 1:
-        found[dims.group_of(0, ("fsdp", "tp")), False] = True
-    on_node = dims.ranks_on_node(plan.dispatch.ranks_per_node or dims.world_size)
-    if on_node and plan.dispatch.name == "deduplicated":
-        ranks = dims.group_of(0, "ep")
-        found[ranks[:on_node], True] = found[ranks[::on_node], True] = True
-    return {kind: communicator_bytes(kind[0], found[kind]) for kind in found if len(kind[0]) > 1}
-
-
-def communicator_bytes(ranks: tuple[int, ...], sends: bool) -> int:
-    """Returns the bytes of a communicator's buffers on the first of its ranks. `sends`: ranks send
-    to each other, too."""
-    here = sum(rank // NODE == ranks[0] // NODE for rank in ranks)
-    size = _NEIGHBOURS + (here * _NVLS if here > 2 else 0)
-    if sends:
-        is_one_node = here == len(ranks)
-        channels = _P2P_CHANNELS if is_one_node else _P2P_CHANNELS_OF_MANY_NODES
-        size += (here - 1) * channels * _CHANNEL + (0 if is_one_node else _SHARED)
-    return size
 
 
 def _symmetric_memory(plan: Plan) -> Lines:

@@ -11,8 +11,8 @@ import pytest
 from titan_moe.cli.config import SCHEMA
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
+from titan_moe.parallelize.communicators import NODE
 from titan_moe.parallelize.memory import GIB, MARGIN, memory
-from titan_moe.parallelize.memory_table import NODE
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.prepare.job import prepare
 

@@ -18,8 +18,9 @@ from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import GivenExperts
+from titan_moe.parallelize.communicators import communicator_bytes, communicators
 from titan_moe.parallelize.memory import GIB, MARGIN, Memory, memory
-from titan_moe.parallelize.memory_table import communicator_bytes, communicators, tables
+from titan_moe.parallelize.memory_table import tables
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.process_pool import in_fresh_processes
