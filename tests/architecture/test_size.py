@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_251, "tests": 26_320, "scripts": 3_840}
+BUDGETS = {"titan_moe": 32_265, "tests": 26_329, "scripts": 3_840}
 WORDS = 44_166
 PACKAGES = {
     "titan_moe/*.py": 100,

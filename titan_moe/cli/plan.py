@@ -59,12 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.checks.job import check
     from titan_moe.planner.search import search
 
     question = _question(options)
     found = search(question, keep=options.keep)
     if not found.num_degrees:
-        raise ConfigError(f"--gpus {options.gpus}: no degrees are legal: choose another number")
+        line = f"--gpus {options.gpus}: no layout is legal: choose another number"
+        raise ConfigError(check(question.job, question.model, options.gpus) or [line])
     lines = [*_heading(question, found), *_table(found), *_best(question, found)]
     lines += _lost(question, found)
     if options.out is not None and found.layouts:
@@ -83,10 +85,15 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _question(options: argparse.Namespace) -> "Question":
+    from titan_moe.checks.base import Run
+    from titan_moe.checks.notes import without_experts
+    from titan_moe.checks.run import names
+    from titan_moe.config.job_config import DEGREES
     from titan_moe.models.hf import model_of_job
     from titan_moe.planner.search import Question
 
-    job = job_of(options)
+    job = job_of(options).with_values(parallelism=dict.fromkeys(DEGREES.values(), 1))
+    job = job.with_values(parallelism={DEGREES["dp_shard"]: -1})
     if options.model:
         job = job.with_values(model=_model_keys(str(options.model)))
     asked = {"seq_len": options.seq_len, "global_batch_size": options.global_batch}
@@ -101,6 +108,9 @@ def _question(options: argparse.Namespace) -> "Question":
         device = replace(device, memory=options.gpu_gib * GIB)
     if options.gpus > _MOST_GPUS:
         raise ConfigError(f"--gpus {options.gpus}: at most {_MOST_GPUS}")
+    job = job if model.moe else without_experts(job)
+    if problems := list(names(Run(job, model, options.gpus))):
+        raise ConfigError(problems)
     return Question(job, model, options.gpus, device, _load(str(options.load), model))
 
 

@@ -14,6 +14,7 @@ A line can be checked by hand against a model's config. Its factors, each with i
 - Microbatches between forward and backward: `config/pipeline.in_flight`, from the schedules.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -35,7 +36,8 @@ SKEW = 2.0
 _PADDING = 128
 # Float32 values of a pair of tokens that sparse attention has at once.
 _PAIR_MATRICES = 6
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Type -> bytes of an element."""
 
 Lines = dict[str, float]
 """Bytes, or elements, by what takes them."""
@@ -46,8 +48,8 @@ Table = dict[str, Lines]
 def _widths(plan: Plan) -> tuple[int, int, int]:
     """Returns the bytes of an element of the weights that the optimizer updates, of gathered
     weights and activations, and of gradients that are added up."""
-    stored = _BYTES[plan.types.stored]
-    return stored, _BYTES[plan.types.compute], max(stored, 4)
+    stored = BYTES[plan.types.stored]
+    return stored, BYTES[plan.types.compute], max(stored, 4)
 
 
 class Share(NamedTuple):
@@ -120,8 +122,16 @@ def _sizes(plan: Plan) -> Sizes:
     if job.lora.rank is None and not job.training.freeze and not warms_up and not config.sparse:
         sizes = part_sizes(config)
         return Sizes(sizes, sizes)
+    stage = job.training.model_dump(include={"freeze", "indexer_stage"})
+    return _sizes_by_name(config, json.dumps({"training": stage, "lora": job.lora.model_dump()}))
+
+
+@lru_cache(maxsize=64)
+def _sizes_by_name(config: ModelConfig, keys: str) -> Sizes:
+    """`keys`: those of a job that say what trains, as JSON."""
     from titan_moe.models.trained import sizes_by_name  # With torch: names decide.
 
+    job = JobConfig.model_validate_json(keys)
     return Sizes(*sizes_by_name(config, job.training, job.lora))
 
 
@@ -141,7 +151,7 @@ def _of_parameters(plan: Plan, share: Share, sizes: Sizes) -> Table:
     owns = {
         "weights": training * stored + (owned - training) * frozen,
         "gradients": training * stored,
-        "moments": _moments(plan, trained) * on_rank * (_BYTES["bfloat16"] if narrow else stored),
+        "moments": _moments(plan, trained) * on_rank * (BYTES["bfloat16"] if narrow else stored),
     }
     accumulated: Lines = {}
     if dims.pp > 1 or plan.accumulation == "keep_gathered":

