@@ -141,17 +141,24 @@ def search(question: Question, *, keep: int = 10) -> Search:
         if bound >= worst:
             found.slower = len(bounds) - number
             break
-        best = _fastest(question, degrees, bound, worst, found)
-        found.layouts = sorted([*found.layouts, *best], key=_order)[:keep]
+        best, count = fastest(question, degrees, bound=bound, worst=worst)
+        found.num_layouts += count
+        if best is not None:
+            found.layouts = sorted([*found.layouts, best], key=_order)[:keep]
     found.too_large.sort(key=lambda each: each.memory.needed)
     return found
 
 
-def _fastest(
-    question: Question, degrees: Mapping[str, int], bound: float, worst: float, found: Search
-) -> Iterator[Layout]:
-    """Yields the fastest choice of these degrees that fits, if it takes less than `worst`. `bound`:
-    the seconds that each takes besides its bubble."""
+def fastest(
+    question: Question,
+    degrees: Mapping[str, int],
+    *,
+    bound: float = 0.0,
+    worst: float = math.inf,
+) -> tuple[Layout | None, int]:
+    """Returns the fastest choice of these degrees that fits, None if none does in less than `worst`
+    seconds, and how many choices were estimated. `bound`: the seconds that each takes besides its
+    bubble."""
     choices: list[tuple[float, int, Plan, Tables, Seconds]] = []
     for frame in frames(question, degrees):
         least = _thriftiest(question, degrees, [frame])
@@ -167,13 +174,12 @@ def _fastest(
                 choices.append((sum(seconds.values()), len(choices), plan, keys, seconds))
                 if choices[-1][0] >= worst and keys is ways[0]:
                     break  # Recomputation only takes longer.
-    found.num_layouts += len(choices)
     for total, _, plan, keys, seconds in sorted(choices, key=lambda each: each[:2]):
         if total >= worst:
-            return
+            break
         if (needs := question.needs(plan)).needed <= question.room:
-            yield Layout(plan, keys, seconds, needs, question.device)
-            return
+            return Layout(plan, keys, seconds, needs, question.device), len(choices)
+    return None, len(choices)
 
 
 def fits(question: Question) -> bool:
