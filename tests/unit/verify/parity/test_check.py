@@ -16,6 +16,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.models.config import RopeConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
+from titan_moe.models.registry import FAMILIES
 from titan_moe.training.train_step import local_batch
 from titan_moe.verify.parity import check as parity
 from titan_moe.verify.parity.check import BOUNDS, ParityResult, cases, compare
@@ -85,6 +86,10 @@ _MISTAKES = {
     "activation of Nemotron-H": ("nemotron_h: latent", "moe.activation", {"function": "silu"}),
     "mscale": (_YARN, "attention.rope.scaling", {"mscale_all_dim": 0.0}),
 }
+
+
+def test_every_family_has_a_case():
+    assert set(FAMILIES) <= {case.family for case in cases()}
 
 
 @pytest.mark.parametrize("mistake", split(_MISTAKES, ["window", "route_scale"]))
