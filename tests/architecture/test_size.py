@@ -20,7 +20,7 @@ import pytest
 from tests.support.paths import REPO
 
 BUDGETS = {"titan_moe": 32_270, "tests": 26_338, "scripts": 3_893}
-WORDS = 44_752
+WORDS = 44_800
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_590,
