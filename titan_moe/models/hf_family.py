@@ -119,7 +119,7 @@ class Form:
     fields: Fields = field(default_factory=dict)
     """Fields that no key tells."""
     rope: Mapping[str, Any] | None = field(default_factory=dict)
-    """Arguments of `rope_from_hf`. None: `from_hf` sets positions, of each kind of layer, or none."""
+    """Arguments of `rope_from_hf`. None: `from_hf` sets positions by kind of layer, if any."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that transformers writes -> the published keys, which go before them; and `_ALIASES`."""
     recurrent: type[Any] = GatedDeltaConfig
