@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_270, "tests": 26_338, "scripts": 3_893}
-WORDS = 44_800
+BUDGETS = {"titan_moe": 32_275, "tests": 26_339, "scripts": 3_893}
+WORDS = 44_802
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_590,

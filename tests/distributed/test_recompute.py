@@ -179,9 +179,10 @@ def test_planted_bugs_are_seen():
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
 
 
-def test_recomputed_layers_change_no_name_and_show_when_a_model_is_printed():
+@pytest.mark.parametrize(("family", "depths"), [("deepseek_v3", 1), ("gemma4", 0)])
+def test_recomputed_layers_change_no_name_and_show_when_printed(family: str, depths: int):
     with torch.device("meta"):
-        model = Decoder(replace(model_config("deepseek_v3", "gate"), num_mtp_layers=1))
+        model = Decoder(replace(model_config(family, "gate"), num_mtp_layers=depths))
 
     def names() -> list[list[str]]:
         kinds = model.named_parameters(), model.named_buffers(), model.named_modules()
@@ -191,7 +192,7 @@ def test_recomputed_layers_change_no_name_and_show_when_a_model_is_printed():
     activation_checkpoint.apply_activation_checkpoint(model, ActivationCheckpoint(mode="full"))
     assert names() == before
     blocks = model.blocks().values()
-    assert str(model).count("Recomputed(") == len(blocks) == model.config.num_layers + 1
+    assert str(model).count("Recomputed(") == len(blocks) == model.config.num_layers + depths
     model.load_state_dict(model.state_dict())
 
 

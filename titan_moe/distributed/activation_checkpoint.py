@@ -102,6 +102,7 @@ class Recomputed(CheckpointWrapper):
         super().__init__(block, preserve_rng_state=False, context_fn=self._contexts)
         self.kept = kept
         assert not list(block.parameters(recurse=False)), "named_modules leaves the block out"
+        self._buffers = block._buffers  # As named_modules shows this module in the block's place.
         # Each has its own order of decisions: a kept attention replays none.
         self.memos = [module for module in block.modules() if isinstance(module, DecisionMemo)]
 
@@ -112,6 +113,12 @@ class Recomputed(CheckpointWrapper):
         inside = self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
         for name, module in inside:
             yield name, self if module is self._checkpoint_wrapped_module else module
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # torch's wrapper renames what is loaded to the block's names, and leaves nothing to itself.
+        buffers, self._buffers = self._buffers, {}
+        super()._load_from_state_dict(*args)
+        self._buffers = buffers
 
     def _contexts(self) -> Contexts:
         pairs = [memo.contexts() for memo in self.memos]
