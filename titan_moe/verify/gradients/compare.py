@@ -25,7 +25,7 @@ _CAUSES_FIRST = (
     *("exp_avg", "exp_avg_sq", "momentum_buffer", "parameter"),
 )
 """Quantities in the order in which a step makes one from the other."""
-FEW = 4
+FEW = 8
 """Numbers of a parameter in whose gradient terms of all tokens may cancel, and leave rounding
 errors: they are compared with the gradients of their module."""
 TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
