@@ -20,7 +20,7 @@ import pytest
 from tests.support.paths import REPO
 
 BUDGETS = {"titan_moe": 32_275, "tests": 26_339, "scripts": 3_893}
-WORDS = 44_802
+WORDS = 44_817
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_590,

@@ -239,10 +239,10 @@ def survives(layout: "Layout", gpu: float) -> str:
 def _lost(question: "Question", found: "Search") -> list[str]:
     if not found.too_large:
         return []
-    lines, room = ["", "do not fit, even with full recomputation:"], question.room
+    lines, usable = ["", "do not fit, even with full recomputation:"], question.usable
     for layout in found.too_large[:_LOST]:
         needs = layout.memory
-        over = (needs.needed - room) / GIB
+        over = (needs.needed - usable) / GIB
         lines.append(f"  {layout.degrees}: {over:.1f} GiB over: {needs.unit} {needs}")
     if (more := len(found.too_large) - _LOST) > 0:
         lines.append(f"  and {more} more, which need more")
@@ -258,7 +258,7 @@ def _enough(question: "Question") -> str:
     ranks = question.ranks
     while (ranks := 2 * ranks) <= _MOST_GPUS:
         if fits(replace(question, ranks=ranks)):
-            return f"nothing fits {question.ranks} GPUs: --gpus {ranks} has room"
+            return f"nothing fits {question.ranks} GPUs: --gpus {ranks} is enough"
     return f"nothing fits up to {_MOST_GPUS} GPUs: choose shorter sequences, or bfloat16 moments"
 
 

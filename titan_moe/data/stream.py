@@ -243,7 +243,7 @@ class StreamOrder:
     stream: HubStream
     split: Split
     sequences: Collection[int]
-    """Those of the global batch that this rank reads."""
+    """Names the sequences of the global batch that this rank reads."""
     global_batch_size: int
     repeat: bool
 

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts the modules of a decoder, as data."""
+"""Says how tensor parallelism cuts the modules of a decoder, as data."""
 
 from typing import Literal
 

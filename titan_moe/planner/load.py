@@ -1,4 +1,4 @@
-"""How evenly routers fill the ranks of experts. Imports no torch."""
+"""States how evenly routers fill the ranks of experts. Imports no torch."""
 
 import math
 from collections.abc import Mapping, Sequence

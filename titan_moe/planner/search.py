@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass
 class Search:
-    """What a search found."""
+    """Holds the results of a search."""
 
     layouts: list[Layout] = field(default_factory=list)
     """The best choice of each degrees, fastest first."""
@@ -95,8 +95,8 @@ class Question:
     load: Load
 
     @property
-    def room(self) -> float:
-        """Bytes of a device that an estimate may fill."""
+    def usable(self) -> float:
+        """Bytes of a device that an estimate may take."""
         return self.device.memory - MARGIN
 
     def plan(self, tables: Tables) -> Plan | None:
@@ -132,7 +132,7 @@ def search(question: Question, *, keep: int = 10) -> Search:
         if least is None:
             continue
         found.num_degrees += 1
-        if least.memory.needed > question.room:
+        if least.memory.needed > question.usable:
             found.too_large.append(least)
         else:
             bounds.append((question.least(degrees, least.tables), len(bounds), degrees))
@@ -164,7 +164,7 @@ def fastest(
         least = _thriftiest(question, degrees, [frame])
         if least is None or bound / (1 - bubble(least.plan)) >= worst:
             continue
-        if least.memory.needed > question.room:
+        if least.memory.needed > question.usable:
             continue
         for ways in variants(question, degrees, frame):
             for keys in ways:
@@ -177,7 +177,7 @@ def fastest(
     for total, _, plan, keys, seconds in sorted(choices, key=lambda each: each[:2]):
         if total >= worst:
             break
-        if (needs := question.needs(plan)).needed <= question.room:
+        if (needs := question.needs(plan)).needed <= question.usable:
             return Layout(plan, keys, seconds, needs, question.device), len(choices)
     return None, len(choices)
 
@@ -186,7 +186,7 @@ def fits(question: Question) -> bool:
     """Returns whether some layout fits."""
     found = legal_degrees(question)
     least = (_thriftiest(question, each, frames(question, each)) for each in found)
-    return any(each is not None and each.memory.needed <= question.room for each in least)
+    return any(each is not None and each.memory.needed <= question.usable for each in least)
 
 
 def _order(layout: Layout) -> tuple[float, float]:

@@ -163,7 +163,7 @@ def _microbatch(plan: Plan, sequences: int, load: Load) -> Microbatch:
 
 
 class _Share(NamedTuple):
-    """What a rank computes of a microbatch."""
+    """Holds the work of a rank in a microbatch."""
 
     layers: tuple[tuple[int, int], ...]
     """The first layer of each kind, and how many of the kind there are."""

@@ -1,4 +1,4 @@
-"""What known devices can do: figures of data sheets, and the shares of them that kernels reach.
+"""Lists known devices: figures of data sheets, and the shares of them that kernels reach.
 
 Dense bf16 FLOP/s, memory and its bandwidth are those of the makers' data sheets. `link` is one
 way to the other GPUs of a node (half of the "total bandwidth" of NVLink or Infinity Fabric; PCIe

@@ -33,7 +33,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
     assert main([*argv, "--gpu-gib", "70"]) == 1
     text = capsys.readouterr().out
     assert "do not fit, even with full recomputation:" in text and "GiB over: GiB stored" in text
-    assert "nothing fits 2 GPUs: --gpus 8 has room" in text
+    assert "nothing fits 2 GPUs: --gpus 8 is enough" in text
 
 
 @pytest.mark.parametrize(

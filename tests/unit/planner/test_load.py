@@ -1,4 +1,4 @@
-"""How unevenly routers fill ranks."""
+"""Loads say how unevenly routers fill ranks."""
 
 import pytest
 

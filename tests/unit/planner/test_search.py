@@ -44,7 +44,7 @@ def everything(asked: Question) -> dict[str, float]:
         of_frames = (variants(asked, degrees, frame) for frame in frames(asked, degrees))
         keys = chain.from_iterable(chain.from_iterable(of_frames))
         for plan in filter(None, map(asked.plan, keys)):
-            if asked.needs(plan).needed <= asked.room:
+            if asked.needs(plan).needed <= asked.usable:
                 seconds = sum(step_time(plan, asked.device, asked.load).values())
                 best[name] = min(seconds, best.get(name, seconds))
     return best
