@@ -222,18 +222,22 @@ def _best(question: "Question", found: "Search") -> list[str]:
 
 
 def survives(layout: "Layout", gpu: float) -> str:
-    """Returns the load up to which a layout fits, which its memory is linear in."""
+    """Returns the load up to which a layout fits."""
     from titan_moe.parallelize.memory import memory
 
-    even, double = (memory(layout.plan, rows).needed for rows in (1.0, 2.0))
-    factor = layout.plan.dispatch.capacity_factor
-    if factor is not None or double == even:
+    plan, ep, factor = layout.plan, layout.plan.dims.ep, layout.plan.dispatch.capacity_factor
+    if factor is not None or plan.dispatch.name == "symmetric":
         return f"survives any load: its buffers hold {factor or 'all'} times an even share"
-    most = 1 + (gpu - even) / (double - even)
-    ep = layout.plan.dims.ep
-    if most >= ep:
+    if memory(plan, ep).needed <= gpu:
         return f"survives any load: all rows on one of {ep} ranks fit"
-    return f"survives max/mean <= {most:.1f} of a rank's rows; more runs out of memory"
+    fits, too_much = 1.0, float(ep)
+    while too_much - fits > 0.01:
+        middle = (fits + too_much) / 2
+        if memory(plan, middle).needed <= gpu:
+            fits = middle
+        else:
+            too_much = middle
+    return f"survives max/mean <= {fits:.1f} of a rank's rows; more runs out of memory"
 
 
 def _lost(question: "Question", found: "Search") -> list[str]:

@@ -3,6 +3,7 @@
 Pipelines split by FLOPs, MFU counts them, the memory estimate adds up sizes.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache, singledispatch
 from typing import NamedTuple
@@ -99,7 +100,8 @@ def _(attention: MLAConfig, dim: int) -> AttentionStats:
         parameters=matrices + norms + biases,
         matrices=matrices,
         score_channels=heads * (qk_dim + v_dim),
-        saved=heads * (by_head + 2 * v_dim) + 2 * (kv_rank + (q_rank or 0)),
+        # Fused kernels have one dim of heads, so that values and the output are padded.
+        saved=heads * (4 * qk_dim + v_dim) + 2 * (kv_rank + (q_rank or 0)),
         results=heads * (by_head + 3 * v_dim) + latent + (q_rank or 0),
         query_sums=heads * _tiled(qk_dim),
     )
@@ -189,12 +191,11 @@ def _(attention: Mamba2Config, dim: int) -> AttentionStats:
     )
 
 
-def flash_workspace(config: ModelConfig, width: int) -> float:
+def flash_workspace(mixer: TokenMixer, dim: int, width: int) -> float:
     """Returns the bytes of a token beside the gradients in the backward of FlashAttention, which
     takes no type wider than 2 bytes; cuDNN's workspace is alike. `width`: bytes of an element."""
-    stats = (attention_stats(mixer, config.dim) for mixer in config.mixers)
-    most = max(4 * each.query_sums + width * each.expanded for each in stats)
-    return most if width == 2 else 0
+    stats = attention_stats(mixer, dim)
+    return 4 * stats.query_sums + width * stats.expanded if width == 2 else 0
 
 
 class Size(NamedTuple):
@@ -257,6 +258,26 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> Mapping[str, float]:
     projection = 2.0 * 2 * config.dim**2
     ahead = [projection + each + logits for each in flops[first:]]
     return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": logits + sum(ahead)}
+
+
+@lru_cache(maxsize=1024)
+def kinds_of_layers(config: ModelConfig, modules: tuple[str, ...]) -> Mapping[int, int]:
+    """Returns for each kind of layer among some modules its first layer in the model, and how many
+    there are; layers of multi-token prediction go with the output."""
+    layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+    if "output" in modules:
+        layers += range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    return Counter(_first_of_kind(config)[layer] for layer in layers)
+
+
+@lru_cache(maxsize=64)
+def _first_of_kind(config: ModelConfig) -> tuple[int, ...]:
+    """Returns for each layer the first one with the same parts."""
+    kinds: dict[object, int] = {}
+    return tuple(
+        kinds.setdefault((config.mixer(n), config.is_moe_layer(n), config.is_dense_layer(n)), n)
+        for n in range(config.num_layers + config.num_mtp_layers)
+    )
 
 
 class Products(NamedTuple):

@@ -102,6 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(grad_tV, weight_VD, out=grad_x_TD[first : first + size])
             if of_weight:
                 grad_weight_VD = _added(grad_weight_VD, grad_tV, x_tD)
+            del logits_tV, grad_tV  # The next chunk's would stand beside them.
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         ctx.save_for_backward(grad_x_TD, grad_weight_VD)  # type: ignore[arg-type]

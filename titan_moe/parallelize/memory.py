@@ -16,10 +16,7 @@ RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
 MARGIN = 4 * GIB
 """Memory that shipped configurations and "auto" leave, while no GPU has confirmed the estimate."""
-_TENSORS = (
-    *("stored", "gathered", "kept", "layer", "attention", "copies", "logits"),
-    *("accumulated", "exchange"),
-)
+_TENSORS = (*("stored", "gathered", "kept", "layer", "logits", "accumulated", "exchange"),)
 """Fields of `Memory` that are tensors on the GPU."""
 _NAMES = {"layer": "one layer", "exchange": "symmetric memory"}
 
@@ -28,6 +25,8 @@ _NAMES = {"layer": "one layer", "exchange": "symmetric memory"}
 class Memory:
     """Bytes on one GPU."""
 
+    moment: str
+    """The moment of a step at which a rank needs most."""
     stored: float
     """This rank's shard of weights, and of gradients and moments of what trains."""
     gathered: float
@@ -39,13 +38,6 @@ class Memory:
     the two, and the buffers in which each microbatch arrives."""
     layer: float
     """The recomputed values of one layer, and their gradients."""
-    attention: float
-    """Float32 sums of FlashAttention's backward, and gradients of keys and values for every query
-    head (`flash_workspace`), with 128 more tokens after each sequence, none after a document.
-    `debug.deterministic` may double its sums."""
-    copies: float
-    """Rows of one layer's T * K choices that are neither kept nor gradients: the experts' outputs,
-    and the buffer that they are sent home in. Other moments need no more."""
     logits: float
     """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
     accumulated: float
@@ -73,7 +65,7 @@ class Memory:
 
     def __str__(self) -> str:
         """One line of tensors, in GiB; in MiB where the sum is below 1 GiB."""
-        optional = ("attention", "copies", "accumulated", "exchange")
+        optional = ("layer", "logits", "accumulated", "exchange")
         unit = _UNITS[self.unit]
         terms = [
             f"{_NAMES.get(field, field)} {size / unit:.1f}"
@@ -81,7 +73,7 @@ class Memory:
             if (size := getattr(self, field)) or field not in optional
         ]
         host = f"; in the host's memory {self.host / unit:.1f}" if self.host else ""
-        return f"{' + '.join(terms)} = {self.total / unit:.1f}{host}"
+        return f"{' + '.join(terms)} = {self.total / unit:.1f} in {self.moment}{host}"
 
     @property
     def unit(self) -> str:
@@ -100,11 +92,20 @@ class Memory:
 def memory(plan: Plan, skew: float = SKEW) -> Memory:
     """Returns the estimate for one rank: in a pipeline, for the one that needs most. Its experts
     get `skew` times an even share of rows."""
-    ranks = (
-        Memory(**{term: sum(lines.values(), 0.0) for term, lines in table.items()})
-        for table in tables(plan, skew)
-    )
-    return max(ranks, key=lambda rank: rank.needed)
+    return max(memory_of_ranks(plan, skew), key=lambda rank: rank.needed)
+
+
+def memory_of_ranks(plan: Plan, skew: float = SKEW) -> list[Memory]:
+    """Returns the estimate for each rank of one pipeline, at the moment when it needs most."""
+    found: list[Memory] = []
+    for rank, moment, table in tables(plan, skew):
+        sums = {term: sum(lines.values(), 0.0) for term, lines in table.items()}
+        here = Memory(moment, **sums)
+        if rank == len(found):
+            found.append(here)
+        elif here.needed > found[rank].needed:
+            found[rank] = here
+    return found
 
 
 def accumulation_line(plan: Plan, estimate: Memory) -> str:

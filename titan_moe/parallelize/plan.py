@@ -12,6 +12,9 @@ from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig
 from titan_moe.moe.config import DispatchOptions
 
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Type -> bytes of an element."""
+
 
 class Types(NamedTuple):
     """The names of torch's types that a run computes in."""

@@ -13,7 +13,6 @@ that it reads and writes (a roofline, Williams et al. 2009). Rules of overlap ar
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -26,11 +25,11 @@ from titan_moe.config.pipeline import (
     schedule_of,
 )
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.models.config import ModelConfig, RecurrentConfig
-from titan_moe.models.stats import layer_products, part_sizes
+from titan_moe.models.config import RecurrentConfig
+from titan_moe.models.stats import kinds_of_layers, layer_products, part_sizes
 from titan_moe.moe.config import places_reached
-from titan_moe.parallelize.memory_table import BYTES, values_per_token
-from titan_moe.parallelize.plan import Plan
+from titan_moe.parallelize.activations import values_per_token
+from titan_moe.parallelize.plan import BYTES, Plan
 from titan_moe.planner.load import Load
 from titan_moe.runtime.gpus import Device
 
@@ -106,15 +105,14 @@ class Microbatch(NamedTuple):
 
 def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
     """Returns the seconds of one optimizer step by region, those of all `REGIONS`."""
-    dims, job, config = plan.dims, plan.job, plan.config
+    dims, job = plan.dims, plan.job
     piped, local = dims.pp > 1, job.training.local_batch_size
     size = job.parallelism.pipeline_parallel_microbatch_size if piped else local
     runs = max(job.training.global_batch_size // (dims.size("batch") * local), 1)
     count = runs * (local // size)
     batch = _microbatch(plan, size, load)
     ranks = {tuple(name for n in own for name in plan.stages[n]) for own in plan.stages_of_ranks}
-    shares = {_kinds_of(config, names) for names in ranks}
-    times = (_rank_time(plan, device, batch, share, count) for share in shares)
+    times = (_rank_time(plan, device, batch, modules, count) for modules in ranks)
     slowest = max(times, key=lambda seconds: sum(seconds.values()))
     seconds = {region: one * count for region, one in slowest.items()}
     waits = bubble(plan)
@@ -142,8 +140,8 @@ def least_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
     recompute = job.activation_checkpoint.model_copy(update={"mode": "none"})
     plan = replace(plan, job=job.model_copy(update={"activation_checkpoint": recompute}))
     names = tuple(name for stage in plan.stages for name in stage)
-    share, batch = _kinds_of(plan.config, names), _microbatch(plan, size, load)
-    seconds = _rank_time(plan, device, batch, share, 1)
+    batch = _microbatch(plan, size, load)
+    seconds = _rank_time(plan, device, batch, names, 1)
     seconds["parameters"] = seconds["host"] = seconds["stages"] = 0.0
     if dims.pp > 1:  # DualPipeV may hide it.
         seconds["exchange"] = 0.0
@@ -162,41 +160,14 @@ def _microbatch(plan: Plan, sequences: int, load: Load) -> Microbatch:
     return Microbatch(sequences, tokens, own, load.busiest(plan.dims.ep, own * top_k)[0])
 
 
-class _Share(NamedTuple):
-    """Holds the work of a rank in a microbatch."""
-
-    layers: tuple[tuple[int, int], ...]
-    """The first layer of each kind, and how many of the kind there are."""
-    has_output: bool
-
-
-@lru_cache(maxsize=1024)
-def _kinds_of(config: ModelConfig, names: tuple[str, ...]) -> _Share:
-    """Returns the kinds of layers among a rank's modules; multi-token prediction goes with the
-    output."""
-    layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
-    if has_output := "output" in names:
-        layers += range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    firsts = _firsts(config)
-    return _Share(tuple(sorted(Counter(firsts[layer] for layer in layers).items())), has_output)
-
-
-@lru_cache(maxsize=64)
-def _firsts(config: ModelConfig) -> tuple[int, ...]:
-    """Returns for each layer the first one with the same parts."""
-    kinds: dict[object, int] = {}
-    return tuple(
-        kinds.setdefault((config.mixer(n), config.is_moe_layer(n), config.is_dense_layer(n)), n)
-        for n in range(config.num_layers + config.num_mtp_layers)
-    )
-
-
-def _rank_time(plan: Plan, device: Device, batch: Microbatch, share: _Share, count: int) -> Seconds:
-    """Returns the seconds of one of `count` microbatches on a rank."""
+def _rank_time(
+    plan: Plan, device: Device, batch: Microbatch, modules: tuple[str, ...], count: int
+) -> Seconds:
+    """Returns the seconds of one of `count` microbatches in some modules of a rank."""
     total = dict.fromkeys(REGIONS, 0.0)
-    if share.has_output:
+    if "output" in modules:
         _add(total, _output(plan, device, batch, count))
-    for layer, number in share.layers:
+    for layer, number in kinds_of_layers(plan.config, modules).items():
         _add(total, _layer(plan, device, batch, layer, count), number)
     if plan.dims.pp > 1:
         config = plan.config
@@ -252,7 +223,7 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Secon
     )
     uneven = 2 - 1 / dims.cp if dims.cp > 1 and not plan.head_tail else 1.0
     seconds["attention"] = 2 * tokens * work.mixing * uneven / (device.flops * device.attention)
-    values = values_per_token(config, batch.busiest, dims.etp)
+    values = values_per_token(config, layer, batch.busiest, dims.etp)
     seconds["elementwise"] = 2 * sum(values.values()) * batch.own * width / memory
     dispatches = float(_DISPATCHES["dense"])
     if work.routed:

@@ -12,7 +12,7 @@ would send is what this rank sends. Every number that the host reads from a floa
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.moe.router import GivenExperts
 from titan_moe.parallelize.parallelize import ShardedModel
 from titan_moe.simulate.comm_counter import COLLECTIVES, CommCounter, Flow, Volume, axes_of_groups
+from titan_moe.simulate.storages import StorageCounter
 from titan_moe.training.train_step import Observer, build_step
 
 CPU = torch.device("cpu")
@@ -175,11 +176,18 @@ class FakeRank:
     """A rank's model in a fake world that exists already, and its steps."""
 
     def __init__(
-        self, job: JobConfig, config: ModelConfig, counter: FakeCommCounter | None = None
+        self,
+        job: JobConfig,
+        config: ModelConfig,
+        counter: FakeCommCounter | None = None,
+        *,
+        counts_memory: bool = False,
     ) -> None:
         self._job = job
         self._counter = FakeCommCounter() if counter is None else counter
-        with self._counter:
+        self.storages = StorageCounter() if counts_memory else None
+        """Counts bytes if `counts_memory`, which takes as long as all else."""
+        with self._counter, self.storages or nullcontext():
             self.sharded, self.optimizer, self._train_step = build_step(
                 job, config, device=CPU, draw_weights=False
             )
@@ -191,7 +199,9 @@ class FakeRank:
         batch = empty_batch(self._job) if batch is None else batch
         volumes = StepVolumes(self._counter)
         self._counter.clear()
-        with self._counter:
+        if self.storages:
+            self.storages.most = 0
+        with self._counter, self.storages or nullcontext():
             result = self._train_step([batch] * num_microbatches, observer=volumes)
         assert result.accepted, "the step has updated nothing"
         volumes.total = self._counter.volumes()

@@ -44,6 +44,8 @@ class RankFacts:
     parameter_bytes: int
     """Bytes of the shard that this rank owns."""
     optimizer_bytes: int
+    most_bytes: int
+    """Bytes of the tensors that are alive at most in a step."""
     seconds: float
     """Time to build the fake rank and to run its step."""
 
@@ -63,7 +65,8 @@ class RankFacts:
         lines.append(
             f"{self.num_groups} process groups besides the world's; own shard "
             f"{self.parameter_bytes / 1e9:.3f} GB of weights, {self.optimizer_bytes / 1e9:.3f} GB "
-            f"of optimizer state; counted in {self.seconds:.0f} s"
+            f"of optimizer state, at most {self.most_bytes / 1e9:.3f} GB of tensors; counted in "
+            f"{self.seconds:.0f} s"
         )
         return "\n".join(lines)
 
@@ -102,7 +105,8 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
     torch.set_num_threads(1)
     started = time.perf_counter()
     with fake_world(rank, world_size):
-        fake = FakeRank(job, config)
+        fake = FakeRank(job, config, counts_memory=True)
+        assert fake.storages is not None
         meshes = fake.sharded.meshes
         num_groups = meshes.groups.num_groups
         dims, training = meshes.dims, job.training
@@ -122,6 +126,7 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
             num_groups=num_groups,
             parameter_bytes=_own_bytes(p for _, p in fake.sharded.named_parameters()),
             optimizer_bytes=_own_bytes(x for x in states if isinstance(x, Tensor)),
+            most_bytes=fake.storages.most,
             seconds=time.perf_counter() - started,
         )
 

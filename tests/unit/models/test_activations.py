@@ -12,7 +12,7 @@ from titan_moe.models.feed_forward import FeedForward
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_flops, part_sizes
 from titan_moe.ops.activation import SWIGLU, Activation
-from titan_moe.parallelize.memory_table import values_per_token
+from titan_moe.parallelize.activations import values_per_token
 
 D, F = 6, 5
 UNGATED = ACTIVATIONS["Nemotron 3"]
@@ -51,7 +51,7 @@ def test_estimate_has_what_a_dense_feed_forward_saves(name: str):
         layer(x)
     config = replace(GATE, moe=None, hidden_dim=16, activation=ACTIVATIONS[name])
     saved = sum(x.numel() for pointer, x in found.items() if pointer not in known)
-    assert saved == values_per_token(config, 1.0, 1)["feed-forward"]
+    assert saved == values_per_token(config, 0)["feed-forward"]
 
 
 def test_sizes_and_flops_of_layers_that_are_not_gated_are_those_of_the_model():

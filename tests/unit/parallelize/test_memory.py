@@ -18,9 +18,10 @@ from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import GivenExperts
+from titan_moe.parallelize.activations import Lines
 from titan_moe.parallelize.communicators import communicator_bytes, communicators
 from titan_moe.parallelize.memory import GIB, MARGIN, Memory, memory
-from titan_moe.parallelize.memory_table import tables
+from titan_moe.parallelize.memory_table import Table, tables
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.process_pool import in_fresh_processes
@@ -60,43 +61,79 @@ def _memory(config: ModelConfig = _DENSE, ranks: int = 4, **sections: object) ->
     return memory(_plan(config, ranks, **sections))
 
 
+def _tables(plan: Plan) -> dict[str, Table]:
+    """Returns the lines of the first rank by moment."""
+    return {moment: table for rank, moment, table in tables(plan) if rank == 0}
+
+
 def test_every_line_of_a_small_model_by_hand():
-    tokens = 3 * 7
-    by_hand = {
+    tokens, late = 3 * 7, _OUTPUT + 2 * _LAYER  # The embedding is as large as the output layer.
+    always = {
         "weights": _WEIGHTS / 4 * 4,
-        "gradients": _WEIGHTS / 4 * 4,
         "moments": 2 * _WEIGHTS / 4 * 4,
-        "weights of two layers": 2 * _LAYER * 2,
-        "gradients of a layer": _LAYER * 2,
-        "gradients in reduction": _LAYER * 4,
-        "weights and gradients of the output layer": 2 * _OUTPUT * 2,
-        "its gradients in reduction": _OUTPUT * 4,
         "inputs of recomputed layers": 2 * tokens * 10 * 2,
-        "norms and sums, with gradients": 2 * tokens * 4 * 10 * 2,
-        "attention, with gradients": 2 * tokens * (3 * 2 + 3 * 1) * 5 * 2,
-        "feed-forward, with gradients": 2 * tokens * 4 * 30 * 2,
-        # Float32 sums for 2 heads of 5, as wide as 32, and gradients of keys and values of both.
-        "sums in FlashAttention's backward": (tokens + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2),
-        "logits of a chunk": tokens * 100 * 2,
-        "gradients of the output layer's input": tokens * 10 * 2,
-        "gradients of its weight, and their sum": 100 * 10 * (2 + 4),
         "buffers of NCCL": (672 + 4 * 32) * 2**20,
     }
-    (table,) = tables(_plan())
-    rows = [(term, line, size) for term, lines in table.items() for line, size in lines.items()]
-    print("\n".join(f"{term:<14}{line:<44}{size:>16,.0f}" for term, line, size in rows))
-    assert {line: size for _, line, size in rows if size} == by_hand
-    found = _memory()
-    assert found.total == sum(by_hand.values()) - found.communicators
+    layer = {
+        "norms and sums": tokens * 4 * 10 * 2,
+        "attention": tokens * (3 * 2 + 3 * 1) * 5 * 2,
+        "feed-forward": tokens * 4 * 30 * 2,
+        "gradient of the stream": tokens * 10 * 2,
+        "weights of two units": 2 * _LAYER * 2,
+    }
+    by_hand = {
+        "the loss": {
+            "weights of the output layer, twice": 2 * _OUTPUT * 2,
+            "logits of a chunk": tokens * 100 * 2,
+            "gradients of the output layer's weight": _OUTPUT * 2,
+            "gradients of its input": tokens * 10 * 2,
+        },
+        "the first feed-forward's backward": layer
+        | {
+            "gradients": (_WEIGHTS - late) / 4 * 4,
+            "gradients of the feed-forward, or copies of rows": tokens * 4 * 30 * 2,
+            "gradients in reduction": _LAYER * 4,
+        },
+        "the last attention's backward": layer
+        | {
+            "feed-forward, which is gone": -tokens * 4 * 30 * 2,
+            "gradients of attention": tokens * (3 * 2 + 3 * 1) * 5 * 2,
+            # Float32 sums for 2 heads of 5, as wide as 32; gradients of keys and values of both.
+            "sums in FlashAttention's backward": (
+                (tokens + 3 * 128) * (2 * 32 * 4 + 2 * 2 * 5 * 2)
+            ),
+            "gradients of a layer": _LAYER * 2,
+            "gradients in reduction": _LAYER * 4,
+        },
+        "the embedding's backward": {
+            "gradients": (_WEIGHTS - late) / 4 * 4,
+            "gradients of the embedding": _OUTPUT * 2,
+            "its weights, or its gradients in reduction": _OUTPUT * 4,
+        },
+    }
+    found = _tables(_plan())
+    for moment, lines in by_hand.items():
+        rows = {line: size for term in found[moment].values() for line, size in term.items()}
+        assert {line: size for line, size in rows.items() if size} == pytest.approx(always | lines)
+    most = _memory()
+    assert most.moment in found
+    sums = [sum(map(sum, (term.values() for term in table.values()))) for table in found.values()]
+    assert most.total + most.communicators == pytest.approx(max(sums))
 
 
 def test_loss_chunks_and_wide_types_of_a_small_model():
-    found = _memory()
-    chunked = _memory(training=_training(loss_chunk_size=5))
-    assert found.logits - chunked.logits == (21 - 5) * 100 * 2
-    assert _memory(training=_training(loss_chunk_size=0)) == found
-    wide = _memory(training=_training(mixed_precision_param="float32"))
-    assert wide.attention == 0  # FlashAttention is narrow.
+    def at_the_loss(**keys: object) -> Lines:
+        return _tables(_plan(training=_training(**keys)))["the loss"]["logits"]
+
+    whole, chunked = at_the_loss(), at_the_loss(loss_chunk_size=5)
+    assert whole["logits of a chunk"] - chunked["logits of a chunk"] == (21 - 5) * 100 * 2
+    # A sum of chunks' gradients is float32.
+    weight = "gradients of the output layer's weight"
+    assert (whole[weight], chunked[weight]) == (_OUTPUT * 2, _OUTPUT * 4)
+    assert at_the_loss(loss_chunk_size=0) == whole
+    wide = _plan(training=_training(mixed_precision_param="float32"))
+    layer = _tables(wide)["the last attention's backward"]["layer"]
+    assert layer["sums in FlashAttention's backward"] == 0  # FlashAttention is narrow.
 
 
 _VALUES = 4 * 10 + (3 * 2 + 3 * 1) * 5 + 4 * 30
@@ -115,9 +152,13 @@ _RESULTS = 10 + 2 * (2 + 2) * 5 + 2 * 5 + 10 + 2 * 30 + 10
     ],
 )
 def test_elements_that_two_layers_keep_of_a_token(mode, keys: dict, elements: int):
-    found = _memory(activation_checkpoint=ActivationCheckpoint(mode=mode, **keys))
-    assert found.kept == 21 * elements * 2
-    assert found.layer == _memory().layer
+    found = _tables(_plan(activation_checkpoint=ActivationCheckpoint(mode=mode, **keys)))
+    kept = found["the loss"]["kept"]
+    assert sum(kept.values()) == 21 * elements * 2
+    recomputed = sum(_tables(_plan())["the last attention's backward"]["layer"].values())
+    layer = found["the last attention's backward"]["layer"]
+    already = layer.get("values that are kept already", 0.0)
+    assert sum(layer.values()) - already == recomputed
 
 
 def test_weights_that_are_frozen_have_neither_gradients_nor_moments():
@@ -125,19 +166,23 @@ def test_weights_that_are_frozen_have_neither_gradients_nor_moments():
     with torch.device("meta"):
         sizes = {name: p.numel() for name, p in Decoder(config).named_parameters()}
     trained = sum(size for name, size in sizes.items() if ".indexer." in name)
-    found = _memory(config, 1, training=_training(indexer_stage="dense"))
-    assert found.stored == 4 * sum(sizes.values()) + 12 * trained
+    found = _tables(_plan(config, 1, training=_training(indexer_stage="dense")))["the loss"]
+    assert sum(found["stored"].values()) == 4 * sum(sizes.values()) + 8 * trained
 
 
 def test_two_reductions_under_way_where_experts_are_apart():
-    found = _memory(parallelism=Parallelism(tensor_parallel_degree=2))
-    # Two dense layers in a row.
-    assert found.gathered == (_LAYER * (3 * 2 + 2 * 4) + _OUTPUT * (2 * 2 + 4)) / 2
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=64, top_k=2, hidden_dim=30))
-    found = _memory(sparse, parallelism=Parallelism(expert_parallel_degree=4))
-    # One layer's experts, and its other parameters.
-    layer = _LAYER - 3 * 10 * 30 + 10 * 64 + 64 / 4 * 3 * 10 * 30
-    assert found.gathered == pytest.approx(layer * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4))
+    plan = _plan(sparse, parallelism=Parallelism(expert_parallel_degree=4))
+    routed, dense = 64 / 4 * 3 * 10 * 30, _LAYER - 3 * 10 * 30 + 10 * 64
+    first, second = "the last feed-forward's backward", "the last attention's backward"
+    for device, moment, bytes_ in (
+        ("cuda", first, (routed + dense) * (2 * 2 + 4) + routed * 2),
+        # A CPU has one reduction under way, here the output layer's.
+        ("cpu", first, (routed + dense) * 2 * 2 + routed * 2 + _OUTPUT * 4),
+        ("cuda", second, (routed + 2 * dense) * 2 + dense * 2 + routed * 4),
+    ):
+        found = _tables(replace(plan, device_type=device))[moment]["gathered"]
+        assert sum(found.values()) == pytest.approx(bytes_)
 
 
 @pytest.mark.parametrize(
@@ -148,23 +193,27 @@ def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: in
     sparse = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=6))
     parallelism = Parallelism(expert_parallel_degree=ep, expert_parallel_comm_backend=backend)
     keeping = _FULL.model_copy(update={"keep_exchanged_rows": True})
-    (table,) = tables(_plan(sparse, parallelism=parallelism, activation_checkpoint=keeping))
-    kept = table["kept"]["exchanged rows of recomputed layers"]
+    found = _tables(_plan(sparse, parallelism=parallelism, activation_checkpoint=keeping))
+    kept = found["the loss"]["kept"]["exchanged rows of recomputed layers"]
     assert kept == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", 1), ("GPipe", 3)])
-def test_the_heavier_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
+def test_the_last_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
-    found = _memory(parallelism=parallelism)
-    # Its second rank: a layer, the norm and the output layer, over two ranks of four.
+    found = {moment: t for rank, moment, t in tables(_plan(parallelism=parallelism)) if rank == 1}
+    sums = {
+        term: sum(lines.values()) for term, lines in found["the loss"].items() if term != "skew"
+    }
+    # A layer, the norm and the output layer, over two ranks of four.
     parameters = _LAYER + 10 + _OUTPUT
-    assert found.stored == parameters * 16 / 2
-    # All weights stay gathered, and gradients are summed whole; half of them are counted already.
-    assert found.accumulated == parameters * (4 + 2) - parameters * 4 / 2
+    assert sums["stored"] == parameters * 12 / 2
+    # All weights stay gathered. Gradients are summed whole, once a microbatch is through.
+    assert sums["accumulated"] == parameters * (2 + 4 * (schedule == "1F1B"))
     # Inputs of layers, outputs, and torch's buffers for each of three microbatches of one row.
-    assert found.kept == (in_flight + in_flight + 2 * 3) * 7 * 10 * 2
-    assert found.logits == 7 * 100 * 2 + in_flight * (7 * 10 * 2 + _OUTPUT * (4 + 2))
+    assert sums["kept"] == (in_flight + in_flight + 2 * 3) * 7 * 10 * 2
+    assert sums["logits"] == 7 * 100 * 2 + in_flight * (7 * 10 * 2 + _OUTPUT * 2)
+    assert found["the last attention's backward"]["gathered"]["gradients in reduction"] == 0
 
 
 _FOUR_MICROBATCHES = {"global_batch_size": 4 * 4 * 3}
@@ -178,11 +227,17 @@ def _shared(free: float, word: str = "auto", **training: object) -> str:
 
 
 def test_auto_keeps_parameters_gathered_where_memory_suffices():
+    section = _training(**_FOUR_MICROBATCHES)
+    each, keeping = (
+        memory(_plan(training=section, parallelism=Parallelism(fsdp_accumulation=word))).needed
+        for word in ("reduce_each", "keep_gathered")
+    )
+    more = keeping - each
     # Whole gradients where a quarter of them is counted already, and weights in bfloat16.
-    sums, weights = _WEIGHTS * 4 - _WEIGHTS * 4 / 4, _WEIGHTS * 2
-    assert _shared(sums + weights) == "keep_gathered"
-    assert _shared(sums + weights - 1) == "reduce_each"
-    assert _shared(sums + weights, global_batch_size=4 * 3) == "reduce_each"  # One microbatch.
+    assert 0 < more < _WEIGHTS * 4 - _WEIGHTS * 4 / 4 + _WEIGHTS * 2
+    assert _shared(more) == "keep_gathered"
+    assert _shared(more - 1) == "reduce_each"
+    assert _shared(more, global_batch_size=4 * 3) == "reduce_each"  # One microbatch.
     assert _shared(0, word="keep_gathered") == "keep_gathered"
 
 
@@ -233,8 +288,9 @@ def test_communicators_and_states_are_those_of_a_step():
         # The estimate lets Muon exchange over fsdp and edp, whatever the cut.
         assert sum(send) == sum(sent) or (task == 2 and sum(send) > sum(sent))
         if task == 0:
-            owned = 2 * facts.parameter_bytes + facts.optimizer_bytes
-            assert memory(plan).stored == pytest.approx(owned, rel=0.01)
+            owned = facts.parameter_bytes + facts.optimizer_bytes
+            stored = _tables(plan)["the loss"]["stored"]
+            assert sum(stored.values()) == pytest.approx(owned, rel=0.01)
 
 
 _SKEWED = make_job("qwen3", training={"seq_len": 256}, parallelism={"expert_parallel_degree": 2})
@@ -258,13 +314,9 @@ def _kept_beyond_an_even_share() -> int:
 
 
 def test_skewed_rows_are_those_of_a_forward():
-    config = tiny(_SKEWED)
-    layers = config.num_layers
-    # The estimate has the values of one layer more, their gradients, and two copies of its rows.
-    row = config.dim + 2 * config.moe.hidden_dim
-    skew = memory(make_plan(_SKEWED, config, 2)).skew
-    estimate = skew * layers * row / ((layers + 2) * row + 2 * config.dim)
-    assert estimate == pytest.approx(run_on_ranks(_kept_beyond_an_even_share, 2)[0], rel=0.05)
+    skew = _tables(make_plan(_SKEWED, tiny(_SKEWED), 2))["the loss"]["skew"]
+    found = run_on_ranks(_kept_beyond_an_even_share, 2)[0]
+    assert sum(skew.values()) == pytest.approx(found, rel=0.05)
 
 
 def most_allocated(step: Callable[[], object]) -> int:
@@ -288,15 +340,16 @@ def test_live_rows_of_a_layer_are_within_the_estimate():
     layer(x_BSD).sum().backward()  # What is made once.
     peak = most_allocated(lambda: layer(x_BSD).sum().backward())
 
-    def estimate(top_k: int) -> tuple[float, float]:
+    def estimate(top_k: int) -> float:
         model = replace(_DENSE, dim=128, moe=replace(config, top_k=top_k))
         training = Training(local_batch_size=1, seq_len=2048, mixed_precision_param="float32")
-        found = _memory(model, training=training)
-        return found.layer, found.copies
+        layer = _tables(_plan(model, training=training))["the last feed-forward's backward"][
+            "layer"
+        ]
+        return sum(layer.values())
 
-    (eight, copies), (four, _) = estimate(8), estimate(4)
-    rows = 2 * (eight - four)
-    assert rows < peak < rows + copies
+    # Values and copies of all rows: an expert's other values are few.
+    assert peak == pytest.approx(2 * (estimate(8) - estimate(4)), rel=0.15)
 
 
 def _sliced(slices: int) -> JobConfig:
@@ -322,8 +375,10 @@ def test_each_slice_of_an_expert_has_all_of_its_rows():
     one, two = (run_on_ranks(_rows_of_a_slice, 2, slices)[0] for slices in (1, 2))
     assert two == pytest.approx(2 * one, rel=0.1)
     config = tiny(_sliced(1))
-    found = [memory(make_plan(_sliced(slices), config, 2)) for slices in (1, 2)]
-    assert found[1].copies == 2 * found[0].copies
+    found = []
+    for slices in (1, 2):
+        kept = _tables(make_plan(_sliced(slices), config, 2))["the loss"]["kept"]
+        found.append(sum(kept.values()))
     assert config.moe is not None
-    more = 256 * config.moe.top_k * config.dim * 8 * (config.num_layers + config.num_mtp_layers)
-    assert found[1].kept - found[0].kept == pytest.approx(more)
+    more = 256 * config.moe.top_k * config.dim * 8 * (config.num_layers - config.num_dense_layers)
+    assert found[1] - found[0] == pytest.approx(more)
