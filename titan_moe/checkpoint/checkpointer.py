@@ -162,7 +162,7 @@ class Checkpointer:
         if not model_only:
             tensors |= self._tensors.optimizer_states()
         specs, sums = gather_specs(tensors), self._tensors.checksums(tensors)
-        base = self._tensors.base_digest()
+        base = self._tensors.base_digest
         states = [] if model_only else gather_rank_states(state)
 
         def publish_all(names: set[str]) -> None:

@@ -104,7 +104,7 @@ class Loader:
             base = on_rank_zero(lambda: read_manifest(Path(initial)), doing=doing)
             refuse_other_adapters(base, Path(initial), self.job, is_own=False)
             self._load_tensors(Path(initial), base, [MODEL], base=True)
-        if self.tensors.base_digest() != manifest.base:
+        if self.tensors.base_digest != manifest.base:
             raise RunError(
                 f"{self.folder} has adapters of other weights than those that were loaded from "
                 f"{initial or self.job['model']['hf_assets_path'] or 'debug.seed'}: name "
