@@ -22,8 +22,8 @@ class RunTensors:
     modules: Sequence[nn.Module]
     optimizer: Optimizer | None
     """None where there is none to save or load."""
-    config: ModelConfig | None
-    """The model's dimensions; None where its tied weights are not known."""
+    config: ModelConfig
+    """The model's dimensions."""
     lora: Mapping[str, Any]
     """That table; with a rank, checkpoints leave out the base weights."""
 
@@ -51,7 +51,7 @@ class RunTensors:
         """Returns checksums by name. Raises RunError on all ranks when replicas of a tensor, or
         copies of a tied weight, differ. Collective."""
         sums = checksums(tensors)
-        if self.config and (problems := unlike_copies(self.config, sums)):
+        if problems := unlike_copies(self.config, sums):
             raise RunError("; ".join(problems))
         return sums
 

@@ -92,7 +92,7 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     empty = empty_model(model, job.lora)
     freeze(empty, job.training, job.lora)
     stored, wanted = found.manifest.tensors, {}
-    tensors = RunTensors([empty], None, None, job.lora.model_dump())
+    tensors = RunTensors([empty], None, model, job.lora.model_dump())
     in_base = tensors.base_names
     for name, tensor in tensors.model().items():
         if name in in_base if is_own else ADAPTER in name and name not in stored:
