@@ -64,9 +64,6 @@ class Progress:
 class Trainer:
     """Everything of one run on one rank."""
 
-    sharded: ShardedModel
-    checkpointer: Checkpointer
-
     def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
         """Build model, optimizer, data and log, and load the checkpoint to go on from. Collective.
         Raises ConfigError or RunError."""
@@ -79,7 +76,7 @@ class Trainer:
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
         plan = self._plan(stage)
-        self._build_model(plan)
+        self.sharded, self._ran = _build(plan, process), False
         self._build_step()
         self.data = TrainData(job, plan, process)
         step = self._load()
@@ -101,17 +98,11 @@ class Trainer:
     def _plan(self, job: JobConfig) -> Plan:
         return plan_here(job, self._config, self.process.device, self.process.local_world_size)
 
-    def _build_model(self, plan: Plan, groups: ProcessGroups | None = None) -> None:
-        """Build the model of a plan; `groups` of an earlier layout mean: no weights yet."""
-        self.sharded = _build(plan, self.process, groups)
-        self.meshes = self.sharded.meshes
-        self._ran = False
-
     def _build_step(self) -> None:
         """Build optimizer, train step and checkpointer for the model."""
         job, sharded = self.job, self.sharded
         self.optimizer = build_optimizer(
-            job.optimizer, sharded.named_parameters(), self._config, self.meshes.group
+            job.optimizer, sharded.named_parameters(), self._config, sharded.meshes.group
         )
         self.peak_rates = peak_rates(self.optimizer, job.optimizer)
         self.train_step = TrainStep(
@@ -187,7 +178,7 @@ class Trainer:
         if self.job.compile.enable:
             graphs, breaks, seconds = compiled_so_far()
             self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
-        set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.groups.all())
+        set_timeouts(self.job.comm.train_timeout_seconds, self.sharded.meshes.groups.all())
         self._ran = True
 
     def _step(self, step: int) -> bool:
@@ -310,7 +301,7 @@ class Trainer:
         if problems := check_reshard(self.job, job, self._config, world_size):
             raise ConfigError(problems)
         job = resolve(job, world_size)
-        set_timeouts(job.comm.init_timeout_seconds, self.meshes.groups.all())
+        set_timeouts(job.comm.init_timeout_seconds, self.sharded.meshes.groups.all())
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
@@ -329,7 +320,7 @@ class Trainer:
         last_step, texts = self.checkpointer.finish(), self.checkpointer.texts
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
-        self._build_model(plan, self.meshes.groups)
+        self.sharded = _build(plan, self.process, self.sharded.meshes.groups)
         moved = move(weights, model_tensors(self.sharded.parts))
         self._build_step()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
