@@ -143,15 +143,8 @@ def _check_data(job: JobConfig, found: "Found") -> None:
     now = job_of_step(job, begun + 1)
     if on_the_hub(now.training, now.validation):
         return
-    reader = build_reader(
-        now.training,
-        load_tokenizer(job.model.tokenizer_path, now.training),
-        seed=job.debug.seed,
-        rank=0,
-        num_ranks=1,
-        global_batch_size=now.training.global_batch_size,
-        validation=now.validation,
-    )
+    tokenizer, seed = load_tokenizer(job.model.tokenizer_path, now.training), job.debug.seed
+    reader = build_reader(now.training, tokenizer, seed=seed, validation=now.validation)
     continue_data(job, read_train_state(found.path)[DATA], reader.identity)
 
 

@@ -58,7 +58,6 @@ class TrainData:
             "num_ranks": plan.dims.size("batch"),
         }
         reads: dict[str, Any] = place | {
-            "global_batch_size": training.global_batch_size,
             "permutation": job.debug.permute_rows,
             "validation": job.validation,
         }
