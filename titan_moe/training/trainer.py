@@ -40,6 +40,7 @@ from titan_moe.parallelize.plan import Plan
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.log import log_on_rank_zero
 from titan_moe.runtime.position import mark_layers
 from titan_moe.runtime.regions import region
 from titan_moe.runtime.stopping import StopRequest
@@ -120,7 +121,7 @@ class Trainer:
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
             self.bad_steps.load_state(state)
-            self._say(f"going on after step {self.progress.step}")
+            log_on_rank_zero(f"going on after step {self.progress.step}")
         return self.progress.step
 
     def train(self) -> bool:
@@ -130,7 +131,7 @@ class Trainer:
             self.checkpointer.check_export(resume_step, finished=True)
             at = f"{self.checkpointer.folder} is at step {resume_step}"
             line = f"{at}, and {self.data.limit(self.job)} allows no more: raise it to go on"
-            self._say(f"{line}, or choose another job.dump_folder")
+            log_on_rank_zero(f"{line}, or choose another job.dump_folder")
             self._close(draws=False)
             return False
         self.checkpointer.check_export(steps)
@@ -150,7 +151,7 @@ class Trainer:
                 step = self.progress.step + 1
                 if stages.get(step, self.job) != self.job:
                     began = changes(self.job, stages[step])
-                    self._say(f"a training stage begins with step {step}: {began}")
+                    log_on_rank_zero(f"a training stage begins with step {step}: {began}")
                     with self.log.phases("reshard"):
                         self.reshard(stages[step])
                 stop = self._step(step)
@@ -177,7 +178,7 @@ class Trainer:
         """Shorten the timeouts: the first step of a layout compiles, and may take long."""
         if self.job.compile.enable:
             graphs, breaks, seconds = compiled_so_far()
-            self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
+            log_on_rank_zero(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
         set_timeouts(self.job.comm.train_timeout_seconds, self.sharded.meshes.groups.all())
         self._ran = True
 
@@ -313,7 +314,8 @@ class Trainer:
         self.routing = RoutingTrace(self.sharded, self.process, resume_step=step)
         self.log.set_layout(self.sharded, resume_step=step)
         collect_everything()
-        self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")
+        line = "going on after step %d in this layout; its ranks were sent %d bytes"
+        log_on_rank_zero(line, step, sent)
 
     def _move_to(self, plan: Plan) -> int:
         """Move parameters and optimizer state to another layout; returns the bytes sent."""
@@ -339,28 +341,22 @@ class Trainer:
             launch=self.process,
             adapts=self.job.lora.rank is not None,
         ):
-            self._say(line)
-
-    def _say(self, line: str) -> None:
-        if self.process.is_main:
-            logger.info("%s", line)
+            log_on_rank_zero(line)
 
 
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
     """Run a resolved job on this rank: write its seed checkpoint, or train it. Returns whether it
     stopped before its last step, saved."""
-    if process.is_main:
-        logger.info("%s: %s", job.job.description, job.job.dump_folder)
-        if job.job.print_config:
-            logger.info("configuration:\n%s", as_toml(job))
+    log_on_rank_zero("%s: %s", job.job.description, job.job.dump_folder)
+    if job.job.print_config:
+        log_on_rank_zero("configuration:\n%s", as_toml(job))
     if not job.checkpoint.create_seed_checkpoint:
         return Trainer(job, model_config, process).train()
     plan = plan_here(job, model_config, process.device, process.local_world_size)
     sharded = _build(plan, process)
     checkpointer = _checkpointer(job, sharded, None)
     checkpointer.save(0, {})
-    if process.is_main:
-        logger.info("the initial weights are %s", checkpointer.folder / "step-0")
+    log_on_rank_zero("the initial weights are %s", checkpointer.folder / "step-0")
     return False
 
 
