@@ -13,7 +13,7 @@ from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader, merge_states
 from titan_moe.data.order import mix
-from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
+from titan_moe.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("bytes")
 
@@ -23,9 +23,7 @@ def with_batch(section: Training, size: int) -> Training:
     return section.model_copy(update={"global_batch_size": size})
 
 
-def build_loader(
-    section: Training, tokenizer: Tokenizer = TOKENIZER, *, global_batch_size: int = 8, **place
-) -> Loader:
+def build_loader(section, tokenizer=TOKENIZER, *, global_batch_size=8, **place) -> Loader:
     """Returns a loader that reads in this process, of the only rank by default.
 
     `place`: keywords of `build_reader`.
