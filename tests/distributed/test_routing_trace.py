@@ -181,9 +181,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     keys = [word for key, value in KEYS.items() for word in (f"--{key}", value)]
     words = ["--job.config_file", str(DEBUG_CONFIGS / "gate_deepseek_v3.toml"), *keys]
     job = load_job(words)
-    how: Any = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": ROWS}
     tokenizer = load_tokenizer(job.model.tokenizer_path, job.training)
-    reader = build_reader(job.training, tokenizer, validation=job.validation, **how)
+    reader = build_reader(job.training, tokenizer, seed=0, validation=job.validation)
     expected, responses = {}, {}
     for step in (1, 2):
         sequences = [each for microbatch in reader.read_step() for each in microbatch]

@@ -8,15 +8,13 @@ from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader, ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 
-PLACE = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
-
 
 def test_pinned_batches_of_another_process_arrive_whole():
-    section = Training(dataset="synthetic", seq_len=2048, local_batch_size=2)
+    section = Training(dataset="synthetic", seq_len=2048, local_batch_size=2, global_batch_size=8)
     device = torch.device("cuda", torch.cuda.current_device())
-    reader = ReaderProcess(build_reader, section, "bytes", **PLACE)
+    reader = ReaderProcess(build_reader, section, "bytes", seed=0)
     loader = Loader(reader, prefetch_factor=2, pin_for=device)
-    plain = build_loader(section, load_tokenizer("bytes"), **PLACE)
+    plain = build_loader(section, load_tokenizer("bytes"))
     for _ in range(20):
         # The device is busy, so copies wait while their memory may be given out again.
         torch.cuda._sleep(10_000_000)

@@ -94,14 +94,13 @@ def test_process_that_reads_data_beside_a_gpu_knows_them_too(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(package)
-    training = Training(dataset="squares", seq_len=16, local_batch_size=1)
-    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 1}
-    reader = ReaderProcess(build_reader, training, "bytes", ["my_package.extras"], **place)
+    training = Training(dataset="squares", seq_len=16, local_batch_size=1, global_batch_size=1)
+    reader = ReaderProcess(build_reader, training, "bytes", ["my_package.extras"], seed=0)
     ((sequence,),) = reader.read_step()
     assert {chr(token) for token in sequence.tokens_S} <= set("0123456789 ")
     reader.close()
     with pytest.raises(ConfigError, match=r"^job\.imports: no_such_package: No module"):
-        ReaderProcess(build_reader, training, "bytes", ["no_such_package"], **place)
+        ReaderProcess(build_reader, training, "bytes", ["no_such_package"], seed=0)
 
 
 @pytest.mark.parametrize(

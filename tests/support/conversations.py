@@ -5,6 +5,7 @@ import json
 import pyarrow.json
 from pyarrow import parquet
 
+from tests.support.documents import with_batch
 from titan_moe.config.job_config import Training
 from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import build_reader
@@ -42,7 +43,8 @@ def read(section, *, ranks=1, steps=3, state=None, size=SIZE, lengths=None):
     """Returns the sequences of some steps, in the order of the global batch, and the state of all
     ranks."""
     tokenizer = load_tokenizer("bytes", section)
-    place = {"seed": 3, "num_ranks": ranks, "global_batch_size": size, "lengths": lengths}
+    section = with_batch(section, size)
+    place = {"seed": 3, "num_ranks": ranks, "lengths": lengths}
     readers = [build_reader(section, tokenizer, rank=rank, **place) for rank in range(ranks)]
     for reader in readers if state else ():
         reader.load_state_dict(state)

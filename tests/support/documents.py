@@ -13,18 +13,22 @@ from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader, merge_states
 from titan_moe.data.order import mix
-from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
+from titan_moe.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("bytes")
 
 
-def build_loader(section: Training, tokenizer: Tokenizer = TOKENIZER, **place) -> Loader:
+def with_batch(section: Training, size: int) -> Training:
+    """Returns the table with so many sequences in a global batch."""
+    return section.model_copy(update={"global_batch_size": size})
+
+
+def build_loader(section, tokenizer=TOKENIZER, *, global_batch_size=8, **place) -> Loader:
     """Returns a loader that reads in this process, of the only rank by default.
 
     `place`: keywords of `build_reader`.
     """
-    alone = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
-    reader = build_reader(section, tokenizer, **(alone | place))
+    reader = build_reader(with_batch(section, global_batch_size), tokenizer, **{"seed": 0} | place)
     return Loader(reader, prefetch_factor=section.dataloader.prefetch_factor)
 
 

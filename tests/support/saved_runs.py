@@ -16,7 +16,10 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.manifest import read_manifest, write_manifest
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.hf import HFModel
+from titan_moe.models.registry import model_config
 from titan_moe.runtime.errors import RunError
+
+UNTIED = HFModel("mixtral", model_config("mixtral", "gate"))
 
 
 def plain_checkpointer(
@@ -24,7 +27,7 @@ def plain_checkpointer(
     module: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | None = None,
     *,
-    model: HFModel | None = None,
+    model: HFModel = UNTIED,
     job_record: Mapping[str, Any] = MappingProxyType({}),
     merge_data: Callable = lambda states: states[0],
     **keys: Any,
@@ -33,7 +36,7 @@ def plain_checkpointer(
 
     Args:
         module: the model, or its stages.
-        model: family and dimensions, for Hugging Face folders.
+        model: family and dimensions, for Hugging Face folders; else a model without tied weights.
         merge_data: joins the data positions of all ranks.
         keys: of the [checkpoint] table.
     """

@@ -88,11 +88,11 @@ class Checkpointer:
     """The resolved configuration as JSON, kept in the manifest."""
     merge_data: MergeData
     """Makes one data position of the ranks' own, which may overlap."""
-    model: HFModel | None = None
-    """Family and dimensions, kept in the manifest; needed for Hugging Face folders."""
+    model: HFModel
+    """Family and dimensions, kept in the manifest."""
 
     def __post_init__(self) -> None:
-        config, model = self.config, self.model
+        config = self.config
         self.folder = self.dump_folder / config.folder
         """Folder of the run's own checkpoints."""
         self._group = control_group()
@@ -104,8 +104,7 @@ class Checkpointer:
         pinned = torch.cuda.is_available() and config.async_mode == "async_with_pinned_mem"
         self._stager = Stager(pinned=pinned)
         lora = {} if config.create_seed_checkpoint else self.job_record.get("lora", {})
-        dimensions = model.config if model else None
-        self._tensors = RunTensors(self.modules, self.optimizer, dimensions, lora)
+        self._tensors = RunTensors(self.modules, self.optimizer, self.model.config, lora)
         self._save: Save | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
@@ -162,14 +161,13 @@ class Checkpointer:
         if not model_only:
             tensors |= self._tensors.optimizer_states()
         specs, sums = gather_specs(tensors), self._tensors.checksums(tensors)
-        base = self._tensors.base_digest()
+        base = self._tensors.base_digest
         states = [] if model_only else gather_rank_states(state)
 
         def publish_all(names: set[str]) -> None:
             if states:
                 write_train_state(aside, states, self.merge_data)
-            of = self.model
-            model = (of.family, as_record(of.config)) if of else ("", {})
+            model = self.model.family, as_record(self.model.config)
             more: dict[str, Any] = {"base": base, "texts": self.texts}
             manifest = Manifest(step, model_only, specs, sums, self.job_record, *model, **more)
             folders.publish(aside, target, manifest, names, self.config.keep_latest_k)

@@ -48,7 +48,7 @@ class Loader:
     folder: Path
     """Folder of the run's own checkpoints."""
     tensors: RunTensors
-    model: HFModel | None
+    model: HFModel
     job: Mapping[str, Any]
     """The resolved configuration."""
 
@@ -104,7 +104,7 @@ class Loader:
             base = on_rank_zero(lambda: read_manifest(Path(initial)), doing=doing)
             refuse_other_adapters(base, Path(initial), self.job, is_own=False)
             self._load_tensors(Path(initial), base, [MODEL], base=True)
-        if self.tensors.base_digest() != manifest.base:
+        if self.tensors.base_digest != manifest.base:
             raise RunError(
                 f"{self.folder} has adapters of other weights than those that were loaded from "
                 f"{initial or self.job['model']['hf_assets_path'] or 'debug.seed'}: name "
@@ -114,7 +114,6 @@ class Loader:
     def _load_hf(self) -> None:
         if "model" in self.checkpoint.exclude_from_loading:
             return
-        assert self.model is not None, "Hugging Face folders want a family and dimensions"
         folder = self.checkpoint.initial_load_path or self.job["model"]["hf_assets_path"]
         tensors = {name.removeprefix(MODEL): x for name, x in self.tensors.model().items()}
         load_hf(Path(folder), self.model, tensors)
@@ -143,8 +142,7 @@ class Loader:
                 "an earlier one can be chosen with checkpoint.load_step"
             )
         # A model that does not tie these weights has parameters of the same names.
-        tied = self.tensors.config if MODEL in parts else None
-        if tied and (problems := unlike_copies(tied, sums)):
+        if MODEL in parts and (problems := unlike_copies(self.tensors.config, sums)):
             raise RunError(f"{unfit}: {'; '.join(problems)}")
         for name in tensors.keys() & self.tensors.base_names:
             local_part(own[name]).copy_(local_part(tensors[name]))

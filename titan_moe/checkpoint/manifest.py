@@ -57,7 +57,7 @@ class Manifest:
     """The resolved configuration."""
     family: str = ""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model's dimensions (models.hf.as_record); empty for a model without a family."""
+    """The model's dimensions (models.hf.as_record)."""
     code: dict[str, Any] = field(default_factory=_code)
     """The code that wrote the checkpoint: folder, commit, hash, and torch's version."""
     base: str = ""

@@ -42,7 +42,6 @@ from torch.utils.serialization import config
 from titan_moe.distributed.agreement import control_group, for_all_ranks, on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.distributed.dtensor import detached, local_part, local_slices
-from titan_moe.models.decoder import ADAPTER
 from titan_moe.runtime.errors import RunError, is_outside, reason
 from titan_moe.runtime.files import fsync
 
@@ -77,16 +76,6 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     Several modules are stages of one pipeline and name no tensor twice.
     """
     return {MODEL + fqn: detached(tensor) for fqn, tensor in _named_tensors(modules).items()}
-
-
-def base_names(modules: Sequence[nn.Module], lora: Mapping[str, Any]) -> set[str]:
-    """Returns names, as in `model_tensors`, of the base weights of adapters, which may be on
-    another stage of the pipeline: checkpoints leave them out. `lora`: that table; without a rank,
-    none."""
-    if lora.get("rank") is None:
-        return set()
-    names = (name for module in modules for name, _ in module.named_parameters())
-    return {MODEL + name for name in names if ADAPTER not in name}
 
 
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -36,9 +36,8 @@ def build_reader(
     tokenizer: Tokenizer,
     *,
     seed: int,
-    rank: int,
-    num_ranks: int,
-    global_batch_size: int,
+    rank: int = 0,
+    num_ranks: int = 1,
     permutation: int = 0,
     validation: Validation | None = None,
     lengths: Sequence[np.ndarray] | None = None,
@@ -46,13 +45,15 @@ def build_reader(
     """Returns the reader of data rank `rank` of `num_ranks`. It reads a contiguous range of the
     global batch's sequences, or of the order that the seed `permutation` gives them. Leaves out the
     documents that `validation` holds out. lengths: as `ConversationSequences` takes them.
+    `training` has a global_batch_size.
 
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
-    order = np.arange(global_batch_size)
+    size = training.global_batch_size
+    order = np.arange(size)
     if permutation:
-        order = np.random.default_rng(permutation).permutation(global_batch_size)
-    of_ranks = order[: global_batch_size // num_ranks * num_ranks].reshape(num_ranks, -1)
+        order = np.random.default_rng(permutation).permutation(size)
+    of_ranks = order[: size // num_ranks * num_ranks].reshape(num_ranks, -1)
     sequences = of_ranks[rank].tolist()
     # There is enough of the made-up language: it has one order in all runs.
     shared, every = {("synthetic", os.path.realpath(""))}, Validation().held_out_every
@@ -69,18 +70,18 @@ def build_reader(
             seed=seed,
             shuffle=True,
             sequences=sequences,
-            global_batch_size=global_batch_size,
+            global_batch_size=size,
             epochs=training.epochs or (None if training.repeat_dataset else 1),
         )
         if tokenizer.conversations is None:
-            _check_size(opened, global_batch_size, repeat=training.repeat_dataset)
+            _check_size(opened, size, repeat=training.repeat_dataset)
         sources.append(BlendSource(opened, source.weight))
         names.append(f"{source.weight:g} x {opened.fingerprint}{_split_mark(split)}")
     identity = Identity(
         fingerprint=" + ".join(names),
         **tokenizer.identity(),
         seed=seed,
-        global_batch_size=global_batch_size,
+        global_batch_size=size,
         seq_len=training.seq_len,
         checksum="+".join(source.order.checksum() or "-" for source in sources),
     )
@@ -112,8 +113,8 @@ def build_validation(
     tokenizer: Tokenizer,
     *,
     seed: int,
-    rank: int,
-    num_ranks: int,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> ValidationLoader:
     """Returns the validation set of data rank `rank`: `validation.dataset`, or what training holds
     out.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
@@ -64,15 +63,13 @@ def sample_data(
     """
     if name := on_the_hub(training, validation):
         return [f"the data was not read: {name!r} is on the Hugging Face hub"]
-    place: dict[str, Any] = {"seed": seed, "rank": 0, "num_ranks": 1}
-    batch: dict[str, Any] = {"global_batch_size": training.global_batch_size}
-    reader = build_reader(training, tokenizer, validation=validation, **place, **batch)
+    reader = build_reader(training, tokenizer, seed=seed, validation=validation)
     # The sources of a blend have epochs of their own lengths.
     sources = reader.sequences.sources
     size = training.global_batch_size if len(sources) == 1 else 0
     orders, few = [(source.order, "training", size) for source in sources], []
     if validation.enable:
-        loader = build_validation(validation, training, tokenizer, **place)
+        loader = build_validation(validation, training, tokenizer, seed=seed)
         orders += [(source.order, "validation", 0) for source in loader.sources]
         few = few_held_out(loader, validation)
     lines = [line for each in orders for line in _sample(*each, tokenizer, training.seq_len)]

@@ -65,9 +65,8 @@ def import_routes(
     """
     dims, training = _check(job, config, folder), job.training
     responses, routed = Responses(path, dims, config.num_layers), 0
-    how: dict[str, Any] = {"seed": job.debug.seed, "rank": 0, "num_ranks": 1}
-    how |= {"global_batch_size": training.global_batch_size, "validation": job.validation}
-    reader = build_reader(training, load_tokenizer(job.model.tokenizer_path, training), **how)
+    tokenizer = load_tokenizer(job.model.tokenizer_path, training)
+    reader = build_reader(training, tokenizer, seed=job.debug.seed, validation=job.validation)
     steps = training.steps
     if training.epochs is not None:
         steps = min(steps, reader.count_steps())

@@ -81,7 +81,8 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     checkpoints alone, and what they stand beside in others."""
     from titan_moe.checkpoint.hf.names import empty_model
     from titan_moe.checkpoint.manifest import TensorSpec, audit, refuse_other_adapters
-    from titan_moe.checkpoint.tensors import MODEL, base_names, model_tensors
+    from titan_moe.checkpoint.run_tensors import RunTensors
+    from titan_moe.checkpoint.tensors import MODEL
     from titan_moe.models.decoder import ADAPTER
     from titan_moe.models.trained import freeze
 
@@ -91,8 +92,9 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
     empty = empty_model(model, job.lora)
     freeze(empty, job.training, job.lora)
     stored, wanted = found.manifest.tensors, {}
-    in_base = base_names([empty], job.lora.model_dump())
-    for name, tensor in model_tensors([empty]).items():
+    tensors = RunTensors([empty], None, model, job.lora.model_dump())
+    in_base = tensors.base_names
+    for name, tensor in tensors.model().items():
         if name in in_base if is_own else ADAPTER in name and name not in stored:
             continue
         spec = stored.get(name)
@@ -141,15 +143,8 @@ def _check_data(job: JobConfig, found: "Found") -> None:
     now = job_of_step(job, begun + 1)
     if on_the_hub(now.training, now.validation):
         return
-    reader = build_reader(
-        now.training,
-        load_tokenizer(job.model.tokenizer_path, now.training),
-        seed=job.debug.seed,
-        rank=0,
-        num_ranks=1,
-        global_batch_size=now.training.global_batch_size,
-        validation=now.validation,
-    )
+    tokenizer, seed = load_tokenizer(job.model.tokenizer_path, now.training), job.debug.seed
+    reader = build_reader(now.training, tokenizer, seed=seed, validation=now.validation)
     continue_data(job, read_train_state(found.path)[DATA], reader.identity)
 
 

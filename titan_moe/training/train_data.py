@@ -58,7 +58,6 @@ class TrainData:
             "num_ranks": plan.dims.size("batch"),
         }
         reads: dict[str, Any] = place | {
-            "global_batch_size": training.global_batch_size,
             "permutation": job.debug.permute_rows,
             "validation": job.validation,
         }
@@ -82,13 +81,13 @@ class TrainData:
         """The lengths of each source's conversations, of which each rank tokenizes a part;
         collective. ConfigError if no conversation has a role that is to be learned."""
         training, process = job.training, self._process
+        conversations = self.tokenizer.conversations
+        assert conversations is not None
 
         def measure_part() -> tuple[list[Lengths], set[str], set[str]]:
             how = {"seed": job.debug.seed, "part": process.rank, "parts": process.world_size}
             lengths = measure_conversations(training, self.tokenizer, **how)
-            seen = self.tokenizer.conversations
-            assert seen is not None
-            return lengths, seen.unseen_roles, seen.unread_flags
+            return lengths, conversations.unseen_roles, conversations.unread_flags
 
         doing = "reading the conversations failed"
         parts, unseen, flags = zip(*from_every_rank(measure_part, doing=doing), strict=True)
@@ -96,8 +95,6 @@ class TrainData:
             key = f"training.messages.targets={training.messages.targets!r}"
             line = f"{key}: no conversation has the role {missing[0]!r}: leave it out, or mend it"
             raise ConfigError(line)
-        conversations = self.tokenizer.conversations
-        assert conversations is not None
         conversations.unread_flags |= set.union(*flags)
         lines, found = conversations.notes(), []
         for source, *lengths in zip(training_sources(training), *parts, strict=True):

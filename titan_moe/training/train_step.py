@@ -100,9 +100,7 @@ class TrainStep:
         plan, dims = sharded.plan, sharded.meshes.dims
         self._sharded = sharded
         self._optimizer = optimizer
-        self._max_norm = plan.job.training.max_norm
-        self._compiled = plan.job.compile.compiles_layers
-        self._stops_on_overflow = plan.stops_on_overflow
+        self._plan = plan
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
         replicas = sharded.tied_weights.replicas
         self._counted = [each for each in self._parameters if each not in replicas]
@@ -157,12 +155,12 @@ class TrainStep:
         observer = observer or Observer()
         for moe in self._moe_layers.values():
             # A value of Python that changes would compile the layer again.
-            in_graph = self._compiled and not moe.dispatcher.waits_for_host
+            in_graph = self._plan.job.compile.compiles_layers and not moe.dispatcher.waits_for_host
             moe.counts_traffic = logged or in_graph
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
             result = self._total(loss_sum, batches, logged, counts or {}, parameter_norms)
-        overflows = result.rows_dropped > 0 and self._stops_on_overflow
+        overflows = result.rows_dropped > 0 and self._plan.stops_on_overflow
         if not result.accepted or overflows:
             return result
         if result.num_targets > 0:
@@ -173,7 +171,7 @@ class TrainStep:
         return result
 
     def _update(self, result: StepResult) -> None:
-        clip = grad_norm.clip_factor(result.grad_norm, self._max_norm)
+        clip = grad_norm.clip_factor(result.grad_norm, self._plan.job.training.max_norm)
         grad_norm.scale_grads(self._parameters, clip / result.num_targets)
         if result.counts_LE is not None:
             update_routers(self._routers, self._all_moe_layers, result.counts_LE)

@@ -40,6 +40,7 @@ from titan_moe.parallelize.plan import Plan
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.log import log_on_rank_zero
 from titan_moe.runtime.position import mark_layers
 from titan_moe.runtime.regions import region
 from titan_moe.runtime.stopping import StopRequest
@@ -64,9 +65,6 @@ class Progress:
 class Trainer:
     """Everything of one run on one rank."""
 
-    sharded: ShardedModel
-    checkpointer: Checkpointer
-
     def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
         """Build model, optimizer, data and log, and load the checkpoint to go on from. Collective.
         Raises ConfigError or RunError."""
@@ -79,7 +77,7 @@ class Trainer:
         self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
         plan = self._plan(stage)
-        self._build_model(plan)
+        self.sharded, self._ran = _build(plan, process), False
         self._build_step()
         self.data = TrainData(job, plan, process)
         step = self._load()
@@ -101,17 +99,11 @@ class Trainer:
     def _plan(self, job: JobConfig) -> Plan:
         return plan_here(job, self._config, self.process.device, self.process.local_world_size)
 
-    def _build_model(self, plan: Plan, groups: ProcessGroups | None = None) -> None:
-        """Build the model of a plan; `groups` of an earlier layout mean: no weights yet."""
-        self.sharded = _build(plan, self.process, groups)
-        self.meshes = self.sharded.meshes
-        self._ran = False
-
     def _build_step(self) -> None:
         """Build optimizer, train step and checkpointer for the model."""
         job, sharded = self.job, self.sharded
         self.optimizer = build_optimizer(
-            job.optimizer, sharded.named_parameters(), self._config, self.meshes.group
+            job.optimizer, sharded.named_parameters(), self._config, sharded.meshes.group
         )
         self.peak_rates = peak_rates(self.optimizer, job.optimizer)
         self.train_step = TrainStep(
@@ -129,7 +121,7 @@ class Trainer:
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
             self.bad_steps.load_state(state)
-            self._say(f"going on after step {self.progress.step}")
+            log_on_rank_zero(f"going on after step {self.progress.step}")
         return self.progress.step
 
     def train(self) -> bool:
@@ -139,7 +131,7 @@ class Trainer:
             self.checkpointer.check_export(resume_step, finished=True)
             at = f"{self.checkpointer.folder} is at step {resume_step}"
             line = f"{at}, and {self.data.limit(self.job)} allows no more: raise it to go on"
-            self._say(f"{line}, or choose another job.dump_folder")
+            log_on_rank_zero(f"{line}, or choose another job.dump_folder")
             self._close(draws=False)
             return False
         self.checkpointer.check_export(steps)
@@ -159,7 +151,7 @@ class Trainer:
                 step = self.progress.step + 1
                 if stages.get(step, self.job) != self.job:
                     began = changes(self.job, stages[step])
-                    self._say(f"a training stage begins with step {step}: {began}")
+                    log_on_rank_zero(f"a training stage begins with step {step}: {began}")
                     with self.log.phases("reshard"):
                         self.reshard(stages[step])
                 stop = self._step(step)
@@ -186,8 +178,8 @@ class Trainer:
         """Shorten the timeouts: the first step of a layout compiles, and may take long."""
         if self.job.compile.enable:
             graphs, breaks, seconds = compiled_so_far()
-            self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
-        set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.groups.all())
+            log_on_rank_zero(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
+        set_timeouts(self.job.comm.train_timeout_seconds, self.sharded.meshes.groups.all())
         self._ran = True
 
     def _step(self, step: int) -> bool:
@@ -310,7 +302,7 @@ class Trainer:
         if problems := check_reshard(self.job, job, self._config, world_size):
             raise ConfigError(problems)
         job = resolve(job, world_size)
-        set_timeouts(job.comm.init_timeout_seconds, self.meshes.groups.all())
+        set_timeouts(job.comm.init_timeout_seconds, self.sharded.meshes.groups.all())
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
@@ -322,14 +314,15 @@ class Trainer:
         self.routing = RoutingTrace(self.sharded, self.process, resume_step=step)
         self.log.set_layout(self.sharded, resume_step=step)
         collect_everything()
-        self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")
+        line = "going on after step %d in this layout; its ranks were sent %d bytes"
+        log_on_rank_zero(line, step, sent)
 
     def _move_to(self, plan: Plan) -> int:
         """Move parameters and optimizer state to another layout; returns the bytes sent."""
         last_step, texts = self.checkpointer.finish(), self.checkpointer.texts
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
-        self._build_model(plan, self.meshes.groups)
+        self.sharded = _build(plan, self.process, self.sharded.meshes.groups)
         moved = move(weights, model_tensors(self.sharded.parts))
         self._build_step()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
@@ -348,28 +341,22 @@ class Trainer:
             launch=self.process,
             adapts=self.job.lora.rank is not None,
         ):
-            self._say(line)
-
-    def _say(self, line: str) -> None:
-        if self.process.is_main:
-            logger.info("%s", line)
+            log_on_rank_zero(line)
 
 
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
     """Run a resolved job on this rank: write its seed checkpoint, or train it. Returns whether it
     stopped before its last step, saved."""
-    if process.is_main:
-        logger.info("%s: %s", job.job.description, job.job.dump_folder)
-        if job.job.print_config:
-            logger.info("configuration:\n%s", as_toml(job))
+    log_on_rank_zero("%s: %s", job.job.description, job.job.dump_folder)
+    if job.job.print_config:
+        log_on_rank_zero("configuration:\n%s", as_toml(job))
     if not job.checkpoint.create_seed_checkpoint:
         return Trainer(job, model_config, process).train()
     plan = plan_here(job, model_config, process.device, process.local_world_size)
     sharded = _build(plan, process)
     checkpointer = _checkpointer(job, sharded, None)
     checkpointer.save(0, {})
-    if process.is_main:
-        logger.info("the initial weights are %s", checkpointer.folder / "step-0")
+    log_on_rank_zero("the initial weights are %s", checkpointer.folder / "step-0")
     return False
 
 

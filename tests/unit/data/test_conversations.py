@@ -8,7 +8,7 @@ from pyarrow import parquet
 
 from tests.support.chat_templates import tokenizer_file
 from tests.support.conversations import SIZE, as_parquet, learned, read, talk, training, write
-from tests.support.documents import write_ranks
+from tests.support.documents import with_batch, write_ranks
 from tests.support.refusals import refusal
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import IGNORE_INDEX
@@ -203,7 +203,7 @@ def test_held_out_conversations_are_measured_and_not_trained_on(tmp_path):
     place = {"seed": 0, "rank": 0, "num_ranks": 1}
     loader = build_validation(validation, section, tokenizer, **place)
     held_out = {name for batch in loader for row in batch.samples for name in row}
-    reader = build_reader(section, tokenizer, validation=validation, global_batch_size=4, **place)
+    reader = build_reader(with_batch(section, 4), tokenizer, validation=validation, **place)
     trained = {name for rows in reader.read_step() for row in rows for name in row.samples}
     assert len(held_out) == 4 and not held_out & trained
 

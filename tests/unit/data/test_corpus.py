@@ -192,8 +192,8 @@ def test_start_on_the_default_data_imports_neither_torch_nor_datasets():
         "from titan_moe.data.check import check_data; "
         "from titan_moe.data.tokenizer import load_tokenizer; "
         "assert check_data(Training(), Validation(), 'bytes') == []; "
-        "build_reader(Training(), load_tokenizer('bytes'), seed=0, rank=0, num_ranks=1, "
-        "global_batch_size=8).read_step(); "
+        "section = Training(global_batch_size=8); "
+        "build_reader(section, load_tokenizer('bytes'), seed=0).read_step(); "
         "assert not {'torch', 'datasets', 'pandas', 'pyarrow', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -233,16 +233,16 @@ def test_resume_over_changed_files_is_refused(tmp_path, kind):
         path = tmp_path / "hub" / "part-04.json"
     elif kind == "blend":
         keys = {"blend": [{"dataset": "synthetic"}, keys]}
-    training = Training(seq_len=64, local_batch_size=2, repeat_dataset=True, **keys)
-    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-    reader = build_reader(training, TOKENIZER, **place)
+    keys |= {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 4}
+    training = Training(repeat_dataset=True, **keys)
+    reader = build_reader(training, TOKENIZER, seed=3)
     reader.read_step()
     state = json.loads(json.dumps(reader.state_dict()))
-    build_reader(training, TOKENIZER, **place).load_state_dict(state)
+    build_reader(training, TOKENIZER, seed=3).load_state_dict(state)
     content = path.read_bytes()
     changed = content.index(b"a", len(content) // 2)  # A letter of a text, or of an id.
     path.write_bytes(content[:changed] + b"b" + content[changed + 1 :])
-    other = build_reader(training, TOKENIZER, **place)
+    other = build_reader(training, TOKENIZER, seed=3)
     assert other.identity.fingerprint == reader.identity.fingerprint
     with pytest.raises(RunError, match=r"files have changed .*exclude_from_loading") as caught:
         other.load_state_dict(state)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from tests.support.conversations import SIZE, learned, read, talk, training, write
-from tests.support.documents import slow_rows
+from tests.support.documents import slow_rows, with_batch
 from tests.support.packing import filled, gradients
 from titan_moe.data.batch import IGNORE_INDEX, BestFit, Encoded, Packer, whole_documents
 from titan_moe.data.build import build_reader, measure_conversations
@@ -58,8 +58,7 @@ def as_json(state):
 
 def reader_of(section, size=SIZE):
     """The reader of a run on one rank."""
-    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": size}
-    return build_reader(section, load_tokenizer("bytes", section), **place)
+    return build_reader(with_batch(section, size), load_tokenizer("bytes", section), seed=3)
 
 
 def lengths_of(section, part=0, parts=1):

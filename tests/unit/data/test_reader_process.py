@@ -25,10 +25,11 @@ from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.errors import RunError
 from titan_moe.training.train_data import TrainData
 
-PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
+PLACE = {"seed": 3, "rank": 1, "num_ranks": 2}
 
 
-def in_a_process(section, **place):
+def in_a_process(section, *, size=8, **place):
+    section = section.model_copy(update={"global_batch_size": size})
     reader = ReaderProcess(build_reader, section, "bytes", **(PLACE | place))
     return Loader(reader, prefetch_factor=2)
 
@@ -55,7 +56,7 @@ def test_reader_process_gives_the_batches_of_a_reader_in_this_process(tmp_path):
 def test_mistakes_in_the_reader_process_are_one_line(tmp_path):
     path = write_jsonl(tmp_path / "a.json", ["x" * 500] * 9)
     section = training(dataset="json", dataset_path=path)
-    line = refusal(lambda: in_a_process(section, global_batch_size=64))
+    line = refusal(lambda: in_a_process(section, size=64))
     assert line.startswith("training.dataset='json' has 9 documents to train on, fewer")
     loader = in_a_process(section)
     other = loader.state_dict() | {"identity": {**loader.state_dict()["identity"], "seed": 9}}
@@ -87,7 +88,7 @@ def test_reader_process_reads_epochs_of_conversations(tmp_path):
 
 
 def test_death_of_the_reader_process_is_one_line():
-    reader = ReaderProcess(build_reader, training(), "bytes", **PLACE)
+    reader = ReaderProcess(build_reader, training(global_batch_size=8), "bytes", **PLACE)
     loader = Loader(reader, prefetch_factor=2)
     loader.next_step()
     os.kill(reader._child.pid, signal.SIGKILL)
@@ -105,7 +106,7 @@ def test_close_ends_the_reader_process_at_once(tmp_path):
     """The process ends even while it reads from a pipe that nobody writes to."""
     path = tmp_path / "a.json"
     write_jsonl(path, ["x"])
-    section = training(dataset="c4", dataset_path=str(tmp_path))
+    section = training(dataset="c4", dataset_path=str(tmp_path), global_batch_size=8)
     reader = ReaderProcess(build_reader, section, "bytes", **PLACE)
     path.unlink()
     os.mkfifo(path)  # Nothing writes to it.
@@ -121,9 +122,8 @@ import sys, time
 from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import ReaderProcess
-section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
-place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-reader = ReaderProcess(build_reader, section, "bytes", **place)
+section = Training(dataset="synthetic", seq_len=64, local_batch_size=2, global_batch_size=4)
+reader = ReaderProcess(build_reader, section, "bytes", seed=0)
 reader.read_step()
 print(reader._child.pid, "torch" in sys.modules, flush=True)
 time.sleep(600)

@@ -54,65 +54,55 @@ Shape = tuple[int, ...]
 Block = tuple[int, int] | None
 
 
-class Float8(NamedTuple):
-    """A block-quantised float8 tensor, read as float32, which holds the products."""
+class Quantized(NamedTuple):
+    """A tensor that is read in another form than it is stored in."""
 
-    name: str
-    shape: tuple[int, ...]
-    block: tuple[int, int]
-    dtype: torch.dtype = torch.float32
+    shape: Shape
+    dtype: torch.dtype
     """The type of the values that `read` returns."""
+    read: Callable[[Box, Read], Tensor]
+    """Returns the values of a box; takes what reads boxes of stored tensors."""
 
-    @classmethod
-    def of(cls, name: str, shape: Shape, scales: Shape, block: Block) -> "Float8":
-        """Raises RunError for scales that are not of these values."""
-        if block is None:
-            raise RunError(
-                f"{name} is float8, and config.json's quantization_config has no weight_block_size"
-            )
-        blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
-        if scales != (*shape[:-2], *blocks):
-            raise RunError(
-                f"{name}{_SCALE_INV} has shape {list(scales)}, but {list(shape)} in blocks of "
-                f"{list(block)} needs {[*shape[:-2], *blocks]}"
-            )
-        return cls(name, shape, block)
 
-    def read(self, box: Box, read: Read) -> Tensor:
-        """Returns the values of a box."""
+def _float8(name: str, shape: Shape, scales: Shape, block: Block) -> Quantized:
+    """A block-quantised float8 tensor, read as float32, which holds the products. Raises RunError
+    for scales that are not of these values."""
+    if block is None:
+        raise RunError(
+            f"{name} is float8, and config.json's quantization_config has no weight_block_size"
+        )
+    blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
+    if scales != (*shape[:-2], *blocks):
+        raise RunError(
+            f"{name}{_SCALE_INV} has shape {list(scales)}, but {list(shape)} in blocks of "
+            f"{list(block)} needs {[*shape[:-2], *blocks]}"
+        )
+    height, width = block
+
+    def dequantized(box: Box, read: Read) -> Tensor:
         *outer, rows, columns = box
-        height, width = self.block
         blocks = (*outer, _groups(rows, height), _groups(columns, width))
-        scales = read(self.name + _SCALE_INV, blocks).float()
+        scales = read(name + _SCALE_INV, blocks).float()
         scales = _spread(_spread(scales, -2, rows, height), -1, columns, width)
-        return read(self.name, box).float().mul_(scales)
+        return read(name, box).float().mul_(scales)
+
+    return Quantized(shape, torch.float32, dequantized)
 
 
-class MXFP4(NamedTuple):
-    """An MXFP4 tensor, read as the transposed bfloat16 tensor that transformers makes of it."""
+def _mxfp4(name: str, shape: Shape, scales: Shape, block: Block) -> Quantized:
+    """An MXFP4 tensor, read, exactly, as the transposed bfloat16 tensor that transformers makes of
+    it. Raises RunError for scales that are not of these values."""
+    if len(shape) != 4 or shape[-1] != _GROUP // 2 or scales != shape[:-1]:
+        raise RunError(
+            f"{name}: {_BLOCKS} {list(shape)} and {_SCALES} {list(scales)} are not those of MXFP4"
+        )
+    num_experts, num_rows, num_groups, _ = shape
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    """The type of the values that `read` returns."""
-
-    @classmethod
-    def of(cls, name: str, shape: Shape, scales: Shape, block: Block) -> "MXFP4":
-        """Raises RunError for scales that are not of these values."""
-        if len(shape) != 4 or shape[-1] != _GROUP // 2 or scales != shape[:-1]:
-            raise RunError(
-                f"{name}: {_BLOCKS} {list(shape)} and {_SCALES} {list(scales)} are not those of "
-                "MXFP4"
-            )
-        experts, rows, groups, _ = shape
-        return cls(name, (experts, groups * _GROUP, rows))
-
-    def read(self, box: Box, read: Read) -> Tensor:
-        """Returns the values of a box, exactly."""
+    def dequantized(box: Box, read: Read) -> Tensor:
         experts, inner, rows = box
         groups = _groups(inner, _GROUP)
-        scales = read(self.name + _SCALES, (experts, rows, groups))
-        packed = read(self.name + _BLOCKS, (experts, rows, groups, slice(0, _GROUP // 2)))
+        scales = read(name + _SCALES, (experts, rows, groups))
+        packed = read(name + _BLOCKS, (experts, rows, groups, slice(0, _GROUP // 2)))
         # Each byte holds two values, the first of them in its lower half.
         table = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])
         values = table[packed.int()].flatten(-2)
@@ -121,47 +111,39 @@ class MXFP4(NamedTuple):
         inside = slice(inner.start - first, inner.stop - first)
         return values.bfloat16().flatten(-2)[..., inside].transpose(-1, -2)
 
+    return Quantized((num_experts, num_groups * _GROUP, num_rows), torch.bfloat16, dequantized)
 
-class Int4(NamedTuple):
+
+def _int4(name: str, shape: Shape, scales: Shape, block: Block) -> Quantized:
     """A tensor of 4-bit integers, as the package compressed-tensors packs them, read as float32,
-    which holds the products."""
+    which holds the products. Raises RunError for scales that are not of these values."""
+    num_rows, numbers = shape
+    if len(scales) != 2 or scales[0] != num_rows or numbers * 8 % scales[1]:
+        raise RunError(
+            f"{name}: {_PACKED} {list(shape)} and {_SCALE} {list(scales)} do not belong together"
+        )
+    group = numbers * 8 // scales[1]
 
-    name: str
-    shape: tuple[int, ...]
-    group: int
-    dtype: torch.dtype = torch.float32
-    """The type of the values that `read` returns."""
-
-    @classmethod
-    def of(cls, name: str, shape: Shape, scales: Shape, block: Block) -> "Int4":
-        """Raises RunError for scales that are not of these values."""
-        rows, numbers = shape
-        if len(scales) != 2 or scales[0] != rows or numbers * 8 % scales[1]:
-            raise RunError(
-                f"{name}: {_PACKED} {list(shape)} and {_SCALE} {list(scales)} do not belong "
-                "together"
-            )
-        return cls(name, (rows, numbers * 8), numbers * 8 // scales[1])
-
-    def read(self, box: Box, read: Read) -> Tensor:
-        """Returns the values of a box."""
+    def dequantized(box: Box, read: Read) -> Tensor:
         rows, columns = box
         packed = _groups(columns, 8)
-        numbers = read(self.name + _PACKED, (rows, packed))
+        numbers = read(name + _PACKED, (rows, packed))
         # The first value is in the lowest bits; all are 8 too large.
         values = ((numbers[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
         first = packed.start * 8
-        scales = read(self.name + _SCALE, (rows, _groups(columns, self.group))).float()
+        scales = read(name + _SCALE, (rows, _groups(columns, group))).float()
         inside = values[:, columns.start - first : columns.stop - first]
-        return inside.float().mul_(_spread(scales, -1, columns, self.group))
+        return inside.float().mul_(_spread(scales, -1, columns, group))
+
+    return Quantized((num_rows, numbers * 8), torch.float32, dequantized)
 
 
 # Endings of the names of quantised values -> their types, and endings of what belongs to them, the
 # scales first.
-_QUANTIZED: dict[str, tuple[tuple[str, ...], tuple[str, ...], type[Float8 | MXFP4 | Int4]]] = {
-    "": (("F8_E4M3", "F8_E5M2"), (_SCALE_INV,), Float8),
-    _BLOCKS: (("U8",), (_SCALES,), MXFP4),
-    _PACKED: (("I32",), (_SCALE, _SHAPE), Int4),
+_QUANTIZED: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Quantized]]] = {
+    "": (("F8_E4M3", "F8_E5M2"), (_SCALE_INV,), _float8),
+    _BLOCKS: (("U8",), (_SCALES,), _mxfp4),
+    _PACKED: (("I32",), (_SCALE, _SHAPE), _int4),
 }
 
 
@@ -196,14 +178,14 @@ class HFFolder:
             self._slices |= slices
         self._files = {name: file for file, slices in files.items() for name in slices}
         block = weight_block(self.settings, path / CONFIG)
-        self._quantized: dict[str, Float8 | MXFP4 | Int4] = {}
+        self._quantized: dict[str, Quantized] = {}
         hidden: set[str] = set()
         for stored, values in self._slices.items():
-            for ending, (types, others, kind) in _QUANTIZED.items():
+            for ending, (types, others, make) in _QUANTIZED.items():
                 if stored.endswith(ending) and values.get_dtype() in types:
                     name = stored.removesuffix(ending)
-                    scales = self._scales(name, stored, others[0])
-                    self._quantized[name] = kind.of(name, self._shape(stored), scales, block)
+                    shapes = self._shape(stored), self._scales(name, stored, others[0])
+                    self._quantized[name] = make(name, *shapes, block)
                     self._files[name] = self._files[stored]
                     hidden |= {stored, *(name + other for other in others)}
         self.shapes = {name: self._shape(name) for name in self._slices if name not in hidden}

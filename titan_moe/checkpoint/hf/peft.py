@@ -208,7 +208,7 @@ def _wanted(lora: Lora) -> dict[str, Any]:
 
 
 def load_adapters(
-    model: HFModel | None, job_record: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    model: HFModel, job_record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Fill this rank's adapters, plain or DTensors, with those of a job's lora.initial_load_path,
     if it names one. Collective.
@@ -221,7 +221,6 @@ def load_adapters(
     lora = Lora(**job_record.get("lora", {}))
     if lora.initial_load_path is None:
         return
-    assert model is not None, "PEFT folders want a family and dimensions"
     folder = Path(lora.initial_load_path)
     doing = f"cannot load {folder}"
     check_sums(folder, doing=doing)

@@ -136,9 +136,7 @@ def folder_source(path: Path) -> Source:
 
 
 def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
-    """Returns the family and dimensions of a checkpoint. Raises RunError if it has none."""
-    if not manifest.model:
-        raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
+    """Returns the family and dimensions of a checkpoint. Raises RunError if they are not known."""
     try:
         return HFModel(manifest.family, from_record(manifest.model))
     except ValueError as error:

@@ -113,8 +113,8 @@ class Launcher:
         """Reads a finished run. Raises TrainingError for one that is not what was asked for."""
         name, spec = place.name, place.spec
         record = read_run(place.folder, name=name)
-        if spec.ranks not in (None, ranks := record.facts["world_size"]):
-            raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
+        if (ranks := record.facts["world_size"]) != spec.world_size:
+            raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.world_size}")
         code = self.code(spec)
         if problem := code.problem(record.facts["code"]):
             raise TrainingError(f"{name} is not what was asked for: {problem}")
@@ -184,13 +184,11 @@ def workplace(folder: Path) -> Iterator[None]:
 def _command(spec: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
     every_node = shlex.split(os.environ.get(EVERY_NODE, ""))
     run_train = str(folder / "run_train.sh")
-    ranks = {} if spec.ranks is None else {"NGPU": str(spec.ranks)}
     if not every_node and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
-        return [run_train], {**ranks, "NNODES": "1"}
-    if spec.ranks is not None:
-        on_node = os.environ.get("NGPU") or os.environ.get("SLURM_GPUS_ON_NODE")
-        used = -(-spec.ranks // int(on_node or default_ranks(os.environ)))
-        ranks = {"NGPU": str(spec.ranks // used), "NNODES": str(used)}
+        return [run_train], {"NGPU": str(spec.world_size), "NNODES": "1"}
+    on_node = os.environ.get("NGPU") or os.environ.get("SLURM_GPUS_ON_NODE")
+    used = -(-spec.world_size // int(on_node or default_ranks(os.environ)))
+    ranks = {"NGPU": str(spec.world_size // used), "NNODES": str(used)}
     if every_node:
         return [*every_node, run_train], ranks
     script = str(folder / "scripts" / "slurm_train.sh")

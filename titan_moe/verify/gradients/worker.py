@@ -109,13 +109,10 @@ class LocalState:
         weights, buffers = self.fixture.weights, self.fixture.buffers
         for name, parameter in self.parameters.items():
             local_part(parameter).copy_(weights[name][self.boxes[name]])
-        for name, layer in self.moe_layers.items():
-            layer.router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
-            layer.router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
         for part in self.sharded.parts:
-            for name, block in part.blocks().items():
-                if block.scale is not None:
-                    block.scale.copy_(buffers[f"{name}.scale"])
+            for name, buffer in part.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
     def batches(self, batch: Batch) -> list[Batch]:
         """The microbatches of this rank."""

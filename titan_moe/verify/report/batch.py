@@ -40,10 +40,10 @@ def read_sequences(
     """
 
     def open_reader(training: Training) -> StepReader:
-        size = training.global_batch_size
-        place: dict[str, Any] = {"rank": 0, "num_ranks": 1 if job.stages else max(1, size // most)}
-        place |= {"seed": job.debug.seed, "global_batch_size": size, "validation": job.validation}
-        return build_reader(training.model_copy(update={"local_batch_size": 1}), tokenizer, **place)
+        ranks = 1 if job.stages else max(1, training.global_batch_size // most)
+        place: dict[str, Any] = {"num_ranks": ranks, "seed": job.debug.seed}
+        training = training.model_copy(update={"local_batch_size": 1})
+        return build_reader(training, tokenizer, validation=job.validation, **place)
 
     training = job_of_step(job, 1).training
     reader = open_reader(training)

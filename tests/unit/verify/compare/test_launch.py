@@ -14,7 +14,6 @@ ALL = {EVERY_NODE: "env all"}
     ("variables", "ranks", "words", "found"),
     [
         ({"NNODES": "2"}, 8, "code/run_train.sh", {"NGPU": "8", "NNODES": "1"}),
-        (ALL | {"NGPU": "8"}, None, "env all code/run_train.sh", {}),
         (ALL | {"NGPU": "8"}, 12, "env all code/run_train.sh", {"NGPU": "6", "NNODES": "2"}),
         (
             {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "4"},
@@ -25,7 +24,7 @@ ALL = {EVERY_NODE: "env all"}
     ],
 )
 def test_run_starts_on_as_many_machines_as_its_ranks_need(
-    monkeypatch: pytest.MonkeyPatch, variables: dict, ranks: int | None, words: str, found: dict
+    monkeypatch: pytest.MonkeyPatch, variables: dict, ranks: int, words: str, found: dict
 ) -> None:
     for name in ("NGPU", "NNODES", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", EVERY_NODE):
         monkeypatch.delenv(name, raising=False)

@@ -71,7 +71,7 @@ def test_sequences_are_those_of_a_run_on_any_number_of_ranks_in_any_stage(ranks,
     readers, found = [], []
     for (_, staged), steps in zip(training_stages(job), (2, 2), strict=True):
         section = staged.training.model_copy(update={"local_batch_size": 1})
-        place = {"seed": 0, "num_ranks": ranks, "global_batch_size": section.global_batch_size}
+        place = {"seed": 0, "num_ranks": ranks}
         before = readers
         readers = [build_reader(section, tokenizer, rank=rank, **place) for rank in range(ranks)]
         for reader in readers if before else ():
