@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.ops.linear import linear
 from titan_moe.ops.operation import operation
 
 
@@ -41,7 +42,13 @@ def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
     Padding rows are not read, nor the map's sources past the rows. Sums of narrow types are float32
     and rounded once.
     """
-    return _CombineRows.apply(y_RD, row_map)
+    # Not saved for the backward: a recomputation would have to come as far as this to find it.
+    source_R = row_map.source_R[: len(y_RD)]
+    return linear(
+        y_RD,
+        lambda y_RD: add_rows(y_RD, row_map.rows_TK),
+        lambda grad_TD: copy_rows(grad_TD, source_R),
+    )
 
 
 class _GatherRows(torch.autograd.Function):
@@ -55,19 +62,6 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
         (rows_TK,) = ctx.saved_tensors
         return add_rows(grad_RD, rows_TK), None, None
-
-
-class _CombineRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, y_RD: Tensor, row_map: RowMap) -> Tensor:
-        # Not saved_for_backward: a recomputation would have to come as far as this to find it.
-        ctx.source_R = row_map.source_R[: len(y_RD)]  # type: ignore[attr-defined]
-        return add_rows(y_RD, row_map.rows_TK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_TD: Tensor):  # type: ignore[override, no-untyped-def]
-        return copy_rows(grad_TD, ctx.source_R), None
 
 
 def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
