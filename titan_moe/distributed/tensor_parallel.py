@@ -150,7 +150,8 @@ class _CutLinear(_Cut):
 
     def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
         super().__init__(linear, mesh, group)
-        self.product = _product(linear)
+        # Low precision is chosen before weights are cut.
+        self.product = linear.product if isinstance(linear, Float8Linear) else F.linear
         self.register_parameter("bias", linear.bias)
         if self.dim == 0 and linear.bias is not None:
             cut_parameter(self, "bias", mesh, [0])
@@ -262,11 +263,6 @@ def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
 
     module.register_forward_pre_hook(gather)
     return module
-
-
-def _product(linear: nn.Module) -> Callable[..., Tensor]:
-    """Returns a Linear's product function; low precision is chosen before weights are cut."""
-    return linear.product if isinstance(linear, Float8Linear) else F.linear
 
 
 def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
