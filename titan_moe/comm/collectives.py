@@ -125,7 +125,12 @@ def wait_for_rows(rows: RowsInFlight) -> Tensor:
     """Returns the received rows of `start_rows`, in the order of source ranks. Call it once."""
     if rows.handle.turns is not None:
         rows.handle.turns.pass_on(FORWARD)
-    return _WaitRows.apply(rows.carrier, rows.handle.take(), rows.handle.exchange)
+    received, exchange = rows.handle.take(), rows.handle.exchange
+    return linear(
+        rows.carrier,
+        lambda _: exchange.wait(received).detach(),
+        lambda grad_RD: exchange.reverse().start(grad_RD),
+    )
 
 
 def recomputing() -> bool:
@@ -271,20 +276,6 @@ class _StartRows(torch.autograd.Function):
         if ctx.turns is not None:
             ctx.turns.pass_on(BACKWARD)
         return ctx.exchange.reverse().wait(grad_in_flight), None, None
-
-
-class _WaitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: RowExchange
-    ) -> Tensor:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
-        return exchange.wait(in_flight).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return ctx.exchange.reverse().start(grad_RD), None, None
 
 
 # torch's micro-pipeline pass knows these two forms: gather, chunk, cat; and chunk, cat, scatter.
