@@ -253,28 +253,3 @@ class FlexCore(Flex):
         )
 
     __call__ = torch.compiler.disable(Flex.attend)
-
-
-def choose_core(
-    *,
-    mask_documents: bool,
-    local_or_sinks: bool = False,
-    takes_varlen: bool = False,
-    takes_flex: bool = False,
-) -> AttentionCore:
-    """Returns the fastest core for these masks, heads and device.
-
-    Plain causal attention is left to torch, which on an H100 prefers cuDNN's kernel to flash.
-
-    Args:
-        local_or_sinks: whether any layer has a window, a chunk or sinks.
-        takes_varlen: whether the device has `varlen_attention` for the heads and their type; there
-            is none for sinks.
-        takes_flex: whether it has compiled flex attention for them.
-    """
-    if mask_documents or local_or_sinks:
-        if takes_varlen:
-            return VarlenCore(mask_documents=mask_documents)
-        if takes_flex:
-            return FlexCore(mask_documents=mask_documents, compiled=True)
-    return Sdpa(mask_documents=mask_documents)

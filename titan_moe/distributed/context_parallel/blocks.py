@@ -146,7 +146,7 @@ BlockAttention = ExplicitBlocks | FlexBlocks
 
 
 def choose_blocks(*, mask_documents: bool, takes_flex: bool) -> BlockAttention:
-    """Returns the attention within blocks. `takes_flex`: as for `choose_core`."""
+    """Returns the attention within blocks. `takes_flex`: as `models.attention.takes_flex` says."""
     if takes_flex:
         return FlexBlocks(mask_documents=mask_documents, compiled=True)
     return ExplicitBlocks(mask_documents=mask_documents)
