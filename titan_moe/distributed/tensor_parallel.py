@@ -74,7 +74,11 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Mes
             f"no tensor-parallel plan names {', '.join(unplanned)}: add to "
             f"titan_moe/models/tensor_plan.py how tp cuts each, or that it stays whole"
         )
-    return _held_whole(model)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if ".experts." not in name and not isinstance(parameter, DTensor)
+    }
 
 
 def sum_grads(
@@ -116,14 +120,6 @@ def _is_routed(model: nn.Module, name: str) -> bool:
         and parts[end : end + 1] != ["shared_experts"]
         for end in range(1, len(parts) + 1)
     )
-
-
-def _held_whole(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if ".experts." not in name and not isinstance(parameter, DTensor)
-    }
 
 
 class _Cut(nn.Module):
