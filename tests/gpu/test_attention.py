@@ -7,7 +7,13 @@ from torch import Tensor
 from tests.support.operations import without_waits
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
 from titan_moe.ops import flex_attention
-from titan_moe.ops.attention import AttentionCore, FlexCore, Sdpa, VarlenCore
+from titan_moe.ops.attention import (
+    AttentionCore,
+    FlexCore,
+    Sdpa,
+    VarlenCore,
+    first_seen_in_sequences,
+)
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Index, SparseAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
@@ -128,14 +134,12 @@ def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, 
     keys_S = second if keys_of == "own half" else first
     q, k, v, grad = _drawn(8, 2, 2, 8, seq_len=256)
     results = []
-    for blocks in (
-        ExplicitBlocks(mask_documents=True),
-        FlexBlocks(mask_documents=True, compiled=True),
-    ):
+    first_BS = first_seen_in_sequences(_documents(), LOCALS[local], mask_documents=True)
+    for blocks in (ExplicitBlocks(), FlexBlocks(compiled=True)):
         found = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=DEVICE)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         upstream = Upstream(q, grad, torch.full(q.shape[:3], 3.0, device=DEVICE), q[..., 0])
-        for queries, keys, mask in blocks.blocks(_documents(), second, keys_S, LOCALS[local]):
+        for queries, keys, mask in blocks.blocks(first_BS, second, keys_S):
             at = k[:, :, keys], v[:, :, keys], mask, 0.1
             parts = blocks.forward(q[:, :, queries], *at)
             for whole, part in zip(found, parts, strict=True):
