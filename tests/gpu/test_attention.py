@@ -6,14 +6,8 @@ from torch import Tensor
 
 from tests.support.operations import without_waits
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.ops import flex_attention
-from titan_moe.ops.attention import (
-    AttentionCore,
-    FlexCore,
-    Sdpa,
-    VarlenCore,
-    first_seen_in_sequences,
-)
+from titan_moe.ops import attention, flex_attention
+from titan_moe.ops.attention import AttentionCore, FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Index, SparseAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
@@ -134,7 +128,8 @@ def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, 
     keys_S = second if keys_of == "own half" else first
     q, k, v, grad = _drawn(8, 2, 2, 8, seq_len=256)
     results = []
-    first_BS = first_seen_in_sequences(_documents(), LOCALS[local], mask_documents=True)
+    seen_from = attention.first_seen_in_sequences
+    first_BS = seen_from(_documents(), LOCALS[local], mask_documents=True)
     for blocks in (ExplicitBlocks(), FlexBlocks(compiled=True)):
         found = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=DEVICE)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -4,8 +4,6 @@ In plain torch it is a chain of elementwise passes; on CUDA one Triton kernel fo
 backward. While a graph is traced the plain form stays, which the compiler fuses itself.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,8 +29,11 @@ def rotate(
     return rotate_reference(x_BSHC, cos_BSC, sin_BSC, pairing, first)
 
 
-def rotate_by_kernel(x_BSHC: Tensor, *how: Any) -> Tensor:
+def rotate_by_kernel(
+    x_BSHC: Tensor, cos_BSC: Tensor, sin_BSC: Tensor, pairing: str, first: int = 0
+) -> Tensor:
     """Computes `rotate`; the gradient is rotated back, so that the backward needs no activation."""
+    how = cos_BSC, sin_BSC, pairing, first
     return linear(
         x_BSHC,
         lambda x_BSHC: rotate_heads(x_BSHC, *how, False),
