@@ -4,6 +4,7 @@ Errors are the largest differences from one process in float64: of o, dq, dk, dv
 gradient summed over ranks.
 """
 
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.planting import Bug, plant
 from tests.support.tiers import split, tiered
 from titan_moe.distributed.context_parallel import apply as context_parallel
-from titan_moe.distributed.context_parallel import blocks as block_attention
+from titan_moe.distributed.context_parallel.blocks import FlexBlocks
 from titan_moe.ops.attention import Sdpa
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.runtime.ranks import run_on_ranks
@@ -143,9 +144,7 @@ def largest_errors_of_flex(cases: list[Case]) -> list[list[float]]:
     """CUDA's way, uncompiled. Torch refuses its backward on a CPU, but can do it."""
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     flex_attention._validate_device = lambda *tensors: None  # type: ignore[assignment]
-    context_parallel.choose_blocks = lambda *, mask_documents, takes_flex: (  # type: ignore[assignment]
-        block_attention.FlexBlocks(mask_documents=mask_documents, compiled=False)
-    )
+    context_parallel.ExplicitBlocks = partial(FlexBlocks, compiled=False)  # type: ignore[assignment,misc]
     return largest_errors(cases)
 
 
@@ -165,8 +164,8 @@ BUGS = {
     "mask by local positions": (
         Bug(
             f"{_CP}.apply:AllGather.mask",
-            "blocks(documents_BS, queries_S, keys_S, local)",
-            "blocks(documents_BS, keys_S[: len(queries_S)], keys_S, local)",
+            "local), queries_S, keys_S)",
+            "local), keys_S[: len(queries_S)], keys_S)",
             "allgather",
         ),
         OUT,

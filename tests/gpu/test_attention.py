@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.support.operations import without_waits
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.ops import flex_attention
-from titan_moe.ops.attention import AttentionCore, FlexCore, Sdpa, VarlenCore, choose_core
+from titan_moe.ops import attention, flex_attention
+from titan_moe.ops.attention import AttentionCore, FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.sparse_attention import Index, SparseAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
@@ -47,8 +47,7 @@ def _results(core: AttentionCore, local: str, *, sinks: bool, seq_len: int = 512
 @pytest.mark.parametrize("masked", [True, False])
 def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local: str, sinks: bool):
     plain = Sdpa(mask_documents=masked)
-    ours = choose_core(mask_documents=masked, local_or_sinks=True, takes_flex=True)
-    assert isinstance(ours, FlexCore)
+    ours = FlexCore(mask_documents=masked, compiled=True)
     oracle = _results(plain, local, sinks=sinks)
     for a, b in zip(_results(ours, local, sinks=sinks), oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
@@ -70,7 +69,7 @@ def test_heads_that_no_fused_kernel_takes_match_the_cpu(
 ):
     """The gate's heads and type."""
     assert not flex_attention.takes(*dims, dtype)
-    core, documents_BS = choose_core(mask_documents=True), _documents()
+    core, documents_BS = Sdpa(mask_documents=True), _documents()
     shapes = [(2, 8, 512, dims[0]), (2, 2, 512, dims[0]), (2, 2, 512, dims[1]), (8,)]
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, dtype=dtype, generator=generator) for s in shapes[: 3 + sinks]]
@@ -90,8 +89,7 @@ def test_heads_that_no_fused_kernel_takes_match_the_cpu(
 @pytest.mark.parametrize("masked", [True, False])
 def test_flash_matches_the_explicit_mask_forward_and_backward(masked: bool, local: str, heads: str):
     """bfloat16 is compared with float32. The bounds leave room, so some pieces are empty."""
-    core = choose_core(mask_documents=masked, local_or_sinks=True, takes_varlen=True)
-    assert isinstance(core, VarlenCore)
+    core = VarlenCore(mask_documents=masked)
     plain = Sdpa(mask_documents=masked)
     kv_heads, dims = (2, (128, 128, 128)) if heads == "gqa" else (8, (192, 192, 128))
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -130,14 +128,13 @@ def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, 
     keys_S = second if keys_of == "own half" else first
     q, k, v, grad = _drawn(8, 2, 2, 8, seq_len=256)
     results = []
-    for blocks in (
-        ExplicitBlocks(mask_documents=True),
-        FlexBlocks(mask_documents=True, compiled=True),
-    ):
+    seen_from = attention.first_seen_in_sequences
+    first_BS = seen_from(_documents(), LOCALS[local], mask_documents=True)
+    for blocks in (ExplicitBlocks(), FlexBlocks(compiled=True)):
         found = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=DEVICE)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         upstream = Upstream(q, grad, torch.full(q.shape[:3], 3.0, device=DEVICE), q[..., 0])
-        for queries, keys, mask in blocks.blocks(_documents(), second, keys_S, LOCALS[local]):
+        for queries, keys, mask in blocks.blocks(first_BS, second, keys_S):
             at = k[:, :, keys], v[:, :, keys], mask, 0.1
             parts = blocks.forward(q[:, :, queries], *at)
             for whole, part in zip(found, parts, strict=True):

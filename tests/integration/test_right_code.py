@@ -66,6 +66,6 @@ def test_command_in_another_checkout_is_refused(clones: Clones, tmp_path: Path) 
 def test_run_train_checks_by_its_own_code(clones: Clones) -> None:
     """Called from the root of another checkout."""
     with (clones.mine / "titan_moe" / "prepare" / "job.py").open("a") as file:
-        file.write("\n\ndef prepare_job(*_):\n    raise ConfigError(['this is mine'])\n")
+        file.write("\n\ndef prepare(*_):\n    raise ConfigError(['this is mine'])\n")
     exit_code, told = clones.run(clones.mine / "run_train.sh", at=clones.installed)
     assert (exit_code, told) == (2, "error: this is mine\n")

@@ -113,7 +113,7 @@ def _indexed(draw: Draw) -> Case:
 
 @torch.no_grad()
 def _block(q, k, v, grad):
-    blocks = ExplicitBlocks(mask_documents=False)
+    blocks = ExplicitBlocks()
     o, lse = blocks.forward(q, k, v, None, 0.25)
     delta = (o * grad.to(o.dtype)).sum(-1)
     return blocks.backward(Upstream(q, grad, lse, delta), k, v, None, 0.25)

@@ -39,31 +39,23 @@ def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
     keys = [] if "model" in excluded or same_model else [*_MODEL]
     if not is_seed and "dataloader" not in excluded:  # Any data may follow on initial weights.
         keys += _DATA
-    lines = list(_differences(keys, job, checkpoint, manifest["job"]))
-    if job.checkpoint.enable and not lines:
-        lines += _other_tensors(job, dimensions, checkpoint, manifest)
-    return lines
-
-
-def _other_tensors(
-    job: JobConfig, dimensions: dict[str, Any], checkpoint: Path, manifest: dict[str, Any]
-) -> Iterator[str]:
-    """Yields one line for each key by which `job` has other tensors than its folder's checkpoint,
-    or tensors of another type."""
-    excluded, saved = job.checkpoint.exclude_from_loading, manifest["job"]
+    saved = manifest["job"]
+    lines = list(_differences(keys, job, checkpoint, saved))
+    if lines or not job.checkpoint.enable:
+        return lines
     if "model" not in excluded:
         other = dimensions.get("num_mtp_layers") != manifest["model"].get("num_mtp_layers")
         keys = ["training.dtype"] + ["model.num_mtp_layers"] * other
-        yield from _differences(keys, job, checkpoint, saved)
+        lines += _differences(keys, job, checkpoint, saved)
     if manifest.get("model_only") or "optimizer" in excluded:
-        return
+        return lines
     keys = ["optimizer.state_dtype"]
     if OPTIMIZER_KEYS[job.optimizer.name] != OPTIMIZER_KEYS[saved["optimizer"]["name"]]:
         keys.append("optimizer.name")
     if dimensions.get("attention", {}).get("indexer"):
         keys.append("training.indexer_stage")
-    for line in _differences(keys, job, checkpoint, saved):
-        yield f'{line}; checkpoint.exclude_from_loading=["optimizer"] begins with fresh states'
+    also = '; checkpoint.exclude_from_loading=["optimizer"] begins with fresh states'
+    return lines + [line + also for line in _differences(keys, job, checkpoint, saved)]
 
 
 def position_rule(job: JobConfig) -> Rule:

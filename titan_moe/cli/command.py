@@ -32,7 +32,7 @@ class Answer:
     """Holds the result of a command."""
 
     data: Any = None
-    """Value that --json prints; None if the command's own processes have printed it."""
+    """Value that --json prints; None where there is no --json."""
     lines: Sequence[str] = ()
     """Lines that are printed without --json."""
     exit_code: int = 0
@@ -91,9 +91,7 @@ class Command:
             more = "; the same command goes on where it stopped" if self.resumable else ""
             print(f"\ninterrupted{more}", file=sys.stderr)
             return _INTERRUPTED
-        text = "\n".join(answer.lines)
-        if options.json:  # None: the command's own processes have printed it.
-            text = "" if answer.data is None else json.dumps(answer.data, indent=1)
+        text = json.dumps(answer.data, indent=1) if options.json else "\n".join(answer.lines)
         if text and is_first:
             with suppress(BrokenPipeError):
                 print(text)

@@ -1,11 +1,10 @@
 """Collectives of rows and parts of sequences, with gradients; of counts, which ranks exchange
 before rows; and of a step's sums."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from titan_moe.comm.turns import BACKWARD, FORWARD, Turns
+from titan_moe.ops.linear import linear
 
 # Recomputation by operation keeps what an operation returns; the usual forms return nothing, but
 # write into an argument.
 _functional = torch.ops._c10d_functional
-
-LinearMap = Callable[[Tensor], Tensor]
 
 # --- rows and sequences, differentiable ---
 
@@ -127,7 +125,12 @@ def wait_for_rows(rows: RowsInFlight) -> Tensor:
     """Returns the received rows of `start_rows`, in the order of source ranks. Call it once."""
     if rows.handle.turns is not None:
         rows.handle.turns.pass_on(FORWARD)
-    return _WaitRows.apply(rows.carrier, rows.handle.take(), rows.handle.exchange)
+    received, exchange = rows.handle.take(), rows.handle.exchange
+    return linear(
+        rows.carrier,
+        lambda _: exchange.wait(received).detach(),
+        lambda grad_RD: exchange.reverse().start(grad_RD),
+    )
 
 
 def recomputing() -> bool:
@@ -159,14 +162,6 @@ def ends_a_layer() -> bool:
 
 
 _ends_a_layer = ContextVar("_ends_a_layer", default=False)
-
-
-def linear(
-    x: Tensor, function: Callable[..., Tensor], transposed: Callable[..., Tensor], **both: Any
-) -> Tensor:
-    """Returns function(x) for a linear function whose backward is `transposed`. Both get the
-    further arguments `both`."""
-    return _Linear.apply(x, partial(function, **both), partial(transposed, **both))
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -281,32 +276,6 @@ class _StartRows(torch.autograd.Function):
         if ctx.turns is not None:
             ctx.turns.pass_on(BACKWARD)
         return ctx.exchange.reverse().wait(grad_in_flight), None, None
-
-
-class _WaitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: RowExchange
-    ) -> Tensor:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
-        return exchange.wait(in_flight).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return ctx.exchange.reverse().start(grad_RD), None, None
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
-        ctx.transposed = transposed  # type: ignore[attr-defined]
-        return function(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        return ctx.transposed(grad), None, None
 
 
 # torch's micro-pipeline pass knows these two forms: gather, chunk, cat; and chunk, cat, scatter.

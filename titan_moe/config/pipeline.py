@@ -135,33 +135,19 @@ def module_names(num_layers: int) -> list[str]:
 def model_parts(
     parallelism: Parallelism, weights: Mapping[str, float], num_layers: int
 ) -> list[list[str]]:
-    """The modules of each stage: as configured, or split by `weights` (see `split_parts`)."""
-    if (parts := parallelism.module_fqns_per_model_part) is not None:
-        return [list(part) for part in parts]
-    return split_parts(
-        weights,
-        num_stages(parallelism, num_layers),
-        first_less=parallelism.pipeline_parallel_first_stage_less_layers,
-        last_less=parallelism.pipeline_parallel_last_stage_less_layers,
-    )
+    """The modules of each stage: as configured, or so that the heaviest is as light as possible.
 
-
-def split_parts(
-    weights: Mapping[str, float],
-    stages: int,
-    *,
-    first_less: int | None = None,
-    last_less: int | None = None,
-) -> list[list[str]]:
-    """Cut a model into stages of one or more layers so that the heaviest is as light as possible.
-
-    Of all such cuts, the most even one (least sum of squares).
+    A stage has one or more layers. Of all such cuts, the most even one (least sum of squares).
 
     Args:
-        weights: the cost of each of `module_names`, in any unit.
-        first_less, last_less: the embedding, or norm and output, cost as much as this many layers
-            of average weight instead of their own.
+        weights: the cost of each of `module_names`, in any unit. The embedding, or norm and output,
+            cost as much as some layers of average weight where the configuration says so.
     """
+    if (named := parallelism.module_fqns_per_model_part) is not None:
+        return [list(part) for part in named]
+    stages = num_stages(parallelism, num_layers)
+    first_less = parallelism.pipeline_parallel_first_stage_less_layers
+    last_less = parallelism.pipeline_parallel_last_stage_less_layers
     layers = [name for name in weights if name.startswith("layers.")]
     assert len(layers) >= stages, f"{len(layers)} layers do not make {stages} stages"
     average = sum(weights[name] for name in layers) / len(layers)

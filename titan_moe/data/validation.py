@@ -46,50 +46,43 @@ class ValidationLoader:
 
     @cached_property
     def _batches(self) -> list[Batch]:
-        size, steps = self.validation.local_batch_size, self.validation.steps
-        seq_len = self.validation.seq_len or self.training.seq_len
-        mask = self.training.mask_documents
-        sequences = _sequences(self.sources, self.tokenizer, seq_len, mask)
+        """This rank's sequences of each batch of all ranks."""
+        local, steps = self.validation.local_batch_size, self.validation.steps
+        size, own = self.num_ranks * local, range(self.rank * local, (self.rank + 1) * local)
         # Whatever the number of ranks; -1: all.
-        limited = islice(sequences, steps * size if steps >= 0 else None)
-        return list(_batches(limited, size, self.rank, self.num_ranks))
+        sequences = islice(self._sequences(), steps * local if steps >= 0 else None)
+        batches: list[Batch] = []
+        filler: PackedSequence | None = None
+        for opening in sequences:
+            filler = filler or ignored_sequence(opening)  # The last one may be mostly padding.
+            batch = chain([opening], islice(sequences, size - 1), repeat(filler))
+            # All are read, and only this rank's kept.
+            numbered = zip(range(size), batch, strict=False)
+            kept = [sequence for number, sequence in numbered if number in own]
+            batches.append(stack_sequences(kept))
+        return batches
 
+    def _sequences(self) -> Iterator[PackedSequence]:
+        """Returns all sequences of the blend, each of whose sources is read once."""
+        sources, tokenizer, training = self.sources, self.tokenizer, self.training
+        seq_len = self.validation.seq_len or training.seq_len
+        blend, unread = Blend([source.weight for source in sources]), [*range(len(sources))]
+        documents = [_documents(source.order, tokenizer, seq_len) for source in sources]
 
-def _batches(
-    sequences: Iterator[PackedSequence], local_size: int, rank: int, num_ranks: int
-) -> Iterator[Batch]:
-    """Yields a rank's sequences of each batch of all ranks."""
-    size, own = num_ranks * local_size, range(rank * local_size, (rank + 1) * local_size)
-    filler: PackedSequence | None = None
-    for opening in sequences:
-        filler = filler or ignored_sequence(opening)  # The last one may be mostly padding.
-        batch = chain([opening], islice(sequences, size - 1), repeat(filler))
-        # All are read, and only this rank's kept.
-        numbered = zip(range(size), batch, strict=False)
-        yield stack_sequences([sequence for number, sequence in numbered if number in own])
+        def next_document() -> Encoded | None:
+            while unread:
+                source = blend.next_source(unread)
+                if encoded := next(documents[source], None):
+                    blend.tokens[source] += len(encoded.ids)
+                    return encoded
+                unread.remove(source)
+            return None
 
-
-def _sequences(
-    sources: Sequence[BlendSource], tokenizer: Tokenizer, seq_len: int, mask_documents: bool
-) -> Iterator[PackedSequence]:
-    """Returns all sequences of a blend, each of whose sources is read once."""
-    blend, unread = Blend([source.weight for source in sources]), [*range(len(sources))]
-    documents = [_documents(source.order, tokenizer, seq_len) for source in sources]
-
-    def next_document() -> Encoded | None:
-        while unread:
-            source = blend.next_source(unread)
-            if encoded := next(documents[source], None):
-                blend.tokens[source] += len(encoded.ids)
-                return encoded
-            unread.remove(source)
-        return None
-
-    if tokenizer.conversations is not None:
-        best_fit = BestFit(next_document, size=lambda each: len(each.ids), capacity=seq_len)
-        return (whole_documents(group, seq_len) for group in iter(best_fit.next_group, []))
-    packer = Packer(next_document, seq_len, mask_documents, padding_id=tokenizer.eos_id)
-    return iter(packer.next_sequence, None)
+        if tokenizer.conversations is not None:
+            best_fit = BestFit(next_document, size=lambda each: len(each.ids), capacity=seq_len)
+            return (whole_documents(group, seq_len) for group in iter(best_fit.next_group, []))
+        packer = Packer(next_document, seq_len, training.mask_documents, tokenizer.eos_id)
+        return iter(packer.next_sequence, None)
 
 
 def _documents(order: DocumentOrder, tokenizer: Tokenizer, seq_len: int) -> Iterator[Encoded]:

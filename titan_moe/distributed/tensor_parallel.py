@@ -74,7 +74,11 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Mes
             f"no tensor-parallel plan names {', '.join(unplanned)}: add to "
             f"titan_moe/models/tensor_plan.py how tp cuts each, or that it stays whole"
         )
-    return _held_whole(model)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if ".experts." not in name and not isinstance(parameter, DTensor)
+    }
 
 
 def sum_grads(
@@ -118,14 +122,6 @@ def _is_routed(model: nn.Module, name: str) -> bool:
     )
 
 
-def _held_whole(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if ".experts." not in name and not isinstance(parameter, DTensor)
-    }
-
-
 class _Cut(nn.Module):
     """Stands in the place of a module, with its weight cut along `dim` over the mesh."""
 
@@ -150,7 +146,8 @@ class _CutLinear(_Cut):
 
     def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
         super().__init__(linear, mesh, group)
-        self.product = _product(linear)
+        # Low precision is chosen before weights are cut.
+        self.product = linear.product if isinstance(linear, Float8Linear) else F.linear
         self.register_parameter("bias", linear.bias)
         if self.dim == 0 and linear.bias is not None:
             cut_parameter(self, "bias", mesh, [0])
@@ -262,11 +259,6 @@ def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
 
     module.register_forward_pre_hook(gather)
     return module
-
-
-def _product(linear: nn.Module) -> Callable[..., Tensor]:
-    """Returns a Linear's product function; low precision is chosen before weights are cut."""
-    return linear.product if isinstance(linear, Float8Linear) else F.linear
 
 
 def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:

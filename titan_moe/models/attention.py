@@ -21,7 +21,7 @@ from titan_moe.models.indexer import Indexer, SharedSelection
 from titan_moe.models.output import norm_of
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops import flex_attention, varlen_attention
-from titan_moe.ops.attention import LOAD_BYTES, AttentionCore, Sdpa, choose_core
+from titan_moe.ops.attention import LOAD_BYTES, AttentionCore, FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.sparse_attention import SparseAttention
 
 
@@ -223,20 +223,24 @@ def plain_core(
     dtype: torch.dtype = torch.float32,
     device_type: str = "cpu",
 ) -> AttentionCore:
-    """The fastest core for a model that computes in `dtype`, with whole sequences on one device."""
+    """The fastest core for a model that computes in `dtype`, with whole sequences on one device.
+
+    Plain causal attention is left to torch, which on an H100 prefers cuDNN's kernel to flash.
+    """
     if config.indexer is not None:
         return SparseAttention(mask_documents=mask_documents)
     kinds = config.attentions
-    if isinstance(config.attention, CompressedConfig):  # It adds keys to an explicit mask.
+    is_plain = not (mask_documents or any(each.local or each.sinks for each in kinds))
+    # Blocks of compressed tokens add keys to an explicit mask.
+    if is_plain or isinstance(config.attention, CompressedConfig):
         return Sdpa(mask_documents=mask_documents)
-    return choose_core(
-        mask_documents=mask_documents,
-        local_or_sinks=any(each.local or each.sinks for each in kinds),
-        takes_varlen=device_type == "cuda"
-        and all(varlen_attention.takes(each.qk_dim, each.v_dim, dtype) for each in kinds)
-        and not any(each.sinks for each in kinds),
-        takes_flex=takes_flex(config, dtype, device_type),
-    )
+    has_sinks = any(each.sinks for each in kinds)
+    takes = (varlen_attention.takes(each.qk_dim, each.v_dim, dtype) for each in kinds)
+    if device_type == "cuda" and not has_sinks and all(takes):
+        return VarlenCore(mask_documents=mask_documents)
+    if takes_flex(config, dtype, device_type):
+        return FlexCore(mask_documents=mask_documents, compiled=True)
+    return Sdpa(mask_documents=mask_documents)
 
 
 def takes_flex(config: ModelConfig, dtype: torch.dtype, device_type: str) -> bool:

@@ -1,6 +1,8 @@
 """Recurrent layers: Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next, and Kimi Delta Attention
 (arXiv 2510.26692)."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,17 +37,11 @@ class GatedDeltaNet(Attention):
         heads = config.num_value_heads
         keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
         widths = {"q": keys, "k": keys, "v": values}
-        self.conv = nn.ModuleDict(
-            {x: PerHead(width, 1, config.conv_size) for x, width in widths.items()}
-        )
+        self.conv = convolutions(widths, config.conv_size)
         rank = config.gate_rank
-        self.narrow = nn.ModuleDict(
-            {x: nn.Linear(dim, rank, bias=False) for x in ("a", "z") if rank is not None}
-        )
+        self.narrow = projections(dim, {} if rank is None else {"a": rank, "z": rank})
         gated, rates = (dim, heads) if rank is None else (rank, keys)
-        self.in_proj = nn.ModuleDict(
-            {x: nn.Linear(dim, width, bias=False) for x, width in widths.items()}
-        )
+        self.in_proj = projections(dim, widths)
         self.in_proj["z"] = nn.Linear(gated, values, bias=False)
         self.gates = nn.ModuleDict(
             {"a": nn.Linear(gated, rates, bias=False), "b": nn.Linear(dim, heads, bias=False)}
@@ -76,6 +72,16 @@ class GatedDeltaNet(Attention):
         return self.out_proj((o_BSHV * opened_BSHV).flatten(2))
 
 
+def projections(dim: int, widths: Mapping[str, int]) -> nn.ModuleDict:
+    """Returns Linear layers of one input, by name."""
+    return nn.ModuleDict({x: nn.Linear(dim, width, bias=False) for x, width in widths.items()})
+
+
+def convolutions(widths: Mapping[str, int], size: int) -> nn.ModuleDict:
+    """Returns the weights of short convolutions over `size` tokens, by name."""
+    return nn.ModuleDict({x: PerHead(width, 1, size) for x, width in widths.items()})
+
+
 class Decay(nn.Module):
     """The logarithm of the factor that is left of a state: -exp(A_log) softplus(a + dt_bias).
 
@@ -94,8 +100,13 @@ class Decay(nn.Module):
         rates, scale = a_BSR.to(wide) + self.dt_bias().to(wide), self.A_log().to(wide)
         if key_dim is not None:
             rates, scale = rates.unflatten(-1, (-1, key_dim)), scale[:, None]
-        if torch.compiler.is_compiling():
-            # Flat, which copies a transposed gradient, such as torch 2.11 gives every graph. The
-            # gradient of softplus would have its strides, but is traced with those of `rates`.
-            return -scale.exp() * F.softplus(rates.flatten()).view_as(rates)
-        return -scale.exp() * F.softplus(rates)
+        return -scale.exp() * softplus(rates)
+
+
+def softplus(rates: Tensor) -> Tensor:
+    """Computes F.softplus, also in a graph."""
+    if torch.compiler.is_compiling():
+        # Flat, which copies a transposed gradient, such as torch 2.11 gives every graph. The
+        # gradient of softplus would have its strides, but is traced with those of `rates`.
+        return F.softplus(rates.flatten()).view_as(rates)
+    return F.softplus(rates)

@@ -7,12 +7,13 @@ update. Routers, embeddings, the output layer and indexers have none.
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from titan_moe.config.job_config import Lora
 from titan_moe.models.compressed_attention import BlockIndexer
-from titan_moe.models.config import matches
-from titan_moe.models.decoder import ADAPTER
+from titan_moe.models.config import ModelConfig, matches
+from titan_moe.models.decoder import ADAPTER, Decoder
 from titan_moe.models.indexer import Indexer
 from titan_moe.models.output import Output
 from titan_moe.moe.experts import AdaptedOutputs, ExpertAdapter
@@ -62,6 +63,14 @@ def adapt(model: nn.Module, config: Lora) -> None:
         outputs, inputs = module.weight.shape
         adapter = Adapter(config.rank, inputs, outputs, config.scale)
         model.set_submodule(name, AdaptedLinear(module, adapter))
+
+
+def empty_model(config: ModelConfig, lora: Lora | None = None) -> Decoder:
+    """Returns a whole model without memory, with its adapters if there are some."""
+    with torch.device("meta"):
+        model = Decoder(config)
+        adapt(model, lora or Lora())
+    return model
 
 
 def pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:

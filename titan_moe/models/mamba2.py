@@ -1,10 +1,9 @@
 """Recurrent layers of Mamba-2 (arXiv 2405.21060), as in Nemotron-H."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import Attention, PerHead
+from titan_moe.models.gated_delta_net import convolutions, projections, softplus
 from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.models.rope import Rotation
 from titan_moe.ops.gated_delta import Recurrence
@@ -31,13 +30,9 @@ class Mamba2(Attention):
         heads = config.num_value_heads
         keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
         widths = {"q": keys, "k": keys, "v": values}
-        self.in_proj = nn.ModuleDict(
-            {x: nn.Linear(dim, width, bias=False) for x, width in (widths | {"z": values}).items()}
-        )
-        self.gates = nn.ModuleDict({"dt": nn.Linear(dim, heads, bias=False)})
-        self.conv = nn.ModuleDict(
-            {x: PerHead(width, 1, config.conv_size) for x, width in widths.items()}
-        )
+        self.in_proj = projections(dim, widths | {"z": values})
+        self.gates = projections(dim, {"dt": heads})
+        self.conv = convolutions(widths, config.conv_size)
         biased = widths if config.conv_bias else {}
         self.conv_bias = nn.ModuleDict({x: PerHead(width) for x, width in biased.items()})
         self.decay = TimeStep(config)
@@ -82,12 +77,7 @@ class TimeStep(nn.Module):
         """Returns dt_BSH, decay_BSH and D_H, in at least float32. D_H is a copy, which stays when
         FSDP frees the parameter."""
         wide = at_least_float32(dt_BSH)
-        rates = dt_BSH.to(wide) + self.dt_bias().to(wide)
-        if torch.compiler.is_compiling():  # As in `gated_delta_net.Decay`.
-            rates_BSH = F.softplus(rates.flatten()).view_as(rates)
-        else:
-            rates_BSH = F.softplus(rates)
-        rates_BSH = rates_BSH.clamp_min(self.least)
+        rates_BSH = softplus(dt_BSH.to(wide) + self.dt_bias().to(wide)).clamp_min(self.least)
         decay_BSH = -self.A_log().to(wide).exp() * rates_BSH
         return rates_BSH, decay_BSH, self.D().to(wide, copy=True)
 

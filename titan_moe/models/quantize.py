@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Quantize
+from titan_moe.config.job_config import Float8GroupedMM, MxGroupedMM, Quantize
 from titan_moe.moe.experts import ExpertOutputs
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
@@ -44,10 +44,7 @@ def check_hardware(converters: Sequence[str], section: Quantize, device: torch.d
 
 def row_alignment(converters: Sequence[str], section: Quantize) -> int:
     """Returns the number that each padded expert's row count must be a multiple of."""
-    return max(
-        (ALIGNMENTS[recipe] for name, recipe, _ in _experts(section) if name in converters),
-        default=1,
-    )
+    return max((ALIGNMENTS[each.recipe_name] for each in _experts(converters, section)), default=1)
 
 
 def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> list[str]:
@@ -65,12 +62,10 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
         for name, module in list(_linears(model, linear.filter_fqns, unit)):
             model.set_submodule(name, Float8Linear(module, multiply))
             names.append(name)
-    for converter, recipe, fqns in _experts(section):
-        if converter not in converters:
-            continue
-        product = float8_grouped_mm(recipe, emulate=emulate)
+    for experts in _experts(converters, section):
+        product = float8_grouped_mm(experts.recipe_name, emulate=emulate)
         for name, module in list(model.named_modules()):
-            if isinstance(module, MoE) and any(word in f"{name}.experts" for word in fqns):
+            if isinstance(module, MoE) and any(word in f"{name}.experts" for word in experts.fqns):
                 plain = module.experts.compute
                 module.experts.compute = ExpertOutputs(
                     plain.activation, scale_inputs=plain.scale_inputs, multiply=product
@@ -79,13 +74,14 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
     return names
 
 
-def _experts(section: Quantize) -> list[tuple[str, str, list[str]]]:
-    """Returns each converter of experts, its recipe, and parts of the names that it converts."""
-    float8, mx = section.grouped_mm.float8, section.grouped_mm.mx
-    return [
-        (GROUPED_MM, float8.recipe_name, float8.fqns),
-        (GROUPED_MX, mx.recipe_name, mx.fqns),
-    ]
+def _experts(
+    converters: Sequence[str], section: Quantize
+) -> Iterator[Float8GroupedMM | MxGroupedMM]:
+    """Yields the keys of each converter of experts among these."""
+    if GROUPED_MM in converters:
+        yield section.grouped_mm.float8
+    if GROUPED_MX in converters:
+        yield section.grouped_mm.mx
 
 
 def _linears(

@@ -5,12 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-import torch
-
 from titan_moe.config.job_config import Lora, OptimizerGroup, Training
 from titan_moe.models.config import ModelConfig, matches, tied_weights
 from titan_moe.models.decoder import ADAPTER, Decoder
-from titan_moe.models.lora import adapt, adaptable
+from titan_moe.models.lora import adaptable, empty_model
 from titan_moe.models.stats import Size
 
 
@@ -19,8 +17,7 @@ def unknown_patterns(
 ) -> list[str]:
     """Returns a line for each pattern of training.freeze, optimizer.groups and lora.targets that
     matches nothing in the model; and one where nothing is left to train."""
-    with torch.device("meta"):
-        layers = list(adaptable(Decoder(config)))
+    layers = list(adaptable(empty_model(config)))
     names = _names(config, lora)
     # A family may lack some of the layers that are adapted unless others are named.
     named = lora.rank is not None and lora.targets != Lora().targets
@@ -102,10 +99,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _names(config: ModelConfig, lora: Lora) -> list[str]:
-    with torch.device("meta"):
-        model = Decoder(config)
-        adapt(model, lora)
-    return [name for name, _ in model.named_parameters()]
+    return [name for name, _ in empty_model(config, lora).named_parameters()]
 
 
 def sizes_by_name(
@@ -113,10 +107,7 @@ def sizes_by_name(
 ) -> tuple[dict[str, Size], dict[str, Size]]:
     """Returns the sizes of a model with its adapters, and those of its trained parameters: each by
     the parts of `stats.part_sizes`."""
-    with torch.device("meta"):
-        model = Decoder(config)
-        adapt(model, lora)
-    named = dict(model.named_parameters())
+    named = dict(empty_model(config, lora).named_parameters())
     trains = trained(named, config, training, lora)
     found: tuple[dict[str, Size], dict[str, Size]] = {}, {}
     for name, parameter in named.items():

@@ -8,7 +8,6 @@ same).
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from titan_moe.ops.grouped_mm import (
     grouped_mm_grad_rows,
     grouped_mm_grad_weights,
 )
+from titan_moe.ops.linear import linear
 
 ExpertWeights = Mapping[str, Tensor]
 """The experts' weights by the names of the parameters of `Experts`: w1, w3 [E, F, D], w2 [E, D, F];
@@ -87,9 +87,14 @@ class ExpertOutputs(nn.Module):
         if up_RF is not None:
             up_RF = add_bias(up_RF, w.get("b3"), offsets_E)
         if multiply is grouped_mm:
-            operands = gate_RF, up_RF, after_R1, w["w2"], offsets_E
-            link_RD = _KeptOperands.apply(*operands, self.activation)
-            y_RD = _Projection.apply(link_RD, operands, self.activation)
+            inputs, last = (gate_RF, up_RF, after_R1), (w["w2"], offsets_E)
+            link_RD = _KeptOperands.apply(*inputs, *last, self.activation)
+            # The gradients of the product are those of `_KeptOperands`.
+            y_RD = linear(
+                link_RD,
+                lambda _: grouped_mm(gated_rows(*inputs, self.activation), *last),
+                lambda grad_RD: grad_RD,
+            )
         else:
             hidden_RF = Activated.apply(gate_RF, up_RF, after_R1, self.activation)
             y_RD = multiply(hidden_RF, w["w2"], offsets_E)
@@ -181,22 +186,6 @@ class _KeptOperands(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             grad_w2_EDF = grouped_mm_grad_weights(grad_RD, grads.hidden_RF, w2_EDF, offsets_E)
         return grads.gate_RF, grads.up_RF, grads.weights_R1, grad_w2_EDF, None, None
-
-
-class _Projection(torch.autograd.Function):
-    """The product; its gradients are those of `_KeptOperands`, whose result is `link_RD`."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, link_RD: Tensor, operands: tuple[Any, ...], activation: Activation
-    ) -> Tensor:
-        gate_RF, up_RF, weights_R1, w2_EDF, offsets_E = operands
-        return grouped_mm(gated_rows(gate_RF, up_RF, weights_R1, activation), w2_EDF, offsets_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return grad_RD, None, None
 
 
 class _ScaledProjections(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.balance import updated_bias
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.linear import linear
 
 
 class Scores(NamedTuple):
@@ -166,7 +167,7 @@ class GatingWeights(nn.Module):
             self.scale = nn.Parameter(torch.empty(config.num_experts))
 
     def forward(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        weights_TK = _GatherSelected.apply(scores_TE, experts_TK)
+        weights_TK = _gather_selected(scores_TE, experts_TK)
         if self.config.normalize_top_k:
             # Sigmoid scores may all underflow; DeepSeek's reference adds as much.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -193,21 +194,14 @@ class _WideProduct(torch.autograd.Function):
         return grad_TE @ weight_ED, grad_TE.t() @ x_TD
 
 
-class _GatherSelected(torch.autograd.Function):
-    """A gather whose backward writes instead of adding: a token's experts are distinct."""
+def _gather_selected(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """Gathers, and writes in the backward instead of adding: a token's experts are distinct."""
+    num_experts = scores_TE.shape[1]
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(experts_TK)
-        ctx.num_experts = scores_TE.shape[1]  # type: ignore[attr-defined]
-        return scores_TE.gather(1, experts_TK)
+    def scatter(grad_TK: Tensor) -> Tensor:
+        return grad_TK.new_zeros(len(grad_TK), num_experts).scatter_(1, experts_TK, grad_TK)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_TK: Tensor):  # type: ignore[override, no-untyped-def]
-        (experts_TK,) = ctx.saved_tensors
-        grad_TE = grad_TK.new_zeros(grad_TK.shape[0], ctx.num_experts)
-        return grad_TE.scatter_(1, experts_TK, grad_TK), None
+    return linear(scores_TE, lambda scores_TE: scores_TE.gather(1, experts_TK), scatter)
 
 
 def _keep_top_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:

@@ -12,7 +12,7 @@ away (attention sinks: arXiv 2309.17453; a learned one: gpt-oss).
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -167,18 +167,14 @@ def _with_sink_key(
     return q_BHSC, k_BHSC, F.pad(v_BHSC, (0, 1, 1, 0)), mask
 
 
-class MasksByLength:
-    """Masks that do not depend on the documents, made once for each length and device."""
+MakeMask = Callable[[Tensor, LocalAttention | None], Any]
 
-    def __init__(self, make: Callable[[Tensor, LocalAttention | None], Any]) -> None:
-        self._make = make
-        self._made: dict[tuple[int, torch.device, LocalAttention | None], Any] = {}
 
-    def __call__(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
-        key = documents_BS.shape[1], documents_BS.device, local
-        if key not in self._made:
-            self._made[key] = self._make(documents_BS, local)
-        return self._made[key]
+def once_by_length(make: MakeMask) -> MakeMask:
+    """Returns a function that makes masks, which do not depend on the documents, once for each
+    length and device."""
+    made = cache(lambda length, device, local: make(torch.empty(1, length, device=device), local))
+    return lambda documents_BS, local: made(documents_BS.shape[1], documents_BS.device, local)
 
 
 class Sdpa:
@@ -188,7 +184,7 @@ class Sdpa:
 
     def __init__(self, *, mask_documents: bool = False) -> None:
         self._mask_documents = mask_documents
-        self._masks = MasksByLength(partial(explicit_mask, mask_documents=False))
+        self._masks = once_by_length(partial(explicit_mask, mask_documents=False))
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor | None:  # type: ignore[no-untyped-def]
         if self._mask_documents:
@@ -245,7 +241,7 @@ class FlexCore(Flex):
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
         super().__init__(compiled=compiled)
         self._mask_documents = mask_documents
-        self._masks = MasksByLength(self._make)
+        self._masks = once_by_length(self._make)
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
         make = self._make if self._mask_documents else self._masks
@@ -257,28 +253,3 @@ class FlexCore(Flex):
         )
 
     __call__ = torch.compiler.disable(Flex.attend)
-
-
-def choose_core(
-    *,
-    mask_documents: bool,
-    local_or_sinks: bool = False,
-    takes_varlen: bool = False,
-    takes_flex: bool = False,
-) -> AttentionCore:
-    """Returns the fastest core for these masks, heads and device.
-
-    Plain causal attention is left to torch, which on an H100 prefers cuDNN's kernel to flash.
-
-    Args:
-        local_or_sinks: whether any layer has a window, a chunk or sinks.
-        takes_varlen: whether the device has `varlen_attention` for the heads and their type; there
-            is none for sinks.
-        takes_flex: whether it has compiled flex attention for them.
-    """
-    if mask_documents or local_or_sinks:
-        if takes_varlen:
-            return VarlenCore(mask_documents=mask_documents)
-        if takes_flex:
-            return FlexCore(mask_documents=mask_documents, compiled=True)
-    return Sdpa(mask_documents=mask_documents)

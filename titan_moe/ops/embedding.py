@@ -4,8 +4,8 @@ float32."""
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.ops.linear import linear
 from titan_moe.ops.operation import at_least_float32, operation
 
 _FEW_ON_CUDA = 3072
@@ -14,21 +14,12 @@ _FEW_ON_CUDA = 3072
 
 def embedding(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
     """Returns the tokens' rows of the weight, x_BSD. IndexError on a CPU for an unknown token."""
-    return _Embedding.apply(weight_VD, tokens_BS)
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, weight_VD: Tensor, tokens_BS: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens_BS)
-        ctx.vocab_size = len(weight_VD)  # type: ignore[attr-defined]
-        return F.embedding(tokens_BS, weight_VD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_BSD: Tensor):  # type: ignore[override, no-untyped-def]
-        (tokens_BS,) = ctx.saved_tensors
-        return embedding_grad(grad_BSD, tokens_BS, ctx.vocab_size), None
+    size = len(weight_VD)
+    return linear(
+        weight_VD,
+        lambda weight_VD: F.embedding(tokens_BS, weight_VD),
+        lambda grad_BSD: embedding_grad(grad_BSD, tokens_BS, size),
+    )
 
 
 def embedding_grad_reference(grad_BSD: Tensor, tokens_BS: Tensor, vocab_size: int) -> Tensor:

@@ -7,11 +7,10 @@ is added atomically, so that a repeat gives the same bits on any device.
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.ops.linear import linear
 from titan_moe.ops.operation import operation
 
 
@@ -26,13 +25,14 @@ class RowMap(NamedTuple):
 
 def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
     """Returns x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
-    return _GatherRows.apply(x_TD, None, row_map)
+    return gathered_rows(x_TD, copy_rows(x_TD.detach(), row_map.source_R), row_map)
 
 
 def gathered_rows(x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
     """Returns x_RD as `gather_rows` does, from rows that `copy_rows` has copied already: the first
     rows of the map, or all."""
-    return _GatherRows.apply(x_TD, x_RD, row_map)
+    rows_TK = row_map.rows_TK
+    return linear(x_TD, lambda _: x_RD.detach(), lambda grad_RD: add_rows(grad_RD, rows_TK))
 
 
 def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
@@ -41,33 +41,13 @@ def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
     Padding rows are not read, nor the map's sources past the rows. Sums of narrow types are float32
     and rounded once.
     """
-    return _CombineRows.apply(y_RD, row_map)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, x_RD: Tensor | None, row_map: RowMap) -> Tensor:
-        ctx.save_for_backward(row_map.rows_TK)
-        return copy_rows(x_TD, row_map.source_R) if x_RD is None else x_RD.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        (rows_TK,) = ctx.saved_tensors
-        return add_rows(grad_RD, rows_TK), None, None
-
-
-class _CombineRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, y_RD: Tensor, row_map: RowMap) -> Tensor:
-        # Not saved_for_backward: a recomputation would have to come as far as this to find it.
-        ctx.source_R = row_map.source_R[: len(y_RD)]  # type: ignore[attr-defined]
-        return add_rows(y_RD, row_map.rows_TK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_TD: Tensor):  # type: ignore[override, no-untyped-def]
-        return copy_rows(grad_TD, ctx.source_R), None
+    # Not saved for the backward: a recomputation would have to come as far as this to find it.
+    source_R = row_map.source_R[: len(y_RD)]
+    return linear(
+        y_RD,
+        lambda y_RD: add_rows(y_RD, row_map.rows_TK),
+        lambda grad_TD: copy_rows(grad_TD, source_R),
+    )
 
 
 def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:

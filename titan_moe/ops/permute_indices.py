@@ -102,15 +102,6 @@ def _permute_indices(
     )
 
 
-class SortedRows(NamedTuple):
-    """T*K rows ordered by expert; within an expert, by token."""
-
-    tokens: RowMap
-    """Rows as copies of tokens."""
-    slots: RowMap
-    """Rows as copies of flat (token, k) slots, one each."""
-
-
 def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
     """Computes `count_experts` in plain torch."""
     slot_N = experts_TK.flatten()
@@ -126,10 +117,11 @@ def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
     return experts_TK.new_empty(num_experts)
 
 
-def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
-    """Order the T*K rows by expert, stably."""
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, RowMap]:
+    """Orders the T*K rows by expert, and within an expert by token: returns rows as copies of
+    tokens, and as copies of flat (token, k) slots, one each."""
     token_N, slot_N, rows_TK = _sort_by_expert(experts_TK, num_experts)
-    return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
+    return RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1))
 
 
 def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,12 +4,10 @@ In plain torch it is a chain of elementwise passes; on CUDA one Triton kernel fo
 backward. While a graph is traced the plain form stays, which the compiler fuses itself.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from titan_moe.ops.linear import linear
 from titan_moe.ops.operation import operation
 
 PAIRINGS = "halves", "neighbours"
@@ -27,8 +25,20 @@ def rotate(
     """
     assert pairing in PAIRINGS, pairing
     if x_BSHC.is_cuda and not torch.compiler.is_compiling():
-        return _Rotate.apply(x_BSHC, cos_BSC, sin_BSC, pairing, first)
+        return rotate_by_kernel(x_BSHC, cos_BSC, sin_BSC, pairing, first)
     return rotate_reference(x_BSHC, cos_BSC, sin_BSC, pairing, first)
+
+
+def rotate_by_kernel(
+    x_BSHC: Tensor, cos_BSC: Tensor, sin_BSC: Tensor, pairing: str, first: int = 0
+) -> Tensor:
+    """Computes `rotate`; the gradient is rotated back, so that the backward needs no activation."""
+    how = cos_BSC, sin_BSC, pairing, first
+    return linear(
+        x_BSHC,
+        lambda x_BSHC: rotate_heads(x_BSHC, *how, False),
+        lambda grad_BSHC: rotate_heads(grad_BSHC, *how, True),
+    )
 
 
 def rotate_reference(
@@ -69,22 +79,3 @@ def rotate_heads(
 ) -> Tensor:
     """Computes `rotate`; with `backward` its input's gradient from that of its result."""
     return x_BSHC.new_empty(x_BSHC.shape)
-
-
-class _Rotate(torch.autograd.Function):
-    """A rotation; its gradient is rotated back, so that the backward needs no activation."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BSHC: Tensor, cos_BSC: Tensor, sin_BSC: Tensor, pairing: str, first: int
-    ) -> Tensor:
-        ctx.save_for_backward(cos_BSC, sin_BSC)
-        ctx.options = pairing, first
-        return rotate_heads(x_BSHC, cos_BSC, sin_BSC, pairing, first, False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (cos_BSC, sin_BSC), (pairing, first) = ctx.saved_tensors, ctx.options
-        grad_BSHC = rotate_heads(grad_BSHC, cos_BSC, sin_BSC, pairing, first, True)
-        return grad_BSHC, None, None, None, None

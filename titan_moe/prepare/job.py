@@ -20,27 +20,15 @@ from titan_moe.runtime.launch import count_gpus, has_bfloat16_units
 def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig, list[str]]:
-    """Returns the resolved configuration, the model's dimensions, and one note for each key that
-    has no effect. On a machine without GPUs, switches off what only they have. Raises
+    """Returns the checked and resolved configuration, the model's dimensions, and one note for each
+    key that has no effect. On a machine without GPUs, switches off what only they have. Raises
     ConfigError."""
     given, lines = read_job(argv)
     if not count_gpus(environment):
         given, more = fit_to_cpu(given, bfloat16_units=has_bfloat16_units())
         lines += more
-    job, model = prepare_job(given, world_size, environment)
-    lines += notes(given, model, world_size) + narrow_lines(job)
-    if job.training.freeze or job.optimizer.groups:
-        from titan_moe.models.trained import pattern_lines  # With torch, which takes a while.
-
-        lines += pattern_lines(model, job.training, job.lora, job.optimizer.groups)
-    return job, model, lines
-
-
-def prepare_job(
-    job: JobConfig, world_size: int, environment: Mapping[str, str]
-) -> tuple[JobConfig, ModelConfig]:
-    """Check and resolve a configuration that has been read. Raises ConfigError."""
     log_ranks(environment, world_size)
+    job = given
     if job.checkpoint.create_seed_checkpoint:
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
@@ -60,7 +48,13 @@ def prepare_job(
         problems += export_problems(HFModel(job.model.name, exported), speed)
     if problems:
         raise ConfigError(problems)
-    return resolve(job, world_size), model
+    job = resolve(job, world_size)
+    lines += notes(given, model, world_size) + narrow_lines(job)
+    if job.training.freeze or job.optimizer.groups:
+        from titan_moe.models.trained import pattern_lines  # With torch, which takes a while.
+
+        lines += pattern_lines(model, job.training, job.lora, job.optimizer.groups)
+    return job, model, lines
 
 
 def check_all(

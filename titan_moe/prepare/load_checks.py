@@ -79,11 +79,11 @@ def check_adapters(job: JobConfig, model: ModelConfig) -> list[str]:
 def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: bool) -> None:
     """Raises RunError for tensors that are not the model's. Adapters are in the run's own
     checkpoints alone, and what they stand beside in others."""
-    from titan_moe.checkpoint.hf.names import empty_model
     from titan_moe.checkpoint.manifest import TensorSpec, audit, refuse_other_adapters
     from titan_moe.checkpoint.run_tensors import RunTensors
     from titan_moe.checkpoint.tensors import MODEL
     from titan_moe.models.decoder import ADAPTER
+    from titan_moe.models.lora import empty_model
     from titan_moe.models.trained import freeze
 
     if "model" in found.excluded:
@@ -112,7 +112,7 @@ def _check_model(job: JobConfig, model: ModelConfig, found: "Found", *, is_own: 
 
 def _check_frozen(job: JobConfig, model: ModelConfig, found: "Found") -> None:
     """Raises RunError for moments of other parameters than those that train."""
-    from titan_moe.checkpoint.hf.names import empty_model
+    from titan_moe.models.lora import empty_model
     from titan_moe.models.trained import trained
 
     had = found.manifest.job.get("training", {}).get("freeze", [])

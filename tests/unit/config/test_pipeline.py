@@ -19,7 +19,6 @@ from titan_moe.config.pipeline import (
     num_stages,
     problems,
     runs,
-    split_parts,
     stages_of_rank,
 )
 
@@ -131,6 +130,16 @@ def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int):
 # --- splitting ------------------------------------------------------------------------------------
 
 
+def parallelism(degree: int, schedule: str = "1F1B", **values: object) -> Parallelism:
+    long = {
+        key if key.startswith("module") else f"pipeline_parallel_{key}": value
+        for key, value in values.items()
+    }
+    return Parallelism.model_validate(
+        {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **long}
+    )
+
+
 def weighed(layers: list[float], first: float = 0.0, last: float = 0.0) -> dict[str, float]:
     return dict(zip(module_names(len(layers)), [first, *layers, 0.0, last], strict=True))
 
@@ -142,7 +151,7 @@ def test_the_heaviest_stage_is_as_light_as_can_be():
         stages = generator.randint(1, count)
         layers = [generator.choice([1.0, 2.0, 5.0]) for _ in range(count)]
         weights = weighed(layers, generator.choice([0, 3.0]), generator.choice([0, 7.0]))
-        parts = split_parts(weights, stages)
+        parts = model_parts(parallelism(stages), weights, count)
         assert [name for part in parts for name in part] == list(weights)
         assert len(parts) == stages
         assert all(any(name.startswith("layers.") for name in part) for part in parts)
@@ -162,25 +171,20 @@ def test_the_first_and_last_stage_may_be_lighter():
     weights = weighed([1.0] * 8, first=0.1, last=0.1)
 
     def layers_per_stage(**less: int) -> list[int]:
-        parts = split_parts(weights, 4, **less)
+        parts = model_parts(parallelism(4, **less), weights, 8)
         return [sum(name.startswith("layers.") for name in part) for part in parts]
 
     assert layers_per_stage() == [2, 2, 2, 2]
-    assert layers_per_stage(first_less=2, last_less=2) == [1, 3, 3, 1]
-    assert layers_per_stage(last_less=4)[-1] == 1
+    less = {"first_stage_less_layers": 2, "last_stage_less_layers": 2}
+    assert layers_per_stage(**less) == [1, 3, 3, 1]
+    assert layers_per_stage(last_stage_less_layers=4)[-1] == 1
     heavy_output = weighed([1.0] * 8, last=3.0)
-    assert split_parts(heavy_output, 2)[0] == ["tok_embeddings", *[f"layers.{i}" for i in range(5)]]
-    assert split_parts(heavy_output, 2, last_less=0)[0] == module_names(8)[:5]
-
-
-def parallelism(degree: int, schedule: str = "1F1B", **values: object) -> Parallelism:
-    long = {
-        key if key.startswith("module") else f"pipeline_parallel_{key}": value
-        for key, value in values.items()
-    }
-    return Parallelism.model_validate(
-        {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **long}
+    heavy, light = (
+        model_parts(parallelism(2, last_stage_less_layers=less), heavy_output, 8)[0]
+        for less in (None, 0)
     )
+    assert heavy == ["tok_embeddings", *[f"layers.{i}" for i in range(5)]]
+    assert light == module_names(8)[:5]
 
 
 def test_every_stage_belongs_to_one_rank():

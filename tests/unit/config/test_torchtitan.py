@@ -9,7 +9,7 @@ from tests.support.refusals import config_file, refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import known_keys, load_job, read_job, tomllib
 from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
-from titan_moe.prepare.job import prepare_job
+from titan_moe.prepare.job import prepare
 
 _TEXT = (REPO / "tests/support/torchtitan_keys.toml").read_text(encoding="utf-8")
 _THEIRS = {f"{table}.{name}" for table, names in tomllib.loads(_TEXT).items() for name in names}
@@ -115,6 +115,6 @@ def test_file_of_torchtitans_models_is_accepted(
     layout: str,
 ) -> None:  # fmt: skip
     text = _COMMON.format(name=name, flavor=flavor, rows=rows, length=length, mode=mode)
-    job, notes = read_job(config_file(tmp_path, text + layout))
-    assert notes == []
-    assert prepare_job(job, ranks, {})[0].training.global_batch_size > 0
+    argv = config_file(tmp_path, text + layout)
+    assert read_job(argv)[1] == []
+    assert prepare(argv, ranks, {})[0].training.global_batch_size > 0

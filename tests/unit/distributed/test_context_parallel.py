@@ -10,6 +10,7 @@ from tests.support.visible import visible
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks
 from titan_moe.distributed.context_parallel.recurrence import SegmentedRecurrence
+from titan_moe.ops.attention import first_seen_in_sequences
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.simulate.fake_rank import fake_world
 
@@ -32,11 +33,11 @@ def test_blocks_hold_every_visible_pair_once(
     balanced: bool, mask_documents: bool, local: LocalAttention | None
 ) -> None:
     documents_BS = torch.tensor([[0] * 5 + [1] * 19, [0] * 17 + [1] * 7])
-    attention = ExplicitBlocks(mask_documents=mask_documents)
+    first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=mask_documents)
     positions = [local_positions(24, 3, rank, balanced=balanced) for rank in range(3)]
     found = torch.zeros(2, 24, 24, dtype=torch.int64)
     for queries_S, keys_S in product(positions, positions):
-        for queries, keys, mask in attention.blocks(documents_BS, queries_S, keys_S, local):
+        for queries, keys, mask in ExplicitBlocks().blocks(first_BS, queries_S, keys_S):
             pairs = torch.ones(1, dtype=torch.int64) if mask is None else mask[:, 0].long()
             found[:, queries_S[queries, None], keys_S[keys]] += pairs
     expected = visible(documents_BS if mask_documents else torch.zeros(2, 24), local)
@@ -46,7 +47,7 @@ def test_blocks_hold_every_visible_pair_once(
 def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:
     q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(3))
     mask = torch.tensor([[0, 0, 0], [1, 0, 0], [1, 1, 1]]).bool()[None, None]
-    o, lse = ExplicitBlocks(mask_documents=True).forward(q, k, v, mask, 0.5)
+    o, lse = ExplicitBlocks().forward(q, k, v, mask, 0.5)
     assert (o[:, :, 0] == 0).all() and (lse[:, :, 0] == float("-inf")).all()
     assert torch.allclose(o[:, :, 1], v[:, :, 0], rtol=1e-14)
     scores = 0.5 * q[:, :, 2:] @ k.mT

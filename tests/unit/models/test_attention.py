@@ -14,7 +14,7 @@ from tests.support.visible import visible
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.registry import model_config
-from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore, choose_core
+from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore
 from titan_moe.ops.local_attention import LocalAttention
 
 
@@ -100,7 +100,7 @@ def test_attention_cores_equal_a_slow_loop(
     masked: bool, local: str, sinks: bool, shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     inputs = _inputs(sinks=sinks, shape=shape)
-    core = choose_core(mask_documents=masked, local_or_sinks=True)
+    core = Sdpa(mask_documents=masked)
     if kind == "varlen":
         if sinks:
             pytest.skip("torch's kernel has no sinks")
@@ -123,7 +123,7 @@ def test_flex_matches_the_explicit_mask_with_gradients(
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     inputs = _inputs(sinks=sinks)
-    plain = choose_core(mask_documents=masked, local_or_sinks=True)
+    plain = Sdpa(mask_documents=masked)
     found = [
         _with_gradients(_attend(core, inputs, DOCUMENTS_BS, LOCALS[local]), inputs)
         for core in (plain, FlexCore(mask_documents=masked, compiled=False))

@@ -12,7 +12,7 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.gated_delta_net import Decay
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
-from titan_moe.ops.attention import choose_core
+from titan_moe.ops.attention import Sdpa
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule
 from titan_moe.verify.gradients.cores import recur
 
@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("config", [CONFIG, KIMI], ids=["qwen3_next", "kim
 
 
 def _model(config: ModelConfig = CONFIG, *, mask_documents: bool = True) -> Decoder:
-    core = choose_core(mask_documents=mask_documents)
+    core = Sdpa(mask_documents=mask_documents)
     recurrence = Recurrence(chunked_rule, mask_documents=mask_documents)
     return filled(config, core, recurrence).eval()
 

@@ -16,7 +16,7 @@ from titan_moe.models.mamba2 import Mamba2
 from titan_moe.models.recurrent_config import Mamba2Config
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import attention_stats
-from titan_moe.ops.attention import choose_core
+from titan_moe.ops.attention import Sdpa
 from titan_moe.ops.gated_delta import Recurrence, chunked_rule
 from titan_moe.verify.gradients.cores import recur_additively
 
@@ -89,7 +89,7 @@ def test_mamba2_equals_one_token_after_another_in_each_document(lengths: tuple[i
 def test_packed_documents_of_one_part_layers_are_trained_as_one_by_one():
     def model(masked: bool) -> Decoder:
         recurrence = Recurrence(chunked_rule, mask_documents=masked)
-        return filled(GATE, choose_core(mask_documents=masked), recurrence).eval()
+        return filled(GATE, Sdpa(mask_documents=masked), recurrence).eval()
 
     packed = model(True)
     train_packed_and_alone(packed, model(False), (1, 2, 17, 70, 6))

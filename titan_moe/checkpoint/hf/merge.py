@@ -11,7 +11,6 @@ from torch import Tensor
 from titan_moe.checkpoint.checksums import box_sum, gather_sums, joint_digest
 from titan_moe.checkpoint.hf.assets import origin_of
 from titan_moe.checkpoint.hf.folder import is_hf_folder
-from titan_moe.checkpoint.hf.names import empty_model
 from titan_moe.checkpoint.hf.peft import base_of
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import (
@@ -29,7 +28,7 @@ from titan_moe.distributed.agreement import on_every_rank
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.models.decoder import stored_in
 from titan_moe.models.hf import differences
-from titan_moe.models.lora import pairs_of
+from titan_moe.models.lora import empty_model, pairs_of
 from titan_moe.runtime.errors import RunError
 
 

@@ -15,10 +15,9 @@ from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Stored, cut
 from titan_moe.config.job_config import Lora
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of, wrapper_of
 from titan_moe.models.hf_names import HFWeight
-from titan_moe.models.lora import adapt
+from titan_moe.models.lora import empty_model
 from titan_moe.runtime.errors import RunError, listed
 
 logger = logging.getLogger(__name__)
@@ -110,14 +109,6 @@ def model_shapes(config: ModelConfig, lora: Lora | None = None) -> dict[str, tup
     """Parameters, with those of adapters if there are some, and persistent buffers by name."""
     state = empty_model(config, lora).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def empty_model(config: ModelConfig, lora: Lora | None = None) -> Decoder:
-    """Returns a whole model without memory, with its adapters if there are some."""
-    with torch.device("meta"):
-        model = Decoder(config)
-        adapt(model, lora or Lora())
-    return model
 
 
 def _ways(model: HFModel, name: str) -> list[HFWeight]:

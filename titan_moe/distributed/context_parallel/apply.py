@@ -20,9 +20,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.comm.collectives import AllToAll, exchange_rows, gather_summed
-from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
+from titan_moe.distributed.context_parallel.blocks import (
+    Block,
+    BlockAttention,
+    ExplicitBlocks,
+    FlexBlocks,
+)
 from titan_moe.distributed.context_parallel.ring import Ring, RingFunction
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, first_seen_in_sequences
 
 
 class Positions(Protocol):
@@ -77,19 +82,28 @@ def context_parallel_core(
     """
     if method == "ulysses":
         return Ulysses(plain, group, balanced=balanced)
-    attention = choose_blocks(mask_documents=mask_documents, takes_flex=takes_flex)
+    attention = FlexBlocks(compiled=True) if takes_flex else ExplicitBlocks()
+    how = {"balanced": balanced, "mask_documents": mask_documents}
     if method == "allgather":
-        return AllGather(attention, group, balanced=balanced)
+        return AllGather(attention, group, **how)
     assert method == "ring"
-    return RingAttention(attention, group, balanced=balanced)
+    return RingAttention(attention, group, **how)
 
 
 class _OwnQueries:
     """A base of cores whose queries stay on their ranks."""
 
-    def __init__(self, attention: BlockAttention, group: ProcessGroup, *, balanced: bool) -> None:
+    def __init__(
+        self,
+        attention: BlockAttention,
+        group: ProcessGroup,
+        *,
+        balanced: bool,
+        mask_documents: bool,
+    ) -> None:
         self._attention, self._group, self._balanced = attention, group, balanced
         self._positions = cache(partial(local_positions, balanced=balanced))
+        self._first = partial(first_seen_in_sequences, mask_documents=mask_documents)
 
 
 class AllGather(_OwnQueries):
@@ -99,7 +113,7 @@ class AllGather(_OwnQueries):
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         queries_S = self._positions(seq_len, size, rank, device=documents_BS.device)
         keys_S = self._positions(seq_len, 1, 0, device=documents_BS.device)
-        return self._attention.blocks(documents_BS, queries_S, keys_S, local)
+        return self._attention.blocks(self._first(documents_BS, local), queries_S, keys_S)
 
     @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]
@@ -161,10 +175,8 @@ class RingAttention(_OwnQueries):
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         positions = partial(self._positions, seq_len, size, device=documents_BS.device)
         sources = [positions((rank - distance) % size) for distance in range(size)]
-        return [
-            self._attention.blocks(documents_BS, positions(rank), source, local)
-            for source in sources
-        ]
+        first_BS, queries_S = self._first(documents_BS, local), positions(rank)
+        return [self._attention.blocks(first_BS, queries_S, source) for source in sources]
 
     @torch.compiler.disable
     def __call__(  # type: ignore[no-untyped-def]

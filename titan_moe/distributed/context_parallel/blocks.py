@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.ops.attention import first_seen_in_sequences, is_seen, sdpa
+from titan_moe.ops.attention import is_seen, sdpa
 from titan_moe.ops.flex_attention import Flex
-from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.operation import at_least_float32
 
 
@@ -46,24 +45,13 @@ class ExplicitBlocks:
     that see no key are left out too.
     """
 
-    def __init__(self, *, mask_documents: bool) -> None:
-        self._mask_documents = mask_documents
-
-    def blocks(
-        self,
-        documents_BS: Tensor,
-        queries_S: Tensor,
-        keys_S: Tensor,
-        local: LocalAttention | None = None,
-    ) -> list[Block]:
+    def blocks(self, first_BS: Tensor, queries_S: Tensor, keys_S: Tensor) -> list[Block]:
         """Returns blocks that hold each visible pair once, in the queries' order.
 
         Args:
-            documents_BS: the documents of whole sequences.
-            queries_S, keys_S: their positions in the sequence, ascending; on the documents' device.
-            local: how far back queries see; None: the whole past.
+            first_BS: `first_seen_in_sequences`, of whole sequences.
+            queries_S, keys_S: their positions in the sequence, ascending; on the same device.
         """
-        first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
         half = len(queries_S) // 2
         halves = (0, half), (half, len(queries_S))
         found = (_block(first_BS, queries_S, keys_S, *ends) for ends in halves)
@@ -106,18 +94,7 @@ class FlexBlocks(Flex):
     """Computes what `ExplicitBlocks` does with flex attention, which skips masked tiles by itself:
     one block of one size in every step."""
 
-    def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
-        super().__init__(compiled=compiled)
-        self._mask_documents = mask_documents
-
-    def blocks(
-        self,
-        documents_BS: Tensor,
-        queries_S: Tensor,
-        keys_S: Tensor,
-        local: LocalAttention | None = None,
-    ) -> list[Block]:
-        first_BS = first_seen_in_sequences(documents_BS, local, mask_documents=self._mask_documents)
+    def blocks(self, first_BS: Tensor, queries_S: Tensor, keys_S: Tensor) -> list[Block]:
         mask = self.block_mask(queries_S, keys_S, first_BS[:, queries_S])
         return [Block(slice(None), slice(None), mask)]
 
@@ -143,13 +120,6 @@ class FlexBlocks(Flex):
 
 BlockAttention = ExplicitBlocks | FlexBlocks
 """Computes attention within a block. Keys and values may have fewer heads than queries."""
-
-
-def choose_blocks(*, mask_documents: bool, takes_flex: bool) -> BlockAttention:
-    """Returns the attention within blocks. `takes_flex`: as for `choose_core`."""
-    if takes_flex:
-        return FlexBlocks(mask_documents=mask_documents, compiled=True)
-    return ExplicitBlocks(mask_documents=mask_documents)
 
 
 def _block(

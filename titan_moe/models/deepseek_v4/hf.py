@@ -22,7 +22,6 @@ _RATIOS = {"n": 0, "s": 4, "a": 128}
 _HASH = "hash_moe"
 _FORM = hf.Form(
     family="deepseek_v4",
-    model_type="deepseek_v4",
     architecture="DeepseekV4",
     attention=CompressedConfig,
     keys={

@@ -12,20 +12,21 @@ from titan_moe.models.recurrent_config import GatedDeltaConfig
 
 MODEL_TYPES = ("kimi_linear",)
 
+# Keys that transformers writes -> the published ones.
+_PUBLISHED = {
+    "max_position_embeddings": "model_max_length",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
+_ROUTER_KEYS = hf.ROUTER_KEYS | {"moe.num_experts": "num_local_experts"}
 _FORM = hf.Form(
     family="kimi_linear",
     architecture="KimiLinear",
     attention=MLAConfig,
-    keys={
-        **hf.MLA_KEYS,
-        **hf.ROUTER_KEYS,
-        "max_seq_len": "model_max_length",
-        "moe.num_experts": "num_experts",
-        "moe.top_k": "num_experts_per_token",
-        "moe.num_shared_experts": "num_shared_experts",
-        "moe.normalize_top_k": "moe_renormalize",
-        "moe.num_groups": "num_expert_group",
-    },
+    keys={path: _PUBLISHED.get(key, key) for path, key in (hf.MLA_KEYS | _ROUTER_KEYS).items()},
     defaults={
         "q_lora_rank": None,
         "rms_norm_eps": 1e-5,
@@ -41,14 +42,7 @@ _FORM = hf.Form(
     },
     fields={"moe.score": "sigmoid"},
     rope=None,
-    aliases={
-        "max_position_embeddings": "model_max_length",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_shared_experts": "num_shared_experts",
-        "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group",
-    },
+    aliases=_PUBLISHED,
 )
 # Keys of linear_attn_config -> those that transformers writes in its place.
 _STATES = {

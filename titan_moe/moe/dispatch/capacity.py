@@ -16,7 +16,6 @@ from titan_moe.comm.collectives import AllToAll, start_numbers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
-    SortedRows,
     count_experts,
     invert,
     reached_ranks,
@@ -56,7 +55,7 @@ class CapacityDispatcher(AllToAllDispatcher):
             sent_PE, dropped = counts_E[:-1].view_as(sent_PE), counts_E[-1]
             rows_P = torch.cat([sent_PE.sum(1), counts_E[-1:]])
         counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
-        tokens, slots = self._buffers(sort_by_expert(experts_TK, num_experts), rows_P, capacity)
+        tokens, slots = self._buffers(*sort_by_expert(experts_TK, num_experts), rows_P, capacity)
         # Rows that leave are the places of the buffers, free ones among them.
         route = ExchangeRoute(tokens, slots, sent_PE, counts)
         route.dropped = dropped
@@ -87,24 +86,25 @@ class CapacityDispatcher(AllToAllDispatcher):
         nth_N = torch.arange(len(rank_N), device=rank_N.device) - starts(sent_P)[rank_N.int()]
         return (nth_N < capacity)[invert(slot_N)].view(rank_TK.shape[::-1]).t()
 
-    def _buffers(self, sorted_rows: SortedRows, rows_P: Tensor, capacity: int) -> SortedRows:
+    def _buffers(
+        self, tokens: RowMap, slots: RowMap, rows_P: Tensor, capacity: int
+    ) -> tuple[RowMap, RowMap]:
         """Returns the maps from tokens, and from slots, to the buffers of the ranks one after the
         other, -1 in free places and for dropped rows.
 
         Args:
             rows_P: sorted rows of each rank, which move as one; those past the last are dropped.
         """
-        (token_N, rows_TK), (slot_N, _) = sorted_rows
-        num_rows, size = len(token_N), self.ep_group.size() * capacity
+        num_rows, size = len(tokens.source_R), self.ep_group.size() * capacity
         first_P = torch.arange(len(rows_P), device=rows_P.device) * capacity
         place_N = torch.arange(num_rows, device=rows_P.device) + (
             first_P - starts(rows_P)
         ).repeat_interleave(rows_P, output_size=num_rows)
         place_N = place_N.clamp_max(size)  # Of dropped rows: past the end, which is cut off.
         empty = place_N.new_full((2, size + 1), -1)
-        place_TK = place_N[rows_TK]
+        place_TK = place_N[tokens.rows_TK]
         place_TK = place_TK.masked_fill(place_TK == size, -1)
-        return SortedRows(
-            tokens=RowMap(empty[0].scatter_(0, place_N, token_N)[:size], place_TK),
-            slots=RowMap(empty[1].scatter_(0, place_N, slot_N)[:size], place_TK.view(-1, 1)),
+        return (
+            RowMap(empty[0].scatter_(0, place_N, tokens.source_R)[:size], place_TK),
+            RowMap(empty[1].scatter_(0, place_N, slots.source_R)[:size], place_TK.view(-1, 1)),
         )
