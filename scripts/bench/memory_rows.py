@@ -1,7 +1,7 @@
 """Lays the memory estimate beside peaks that others have published, at their settings.
 
 `memory_rows.toml` has the rows, with our keys that stand for their settings. Allocated memory is
-laid beside our tensors, reserved memory beside all that a GPU must have room for. Ranks' experts
+laid beside our tensors, other peaks beside all that a GPU must have room for. Ranks' experts
 get even shares of rows; a pipeline's step has twice as many microbatches as ranks. What theirs has
 otherwise is counted from a model's dimensions: nothing is fitted.
 """
@@ -34,8 +34,8 @@ class Row:
     gpus: int
     seq_len: int
     gib: dict[str, float]
-    """Tensors of the peak, "allocated"; all that the allocator had, "reserved"; memory that was
-    enough, "fits", or not, "short"."""
+    """Tensors of the peak, "allocated"; all that the allocator had, "reserved", and that was taken
+    of the GPU, "device"; memory that was enough, "fits", or not, "short"."""
     batch: int = 1
     """Sequences of a microbatch."""
     microbatches: int | None = None
