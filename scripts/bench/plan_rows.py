@@ -1,4 +1,5 @@
-"""Lays what `titan-moe plan` expects beside published speeds on H100s, of the same degrees.
+"""Lays what `titan-moe plan` expects beside published speeds on H100s, of the same degrees, and
+the memory estimate beside published peaks (`memory_rows`).
 
     python -m scripts.bench.plan_rows
 
@@ -11,6 +12,7 @@ MoE-ModelZoo, November 2026.
 from dataclasses import replace
 from typing import NamedTuple
 
+from scripts.bench import memory_rows
 from titan_moe.config.job_config import DEGREES, JobConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.parallelize.memory import MARGIN
@@ -74,3 +76,4 @@ if __name__ == "__main__":
         shown = f"{tokens:,.0f} | {tokens / row.tokens:.2f}" if tokens else "does not fit |"
         words = f"| {row.model} | {row.gpus} | {cut} | {row.tokens:,} | {shown} | {row.source} |"
         print(words, flush=True)
+    print(f"\n{memory_rows.table()}")

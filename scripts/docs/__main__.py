@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from scripts.bench import memory_rows
 from scripts.docs import commands, configuration, forms, models, published, torchtitan
 
 REPO = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ REGIONS: dict[str, Callable[[], str | None]] = {
     "commands": commands.sections,
     "configuration": configuration.tables,
     "forms": forms.table,
+    "memory rows": memory_rows.table,
     "models": models.tables,
     "published": published.table,
     "torchtitan": torchtitan.table,

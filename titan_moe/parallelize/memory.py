@@ -1,8 +1,8 @@
 """Estimates by arithmetic what a run keeps in a GPU's memory. Imports no torch.
 
 Peaks that do not quite meet (the logits', one layer's backward) are added. A pipeline's rank is
-counted with all its stages gathered, which is an upper bound. Nothing of it has been compared with
-a GPU; a run logs what it measures beside it.
+counted with all its stages gathered, which is an upper bound. docs/benchmarks.md has it beside
+peaks of other programs; a run of this one logs what it measures beside it.
 """
 
 from dataclasses import dataclass
