@@ -31,10 +31,11 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_flops
 from titan_moe.parallelize.memory import GIB, accumulation_line, memory
 from titan_moe.parallelize.parallelize import ShardedModel
-from titan_moe.runtime.device import describe_device, memory_of, peak_flops
+from titan_moe.runtime.device import describe_device, known_gpu, memory_of
 from titan_moe.runtime.files import replacing, write_whole
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.revision import running_code
+from titan_moe.training.step_bound import StepBound
 from titan_moe.training.train_step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -116,9 +117,10 @@ class RunLog:
         plan = sharded.plan
         adapts, seq_len = plan.job.lora.rank is not None, plan.job.training.seq_len
         self._flops_per_token = model_flops_per_token(plan.config, seq_len, adapts=adapts)
-        # Known for bf16 only, so MFU is left out in other types.
-        narrow = plan.types.compute == "bfloat16"
-        self._peak = peak_flops(sharded.device) if narrow else None
+        # Known for bf16 only: without MFU and a bound in other types.
+        gpu = known_gpu(sharded.device) if plan.types.compute == "bfloat16" else None
+        self._peak = None if gpu is None else gpu.flops
+        self._bound = StepBound(plan, gpu, self._process.local_world_size)
         self._estimate, self._is_over = memory(plan), False
         self._first_step = resume_step + 1
         self._tokens_since, self._last_logged = 0, resume_step
@@ -180,6 +182,8 @@ class RunLog:
             values |= expert_load(result.counts_LE, self._layers)
         if self._process.is_main:
             self._compare_memory(step, values)
+            trained = (seconds - phases.get("time/checkpoint", 0.0)) / values["steps"]
+            values |= self._bound.compare(step, trained, result.counts_LE)
         for sink in self._sinks:
             sink.write(step, values)
         if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
