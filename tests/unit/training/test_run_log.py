@@ -145,6 +145,7 @@ def test_steps_are_laid_beside_the_estimate_of_a_known_gpu_alone(
         assert said[1]["predicted/exchange"] == pytest.approx(even["exchange"], rel=1e-6)
         assert said[4]["predicted/experts"] > 2.5 * said[1]["predicted/experts"]
         slow = sum(value for key, value in said[4].items() if key.startswith("predicted/"))
-        assert lines[0].startswith(f"time at step 1: {2 * total:.2f} s a step, {total:.2f} s pred")
-        share = f"step 4: {100 * slow / (2 * total):.0f} % of this layout's bound: {2 * total:.2f}"
-        assert lines[1].startswith(share) and "most of it experts" in lines[1]
+        share = f": {{:.0f}} % of this layout's bound: {2 * total:.2f} s a step, "
+        assert lines[0].startswith("step 1, the first one" + share.format(50) + f"{total:.2f} s")
+        assert lines[1].startswith("step 4, settled" + share.format(50 * slow / total))
+        assert "most of it experts" in lines[1]
