@@ -165,18 +165,13 @@ _PARTS = """
     pytorch_flash::flash_fwd_kernel<cutlass  compiled  -        attention
     _copy_rows_kernel                        compiled  -        rows
     _gated_rows_kernel                       experts   -        elementwise
-    index_elementwise_kernel                 combine   -        rows
     sm90_xmma_gemm_bf16bf16                  loss      -        output
-    multi_tensor_apply_kernel                optimizer -        optimizer
-    split_with_sizes_copy_out                fsdp      -        parameters
     ncclDevKernel_AllReduce                  grad_norm -        optimizer
     ncclDevKernel_AllGather                  fsdp      edp+fsdp parameters
     ncclDevKernel_SendRecv                   other     pp       stages
-    ncclDevKernel_SendRecv                   compiled  ep       exchange
     ncclDevKernel_SendRecv                   attention cp+ep    context
     ncclDevKernel_SendRecv                   compiled  tp+ep    exchange
     ncclDevKernel_ReduceScatter              compiled  tp+ep    tensor
-    ncclDevKernel_AllGather                  attention tp+etp   tensor
     ncclDevKernel_AllGather                  dispatch  tp+etp   exchange
 """
 """Name of a kernel, region that launched it, axes of its group, part."""
