@@ -44,7 +44,7 @@ def problem(path: Path, text: str) -> str:
 
 
 def tier(path: Path) -> pytest.MarkDecorator:
-    """A search of 64 GPUs takes half a minute; the line of a file is checked in a second."""
+    """A search of 64 GPUs takes up to a minute; the line of a file is checked in a second."""
     is_long = "# plan:" not in _FILES[path] and path.stem.endswith(("64gpu", "1024gpu"))
     return pytest.mark.full if is_long else pytest.mark.slow
 
