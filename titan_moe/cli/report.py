@@ -80,12 +80,15 @@ def profile(options: argparse.Namespace) -> Answer:
 
     TRACE is a step's folder with the traces of all ranks (--profiling.enable_profiling writes
     them), or one file. Prints a table; writes summary.json into --out, or else beside the traces.
+    If the run knows its GPUs, the parts that `titan-moe plan` expects stand beside the measured
+    ones, here and on the page of `titan-moe report run`.
 
     Exit codes: 0; 1 the files cannot be written; 2 the traces cannot be read.
     """
+    from titan_moe.profiling.parts import predicted
     from titan_moe.profiling.trace import read_profiles, summary, table
 
-    facts = summary(read_profiles(options.trace))
+    facts = summary(read_profiles(options.trace)) | {"predicted_parts": predicted(options.trace)}
     path = _folder(options, options.trace) / "summary.json"
     write_json(path, facts)
     return Answer(facts, [table(facts), "", str(path)])

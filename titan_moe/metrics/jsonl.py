@@ -13,6 +13,8 @@ from titan_moe.runtime.files import replacing, set_aside
 
 EVENTS = "events.jsonl"
 INITIAL_WEIGHTS = "initial_weights.json"
+PREDICTED = "predicted/"
+"""Begins the metrics that are a step's estimated seconds by region (training/run_log.py)."""
 
 logger = logging.getLogger(__name__)
 

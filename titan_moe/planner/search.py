@@ -123,8 +123,8 @@ class Question:
         return min(least_seconds(each, self.device, self.load, most) for each in plans if each)
 
 
-def search(question: Question, *, keep: int = 10) -> Search:
-    """Returns the best layouts, those of `keep` degrees at most."""
+def search(question: Question, *, keep: int = 10, worst: float = math.inf) -> Search:
+    """Returns the best layouts, those of `keep` degrees at most, in less than `worst` seconds."""
     found = Search()
     bounds: list[tuple[float, int, dict[str, int]]] = []
     for degrees in legal_degrees(question):
@@ -137,7 +137,8 @@ def search(question: Question, *, keep: int = 10) -> Search:
         else:
             bounds.append((question.least(degrees, least.tables), len(bounds), degrees))
     for number, (bound, _, degrees) in enumerate(sorted(bounds)):
-        worst = found.layouts[-1].step_seconds if len(found.layouts) == keep else math.inf
+        if len(found.layouts) == keep:
+            worst = found.layouts[-1].step_seconds
         if bound >= worst:
             found.slower = len(bounds) - number
             break

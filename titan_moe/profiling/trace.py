@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.planner.step_time import REGIONS as PARTS
+from titan_moe.profiling.parts import beside, part_of
 from titan_moe.runtime.errors import reason
 from titan_moe.runtime.regions import PREFIX, REGIONS
 
@@ -78,6 +80,9 @@ class RankProfile:
     collectives: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Kernels on a GPU, an operation's own time on a CPU, by name; no collectives."""
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of a GPU: kernels, exposed collectives and idle time by the planner's regions. Collectives
+    that are exposed together count each."""
 
     @property
     def idle(self) -> float:
@@ -236,17 +241,23 @@ def _measure_gpu(
     }
     sending = [e for e in kernels if "nccl" in e["name"].lower()]
     computing = [e for e in kernels if "nccl" not in e["name"].lower()]
-    for event in sending:
-        profile.collectives[event["name"]] += event["dur"]
-    for event in computing:
-        profile.kernels[event["name"]] += event["dur"]
-        launch = launches.get(event.get("args", {}).get("correlation"), (None, 0.0))
-        profile.times[threads.place_at(*launch)] += event["dur"]
-    whole, alone, computed = (
-        _time_covered(map(_span, events))(-math.inf, math.inf)
-        for events in (kernels, sending, computing)
+    running, sent, computed = (
+        _time_covered(map(_span, events)) for events in (kernels, sending, computing)
     )
-    profile.communication, profile.exposed = alone, whole - computed
+    always = -math.inf, math.inf
+    profile.communication, profile.exposed = sent(*always), running(*always) - computed(*always)
+    for event in kernels:
+        name, args, lasts = event["name"], event.get("args", {}), event["dur"]
+        place = threads.place_at(*launches.get(args.get("correlation"), (None, 0.0)))
+        if "nccl" in name.lower():
+            profile.collectives[name] += lasts
+            lasts -= computed(*_span(event))
+        else:
+            profile.kernels[name] += lasts
+            profile.times[place] += lasts
+        axes = args.get("Process Group Description", "")
+        profile.parts[part_of(name, axes, place.region)] += lasts
+    profile.parts["host"] = profile.idle
 
 
 def _time_covered(spans: Iterable[Span]) -> Callable[[float, float], float]:
@@ -297,6 +308,9 @@ def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:
         EXPOSED: over_ranks(p.exposed for p in profiles),
         IDLE: over_ranks(p.idle for p in profiles),
         "communication": over_ranks(p.communication for p in profiles),
+        "measured_parts": {
+            part: over_ranks(p.parts.get(part, 0) for p in profiles)["mean"] for part in PARTS
+        },
         "collectives": top([p.collectives for p in profiles]),
         "kernels": top([p.kernels for p in profiles]),
     }
@@ -321,4 +335,4 @@ def table(facts: dict[str, Any]) -> str:
     for what in ("collectives", "kernels"):
         lines += ["", f"{what}, ms a step and rank"]
         lines += [f"{ms:10.2f}  {name[:72]}" for name, ms in facts[what].items()]
-    return "\n".join([*lines, "", "ms, mean of the ranks"])
+    return "\n".join([*lines, "", *beside(facts), "ms, mean of the ranks"])

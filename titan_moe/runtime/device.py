@@ -8,7 +8,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 
 from titan_moe.runtime import host_gloo
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.gpus import gpu_of
+from titan_moe.runtime.gpus import Device, gpu_of
 from titan_moe.runtime.launch import Launch
 
 _DRIVER = Path("/sys/module/nvidia/version")
@@ -99,12 +99,12 @@ def memory_of(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory * share)
 
 
+def known_gpu(device: torch.device) -> Device | None:
+    """Returns the figures of a GPU; None if they are not known, or for a CPU."""
+    return gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Returns the dense bf16 FLOP/s of a GPU; None if unknown, or for a CPU."""
-    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def peak_flops_of(name: str) -> float | None:
-    """Returns the dense bf16 FLOP/s of a GPU with this CUDA name; None if unknown."""
-    gpu = gpu_of(name)
+    gpu = known_gpu(device)
     return None if gpu is None else gpu.flops

@@ -24,14 +24,16 @@ from titan_moe.config.training_stages import tokens_per_step, training_stages
 from titan_moe.data.sequences import Identity
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
-from titan_moe.metrics.jsonl import JsonLines, add_event, keep_earlier, set_events_aside
+from titan_moe.metrics.jsonl import PREDICTED, JsonLines, add_event, keep_earlier, set_events_aside
 from titan_moe.metrics.sinks import Console, Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_flops
 from titan_moe.parallelize.memory import GIB, accumulation_line, memory
 from titan_moe.parallelize.parallelize import ShardedModel
-from titan_moe.runtime.device import describe_device, memory_of, peak_flops
+from titan_moe.planner.load import Load
+from titan_moe.planner.step_time import step_time
+from titan_moe.runtime.device import describe_device, known_gpu, memory_of
 from titan_moe.runtime.files import replacing, write_whole
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.revision import running_code
@@ -41,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 WITHOUT_TEXT = "data/documents_without_text"
 """The number of documents that the run has read as empty ones so far."""
+_SETTLED = 3
+"""The logged step of a layout, from 1, that stands for the later ones. The first one compiles and
+connects, and the second one's seconds may be a single step's."""
 
 
 class Phases:
@@ -116,9 +121,10 @@ class RunLog:
         plan = sharded.plan
         adapts, seq_len = plan.job.lora.rank is not None, plan.job.training.seq_len
         self._flops_per_token = model_flops_per_token(plan.config, seq_len, adapts=adapts)
-        # Known for bf16 only, so MFU is left out in other types.
-        narrow = plan.types.compute == "bfloat16"
-        self._peak = peak_flops(sharded.device) if narrow else None
+        # Known for bf16 only: without MFU and a bound in other types.
+        gpu = known_gpu(sharded.device) if plan.types.compute == "bfloat16" else None
+        self._gpu = None if gpu is None else replace(gpu, node=self._process.local_world_size)
+        self._plan, self._num_logged = plan, 0
         self._estimate, self._is_over = memory(plan), False
         self._first_step = resume_step + 1
         self._tokens_since, self._last_logged = 0, resume_step
@@ -165,7 +171,7 @@ class RunLog:
                 seconds,
                 devices=self._process.world_size,
                 flops_per_token=self._flops_per_token,
-                peak=self._peak,
+                peak=None if self._gpu is None else self._gpu.flops,
             ),
             **({} if validation_loss is None else {"validation_loss": validation_loss}),
             **{f"lr/{group}": rate for group, rate in rates.items()},
@@ -180,6 +186,8 @@ class RunLog:
             values |= expert_load(result.counts_LE, self._layers)
         if self._process.is_main:
             self._compare_memory(step, values)
+            trained = (seconds - phases.get("time/checkpoint", 0.0)) / values["steps"]
+            values |= self._compare_time(step, trained, result.counts_LE)
         for sink in self._sinks:
             sink.write(step, values)
         if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
@@ -211,6 +219,30 @@ class RunLog:
         elif step == self._first_step:
             logger.info("memory at step %d: %s", step, line)
         self._is_over |= is_over
+
+    def _compare_time(
+        self, step: int, seconds: float, counts_LE: torch.Tensor | None
+    ) -> dict[str, float]:
+        """Log a layout's first logged step, and its settled one, beside what the planner expects on
+        this GPU, if it knows it. Returns what it expects by region, as metrics.
+
+        Args:
+            seconds: of one step, a mean since the last logged one.
+            counts_LE: tokens per layer and expert: the load that is expected.
+        """
+        self._num_logged += 1
+        state = {1: "the first one", _SETTLED: "settled"}.get(self._num_logged)
+        if self._gpu is None or state is None:
+            return {}
+        counts_LE = torch.zeros(0, 1) if counts_LE is None else counts_LE
+        shares_LE = counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)
+        load = Load("measured", tuple(map(tuple, shares_LE.tolist())))
+        parts = step_time(self._plan, self._gpu, load)
+        total, most = sum(parts.values()), max(parts, key=lambda region: parts[region])
+        line = "step %d, %s: %.0f %% of this layout's bound: %.2f s a step, %.2f s predicted"
+        line += f"; most of it {most} {parts[most]:.2f} s"
+        logger.info(line, step, state, 100 * total / seconds, seconds, total)
+        return {PREDICTED + region: value for region, value in parts.items()}
 
     def close(self, unit: str, choices: int, *, draws: bool = True) -> None:
         """End the sinks and draw the curves; the main rank's job. The curves take seconds, which a

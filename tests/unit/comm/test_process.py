@@ -25,11 +25,11 @@ from titan_moe.runtime import host_gloo
 from titan_moe.runtime.device import (
     backend_for,
     describe_device,
-    peak_flops_of,
     pick_device,
     use_flash_attention_3,
 )
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.gpus import gpu_of
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.log import start_logging
 
@@ -200,7 +200,8 @@ def test_pick_device_refuses_gpus_that_cuda_cannot_use(
     ],
 )
 def test_peak_flops_are_known_by_the_name_of_a_gpu(name: str, flops: float | None) -> None:
-    assert peak_flops_of(name) == flops
+    gpu = gpu_of(name)
+    assert (gpu and gpu.flops) == flops
 
 
 def test_seed_everything_repeats_all_generators(request: pytest.FixtureRequest) -> None:

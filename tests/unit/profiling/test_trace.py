@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.commands import run_command
 from titan_moe.config.errors import ConfigError
+from titan_moe.planner.step_time import REGIONS
+from titan_moe.profiling.parts import part_of
 from titan_moe.profiling.trace import (
     EXPOSED,
     IDLE,
@@ -33,9 +35,9 @@ def launch(correlation, ts, tid=MAIN):
     return event | {"cat": "cuda_runtime", "args": {"correlation": correlation}}
 
 
-def kernel(name, ts, dur, correlation, tid=STREAM):
+def kernel(name, ts, dur, correlation, tid=STREAM, **args):
     event = annotation(name, ts, dur, tid)
-    return event | {"cat": "kernel", "args": {"correlation": correlation}}
+    return event | {"cat": "kernel", "args": {"correlation": correlation} | args}
 
 
 def arrow(number, ts_forward, ts_backward, thread=BACKWARD):
@@ -116,6 +118,9 @@ def test_kernels_belong_to_the_regions_that_launched_them(tmp_path):
     assert (profile.communication, profile.exposed) == (90, 60)
     assert profile.idle == 1000 - 185 - 60
     assert profile.kernels == {"gemm_bf16": 160, "flash": 25}
+    # 30 us are hidden. The groups have no names: the region says whose they were.
+    parts = {"experts": 160, "attention": 25, "exchange": 60, "host": 755}
+    assert profile.parts == parts
 
 
 def test_cpu_waits_while_only_a_collective_runs(tmp_path):
@@ -151,6 +156,53 @@ def test_summary_names_the_slowest_rank(tmp_path):
     assert sum(shares) + exposed["share"] + facts[IDLE]["share"] == pytest.approx(1)
     text = table(facts)
     assert "rank 1" in text and "exposed communication" in text
+
+
+_PARTS = """
+    sm90_xmma_gemm_bf16bf16                  attention -        products
+    nvjet_tst_128x256_64x4                   experts   -        experts
+    cutlass::GemmUniversal<GroupProblemShape compiled  -        experts
+    pytorch_flash::flash_fwd_kernel<cutlass  compiled  -        attention
+    _copy_rows_kernel                        compiled  -        rows
+    _gated_rows_kernel                       experts   -        elementwise
+    sm90_xmma_gemm_bf16bf16                  loss      -        output
+    ncclDevKernel_AllReduce                  grad_norm -        optimizer
+    ncclDevKernel_AllGather                  fsdp      edp+fsdp parameters
+    ncclDevKernel_SendRecv                   other     pp       stages
+    ncclDevKernel_SendRecv                   attention cp+ep    context
+    ncclDevKernel_SendRecv                   compiled  tp+ep    exchange
+    ncclDevKernel_ReduceScatter              compiled  tp+ep    tensor
+    ncclDevKernel_AllGather                  dispatch  tp+etp   exchange
+"""
+"""Name of a kernel, region that launched it, axes of its group, part."""
+
+
+@pytest.mark.parametrize("row", _PARTS.strip().splitlines())
+def test_kernel_belongs_to_a_part_of_the_planner(row):
+    name, region, axes, part = row.split()
+    assert part_of(name, axes, region) == part and part in REGIONS
+
+
+def test_measured_parts_stand_beside_those_that_the_run_expected(tmp_path):
+    """The report of a profile names the largest gap; a pipeline's bubble is a wait for stages."""
+    step = tmp_path / "profile_traces" / "step-10"
+    step.mkdir(parents=True)
+    expected = dict.fromkeys(REGIONS, 0.0)
+    expected |= {"exchange": 1.2e-4, "stages": 1e-5, "bubble": 3e-5, "host": 6e-4}
+    lines = [{"step": 1, "predicted/experts": 5.0}]
+    lines += [{"step": 3} | {f"predicted/{part}": s for part, s in expected.items()}, {"step": 4}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    axes = {"Process Group Description": "ep"}
+    waits = kernel("ncclDevKernel_SendRecv", 550, 210, 9, NCCL, **axes)
+    write(step / "rank-0.json.gz", [*gpu_trace(), waits])
+    done = run_command("report", "profile", step)
+    assert done.returncode == 0
+    assert f"{'host':<22}{0.5:>11.1f}{0.6:>11.1f}" in done.stdout
+    line = "76 % of this layout's bound; largest gap: experts (measured 0.2 ms, predicted 0.0 ms)"
+    assert line in done.stdout
+    facts = json.loads((step / "summary.json").read_text())
+    assert facts["measured_parts"]["exchange"] == pytest.approx(0.27)
+    assert facts["predicted_parts"]["stages"] == pytest.approx(0.04)
 
 
 def test_report_profile_writes_table_and_figures(tmp_path):

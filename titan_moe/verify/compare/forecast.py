@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.device import peak_flops, peak_flops_of
+from titan_moe.runtime.device import peak_flops
+from titan_moe.runtime.gpus import GPUS
 from titan_moe.verify.compare.goldens import this_device
 from titan_moe.verify.compare.launch import Place
 
@@ -39,7 +40,7 @@ class Forecast:
     def __init__(self, *, for_h100: bool = False) -> None:
         self._here = peak_flops(this_device())
         self._gpu = "this GPU's" if self._here else "an H100's"
-        self._peak = self._here or (peak_flops_of("H100") if for_h100 else None)
+        self._peak = self._here or (GPUS["H100"].flops if for_h100 else None)
         self._todo: list[tuple[str, list[Training]]] = []
         self._seen: set[Path] = set()
         self._measured: list[tuple[Training, float]] = []

@@ -63,6 +63,8 @@ class RunRecord:
     """events.jsonl: decisions about spikes and NaN."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the initial weights by tensor; empty for runs that recorded none."""
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    """The latest summary.json that `titan-moe report profile` made of the run; empty without."""
 
     def at(self, steps: Sequence[int]) -> "RunRecord":
         """Returns this run at some of its steps. Raises ConfigError if it lacks one."""
@@ -149,6 +151,7 @@ def _read(folder: Path, name: str) -> RunRecord:
     counts = {line.pop("step"): line for line in _steps(folder / "expert_counts.jsonl")}
     layers = counts[steps[0]] if counts.keys() >= set(steps) else ()
     weights = folder / INITIAL_WEIGHTS
+    profiles = sorted(folder.glob("*/step-*/summary.json"), key=lambda path: path.stat().st_mtime)
     return RunRecord(
         name,
         steps,
@@ -163,6 +166,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         folder,
         _steps(folder / EVENTS),
         json.loads(weights.read_bytes()) if weights.is_file() else {},
+        json.loads(profiles[-1].read_bytes()) if profiles else {},
     )
 
 

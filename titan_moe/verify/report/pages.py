@@ -13,6 +13,7 @@ import numpy as np
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import flat_keys
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
+from titan_moe.profiling.parts import beside
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.compare.records import (
     COMPARED,
@@ -24,6 +25,7 @@ from titan_moe.verify.compare.records import (
 )
 from titan_moe.verify.compare.verdict import Comparison
 from titan_moe.verify.report import plots
+from titan_moe.verify.report.plan import draw_steps
 from titan_moe.verify.report.plots import Panel, charts
 from titan_moe.verify.report.render import Table, render
 
@@ -91,12 +93,21 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         for key in _DRAWN
         if any(key in run.scalars for run in runs)
     }
+    profiled = [run for run in runs if run.profile.get("predicted_parts")]
+    steps = [
+        (f"{run.name}, {kind}", run.profile[f"{kind}_parts"])
+        for run in profiled
+        for kind in ("measured", "predicted")
+    ]
+    bars = partial(draw_steps, steps=steps, title="milliseconds of a profiled step")
     return render(
         "runs.html",
         title=title,
         last=[_last(run) for run in runs],
         charts=charts(panels),
         events=[(run.name, event) for run in runs for event in run.events],
+        parts_chart=charts({"parts of a step": bars} if steps else {}),
+        beside=[(run.name, "\n".join(beside(run.profile))) for run in profiled],
         load=charts(plots.load_panels([plots.load_of(run) for run in runs])),
         **shared_sections(runs),
     )

@@ -23,7 +23,7 @@ def plan_page(heading: Sequence[str], steps: Steps, table: Sequence[str]) -> str
     return render("plan.html", title="Plan", heading=heading, charts=chart, table="\n".join(table))
 
 
-def draw_steps(axes: "Axes", *, steps: Steps) -> None:
+def draw_steps(axes: "Axes", *, steps: Steps, title: str = "estimated seconds of a step") -> None:
     """Draws a bar for each layout, of the regions that take a hundredth of some step."""
     names, seconds = zip(*steps, strict=True)
     regions = [
@@ -47,4 +47,4 @@ def draw_steps(axes: "Axes", *, steps: Steps) -> None:
         left_L += values_L
     axes.set_yticks(places_L, names)
     axes.invert_yaxis()
-    axes.set(title="parts of a step, estimated", xlabel="seconds", xlim=(0, 1.02 * left_L.max()))
+    axes.set(title=title, xlim=(0, 1.02 * left_L.max()))

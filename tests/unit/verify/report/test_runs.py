@@ -10,6 +10,7 @@ from tests.support.commands import run_command
 from tests.support.paths import REPO
 from tests.support.report_cases import Page, facts
 from tests.support.verdict_cases import run
+from titan_moe.planner.step_time import REGIONS
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.pages import runs_page
@@ -45,6 +46,20 @@ def test_runs_page_of_a_run_without_expert_counts(tmp_path: Path):
     assert page.tables["configuration"][1:] == [["training.steps", "30", "10000"]]
     assert all(each.startswith(("#", "data:")) for each in page.loads)
     assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}
+
+
+def test_runs_page_shows_the_parts_of_a_profiled_step(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 5)
+    measured = dict.fromkeys(REGIONS, 0.0) | {"exchange": 210.0, "products": 300.0}
+    expected = measured | {"exchange": 120.0}
+    summary = {"step_ms": 600.0, "measured_parts": measured, "predicted_parts": expected}
+    (folder / "traces" / "step-20").mkdir(parents=True)
+    (folder / "traces" / "step-20" / "summary.json").write_text(json.dumps(summary))
+    page = Page(runs_page("One run", [read_run(folder)]))
+    says = "70 % of this layout's bound; largest gap: exchange (measured 210.0 ms, predicted 120.0"
+    assert says in page.text["parts"]
+    for word in ("a, measured", "a, predicted", "of a profiled step", "products"):
+        assert word in page.text["parts"]
 
 
 def test_runs_page_lists_bad_steps(tmp_path: Path):
