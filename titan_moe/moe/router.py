@@ -198,10 +198,10 @@ def _gather_selected(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Gathers, and writes in the backward instead of adding: a token's experts are distinct."""
     num_experts = scores_TE.shape[1]
 
-    def scatter(grad_TK: Tensor) -> Tensor:
+    def scatter(grad_TK: Tensor, experts_TK: Tensor) -> Tensor:
         return grad_TK.new_zeros(len(grad_TK), num_experts).scatter_(1, experts_TK, grad_TK)
 
-    return linear(scores_TE, lambda scores_TE: scores_TE.gather(1, experts_TK), scatter)
+    return linear(scores_TE, lambda x_TE: x_TE.gather(1, experts_TK), scatter, experts_TK)
 
 
 def _keep_top_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:

@@ -18,7 +18,8 @@ def embedding(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
     return linear(
         weight_VD,
         lambda weight_VD: F.embedding(tokens_BS, weight_VD),
-        lambda grad_BSD: embedding_grad(grad_BSD, tokens_BS, size),
+        lambda grad_BSD, tokens_BS: embedding_grad(grad_BSD, tokens_BS, size),
+        tokens_BS,
     )
 
 

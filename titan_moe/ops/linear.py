@@ -11,19 +11,29 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 LinearMap = Callable[..., Tensor]
 
 
-def linear(x: Tensor, function: LinearMap, transposed: LinearMap, **both: Any) -> Tensor:
-    """Returns function(x) for a linear function whose backward is `transposed`. Both get the
-    further arguments `both`."""
-    return _Linear.apply(x, partial(function, **both), partial(transposed, **both))
+def linear(
+    x: Tensor, function: LinearMap, transposed: LinearMap, *saved: Tensor, **both: Any
+) -> Tensor:
+    """Returns function(x) for a linear function whose backward is transposed(gradient, *saved).
+    Both functions get the further arguments `both`.
+
+    Tensors that the backward reads belong in `saved`: recomputation frees those, and would keep
+    what `transposed` holds itself.
+    """
+    return _Linear.apply(x, partial(function, **both), partial(transposed, **both), *saved)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, function: LinearMap, transposed: LinearMap, *saved: Tensor
+    ) -> Tensor:
         ctx.transposed = transposed  # type: ignore[attr-defined]
+        ctx.save_for_backward(*saved)
         return function(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        return ctx.transposed(grad), None, None
+        saved = ctx.saved_tensors  # Once: a recomputation hands them out once.
+        return ctx.transposed(grad, *saved), None, None, *(None for _ in saved)

@@ -31,8 +31,7 @@ def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
 def gathered_rows(x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
     """Returns x_RD as `gather_rows` does, from rows that `copy_rows` has copied already: the first
     rows of the map, or all."""
-    rows_TK = row_map.rows_TK
-    return linear(x_TD, lambda _: x_RD.detach(), lambda grad_RD: add_rows(grad_RD, rows_TK))
+    return linear(x_TD, lambda _: x_RD.detach(), add_rows, row_map.rows_TK)
 
 
 def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:

@@ -33,11 +33,12 @@ def rotate_by_kernel(
     x_BSHC: Tensor, cos_BSC: Tensor, sin_BSC: Tensor, pairing: str, first: int = 0
 ) -> Tensor:
     """Computes `rotate`; the gradient is rotated back, so that the backward needs no activation."""
-    how = cos_BSC, sin_BSC, pairing, first
     return linear(
         x_BSHC,
-        lambda x_BSHC: rotate_heads(x_BSHC, *how, False),
-        lambda grad_BSHC: rotate_heads(grad_BSHC, *how, True),
+        lambda x_BSHC: rotate_heads(x_BSHC, cos_BSC, sin_BSC, pairing, first, False),
+        lambda grad_BSHC, cos, sin: rotate_heads(grad_BSHC, cos, sin, pairing, first, True),
+        cos_BSC,
+        sin_BSC,
     )
 
 
