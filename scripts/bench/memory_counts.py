@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
     model: str
     layers: int
+    """Layers that are left of the model."""
     ranks: int
     recompute: str
     """none, op, 2 or full, with "+" and what is kept besides."""
@@ -84,19 +85,19 @@ def _cases() -> Iterator[Case]:
         ep = {} if model == "qwen3/8B" else {"ep": 8}
         for recompute in ("none", "op", "full"):
             yield Case(model, layers, 8, recompute, ep)
-    qwen, pp8 = "qwen3/30B-A3B", {"local_batch_size": 32, "pipeline_parallel_microbatch_size": 4}
+    qwen, piped = "qwen3/30B-A3B", {"local_batch_size": 32, "pipeline_parallel_microbatch_size": 4}
     for keys in (
         {}, {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"cp": 2, "ep": 8}, {"ep": 4},
         {"dp_replicate": 2, "ep": 4}, {"tp": 4, "cp": 2}, {"ep": 8, "global_batch_size": 512},
-        {"pp": 2, "ep": 4} | pp8, {"pp": 4, "tp": 2} | pp8,
-        {"pp": 2, "ep": 2, "pipeline_parallel_schedule": "Interleaved1F1B"} | pp8,
+        {"pp": 2, "ep": 4} | piped, {"pp": 4, "tp": 2} | piped,
+        {"pp": 2, "ep": 2, "pipeline_parallel_schedule": "Interleaved1F1B"} | piped,
     ):  # fmt: skip
         for recompute in ("none", "full"):
             yield Case(qwen, 8, 8, recompute, keys)
     for recompute in ("2", "full+attention", "full+exchanged_rows"):
         yield Case(qwen, 8, 8, recompute, {"ep": 8})
     for schedule in ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble"):
-        keys = {"pp": 2, "ep": 4, "pipeline_parallel_schedule": schedule} | pp8
+        keys = {"pp": 2, "ep": 4, "pipeline_parallel_schedule": schedule} | piped
         yield Case(qwen, 8, 8, "none", keys)
     for more in (
         {"optimizer": {"state_dtype": "bfloat16"}},
@@ -111,6 +112,11 @@ def _cases() -> Iterator[Case]:
         yield Case(qwen, 8, 8, "full", {"ep": 8, **more})
     for ranks in (2, 4):
         yield Case(qwen, 2, ranks, "full", {"ep": ranks})
+    yield Case(qwen, 48, 8, "full", {"ep": 8})
+    yield Case(qwen, 48, 64, "none", {"ep": 8})
+    yield Case("qwen3/235B-A22B", 94, 64, "full", {"ep": 16})
+    yield Case("qwen3/235B-A22B", 94, 256, "full", {"pp": 8, "ep": 16} | piped)
+    yield Case("deepseek_v3/671B", 61, 1024, "full", {"pp": 8, "tp": 2, "ep": 64} | piped)
 
 
 CASES = list(_cases())

@@ -1,8 +1,8 @@
 """Lays the memory estimate beside peaks that others have published, at their settings.
 
 `memory_rows.toml` has the rows, with our keys that stand for their settings. Allocated memory is
-laid beside our tensors, other peaks beside all that a GPU must have room for. Ranks' experts
-get even shares of rows; a pipeline's step has twice as many microbatches as ranks. What theirs has
+laid beside our tensors, other peaks beside all that a GPU must have room for. Ranks' experts get
+even shares of rows; a step has twice as many microbatches as a pipeline has ranks. What theirs has
 otherwise is counted from a model's dimensions: nothing is fitted.
 """
 
@@ -17,7 +17,7 @@ from titan_moe.config.parse import tomllib
 from titan_moe.models.config import GQAConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.parallelize.memory import GIB, Memory, memory
-from titan_moe.parallelize.memory_table import tables
+from titan_moe.parallelize.memory_table import Table, tables
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
 
@@ -70,6 +70,8 @@ def plan_of(row: Row) -> Plan:
     """Returns our plan that stands for theirs."""
     family, flavor = row.model.split("/")
     pp, batch = row.degrees.get("pp", 1), row.batch
+    data_ranks = row.gpus // (pp * row.degrees.get("tp", 1) * row.degrees.get("cp", 1))
+    sequences = batch * data_ranks * (row.microbatches or 2 * pp)
     parallelism: dict[str, Any] = {DEGREES[axis]: size for axis, size in row.degrees.items()}
     parallelism["expert_parallel_comm_backend"] = "standard"
     if pp > 1:
@@ -81,7 +83,7 @@ def plan_of(row: Row) -> Plan:
         parts[-1] += ["norm", "output"]
         parallelism["module_fqns_per_model_part"] = [["tok_embeddings", *first], *parts]
     model = {"name": family, "flavor": flavor, "num_mtp_layers": 0}
-    training = {"seq_len": row.seq_len, "local_batch_size": batch}
+    training = {"seq_len": row.seq_len, "local_batch_size": batch, "global_batch_size": sequences}
     own = {"model": model, "training": training, "parallelism": parallelism}
     job = JobConfig.model_validate(own).with_values(**row.keys)
     config = replace(model_of_job(job.model), **row.config)
@@ -142,13 +144,24 @@ class Comparison(NamedTuple):
 def compare(row: Row) -> Comparison:
     """Returns a row beside our estimate."""
     plan = plan_of(row)
-    ranks = list(tables(plan, 1.0))
-    worst = max(ranks, key=lambda rank: sum(sum(lines.values()) for lines in rank.values()))
-    lines = {line: size for term in worst if term != "skew" for line, size in worst[term].items()}
-    lines["on the way"] = sum(worst["gathered"].values()) + lines["inputs and outputs of stages"]
+    sums = [
+        (_bytes(table), _bytes(table) + _more(row, plan, table)) for *_, table in tables(plan, 1.0)
+    ]
+    ours, counted = map(max, zip(*sums, strict=True))
+    return Comparison(row, memory(plan, 1.0), counted - ours)
+
+
+def _bytes(table: Table) -> float:
+    return sum(sum(lines.values()) for lines in table.values())
+
+
+def _more(row: Row, plan: Plan, table: Table) -> float:
+    """Returns the bytes that a row's differences add at one moment."""
+    lines = {line: size for term in table if term != "skew" for line, size in table[term].items()}
+    lines["on the way"] = sum(table["gathered"].values()) + lines["inputs and outputs of stages"]
     lines["products"] = _products(plan)
-    more = sum(lines[line] * times for _, line, times in map(DIFFERENCES.__getitem__, row.differs))
-    return Comparison(row, memory(plan, 1.0), more)
+    found = map(DIFFERENCES.__getitem__, row.differs)
+    return sum(lines.get(line, 0.0) * times for _, line, times in found)
 
 
 def table() -> str:

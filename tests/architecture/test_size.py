@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_275, "tests": 26_339, "scripts": 3_893}
-WORDS = 44_817
+BUDGETS = {"titan_moe": 32_411, "tests": 26_679, "scripts": 4_166}
+WORDS = 44_846
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_590,

@@ -107,7 +107,8 @@ def _shares(plan: Plan) -> Iterator[Share]:
     count = pipeline.num_microbatches(parallelism, batch)
     for rank, own in enumerate(plan.stages_of_ranks):
         outputs, losses = pipeline.in_flight(schedule, rank, ranks, len(stages), count)
-        passes, left = Counter[int](), outputs
+        # All may be in flight at once, or all but one and the gradients of that one: nearly alike.
+        passes, left = Counter[int](), max(min(outputs, count * len(own) - 1), 1)
         for stage in sorted(own, key=lambda stage: -sum(kinds[stage].values())):
             times, left = min(count, left), max(left - count, 0)
             passes.update({kind: times * number for kind, number in kinds[stage].items()})
@@ -115,8 +116,7 @@ def _shares(plan: Plan) -> Iterator[Share]:
         # Torch has a buffer for the input, and for the output's gradient, of every microbatch.
         streams = outputs + 2 * count * len(own)
         first, through = stages[own[0]][:3], kinds_of_layers(config, stages[own[0]][3:])
-        again = outputs < count * len(own)
-        yield Share(parts, size, passes, through, first, losses, streams, again)
+        yield Share(parts, size, passes, through, first, losses, streams, count * len(own) > 1)
 
 
 def tables(plan: Plan, skew: float = SKEW) -> Iterator[tuple[int, str, Table]]:

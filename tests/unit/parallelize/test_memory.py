@@ -198,8 +198,8 @@ def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: in
     assert kept == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
-@pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", 1), ("GPipe", 3)])
-def test_the_last_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
+@pytest.mark.parametrize(("schedule", "in_flight", "passes"), [("1F1B", 1, 1), ("GPipe", 3, 2)])
+def test_the_last_rank_of_a_pipeline_by_hand(schedule, in_flight: int, passes: int):
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     found = {moment: t for rank, moment, t in tables(_plan(parallelism=parallelism)) if rank == 1}
     sums = {
@@ -208,10 +208,11 @@ def test_the_last_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
     # A layer, the norm and the output layer, over two ranks of four.
     parameters = _LAYER + 10 + _OUTPUT
     assert sums["stored"] == parameters * 12 / 2
-    # All weights stay gathered. Gradients are summed whole, once a microbatch is through.
-    assert sums["accumulated"] == parameters * (2 + 4 * (schedule == "1F1B"))
-    # Inputs of layers, outputs, and torch's buffers for each of three microbatches of one row.
-    assert sums["kept"] == (in_flight + in_flight + 2 * 3) * 7 * 10 * 2
+    # All weights stay gathered, gradients are summed whole.
+    assert sums["accumulated"] == parameters * (2 + 4)
+    # Inputs of layers when one microbatch is through, outputs, and torch's buffers for each of
+    # three microbatches of one row.
+    assert sums["kept"] == (passes + in_flight + 2 * 3) * 7 * 10 * 2
     assert sums["logits"] == 7 * 100 * 2 + in_flight * (7 * 10 * 2 + _OUTPUT * 2)
     assert found["the last attention's backward"]["gathered"]["gradients in reduction"] == 0
 

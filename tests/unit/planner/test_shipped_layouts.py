@@ -16,7 +16,7 @@ from titan_moe.planner.step_time import step_time
 from titan_moe.runtime.gpus import GPUS
 
 _FILES = {path.relative_to(REPO): path.read_text() for path in REPO.glob("configs/*/*_*gpu.toml")}
-_LINE = re.compile(r"^# plan: ((?: ?\w+=\d+)+), (\d\.\d\d) times as fast: \w.*\.$", re.MULTILINE)
+_LINE = re.compile(r"^# plan: ((?: ?\w+=\d+)+), (\d+\.\d) times as fast: \w.*\.$", re.MULTILINE)
 """Degrees that plan would choose, how much faster they are expected to be, and a reason."""
 _NEAR = 0.95
 """Share of the speed of plan's choice that a file without a line must have."""
@@ -39,7 +39,7 @@ def problem(path: Path, text: str) -> str:
     degrees |= {axis: int(size) for axis, size in (each.split("=") for each in said[1].split())}
     layout, _ = fastest(question, degrees)
     times = own / layout.step_seconds if layout else 0.0
-    right = abs(times - float(said[2])) < 0.02 and times > 1 / _NEAR
+    right = abs(times - float(said[2])) < 0.15 and times > 1 / _NEAR
     return "" if right else f"{said[1]} is expected to be {times:.2f} times as fast"
 
 
@@ -58,14 +58,15 @@ def test_a_file_for_gpus_has_a_layout_of_plan_or_says_why_not(path: Path) -> Non
 
 @pytest.mark.slow
 def test_slow_layouts_and_lines_that_are_wrong_are_found(tmp_path: Path) -> None:
-    path = Path("configs/deepseek_v3/16B_8gpu.toml")
-    slow = _FILES[path].replace("local_batch_size = 1", "local_batch_size = 8")
+    path = Path("configs/qwen3/8B_8gpu.toml")  # It has plan's layout, and so no line.
+    slow = re.sub(r"local_batch_size = \d+", "local_batch_size = 8", _FILES[path])
     slow = re.sub(r"(?s)(\[parallelism\]\n).*?\n\n", r"\1pipeline_parallel_degree = 8\n\n", slow)
     for text, says in (
-        (slow, "dp_shard=8 ep=2: "),
-        ("# plan: dp_shard=8 ep=2, 9.99 times as fast: no reason.\n" + slow, "expected to be"),
-        ("# plan: dp_shard=8 ep=2, 1.00 times as fast: needless.\n" + _FILES[path], "1.00 times"),
+        (slow, " times"),
+        ("# plan: dp_shard=8, 9.9 times as fast: no reason.\n" + slow, "is expected to be"),
+        ("# plan: dp_shard=8, 1.0 times as fast: needless.\n" + _FILES[path], "is expected to be"),
     ):
         copy = tmp_path / path.name
         copy.write_text(text)
         assert says in problem(copy, text)
+    assert problem(REPO / path, _FILES[path]) == ""
