@@ -63,7 +63,7 @@ class Case(NamedTuple):
         if mode in ("op", "2"):
             how = {"mode": "selective", "selective_ac_option": mode}
         how |= {f"keep_{each}": True for each in kept}
-        defaults = {"seq_len": 128, "local_batch_size": 32}
+        defaults: dict[str, Any] = {"seq_len": 128, "local_batch_size": 32}
         defaults |= {"mixed_precision_param": "float32", "loss_chunk_size": 1024}
         return JobConfig.model_validate(
             {
@@ -85,7 +85,8 @@ def _cases() -> Iterator[Case]:
         ep = {} if model == "qwen3/8B" else {"ep": 8}
         for recompute in ("none", "op", "full"):
             yield Case(model, layers, 8, recompute, ep)
-    qwen, piped = "qwen3/30B-A3B", {"local_batch_size": 32, "pipeline_parallel_microbatch_size": 4}
+    qwen = "qwen3/30B-A3B"
+    piped: dict[str, Any] = {"local_batch_size": 32, "pipeline_parallel_microbatch_size": 4}
     for keys in (
         {}, {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"cp": 2, "ep": 8}, {"ep": 4},
         {"dp_replicate": 2, "ep": 4}, {"tp": 4, "cp": 2}, {"ep": 8, "global_batch_size": 512},
