@@ -1,8 +1,8 @@
 """Estimates by arithmetic what a run keeps in a GPU's memory. Imports no torch.
 
-Peaks that do not quite meet (the logits', one layer's backward) are added. A pipeline's rank is
-counted with all its stages gathered, which is an upper bound. docs/benchmarks.md has it beside
-peaks of other programs; a run of this one logs what it measures beside it.
+The worst of a few moments of a step counts. A pipeline's rank is counted with all its stages
+gathered, which is an upper bound. Tests lay it beside the tensors of steps, docs/benchmarks.md
+beside peaks of other programs; a run logs what it measures beside it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ RESERVED = 3 * GIB
 """Memory for CUDA's context and kernels, and for a fragmented allocator."""
 MARGIN = 4 * GIB
 """Memory that shipped configurations and "auto" leave, while no GPU has confirmed the estimate."""
-_TENSORS = (*("stored", "gathered", "kept", "layer", "logits", "accumulated", "exchange"),)
+_TENSORS = ("stored", "gathered", "kept", "layer", "logits", "accumulated", "exchange")
 """Fields of `Memory` that are tensors on the GPU."""
 _NAMES = {"layer": "one layer", "exchange": "symmetric memory"}
 
@@ -28,21 +28,24 @@ class Memory:
     moment: str
     """The moment of a step at which a rank needs most."""
     stored: float
-    """This rank's shard of weights, and of gradients and moments of what trains."""
+    """This rank's shard of weights, moments of what trains, and gradients as far as they are
+    made."""
     gathered: float
-    """Weights of two of the largest layers, gradients of one before and while they are reduced;
-    weights and gradients of the output layer. Where experts are reduced apart, two reductions are
-    under way; where rows travel in two halves, each half makes gradients of the experts."""
+    """Weights of two units, gradients of one before and while they are reduced. Where experts are
+    reduced apart, two reductions are under way; where rows travel in two halves, each half makes
+    gradients of the experts."""
     kept: float
     """Values that the forward keeps for the backward; in a pipeline, of all microbatches between
     the two, and the buffers in which each microbatch arrives."""
     layer: float
-    """The recomputed values of one layer, and their gradients."""
+    """The recomputed values of one layer, and what its backward has besides: gradients, two copies
+    of the rows that go home, or FlashAttention's float32 sums, with 128 more tokens after each
+    sequence (`flash_workspace`; `debug.deterministic` may double them)."""
     logits: float
-    """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
+    """Logits of one chunk of the loss, and the output layer's gradients."""
     accumulated: float
-    """Sums of gradients that are still to be reduced, and parameters that stay gathered, in a
-    pipeline or with `Plan.accumulation` "keep_gathered"; else 0."""
+    """Sums of gradients that are still to be reduced, in a pipeline or with `Plan.accumulation`
+    "keep_gathered", and parameters that stay gathered."""
     exchange: float
     """Symmetric memory of the dispatcher that has some."""
     host: float

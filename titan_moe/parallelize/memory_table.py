@@ -92,18 +92,15 @@ def _shares(plan: Plan) -> Iterator[Share]:
     config, sizes, ranks = plan.config, part_sizes(plan.config), plan.dims.pp
     batch, parallelism = plan.job.training.local_batch_size, plan.job.parallelism
     if ranks == 1:
-        first = tuple(sizes)[:3]
-        again = plan.microbatches > 1
         passes, through = (kinds_of_layers(config, tuple(sizes)[n:]) for n in (0, 3))
-        yield Share(sizes, batch, passes, through, first, 1, 0, again)
+        again = plan.microbatches > 1
+        yield Share(sizes, batch, passes, through, tuple(sizes)[:3], 1, 0, again)
         return
     stages = [tuple(stage) for stage in plan.stages]
     kinds = [kinds_of_layers(config, stage) for stage in stages]
     stages[-1] += tuple(name for name in sizes if name == "mtp")
-    schedule, size = (
-        pipeline.schedule_of(parallelism),
-        parallelism.pipeline_parallel_microbatch_size,
-    )
+    schedule = pipeline.schedule_of(parallelism)
+    size = parallelism.pipeline_parallel_microbatch_size
     count = pipeline.num_microbatches(parallelism, batch)
     for rank, own in enumerate(plan.stages_of_ranks):
         outputs, losses = pipeline.in_flight(schedule, rank, ranks, len(stages), count)
@@ -382,7 +379,7 @@ def _activations(
     layer: Lines = {}
     for kind, passes in share.passes.items():
         own = layers[kind]
-        passes -= moment.is_early * share.through.get(kind, 0)
+        passes = max(passes - moment.is_early * share.through.get(kind, 0), 0)
         num_recomputed = -(-passes // every) if every else 0
         for number, how, lines in (
             (num_recomputed, "recomputed", own.recomputed),
