@@ -38,7 +38,7 @@ def job_of(recipe: str | None, layout: str = "dp_shard=1") -> JobConfig:
 def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the whole gradients of a step, of microbatches of half of the rows each."""
     if planted:
-        tensor_parallel._product = lambda module: torch.nn.functional.linear
+        tensor_parallel.Float8Linear = type(None)
     config = tiny(job)
     config = replace(config, moe=replace(config.moe, hidden_dim=64))
     sharded, step = tiny_step(job, config)

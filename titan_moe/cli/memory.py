@@ -11,7 +11,6 @@ Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
 
 import argparse
-from dataclasses import asdict
 from functools import partial
 
 from titan_moe.cli.command import Answer, Command, add_ranks, job_of
@@ -60,13 +59,16 @@ def run(options: argparse.Namespace) -> Answer:
     data = {
         "parameters": sum(size),
         "active_parameters": active,
-        "bytes": asdict(first),
+        "moment": first.moment,
+        "bytes": first.sizes,
         "accumulation": {"word": plans[1].accumulation, "microbatches": plans[1].microbatches},
         "needed": most.needed,
         "fits": fits,
     }
     verdict = "fits" if fits else "does not fit"
-    stages = [{"from_step": step, "bytes": asdict(stage)} for step, stage in later]
+    stages = [
+        {"from_step": step, "moment": stage.moment, "bytes": stage.sizes} for step, stage in later
+    ]
     piped = job.parallelism.pipeline_parallel_degree > 1
     return Answer(
         data | ({"stages": stages} if stages else {}),

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> Answer:
         "degrees": found.num_degrees,
         "layouts": [_as_json(layout) for layout in found.layouts],
         "too_large": [
-            {"degrees": each.degrees, "needed": each.memory.needed, "bytes": asdict(each.memory)}
+            {"degrees": each.degrees, "needed": each.memory.needed, "bytes": each.memory.sizes}
             for each in found.too_large
         ],
     }
@@ -291,7 +291,7 @@ def _as_json(layout: "Layout") -> dict[str, Any]:
         "choices": _choices(layout),
         "keys": layout.tables,
         "seconds": layout.seconds,
-        "bytes": asdict(layout.memory),
+        "bytes": layout.memory.sizes,
     }
 
 

@@ -5,7 +5,7 @@ gathered, which is an upper bound. Tests lay it beside the tensors of steps, doc
 beside peaks of other programs; a run logs what it measures beside it.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from titan_moe.parallelize.memory_table import SKEW, tables
 from titan_moe.parallelize.plan import Plan
@@ -55,6 +55,11 @@ class Memory:
     as many as bounded buffers hold: what they add to the others' terms."""
     communicators: float
     """Buffers of NCCL."""
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """All bytes, by field."""
+        return {name: size for name, size in asdict(self).items() if name != "moment"}
 
     @property
     def total(self) -> float:
@@ -116,5 +121,5 @@ def accumulation_line(plan: Plan, estimate: Memory) -> str:
     if plan.microbatches == 1:
         return ""
     kept, unit = estimate.accumulated, estimate.unit
-    more = f", for {kept / _UNITS[unit]:.1f} {unit} more" if kept else ""
-    return f"{plan.microbatches} microbatches a step: fsdp_accumulation={plan.accumulation}{more}"
+    holds = f", with {kept / _UNITS[unit]:.1f} {unit} of sums and weights" if kept else ""
+    return f"{plan.microbatches} microbatches a step: fsdp_accumulation={plan.accumulation}{holds}"

@@ -289,11 +289,18 @@ def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[i
 def _thriftiest(
     question: Question, degrees: Mapping[str, int], of: Iterable[Tables]
 ) -> Layout | None:
-    """Returns the choice that needs least memory in the first of some frames that is legal."""
+    """Returns the choice that needs least memory in some frames. Of a schedule's frames it is the
+    first one that is legal."""
+    found: dict[str, Layout] = {}
     for frame in of:
+        schedule = frame["parallelism"]["pipeline_parallel_schedule"]
+        if schedule in found:
+            continue
         plans = [(question.plan(keys), keys) for keys in thrifty(question, degrees, frame)]
-        legal = [(question.needs(plan), plan, keys) for plan, keys in plans if plan is not None]
-        if legal:
-            needs, plan, keys = min(legal, key=lambda each: each[0].needed)
-            return Layout(plan, keys, {}, needs, question.device)
-    return None
+        for plan, keys in plans:
+            if plan is None:
+                continue
+            layout = Layout(plan, keys, {}, question.needs(plan), question.device)
+            best = found.get(schedule, layout)
+            found[schedule] = min(layout, best, key=lambda each: each.memory.needed)
+    return min(found.values(), key=lambda each: each.memory.needed, default=None)

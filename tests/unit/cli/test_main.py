@@ -154,7 +154,7 @@ def test_check_and_memory_speak_of_every_training_stage() -> None:
     )
     estimated = run_command("memory", *name).stdout.splitlines()
     assert estimated[1].startswith("MiB: ") and estimated[2].startswith("MiB from step 31: ")
-    assert estimated[4].startswith("from step 31: 4 microbatches") and " 5.9 MiB" in estimated[4]
+    assert estimated[4].startswith("from step 31: 4 microbatches") and " 9.4 MiB" in estimated[4]
     longer = ["--stages", '[{"from_step": 2, "seq_len": 256}]']
     found = json.loads(run_command("memory", *name, *longer, "--json").stdout)
     (stage,) = found["stages"]
@@ -228,7 +228,8 @@ def test_help_of_one_table() -> None:
 
 
 def test_memory_counts_the_moments_of_the_optimizer_that_it_names() -> None:
-    words = ["memory", "--config", "qwen3/30B-A3B_8gpu", "--ranks", 8, "--optimizer.name"]
+    words = ["memory", "--config", "qwen3/30B-A3B_8gpu", "--ranks", 8]
+    words += ["--parallelism.fsdp_accumulation", "reduce_each", "--optimizer.name"]
     stored = {}
     for optimizer in ("AdamW", "Muon"):
         line = f"stored has the moments of optimizer.name={optimizer}"
@@ -249,8 +250,9 @@ def test_memory_of_parts_that_the_model_lacks_is_refused() -> None:
 def test_memory_counts_what_microbatches_share_where_the_key_is_auto() -> None:
     name = ["--config", "qwen3/sft_30B-A3B_8gpu", "--ranks", 8, "--lora.rank", 16]
     _, estimate, _, shared, verdict = run_command("memory", *name).stdout.splitlines()
-    assert estimate.endswith(" + accumulated 8.4 = 20.9") and shared.endswith(", for 8.4 GiB more")
-    assert verdict.startswith("fits: 31.6 of 79.0 GiB")
+    assert " + accumulated 8.7 = 19.4 in the last " in estimate
+    assert shared.endswith(", with 8.7 GiB of sums and weights")
+    assert verdict.startswith("fits: 30.0 of 79.0 GiB")
 
 
 def test_memory_ends_with_a_verdict() -> None:
