@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_419, "tests": 26_681, "scripts": 4_167}
-WORDS = 44_912
+BUDGETS = {"titan_moe": 32_421, "tests": 26_681, "scripts": 4_167}
+WORDS = 44_887
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_590,

@@ -66,9 +66,7 @@ def run(options: argparse.Namespace) -> Answer:
         "fits": fits,
     }
     verdict = "fits" if fits else "does not fit"
-    stages = [
-        {"from_step": step, "moment": stage.moment, "bytes": stage.sizes} for step, stage in later
-    ]
+    stages = [{"from_step": n, "moment": x.moment, "bytes": x.sizes} for n, x in later]
     piped = job.parallelism.pipeline_parallel_degree > 1
     return Answer(
         data | ({"stages": stages} if stages else {}),

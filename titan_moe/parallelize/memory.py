@@ -100,13 +100,14 @@ class Memory:
 def memory(plan: Plan, skew: float = SKEW) -> Memory:
     """Returns the estimate for one rank: in a pipeline, for the one that needs most. Its experts
     get `skew` times an even share of rows."""
-    return max(memory_of_ranks(plan, skew), key=lambda rank: rank.needed)
+    return max(memory_of_ranks(plan, skew, all_ranks=False), key=lambda rank: rank.needed)
 
 
-def memory_of_ranks(plan: Plan, skew: float = SKEW) -> list[Memory]:
-    """Returns the estimate for each rank of one pipeline, at the moment when it needs most."""
+def memory_of_ranks(plan: Plan, skew: float = SKEW, *, all_ranks: bool = True) -> list[Memory]:
+    """Returns the estimate for each rank of one pipeline, at the moment when it needs most.
+    `all_ranks`: as of `tables`."""
     found: list[Memory] = []
-    for rank, moment, table in tables(plan, skew):
+    for rank, moment, table in tables(plan, skew, all_ranks=all_ranks):
         sums = {term: sum(lines.values(), 0.0) for term, lines in table.items()}
         here = Memory(moment, **sums)
         if rank == len(found):

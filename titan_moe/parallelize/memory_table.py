@@ -11,8 +11,6 @@ A line can be checked by hand against a model's config. Its factors, each with i
 - Moments: AdamW has two for each parameter (arXiv 1711.05101), Muon one for a layer's matrices.
 - Values per token: `activations.py`.
 - Microbatches between forward and backward: `config/pipeline.in_flight`, from the schedules.
-
-Tests compare their sums with the bytes of all tensors that are alive in a step.
 """
 
 import json
@@ -116,11 +114,16 @@ def _shares(plan: Plan) -> Iterator[Share]:
         yield Share(parts, size, passes, through, first, losses, streams, count * len(own) > 1)
 
 
-def tables(plan: Plan, skew: float = SKEW) -> Iterator[tuple[int, str, Table]]:
+def tables(
+    plan: Plan, skew: float = SKEW, *, all_ranks: bool = True
+) -> Iterator[tuple[int, str, Table]]:
     """Yields a rank of one pipeline, the name of a moment, and the bytes then, by fields of
-    `Memory` and by line. `skew`: rows of its experts, as a multiple of an even share."""
+    `Memory` and by line. `skew`: rows of its experts, as a multiple of an even share. Without
+    `all_ranks`, of ranks with parts of the same sizes the first alone, which has most in flight."""
     nccl = {"buffers of NCCL": float(sum(communicators(plan).values()))}
     sizes, exchange, shares = _sizes(plan), _symmetric_memory(plan), list(_shares(plan))
+    if not all_ranks:
+        shares = list({tuple(share.parts.values()): share for share in reversed(shares)}.values())
     tokens = shares[0].sequences * plan.job.training.seq_len / plan.dims.cp / plan.dims.tp
     hidden_rows = sizes.keeps_hidden_rows(plan.job)
     kinds = [

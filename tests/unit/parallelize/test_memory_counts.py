@@ -57,8 +57,8 @@ def test_a_term_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         ("logits", "gradients of the output layer's weight", 0.0),
     ):
 
-        def forgetful(*args, term=term, line=line, factor=factor):
-            for rank, moment, table in right(*args):
+        def forgetful(*args, term=term, line=line, factor=factor, **keys):
+            for rank, moment, table in right(*args, **keys):
                 if line in table[term]:
                     table[term][line] *= factor
                 yield rank, moment, table
