@@ -48,7 +48,7 @@ class Row:
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other keys, by table."""
     differs: list[str] = field(default_factory=list)
-    """What theirs has otherwise, by names of `DIFFERENCES`."""
+    """Names of `DIFFERENCES` that the other program has."""
     open: str = ""
     """A reason for an error that no difference counts."""
 
@@ -109,7 +109,7 @@ DIFFERENCES = {
     "wide_logits": ("logits and their gradients in float32", "logits of a chunk", 3.0),
     "products": ("keeps every second product, and no grouped one", "products", -1.0),
 }
-"""What theirs has otherwise: in words, and as a line of our estimate that it adds so many times."""
+"""Differences of other programs: in words, and a line of the estimate that they add so often."""
 
 
 class Comparison(NamedTuple):

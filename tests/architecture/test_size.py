@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_421, "tests": 26_681, "scripts": 4_167}
+BUDGETS = {"titan_moe": 32_421, "tests": 26_695, "scripts": 4_167}
 WORDS = 44_887
 PACKAGES = {
     "titan_moe/*.py": 100,

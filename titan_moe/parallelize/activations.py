@@ -96,13 +96,13 @@ class LayerValues(NamedTuple):
     values: Lines
     """All that its backward needs."""
     recomputed: Lines
-    """What is kept of them if the layer is recomputed."""
+    """Elements that stay between forward and backward if the layer is recomputed."""
     others: Lines
-    """What is kept if it is not."""
+    """Elements that stay if it is not recomputed."""
     in_feed_forward: Lines
-    """What its backward has besides in the feed-forward."""
+    """Elements that its backward has besides in the feed-forward."""
     in_attention: Lines
-    """What its backward has besides in attention, when the feed-forward's values are gone."""
+    """Elements that its backward has besides in attention, when the feed-forward's are gone."""
 
 
 def layer_values(plan: Plan, layer: int, rows: float, *, hidden_rows: bool) -> LayerValues:

@@ -20,7 +20,7 @@ from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import GivenExperts
 from titan_moe.parallelize.activations import Lines
 from titan_moe.parallelize.communicators import communicator_bytes, communicators
-from titan_moe.parallelize.memory import GIB, MARGIN, Memory, memory
+from titan_moe.parallelize.memory import GIB, MARGIN, Memory, memory, memory_of_ranks
 from titan_moe.parallelize.memory_table import Table, tables
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
@@ -215,6 +215,22 @@ def test_the_last_rank_of_a_pipeline_by_hand(schedule, in_flight: int, passes: i
     assert sums["kept"] == (passes + in_flight + 2 * 3) * 7 * 10 * 2
     assert sums["logits"] == 7 * 100 * 2 + in_flight * (7 * 10 * 2 + _OUTPUT * 2)
     assert found["the last attention's backward"]["gathered"]["gradients in reduction"] == 0
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "DualPipeV"]
+)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_ranks_with_the_same_parts_need_no_more_than_the_first_of_them(schedule: str, mode: str):
+    deep = replace(_DENSE, num_layers=18, vocab_size=10)
+    parallelism = Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule=schedule)
+    plan = _plan(
+        deep,
+        training=_training(local_batch_size=16),
+        parallelism=parallelism,
+        activation_checkpoint=ActivationCheckpoint(mode=mode),
+    )
+    assert memory(plan) == max(memory_of_ranks(plan), key=lambda rank: rank.needed)
 
 
 _FOUR_MICROBATCHES = {"global_batch_size": 4 * 4 * 3}
