@@ -3,6 +3,8 @@
 #
 #   ./run_train.sh                                     a small model, on the GPUs found or on the CPU
 #   CONFIG_FILE=configs/debug/default.toml ./run_train.sh --training.steps 20    a config, with overrides
+#   NGPU=8 NNODES=8 CONFIG_FILE=configs/qwen3/30B-A3B_64gpu.toml ./run_train.sh --dry-run    check and
+#                                                      count a step of 64 ranks, on any machine
 #   ./run_train.sh --help                              every key
 #
 # NGPU           ranks on this machine        (the GPUs found, else 2 CPU processes)

@@ -31,6 +31,18 @@ def test_torchrun_trains_as_torchtitan_users_type_it(tmp_path: Path) -> None:
     assert _steps(tmp_path / "run") == [1, 2]
 
 
+def test_dry_run_counts_ranks_of_two_nodes_and_writes_nothing(tmp_path: Path) -> None:
+    keys = {"training__local_batch_size": 1, "checkpoint__enable": True}
+    words = [*command(tmp_path / "run", **keys), "--dry-run", "0", "7"]
+    done = run_to_end(*words, NGPU=4, NNODES=2)
+    assert done.returncode == 0, done.stderr
+    assert "\nrank 0 of 8 ranks (dp_shard=8" in f"\n{done.stdout}"
+    assert "\nrank 7 of 8 ranks (dp_shard=8" in done.stdout
+    assert "metrics.jsonl" in done.stdout and not (tmp_path / "run").exists()
+    done = run_to_end(*words[:-1], "8", NGPU=4, NNODES=2)
+    assert done.returncode == 2 and "rank 8: there are 8 ranks" in done.stderr
+
+
 def test_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None:
     python = (
         'case $1 in -c) echo "$0" ;; *has_dependencies.py) kill -USR1 $PPID ;;'

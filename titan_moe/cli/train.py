@@ -3,6 +3,7 @@
     titan-moe train --config qwen3/debugmodel_moe --training.steps 20
     titan-moe train --config FILE --ranks 4
     titan-moe train --config FILE --one-process        without torchrun, for a debugger
+    titan-moe train --config FILE --ranks 64 --dry-run 0 63        nothing is trained or written
     torchrun --nproc-per-node 4 -m titan_moe train --config FILE        each rank by hand
 
 It starts a rank on each GPU that it finds, else 2 processes, unless --ranks says how many.
@@ -14,7 +15,8 @@ command in the environment that it makes.
 
 SIGTERM and SIGUSR1 ask a run with checkpoints to stop after the present step, saved; a second
 SIGTERM ends it at once. --max-restarts N starts all ranks again, from the latest checkpoint, up to
-N times after one has failed.
+N times after one has failed. --dry-run makes all checks, counts what some ranks, else rank 0, send
+and hold in the first step, simulated on one CPU core, and names what the run would write.
 
 Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 70 an error in titan_moe; 75
 stopped before the last step and saved, by a signal: start it again; 130 or
@@ -41,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=not_negative, default=0, help="after failures; default: 0"
     )
+    says = "check, simulate a step of these ranks, start none"
+    parser.add_argument("--dry-run", type=not_negative, nargs="*", metavar="RANK", help=says)
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -71,6 +75,25 @@ def run(options: argparse.Namespace) -> Answer:
     os._exit(exit_code)
 
 
+def _dry_run(options: argparse.Namespace, arguments: list[str], ranks: int) -> None:
+    """Prints what the first step of some ranks sends and holds, and what a run would write."""
+    from titan_moe.config.training_stages import training_stages
+    from titan_moe.prepare.job import check_all
+    from titan_moe.simulate.step import rank_step, simulate_steps
+
+    job, notes = check_all(arguments, ranks, options.nodes, os.environ)
+    (_, first), *_ = training_stages(job)
+    chosen = options.dry_run or [0]
+    tasks = [rank_step(first, ranks, rank=rank) for rank in chosen]
+    print(*notes, sep="\n", end="\n" * bool(notes), flush=True)
+    for rank, facts in zip(chosen, simulate_steps(tasks), strict=True):
+        print(f"rank {rank} of {facts.in_words()}", flush=True)
+    folder, saves = Path(job.job.dump_folder), job.checkpoint
+    print(f"would write to {folder}: config.toml, run.json, metrics.jsonl, events.jsonl")
+    if saves.keeps_state:
+        print(f"and checkpoints each {saves.interval} steps to {folder / saves.folder}")
+
+
 def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.runtime.torchrun import Nodes, start_ranks
 
@@ -80,6 +103,10 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.prepare.job import check_all
     from titan_moe.runtime.launch import default_ranks
 
+    ranks = options.ranks or options.nodes * default_ranks(os.environ)
+    if options.dry_run is not None:
+        _dry_run(options, arguments, ranks)
+        return 0
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
     if nodes.number > 1 and not re.fullmatch(r".+:\d{1,5}", options.endpoint):
         raise ConfigError(
@@ -91,7 +118,6 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
             f"--node-rank {nodes.this} (NODE_RANK of run_train.sh) must be one of 0 to "
             f"{nodes.number - 1}, for --nodes {nodes.number}"
         )
-    ranks = options.ranks or nodes.number * default_ranks(os.environ)
     if sys.stdout.isatty():
         print(f"checking {options.config or 'the configuration'} and its data", flush=True)
     job, _ = check_all(arguments, ranks, nodes.number, os.environ)

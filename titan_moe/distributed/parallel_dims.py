@@ -15,6 +15,7 @@ makes both as torch's meshes: one root over the world, which torch unflattens an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
@@ -55,7 +56,11 @@ def primary_axes(names: Names) -> tuple[str, ...]:
     Raises ValueError with one line for an unknown name, for names of which no view has all, and for
     names that share an axis.
     """
-    names = (names,) if isinstance(names, str) else tuple(names)
+    return _primary_axes((names,) if isinstance(names, str) else tuple(names))
+
+
+@lru_cache
+def _primary_axes(names: tuple[str, ...]) -> tuple[str, ...]:
     known = (*AXES, *DERIVED_AXES)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no mesh axis {', '.join(unknown)}: the axes are {', '.join(known)}")
@@ -109,7 +114,7 @@ class ParallelDims:
     @property
     def sizes(self) -> Axes:
         """The size of every primary axis."""
-        return {axis: self.size(axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def coordinate(self, rank: int, names: Names) -> int:
         """Returns a rank's coordinate along an axis, or its row-major number along several."""
@@ -177,7 +182,7 @@ class ParallelDims:
 
     def _view(self, names: Names) -> Axes:
         view = DENSE_AXES if set(primary_axes(names)) <= set(DENSE_AXES) else SPARSE_AXES
-        return {axis: self.size(axis) for axis in view}
+        return {axis: getattr(self, axis) for axis in view}
 
 
 @dataclass(frozen=True)

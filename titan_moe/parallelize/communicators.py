@@ -6,7 +6,10 @@ issues show; torch 2.13 brings NCCL 2.29. A run logs the memory in use beside th
 `NCCL_NVLS_ENABLE=0` and `NCCL_MAX_P2P_NCHANNELS` make it less.
 """
 
-from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES
+from bisect import bisect_left
+from functools import lru_cache
+
+from titan_moe.distributed.parallel_dims import GROUP_AXES, TOKEN_AXES, ParallelDims
 from titan_moe.parallelize.plan import Plan
 
 _MIB = 2**20
@@ -34,8 +37,19 @@ def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
     A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`).
     Exchanges of a change of layout, and Muon's over edp and etp joined, are left out.
     """
-    dims, parallelism, muon = plan.dims, plan.job.parallelism, plan.job.optimizer.name == "Muon"
-    cp = parallelism.context_parallel_rotate_method != "allgather"
+    rotates = plan.job.parallelism.context_parallel_rotate_method != "allgather"
+    on_node = plan.dims.ranks_on_node(plan.dispatch.ranks_per_node or plan.dims.world_size)
+    if plan.dispatch.name != "deduplicated":
+        on_node = None
+    return _communicators(plan.dims, plan.job.optimizer.name == "Muon", rotates, on_node)
+
+
+@lru_cache(maxsize=1024)
+def _communicators(
+    dims: ParallelDims, muon: bool, cp: bool, on_node: int | None
+) -> dict[tuple[tuple[int, ...], bool], int]:
+    """`muon`, `cp`: ranks send to each other for these. `on_node`: ranks of an ep group on each
+    node, if tokens travel in two levels."""
     sends = {"ep": True, "pp": True, "cp": cp, "fsdp": muon, "edp": muon}
     found = {(tuple(range(dims.world_size)), False): False}
     for axis in (*GROUP_AXES, "cp", "sequence"):
@@ -43,17 +57,16 @@ def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
         found[kind] = found.get(kind, False) or sends.get(axis, False)
     if muon and dims.tp > 1 and dims.size("fsdp") > 1:
         found[dims.group_of(0, ("fsdp", "tp")), False] = True
-    on_node = dims.ranks_on_node(plan.dispatch.ranks_per_node or dims.world_size)
-    if on_node and plan.dispatch.name == "deduplicated":
+    if on_node is not None:
         ranks = dims.group_of(0, "ep")
         found[ranks[:on_node], True] = found[ranks[::on_node], True] = True
     return {kind: communicator_bytes(kind[0], found[kind]) for kind in found if len(kind[0]) > 1}
 
 
 def communicator_bytes(ranks: tuple[int, ...], sends: bool) -> int:
-    """Returns the bytes of a communicator's buffers on the first of its ranks. `sends`: ranks send
-    to each other, too."""
-    here = sum(rank // NODE == ranks[0] // NODE for rank in ranks)
+    """Returns the bytes of a communicator's buffers on the first of its ranks, which ascend.
+    `sends`: ranks send to each other, too."""
+    here = bisect_left(ranks, (ranks[0] // NODE + 1) * NODE)
     size = _NEIGHBOURS + (here * _NVLS if here > 2 else 0)
     if sends:
         is_one_node = here == len(ranks)

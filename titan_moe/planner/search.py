@@ -161,33 +161,50 @@ def fastest(
     seconds, and how many choices were estimated. `bound`: the seconds that each takes besides its
     bubble."""
     choices: list[tuple[float, int, Plan, Tables, Seconds]] = []
+    count = 0
     for frame in frames(question, degrees):
-        least = _thriftiest(question, degrees, [frame])
-        if least is None or bound / (1 - bubble(least.plan)) >= worst:
-            continue
-        if least.memory.needed > question.usable:
-            continue
-        for ways in variants(question, degrees, frame):
-            for keys in ways:
-                if (plan := question.plan(keys)) is None:
-                    continue
-                seconds = step_time(plan, question.device, question.load)
-                choices.append((sum(seconds.values()), len(choices), plan, keys, seconds))
-                if choices[-1][0] >= worst and keys is ways[0]:
-                    break  # Recomputation only takes longer.
+        fits = False
+        for total, plan, keys, seconds in _timed(question, degrees, frame, bound, worst):
+            count += 1
+            if total < worst:
+                fits = fits or _some_fit(question, degrees, [frame])
+                if not fits:
+                    break
+                choices.append((total, count, plan, keys, seconds))
     for total, _, plan, keys, seconds in sorted(choices, key=lambda each: each[:2]):
         if total >= worst:
             break
         if (needs := question.needs(plan)).needed <= question.usable:
-            return Layout(plan, keys, seconds, needs, question.device), len(choices)
-    return None, len(choices)
+            return Layout(plan, keys, seconds, needs, question.device), count
+    return None, count
+
+
+def _timed(
+    question: Question, degrees: Mapping[str, int], frame: Tables, bound: float, worst: float
+) -> Iterator[tuple[float, Plan, Tables, Seconds]]:
+    """Yields the choices in a frame with their seconds, besides those that are slower than others
+    that take `worst`. `bound`: as of `fastest`."""
+    for ways in variants(question, degrees, frame):
+        for keys in ways:
+            if (plan := question.plan(keys)) is not None:
+                if bound / (1 - bubble(plan)) >= worst:
+                    return
+                seconds = step_time(plan, question.device, question.load)
+                total = sum(seconds.values())
+                yield total, plan, keys, seconds
+            if keys is ways[0] and (plan is None or total >= worst):
+                break  # Recomputation makes nothing legal, and only takes longer.
 
 
 def fits(question: Question) -> bool:
     """Returns whether some layout fits."""
     found = legal_degrees(question)
-    least = (_thriftiest(question, each, frames(question, each)) for each in found)
-    return any(each is not None and each.memory.needed <= question.usable for each in least)
+    return any(_some_fit(question, each, frames(question, each)) for each in found)
+
+
+def _some_fit(question: Question, degrees: Mapping[str, int], of: Iterable[Tables]) -> bool:
+    least = _thriftiest(question, degrees, of)
+    return least is not None and least.memory.needed <= question.usable
 
 
 def _order(layout: Layout) -> tuple[float, float]:
@@ -289,8 +306,8 @@ def _batches(question: Question, degrees: Mapping[str, int]) -> Iterator[tuple[i
 def _thriftiest(
     question: Question, degrees: Mapping[str, int], of: Iterable[Tables]
 ) -> Layout | None:
-    """Returns the choice that needs least memory in some frames. Of a schedule's frames it is the
-    first one that is legal."""
+    """Returns the first choice in some frames that fits, else the one that needs least memory. Of a
+    schedule's frames the first one that is legal is looked at."""
     found: dict[str, Layout] = {}
     for frame in of:
         schedule = frame["parallelism"]["pipeline_parallel_schedule"]
@@ -301,6 +318,8 @@ def _thriftiest(
             if plan is None:
                 continue
             layout = Layout(plan, keys, {}, question.needs(plan), question.device)
+            if layout.memory.needed <= question.usable:
+                return layout
             best = found.get(schedule, layout)
             found[schedule] = min(layout, best, key=lambda each: each.memory.needed)
     return min(found.values(), key=lambda each: each.memory.needed, default=None)

@@ -112,7 +112,9 @@ def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
     count = runs * (local // size)
     batch = _microbatch(plan, size, load)
     ranks = {tuple(name for n in own for name in plan.stages[n]) for own in plan.stages_of_ranks}
-    times = (_rank_time(plan, device, batch, modules, count) for modules in ranks)
+    kinds = kinds_of_layers(plan.config, tuple(name for stage in plan.stages for name in stage))
+    layers = {kind: _layer(plan, device, batch, kind, count) for kind in kinds}
+    times = (_rank_time(plan, device, batch, modules, layers, count) for modules in ranks)
     slowest = max(times, key=lambda seconds: sum(seconds.values()))
     seconds = {region: one * count for region, one in slowest.items()}
     waits = bubble(plan)
@@ -141,7 +143,9 @@ def least_seconds(plan: Plan, device: Device, load: Load, most: int) -> float:
     plan = replace(plan, job=job.model_copy(update={"activation_checkpoint": recompute}))
     names = tuple(name for stage in plan.stages for name in stage)
     batch = _microbatch(plan, size, load)
-    seconds = _rank_time(plan, device, batch, names, 1)
+    kinds = kinds_of_layers(plan.config, names)
+    layers = {kind: _layer(plan, device, batch, kind, 1) for kind in kinds}
+    seconds = _rank_time(plan, device, batch, names, layers, 1)
     seconds["parameters"] = seconds["host"] = seconds["stages"] = 0.0
     if dims.pp > 1:  # DualPipeV may hide it.
         seconds["exchange"] = 0.0
@@ -161,14 +165,20 @@ def _microbatch(plan: Plan, sequences: int, load: Load) -> Microbatch:
 
 
 def _rank_time(
-    plan: Plan, device: Device, batch: Microbatch, modules: tuple[str, ...], count: int
+    plan: Plan,
+    device: Device,
+    batch: Microbatch,
+    modules: tuple[str, ...],
+    layers: Mapping[int, Seconds],
+    count: int,
 ) -> Seconds:
-    """Returns the seconds of one of `count` microbatches in some modules of a rank."""
+    """Returns the seconds of one of `count` microbatches in some modules of a rank. `layers`: those
+    of a layer of each kind."""
     total = dict.fromkeys(REGIONS, 0.0)
     if "output" in modules:
         _add(total, _output(plan, device, batch, count))
     for layer, number in kinds_of_layers(plan.config, modules).items():
-        _add(total, _layer(plan, device, batch, layer, count), number)
+        _add(total, layers[layer], number)
     if plan.dims.pp > 1:
         config = plan.config
         moved = batch.own * config.dim * config.streams * BYTES[plan.types.compute]

@@ -83,7 +83,7 @@ def rank_step(job: JobConfig, world_size: int, *, rank: int = 0, layers: int | N
         job = without_experts(job)
     problems = check(job, config, world_size)
     if not 0 <= rank < world_size:
-        problems.append(f"--rank {rank}: there are {world_size} ranks: choose one below")
+        problems.append(f"rank {rank}: there are {world_size} ranks: choose one below")
     if problems:
         raise ConfigError(problems)
     return resolve(job, world_size), config, world_size, rank
