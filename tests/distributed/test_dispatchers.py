@@ -13,6 +13,7 @@ from titan_moe.runtime.ranks import run_on_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
 DEDUPLICATED, CAPACITY, SYMMETRIC = "deduplicated", "capacity", "symmetric"
+BALANCED = "balanced"
 
 
 class Case(NamedTuple):
@@ -38,6 +39,7 @@ CASES = {
     2: [
         Case(2),
         Case(2, name=DEDUPLICATED),
+        Case(2, name=BALANCED),
         Case(1, 2, DEDUPLICATED),
         Case(2, name=CAPACITY, capacity_factor=9),
         Case(2, name=SYMMETRIC, capacity_factor=None),
@@ -45,7 +47,8 @@ CASES = {
         Case(1, 2),
     ],
     4: [
-        *(Case(*degrees, name) for name in ("standard", DEDUPLICATED) for degrees in _FOUR),
+        *(Case(*degrees, n) for n in ("standard", DEDUPLICATED) for degrees in _FOUR),
+        *(Case(*degrees, BALANCED) for degrees in _FOUR[:2]),
         Case(2, name=DEDUPLICATED),
         Case(4, name=DEDUPLICATED, ranks_per_node=2),
         *(Case(*degrees, CAPACITY, capacity_factor=9) for degrees in _FOUR[:2]),
@@ -58,6 +61,7 @@ CASES = {
     8: [
         *(Case(8, name=DEDUPLICATED, ranks_per_node=ranks) for ranks in (None, 2, 4)),
         Case(4, 2, DEDUPLICATED, ranks_per_node=4),
+        *(Case(*degrees, BALANCED) for degrees in [(8, 1), (4, 2)]),
     ],
 }
 SMALL = [
@@ -96,7 +100,9 @@ def _travel(case: Case) -> Seen:
     rows = dispatcher.receive(sent, route)
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
     share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
-    y_RD = _experts(rows, share * w_EDD[first:])
+    w_LDD = (share * w_EDD[first : first + EXPERTS // case.ep]).requires_grad_()
+    joined = w_LDD if rows.borrowed is None else rows.borrowed.join(w_LDD)
+    y_RD = _experts(rows, joined)
     y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, route), route)
     kept_TK = torch.ones_like(weights_TK).bool()
     if case.name == CAPACITY:

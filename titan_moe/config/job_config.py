@@ -540,14 +540,15 @@ class Parallelism(Section):
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
     expert_parallel_comm_backend: Annotated[
-        Literal["auto", "standard", "deduplicated", "symmetric"],
+        Literal["auto", "standard", "deduplicated", "balanced", "symmetric"],
         registered("titan_moe.distributed.expert_parallel:DISPATCHERS"),
         AS_IT_IS,
     ] = "auto"
     """Dispatcher of tokens over the ep axis: 'standard' sends one row to each expert of a token,
     'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
-    lines say which. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
+    lines say which. 'balanced' is 'standard' between ranks that lend each other experts, so that all
+    compute as many rows. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
     sizes."""
     expert_parallel_overlap: bool = False
     """Send each microbatch's tokens to their experts in two halves, of which one travels while the

@@ -17,6 +17,7 @@ from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.moe.config import DispatchOptions, MoEConfig
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
+from titan_moe.moe.dispatch.balanced import BalancedDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
@@ -74,6 +75,7 @@ DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher
     "deduplicated": lambda config, meshes, options: DeduplicatedDispatcher(
         *_groups(meshes), config, nodes_of(meshes, options.ranks_per_node)
     ),
+    "balanced": lambda config, meshes, _: BalancedDispatcher(*_groups(meshes), config),
     "capacity": lambda config, meshes, options: CapacityDispatcher(
         *_groups(meshes), config, cast(float, options.capacity_factor)
     ),
@@ -101,14 +103,16 @@ def _cut_experts(experts: Experts, meshes: Meshes) -> None:
 def _own_shards(
     module: Any, args: tuple[ExpertRows, ExpertWeights], etp_group: ProcessGroup
 ) -> tuple[ExpertRows, ExpertWeights]:
-    """Replaces each weight by this rank's shard, and fills b2 up with zeros for the slices of D
-    that other ranks add."""
+    """Replaces each weight by this rank's shard and those of borrowed experts, and fills b2 up with
+    zeros for the slices of D that other ranks add."""
     rows, weights = args
     place, slices = etp_group.rank(), etp_group.size()
     own = {name: local_part(weight) for name, weight in weights.items()}
     if "b2" in own and slices > 1:
         width = own["b2"].shape[1]
         own["b2"] = F.pad(own["b2"], (place * width, (slices - 1 - place) * width))
+    if rows.borrowed is not None:
+        own = {name: rows.borrowed.join(weight) for name, weight in own.items()}
     return rows, own
 
 

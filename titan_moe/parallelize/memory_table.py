@@ -364,7 +364,7 @@ def _most_rows(plan: Plan, num_tokens: int, skew: float) -> float:
     """Returns the most rows that a rank's experts get, as a multiple of an even share: `skew`, or
     what bounded buffers hold. Symmetric memory without a bound holds all that can come."""
     moe, ep, factor = plan.config.moe, plan.dims.ep, plan.dispatch.capacity_factor
-    if moe is None or ep == 1:
+    if moe is None or ep == 1 or plan.dispatch.name == "balanced":
         return 1.0
     if plan.dispatch.name != "symmetric":
         factor = factor or skew

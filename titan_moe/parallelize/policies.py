@@ -150,7 +150,7 @@ def _dispatch(
     on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or dims.world_size
     if factor is not None and name != "symmetric":
         name = "capacity"
-    elif (dims.ep == 1 or moe is None) and name in ("auto", "symmetric"):
+    elif (dims.ep == 1 or moe is None) and name in ("auto", "balanced", "symmetric"):
         name = "standard"  # Nothing travels over an ep group of one.
     elif name == "auto" and moe is not None:
         name, reason = _choose_dispatcher(moe, dims, on_node)

@@ -76,6 +76,8 @@ class ExchangeRoute(Route):
 
     def __init__(self, rows: RowMap, weights: RowMap, sent_PE: Tensor, counts: InFlight) -> None:
         super().__init__(rows, weights)
+        self.num_experts = sent_PE.shape[1]
+        """Experts whose rows are computed here."""
         self.sent_PE = sent_PE
         """Choices of this rank's tokens, by rank and by expert there."""
         self.counts = counts
@@ -154,7 +156,7 @@ class AllToAllDispatcher(Dispatcher):
     def order(self, route: ExchangeRoute) -> None:
         permuted = permute_indices(route.counts_PE, sum(route.gathered), self.row_alignment)
         route.ordered = route.weights_ordered = row_map(permuted)
-        route.offsets_E = permuted.offsets_E[: self.num_local]
+        route.offsets_E = permuted.offsets_E[: route.num_experts]
 
     def receive(self, sent: tuple[RowsInFlight, RowsInFlight], route: ExchangeRoute) -> ExpertRows:
         x_ND, weights_N1 = (wait_for_rows(under_way) for under_way in sent)

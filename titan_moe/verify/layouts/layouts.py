@@ -24,7 +24,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "cp_method": ("allgather", "ulysses", "ring"),
     "cp_balancer": ("headtail", "none"),
     "reshard": ("default", "always", "never"),
-    "dispatch": ("standard", "deduplicated", "nodes", "bounded", "symmetric"),
+    "dispatch": ("standard", "deduplicated", "nodes", "balanced", "bounded", "symmetric"),
     "accumulation": ("reduce_each", "keep_gathered"),
 }
 """Options of a layout besides its degrees; `recompute=2` is every second layer,

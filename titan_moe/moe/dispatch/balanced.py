@@ -1,0 +1,213 @@
+"""The dispatcher that gives every rank as many rows, whatever the router does: ranks of popular
+experts lend some of them to ranks that would wait.
+
+A rank with too few rows borrows all that it lacks from one other rank. Sweeping over the ranks, the
+overloaded one whose turn it is lends until it has no more than its share left; what it then lacks
+itself it borrows from the next. So Walker's alias method makes a table of even columns (ACM TOMS
+3(3), 1977): no rank borrows from two others, or more experts than a rank has. All ranks know all
+counts, and make the same plan without another word.
+
+Weights of lent experts travel in every forward, recomputed ones too, and their gradients travel
+home in the backward, where they are added up. Optimizer, checkpoints and counts of loads know
+nothing of it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_moe.comm.collectives import AllToAll, start_numbers, to_host
+from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
+from titan_moe.moe.dispatch.base import ExpertRows
+from titan_moe.ops.linear import linear
+from titan_moe.ops.move_rows import RowMap, add_rows, copy_rows
+from titan_moe.ops.permute_indices import invert, sort_by_expert
+
+
+class Loans(NamedTuple):
+    """The rows that each rank computes, of a list of each rank's rows in the order of experts, and
+    of an expert's by source."""
+
+    kept_P: Tensor
+    """Rows that it computes of its own list, the first ones."""
+    home_P: Tensor
+    """The rank of whose list it computes others; any rank if there are none."""
+    start_P: Tensor
+    """The first of the others in that list."""
+    size_P: Tensor
+    """The number of the others."""
+
+
+def plan_loans(load_P: Tensor) -> Loans:
+    """Returns who computes what, so that all ranks get as many rows; one more or less if that does
+    not divide. Waits for no device.
+
+    Args:
+        load_P: int64, rows for each rank's experts.
+    """
+    ranks, place_P = len(load_P), torch.arange(len(load_P), device=load_P.device)
+    total = load_P.sum()
+    share_P = total * (place_P + 1) // ranks - total * place_P // ranks
+    surplus_P, gap_P = (load_P - share_P).clamp(min=0), (share_P - load_P).clamp(min=0)
+    lent_P, asked_P = surplus_P.cumsum(0), gap_P.cumsum(0)
+    # The rank whose gap uses up an overloaded one's surplus takes its whole gap there.
+    last_P = torch.searchsorted(asked_P, lent_P).clamp(max=ranks - 1)
+    size_P = torch.where(surplus_P > 0, asked_P[last_P] - lent_P, gap_P)
+    at_P = torch.where(surplus_P > 0, lent_P, asked_P - gap_P)
+    home_P = torch.searchsorted(lent_P, at_P, right=True).clamp(max=ranks - 1)
+    kept_P = share_P - size_P
+    return Loans(kept_P, home_P, kept_P[home_P] + at_P - (lent_P - surplus_P)[home_P], size_P)
+
+
+class Parts(NamedTuple):
+    """Rows of each source for each rank, by the experts of the list that they are from."""
+
+    own_PES: Tensor
+    borrowed_PES: Tensor
+    """Rows of experts of `Loans.home_P`."""
+    skipped_PES: Tensor
+    """Rows of the same source and expert that stand before the borrowed ones."""
+
+
+def cut(counts_PES: Tensor, loans: Loans) -> Parts:
+    """Returns the parts of each rank's list that a plan gives to ranks.
+
+    Args:
+        counts_PES: int64, rows for each rank's experts by source.
+    """
+    end_PES = counts_PES.flatten(1).cumsum(1).view_as(counts_PES)
+    begin_PES = end_PES - counts_PES
+    kept, start, size = (x[:, None, None] for x in (loans.kept_P, loans.start_P, loans.size_P))
+    begins_PES, ends_PES = begin_PES[loans.home_P], end_PES[loans.home_P]
+    first_PES = begins_PES.clamp(start, start + size)
+    return Parts(
+        end_PES.minimum(kept) - begin_PES.minimum(kept),
+        ends_PES.clamp(start, start + size) - first_PES,
+        first_PES - begins_PES,
+    )
+
+
+class Borrowed:
+    """An exchange of the weights of lent experts. No tuple: FSDP would look for tensors in it.
+
+    Args:
+        experts: this rank's experts that it lends, in the order of the ranks that borrow them.
+        exchange: takes them there.
+    """
+
+    def __init__(self, experts: list[int], exchange: AllToAll, num_local: int, like: Tensor):
+        self.exchange, self.num_local = exchange, num_local
+        self._source_M = torch.tensor(experts, dtype=torch.int64, device=like.device)
+        copies: list[list[int]] = [[n] for n in range(num_local)]
+        first_home = num_local + sum(exchange.received)
+        for place, expert in enumerate(experts):
+            copies[expert].append(first_home + place)
+        most = max(map(len, copies))
+        table = [[*rows, *[-1] * (most - len(rows))] for rows in copies]
+        self._rows_EK = torch.tensor(table, device=like.device)
+
+    def join(self, w: Tensor) -> Tensor:
+        """Returns weights of this rank's experts, and behind them those of borrowed ones. Backward:
+        the gradients of an expert's copies come home and are added up, in float32 or wider."""
+        return linear(w, self._join, self._add_up, self._rows_EK)
+
+    def _join(self, w: Tensor) -> Tensor:
+        lent = copy_rows(w.flatten(1), self._source_M)
+        borrowed = self.exchange.wait(self.exchange.start(lent))
+        return torch.cat([w, borrowed.view(-1, *w.shape[1:])])
+
+    def _add_up(self, grad: Tensor, rows_EK: Tensor) -> Tensor:
+        back, rows = self.exchange.reverse(), grad.flatten(1)
+        home = back.wait(back.start(rows[self.num_local :]))
+        summed = add_rows(torch.cat([rows, home]), rows_EK)
+        return summed.view(-1, *grad.shape[1:])
+
+
+class BalancedRoute(ExchangeRoute):
+    """A route to ranks that may have borrowed experts."""
+
+    borrowed: Borrowed | None = None
+    """None if no rank borrows any."""
+
+
+@dataclass(eq=False)
+class BalancedDispatcher(AllToAllDispatcher):
+    """Exchanges rows like `AllToAllDispatcher`, between ranks that compute equally many."""
+
+    def route(self, experts_TK: Tensor, counts_E: Tensor) -> BalancedRoute:
+        """Waits for the counts of all ranks: they decide the order in which rows leave."""
+        ranks, slices = self.ep_group.size(), self.etp_group.size()
+        table_PE = counts_E.expand(ranks, -1).contiguous()
+        counts = start_numbers(table_PE, AllToAll.of_table(self.ep_group))
+        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
+        # Sources are numbered by slice, and in each by rank.
+        counts_SE = self.gather_counts(counts.wait()).flatten(0, 1)
+        counts_PES = counts_SE.t().unflatten(0, (ranks, -1)).contiguous()
+        loans = plan_loans(counts_PES.sum((1, 2)))
+        parts = cut(counts_PES, loans)
+        here = self.etp_group.rank() * ranks + self.ep_group.rank()
+        order_N = _order(counts_PES, loans, parts, here, experts_TK.numel())
+        rows_TK = invert(order_N)[tokens.rows_TK]
+        route = BalancedRoute(
+            RowMap(tokens.source_R[order_N], rows_TK),
+            RowMap(slots.source_R[order_N], rows_TK.view(-1, 1)),
+            counts_PES[..., here],
+            counts,
+        )
+        self._plan(route, loans, parts, here, slices)
+        return route
+
+    def _plan(
+        self, route: BalancedRoute, loans: Loans, parts: Parts, here: int, slices: int
+    ) -> None:
+        ranks, own, num_local = self.ep_group.size(), self.ep_group.rank(), self.num_local
+        rows_PES = torch.stack([parts.own_PES, parts.borrowed_PES], 1).flatten(1, 2)
+        rows_QP = rows_PES[own].sum(0).view(slices, ranks)
+        lent_PE = parts.borrowed_PES.sum(2) > 0
+        # Host sync, once per chunk: collectives of rows take their sizes as Python ints.
+        sent, received, gathered, homes, lent = to_host(
+            rows_PES[..., here].sum(1),
+            rows_QP[self.etp_group.rank()],
+            rows_QP.sum(1),
+            loans.home_P,
+            lent_PE.flatten().long(),
+        )
+        experts = [
+            [n for n in range(num_local) if lent[rank * num_local + n]] for rank in range(ranks)
+        ]
+        route.num_rows, route.gathered = sum(sent), gathered
+        route.exchange = route.weights_exchange = AllToAll(sent, received, self.ep_group)
+        route.weights_gathered = gathered
+        kept = [*range(num_local), *(num_local + n for n in experts[own])]
+        route.num_experts = len(kept)
+        route.counts_PE = rows_PES[own, torch.tensor(kept, device=rows_PES.device)].t()
+        if any(experts):
+            lends = [experts[rank] if homes[rank] == own else [] for rank in range(ranks)]
+            comes = [len(experts[own]) * (rank == homes[own]) for rank in range(ranks)]
+            exchange = AllToAll([len(each) for each in lends], comes, self.ep_group)
+            route.borrowed = Borrowed(sum(lends, []), exchange, num_local, rows_PES)
+
+    def plan(self, route: ExchangeRoute) -> None:
+        """Does nothing: the route is planned."""
+
+    def receive(self, sent: tuple, route: ExchangeRoute) -> ExpertRows:
+        assert isinstance(route, BalancedRoute)
+        return super().receive(sent, route)._replace(borrowed=route.borrowed)
+
+
+def _order(
+    counts_PES: Tensor, loans: Loans, parts: Parts, source: int, num_rows: int
+) -> Tensor:
+    """Returns the place of each row that leaves a source among its rows in the order of experts:
+    for each rank the rows of its own experts, then those of borrowed ones."""
+    counts_PE = counts_PES[..., source]
+    first_PE = counts_PE.flatten().cumsum(0).view_as(counts_PE) - counts_PE
+    others_PE = first_PE[loans.home_P] + parts.skipped_PES[..., source]
+    starts_N = torch.stack([first_PE, others_PE], 1).flatten()
+    lengths_N = torch.stack([parts.own_PES[..., source], parts.borrowed_PES[..., source]], 1)
+    lengths_N = lengths_N.flatten()
+    shift_N = starts_N - (lengths_N.cumsum(0) - lengths_N)
+    row_N = torch.arange(num_rows, device=counts_PE.device)
+    return row_N + shift_N.repeat_interleave(lengths_N, output_size=num_rows)
