@@ -170,7 +170,7 @@ def experts_rows(layer: MoE, x_BSD: Tensor) -> ExpertRows:
     layer(x_BSD)
     hook.remove()
     (rows,) = taken
-    return ExpertRows(*(tensor.detach() for tensor in rows))
+    return ExpertRows(rows.x_RD.detach(), rows.weights_R.detach(), rows.offsets_E)
 
 
 class GroupedGemms:

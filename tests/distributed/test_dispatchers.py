@@ -82,7 +82,8 @@ def _travel(case: Case) -> Seen:
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
-    dispatcher = _dispatcher(case, dims.build_mesh("cpu"))
+    meshes = dims.build_mesh("cpu")
+    dispatcher = _dispatcher(case, meshes)
     drawn = torch.Generator().manual_seed(rank)
     options = {"dtype": torch.float64, "generator": drawn}
     x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)
@@ -91,7 +92,7 @@ def _travel(case: Case) -> Seen:
     liked_E = torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0, -50.0, 0.0])  # One expert idles.
     experts_TK = (torch.randn(TOKENS, EXPERTS, generator=drawn) + liked_E).topk(TOP_K).indices
     shared = torch.Generator().manual_seed(99)
-    w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared)
+    w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared).requires_grad_()
 
     counts_E = count_experts(experts_TK, EXPERTS)
     route = dispatcher.route(experts_TK, counts_E)
@@ -100,7 +101,8 @@ def _travel(case: Case) -> Seen:
     rows = dispatcher.receive(sent, route)
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
     share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
-    w_LDD = (share * w_EDD[first : first + EXPERTS // case.ep]).requires_grad_()
+    own = slice(first, first + EXPERTS // case.ep)
+    w_LDD = (share * w_EDD[own]).detach().requires_grad_()
     joined = w_LDD if rows.borrowed is None else rows.borrowed.join(w_LDD)
     y_RD = _experts(rows, joined)
     y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, route), route)
@@ -113,8 +115,10 @@ def _travel(case: Case) -> Seen:
         for k in range(TOP_K)
     )
     inputs = x_TD, weights_TK
-    ours = (y_TD, *torch.autograd.grad(y_TD, inputs, grad_TD))
-    theirs = (expected_TD, *torch.autograd.grad(expected_TD, inputs, grad_TD))
+    ours = (y_TD, *torch.autograd.grad(y_TD, (*inputs, w_LDD), grad_TD))
+    *theirs, grad_EDD = torch.autograd.grad(expected_TD, (*inputs, w_EDD), grad_TD)
+    dist.all_reduce(grad_EDD, group=meshes.group(("ep", "etp")))
+    theirs = (expected_TD, *theirs, grad_EDD[own])
     errors = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
     return Seen(
         max(errors),

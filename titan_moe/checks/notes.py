@@ -35,7 +35,7 @@ _GPU_ONLY = {
 
 _OF_EXPERTS = (
     *("moe.*", "parallelism.expert_*"),
-    *("debug.moe_force_load_balance", "debug.routing_re*"),
+    *("debug.moe_force_load_balance", "debug.rout*"),
 )
 
 

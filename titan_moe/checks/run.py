@@ -155,6 +155,11 @@ def _routing_traces(run: Run) -> Iterator[str]:
         if runs.is_relative_to(Path(record).resolve()):
             line = f"debug.routing_record={record} holds job.dump_folder={runs}"
             yield f"{line}: choose another folder"
+    if debug.router_load is not None and (replay is not None or debug.moe_force_load_balance):
+        yield (
+            f"debug.router_load={debug.router_load} says where tokens go, as debug.routing_replay "
+            "and debug.moe_force_load_balance do: choose one"
+        )
     if replay is None:
         return
     if not (Path(replay) / "record.json").is_file():

@@ -547,9 +547,9 @@ class Parallelism(Section):
     """Dispatcher of tokens over the ep axis: 'standard' sends one row to each expert of a token,
     'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
-    lines say which. 'balanced' is 'standard' between ranks that lend each other experts, so that all
-    compute as many rows. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
-    sizes."""
+    lines say which. 'balanced' is 'standard' between ranks that lend each other experts, so that
+    all compute as many rows. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host
+    waits for no sizes."""
     expert_parallel_overlap: bool = False
     """Send each microbatch's tokens to their experts in two halves, of which one travels while the
     experts compute the other; balance losses stay those of the whole."""
@@ -858,6 +858,10 @@ class Debug(Section):
     """Warn instead of failing where no deterministic kernel exists."""
     moe_force_load_balance: bool = False
     """Spread tokens evenly over experts regardless of the router (benchmarks only)."""
+    router_load: Literal["W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"] | None = None
+    """A workload that says where tokens go in place of the router: even (W0), a hot set of experts
+    (W1), a hot rank (W2), a hot expert on each rank (W3), uneven sources (W4), a rank without rows
+    (W5), a hot rank that moves (W6) or bursts (W7). See titan_moe/debug/router_load.py."""
     permute_rows: NonNegativeInt = 0
     """Seed of an order of each global batch's sequences, so that the ranks and microbatches that
     add them up change and nothing else does: how much rounding alone may do. 0: as they come."""

@@ -31,6 +31,7 @@ from titan_moe.comm.collectives import gather_parts
 from titan_moe.comm.process import Process
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
+from titan_moe.debug.router_load import Place, RouterLoad
 from titan_moe.debug.routing_record import (
     Dims,
     Form,
@@ -47,6 +48,7 @@ from titan_moe.models.config import ModelConfig, moe_layer_names
 from titan_moe.models.indexer import Indexer
 from titan_moe.moe.router import Router
 from titan_moe.parallelize.parallelize import ShardedModel
+from titan_moe.runtime.log import log_on_rank_zero
 
 FLIPS_FILE = "routing_flips.jsonl"
 
@@ -68,6 +70,7 @@ class RoutingTrace:
         self._replays: dict[str, Replay] = {}
         self._kept: dict[str, Kept] = {}
         replay, record = job.debug.routing_replay, job.debug.routing_record
+        self._loads = router_loads(sharded)
         if replay is None and record is None:
             return
         dims = trace_dims(job, sharded.config)
@@ -115,6 +118,8 @@ class RoutingTrace:
     @contextmanager
     def step(self, step: int, batches: Sequence[Batch]) -> Iterator[None]:
         """Wrap the training of one step on these batches. Collective if the run has a trace."""
+        for load in self._loads:
+            load.step = step
         if self._replayed is None and self._writer is None:
             yield
             return
@@ -180,6 +185,21 @@ class RoutingTrace:
         before = everyone[list(dims.group_of(0, "batch"))][: dims.coordinate(rank, "batch")]
         positions = self._sharded.positions(batches[0].tokens_BS.shape[1])
         return Tokens(name_sequences(own.tolist(), before.flatten().tolist()), positions.numpy())
+
+
+def router_loads(sharded: ShardedModel) -> list[RouterLoad]:
+    """Lets a workload choose the experts of all layers, if the job names one."""
+    job, dims, moe = sharded.plan.job, sharded.meshes.dims, sharded.config.moe
+    if (workload := job.debug.router_load) is None or moe is None:
+        return []
+    source, seed = dims.coordinate(sharded.meshes.rank, "ep"), job.debug.seed
+    place = Place(source, dims.ep, moe.num_experts, moe.top_k, seed)
+    layers, loads = sharded.all_moe_layers(), []
+    for name, layer in sharded.moe_layers().items():
+        layer.router.select = load = RouterLoad(workload, place, layers.index(name))
+        loads.append(load)
+    log_on_rank_zero(f"debug.router_load={workload}: a workload says where tokens go, no router")
+    return loads
 
 
 class Kept:

@@ -228,7 +228,9 @@ def lay_out(plan: Plan, meshes: Meshes) -> Parts:
             part.blocks().values(),
             job.compile,
             recompute,
-            eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
+            eager_routing=any(
+                (job.debug.routing_record, job.debug.routing_replay, job.debug.router_load)
+            ),
             pipelined_tp=meshes.group("tp") if plan.pipelined_tp else None,
         )
         apply_activation_checkpoint(part, recompute, compiled=job.compile.compiles_layers)

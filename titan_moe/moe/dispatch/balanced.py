@@ -187,7 +187,8 @@ class BalancedDispatcher(AllToAllDispatcher):
             lends = [experts[rank] if homes[rank] == own else [] for rank in range(ranks)]
             comes = [len(experts[own]) * (rank == homes[own]) for rank in range(ranks)]
             exchange = AllToAll([len(each) for each in lends], comes, self.ep_group)
-            route.borrowed = Borrowed(sum(lends, []), exchange, num_local, rows_PES)
+            lent_here = [n for each in lends for n in each]
+            route.borrowed = Borrowed(lent_here, exchange, num_local, rows_PES)
 
     def plan(self, route: ExchangeRoute) -> None:
         """Does nothing: the route is planned."""
@@ -197,9 +198,7 @@ class BalancedDispatcher(AllToAllDispatcher):
         return super().receive(sent, route)._replace(borrowed=route.borrowed)
 
 
-def _order(
-    counts_PES: Tensor, loans: Loans, parts: Parts, source: int, num_rows: int
-) -> Tensor:
+def _order(counts_PES: Tensor, loans: Loans, parts: Parts, source: int, num_rows: int) -> Tensor:
     """Returns the place of each row that leaves a source among its rows in the order of experts:
     for each rank the rows of its own experts, then those of borrowed ones."""
     counts_PE = counts_PES[..., source]

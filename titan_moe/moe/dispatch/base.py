@@ -20,7 +20,6 @@ from titan_moe.comm.turns import Turns
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import follow, permute_indices, sort_by_expert
 
-
 if TYPE_CHECKING:
     from titan_moe.moe.dispatch.balanced import Borrowed
 

@@ -35,6 +35,7 @@ def card(run: RunRecord) -> dict[str, Any]:
 
     code, rate = facts["code"], median("tokens_per_second_per_device")
     routing = "forced" if config["debug"]["moe_force_load_balance"] else "natural"
+    routing = config["debug"].get("router_load") or routing
     row = next((each for each in rows() if _mirrors(run, routing, each)), None)
     published, ratio = "no published row", None
     if row is not None:
