@@ -48,7 +48,7 @@ def left_of(lists: list[list[Row]], lent: list[list[tuple[int, int]]], rank: int
 
 
 def check(counts_PES: torch.Tensor) -> None:
-    ranks, num_local, sources = counts_PES.shape
+    _, num_local, sources = counts_PES.shape
     lists = [
         [(rank, n, s) for n in range(num_local) for s in range(sources) for _ in range(rows[n][s])]
         for rank, rows in enumerate(counts_PES.tolist())
