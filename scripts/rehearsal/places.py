@@ -63,6 +63,7 @@ WAITS: Mapping[str, Allowance] = {
         "stages agree how a schedule of torch's begins, in its first run", "schedule"
     ),
     "moe/dispatch/all_to_all.py:plan": _SIZES,
+    "moe/dispatch/balanced.py:_plan": _SIZES,
     "moe/dispatch/deduplicated.py:plan": _SIZES,
     # These need CPU offload.
     f"{_FSDP_PATH}_fsdp_param_group.py:finalize_backward": Allowance(

@@ -127,17 +127,18 @@ def count(
     return first
 
 
-WAYS = [*product(["standard", "deduplicated", "nodes"], ["none", "full", "op"])]
+WAYS = [*product(["standard", "deduplicated", "nodes", "balanced"], ["none", "full", "op"])]
 
 
 @pytest.mark.parametrize(
-    "dispatch, recompute", split(WAYS, [("standard", "full"), ("deduplicated", "op")])
+    "dispatch, recompute", split(WAYS, [("standard", "full"), ("deduplicated", "op"), ("balanced", "full")])
 )
 def test_a_moe_layer_waits_for_the_device_once_and_not_in_recompute_or_backward(
     dispatch: str, recompute: str
 ):
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
-    place = "all_to_all.py:plan" if dispatch == "standard" else "deduplicated.py:plan"
+    places = {"standard": "all_to_all.py:plan", "balanced": "balanced.py:_plan"}
+    place = places.get(dispatch, "deduplicated.py:plan")
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
     assert seen == {**SUMS, f"moe/dispatch/{place}": LAYERS}
 
