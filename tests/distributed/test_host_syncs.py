@@ -131,7 +131,8 @@ WAYS = [*product(["standard", "deduplicated", "nodes", "balanced"], ["none", "fu
 
 
 @pytest.mark.parametrize(
-    "dispatch, recompute", split(WAYS, [("standard", "full"), ("deduplicated", "op"), ("balanced", "full")])
+    "dispatch, recompute",
+    split(WAYS, [("standard", "full"), ("deduplicated", "op"), ("balanced", "full")]),
 )
 def test_a_moe_layer_waits_for_the_device_once_and_not_in_recompute_or_backward(
     dispatch: str, recompute: str

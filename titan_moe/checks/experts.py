@@ -91,4 +91,20 @@ def _low_precision(run: Run) -> Iterator[str]:
                 )
 
 
-RULES: list[Rule] = [_expert_block, _sizes, _dispatch, _symmetric, _low_precision]
+def _balance(run: Run) -> Iterator[str]:
+    keys, moe = run.job.moe, run.model.moe
+    if keys.bias_update != "quantile" or moe is None:
+        return
+    if moe.num_groups > 1:
+        yield (
+            "moe.bias_update=quantile is for routers that choose among all experts, and "
+            f"{run.flavor} chooses among {moe.num_groups} groups: choose sign"
+        )
+    if (score := keys.score or moe.score) == "sqrtsoftplus":
+        yield (
+            f"moe.bias_update=quantile wants scores between 0 and 1, and those of {score} are not: "
+            "choose sign"
+        )
+
+
+RULES: list[Rule] = [_balance, _expert_block, _sizes, _dispatch, _symmetric, _low_precision]

@@ -140,12 +140,16 @@ def _reasons(run: Run) -> dict[str, str | bool]:
         "training.mtp_loss_weight": not run.model.num_mtp_layers
         and f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
         "training.indexer_stage": run.model.indexer is None and f"{run.flavor} has no indexer",
-        "moe.bias_update_speed": (job.lora.rank is not None or frozen)
+        "moe.bias_*": (job.lora.rank is not None or frozen)
         and "routers are frozen beside adapters and in training.indexer_stage=dense",
+        "moe.bias_update_speed": job.moe.bias_update == "quantile"
+        and "moe.bias_update=quantile has no speed",
+        "moe.bias_momentum": job.moe.bias_update != "quantile"
+        and "moe.bias_update=quantile alone reads it",
         "training.on_spike": training.spike_factor is None and "training.spike_factor is not set",
         "training.text_column": (talks and "training.dataset_format is messages")
         or ({*readers} <= {*DATASETS_WITHOUT_COLUMNS} and "the data that reads it has no columns"),
-        "training.messages.*": not talks and "training.dataset_format is text",
+        "training.messages": not talks and "training.dataset_format is text",
         "training.parse_special_tokens": job.model.tokenizer_path == "bytes"
         and "bytes are all that a text has",
         "validation.text_column": (

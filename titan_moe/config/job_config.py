@@ -199,6 +199,11 @@ class Moe(Section):
     32); above 1 an expert without rows gets a block too. Left out: 1, but for bfloat16 8 on a GPU,
     and 128 on a CPU, where every new number of rows costs time and memory for a kernel of its
     own."""
+    bias_update: Literal["sign", "quantile"] | None = None
+    """Rule that moves the routing bias: 'sign' by bias_update_speed towards an even load,
+    'quantile' to where the step's tokens would have been even (Kimi K3's report, section 2.3.3)."""
+    bias_momentum: float | None = Field(None, ge=0, lt=1)
+    """Share of the old bias in the new one, for 'quantile'; left out: 0."""
     bias_update_speed: NonNegativeFloat | None = None
     """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
     it off."""

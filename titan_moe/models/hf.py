@@ -44,6 +44,8 @@ _OF_TRAINING = {
     "attention.indexer.warm_up",
     "recurrent.files_join_heads",
     "moe.row_alignment",
+    "moe.bias_update",
+    "moe.bias_momentum",
     "moe.bias_update_speed",
     "moe.sequence_aux_loss_weight",
     "moe.global_aux_loss_weight",
@@ -162,12 +164,14 @@ def export_problems(model: HFModel, bias_update_speed: float | None) -> list[str
     if moe is None or any(name.endswith("router.expert_bias") for name in model.keys):
         return []
     speed = moe.bias_update_speed if bias_update_speed is None else bias_update_speed
-    if not speed:
+    rule = f"moe.bias_update_speed={speed}: choose 0" if speed else ""
+    if moe.bias_update == "quantile":
+        rule = "moe.bias_update=quantile: choose sign, and moe.bias_update_speed=0"
+    if not rule:
         return []
     return [
         f"checkpoint.last_save_in_hf=true: the Hugging Face form of {model.family} with "
-        f"{moe.score} scores has no place for the routing bias that moe.bias_update_speed={speed} "
-        "makes: choose 0"
+        f"{moe.score} scores has no place for the routing bias of {rule}"
     ]
 
 

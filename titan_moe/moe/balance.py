@@ -16,6 +16,57 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, speed: float) -> Tensor:
     return bias_E - speed * torch.sign(above_E).to(bias_E.dtype)
 
 
+MARGIN_BINS = 1000
+"""Bins of the histogram of `margins`, as many as in Kimi K3's report, appendix D."""
+
+
+def margins(
+    scores_TE: Tensor, bias_E: Tensor, top_k: int, counted_T: Tensor | None = None
+) -> Tensor:
+    """Counts by expert the biases with which each token would choose it: [E, MARGIN_BINS], int64.
+
+    A bias is the token's K+1-st best biased score, less its score of the expert. The bins span
+    `_span`, for scores between 0 and 1. `counted_T`: True for the tokens that count; None: all.
+    """
+    num_experts = bias_E.shape[0]
+    cutoff_T = (scores_TE + bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
+    low, width = _span(bias_E)
+    bins_TE = ((cutoff_T - scores_TE - low) / width).long().clamp_(0, MARGIN_BINS - 1)
+    bins_TE += MARGIN_BINS * torch.arange(num_experts, device=bias_E.device)
+    counts = bins_TE.new_zeros(num_experts * MARGIN_BINS)
+    ones_TE = torch.ones_like(bins_TE)
+    if counted_T is not None:
+        ones_TE *= counted_T[:, None]
+    counts.scatter_add_(0, bins_TE.flatten(), ones_TE.flatten())
+    return counts.view(num_experts, -1)
+
+
+def quantile_bias(bias_E: Tensor, margins_EB: Tensor, top_k: int, momentum: float) -> Tensor:
+    """Returns the biases with which each expert would have been chosen by K / E of the tokens, less
+    their mean: quantile balancing (kexue.fm/archives/11619; Kimi K3's report, section 2.3.3).
+
+    Args:
+        bias_E: those that `margins` was given.
+        margins_EB: its counts, of all tokens of a step; any leading dims.
+        momentum: share of the old biases in the new ones.
+    """
+    ends_EB = margins_EB.cumsum(-1).double()
+    wanted_E1 = ends_EB[..., -1:] * (top_k / bias_E.shape[-1])
+    bin_E1 = torch.searchsorted(ends_EB, wanted_E1).clamp(max=MARGIN_BINS - 1)
+    inside_E1 = margins_EB.gather(-1, bin_E1).clamp(min=1)
+    part_E1 = 1 - (ends_EB.gather(-1, bin_E1) - wanted_E1) / inside_E1
+    low, width = _span(bias_E)
+    new_E = low + width * (bin_E1 + part_E1)[..., 0]
+    new_E = new_E - new_E.mean(-1, keepdim=True)
+    return torch.lerp(new_E, bias_E.double(), momentum).to(bias_E.dtype)
+
+
+def _span(bias_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the least margin that can be, and the width of a bin."""
+    low = bias_E.amin(-1, keepdim=True).double() - 1
+    return low, (bias_E.amax(-1, keepdim=True).double() + 1 - low) / MARGIN_BINS
+
+
 def sequence_loss(scores_BSE: Tensor, chosen_BE: Tensor) -> Tensor:
     """Sequence-wise loss (arXiv 2412.19437, eq. 17-20), times each sequence's number of tokens.
 

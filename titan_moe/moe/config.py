@@ -48,7 +48,9 @@ class MoEConfig:
     weights_scale: Literal["outputs", "inputs"] = "outputs"
     """Tensor that a routing weight multiplies: an expert's output, or its input token (Llama 4)."""
     row_alignment: int = 1
+    bias_update: Literal["sign", "quantile"] = "sign"
     bias_update_speed: float = 0.0
+    bias_momentum: float = 0.0
     sequence_aux_loss_weight: float = 0.0
     global_aux_loss_weight: float = 0.0
     z_loss_weight: float = 0.0
@@ -58,7 +60,8 @@ class MoEConfig:
     def is_balanced(self) -> bool:
         """True if an auxiliary loss, bias updates or forced routing keep the experts' load even."""
         losses = self.sequence_aux_loss_weight or self.global_aux_loss_weight
-        return bool(self.bias_update_speed or losses or self.force_load_balance)
+        moves = self.bias_update_speed or self.bias_update == "quantile"
+        return bool(moves or losses or self.force_load_balance)
 
 
 class DispatchOptions(NamedTuple):

@@ -156,6 +156,8 @@ class MoE(nn.Module):
             routes = [self.dispatcher.route(*chunk) for chunk in chunks]
         chosen_BE = None
         if self.training:
+            counted_T = None if counted_BS is None else counted_BS.flatten()
+            self.router.observe(scores_BSE.flatten(0, 1), counted_T)
             for chunk_TK, counts_E in chunks:
                 if counted_BS is None:
                     self.router.tokens_per_expert += counts_E

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.moe.balance import updated_bias
+from titan_moe.moe.balance import MARGIN_BINS, margins, quantile_bias, updated_bias
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.linear import linear
 
@@ -53,13 +53,15 @@ class Router(nn.Module):
 
     Buffers: `expert_bias` [E] enters the selection but not the weights (arXiv 2408.15664);
     `previous_load` [E] holds each expert's share of the previous step's tokens; `tokens_per_expert`
-    [E] counts this step's; `balance_loss` sums this step's auxiliary losses; `table` [rows, K] may
+    [E] counts this step's; `margins` [E, MARGIN_BINS] those of `balance.margins`, for the quantile
+    rule; `balance_loss` sums this step's auxiliary losses; `table` [rows, K] may
     name the experts of each token id.
     """
 
     expert_bias: Tensor
     previous_load: Tensor
     tokens_per_expert: Tensor
+    margins: Tensor | None
     balance_loss: Tensor
     table: Tensor | None
 
@@ -83,6 +85,9 @@ class Router(nn.Module):
         self.register_buffer(
             "tokens_per_expert", torch.empty(num_experts, dtype=torch.int64), persistent=False
         )
+        bins = torch.empty(num_experts, MARGIN_BINS, dtype=torch.int64)
+        is_quantile = config.bias_update == "quantile"
+        self.register_buffer("margins", bins if is_quantile else None, persistent=False)
         self.register_buffer("balance_loss", torch.empty((), dtype=torch.float64), persistent=False)
         self.init_buffers()
 
@@ -92,11 +97,19 @@ class Router(nn.Module):
         self.previous_load.fill_(1 / self.config.num_experts)
         self.tokens_per_expert.zero_()
         self.balance_loss.zero_()
+        if self.margins is not None:
+            self.margins.zero_()
         if self.table is not None:  # A new run's; published models have tables of their own.
             self.table.copy_(_in_turn(self.config, self.table))
 
     def forward(self, x_TD: Tensor) -> Scores:
         return self.score(self._logits(x_TD))
+
+    def observe(self, scores_TE: Tensor, counted_T: Tensor | None) -> None:
+        """Counts the margins of the counted tokens, all if None."""
+        if self.margins is not None:
+            top_k, scores_TE = self.config.top_k, scores_TE.detach()
+            self.margins += margins(scores_TE, self.expert_bias, top_k, counted_T)
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype, weight_ED = torch.promote_types(x_TD.dtype, torch.float32), self.gate.weight
@@ -214,29 +227,26 @@ def _keep_top_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
 
 
 def local_expert_counts(
-    routers: Mapping[str, Router],
-    all_layers: Sequence[str],
-    *,
-    num_experts: int,
-    device: torch.device,
+    counts: Mapping[str, Tensor], all_layers: Sequence[str], *, like: Tensor
 ) -> Tensor:
-    """Returns the tokens per expert that this rank has counted since the last call, counts_LE, and
-    sets its counters to 0.
+    """Returns what this rank's routers have counted since the last call, [L, ...], and sets their
+    counters to 0.
 
-    A layer of `all_layers` that another rank holds has a row of zeros: the caller sums over the
-    world.
+    A layer of `all_layers` that another rank holds has a row of zeros, in the shape of `like`: the
+    caller sums over the world.
     """
-    counts = {name: router.tokens_per_expert for name, router in routers.items()}
-    nothing = torch.zeros(num_experts, dtype=torch.int64, device=device)
-    counts_LE = torch.stack([counts.get(name, nothing) for name in all_layers])
+    stacked = torch.stack([counts.get(name, like) for name in all_layers])
     if counts:
         torch._foreach_zero_(list(counts.values()))
-    return counts_LE
+    return stacked
 
 
 @torch.no_grad()
 def update_routers(
-    routers: Mapping[str, Router], all_layers: Sequence[str], counts_LE: Tensor
+    routers: Mapping[str, Router],
+    all_layers: Sequence[str],
+    counts_LE: Tensor,
+    margins_LEB: Tensor | None = None,
 ) -> None:
     """Move each layer's routing bias towards an even load, and remember the load.
 
@@ -250,6 +260,8 @@ def update_routers(
     local = [routers[all_layers[row]] for row in rows]
     if len(rows) < len(all_layers):
         counts_LE = torch.stack([counts_LE[row] for row in rows])
+        if margins_LEB is not None:
+            margins_LEB = torch.stack([margins_LEB[row] for row in rows])
     loads, total_L1 = [router.previous_load for router in local], counts_LE.sum(-1, keepdim=True)
     # A layer that has counted no token keeps its load: prediction beyond short documents.
     loads_LE = (counts_LE / total_L1).where(total_L1 > 0, torch.stack(loads))
@@ -257,7 +269,14 @@ def update_routers(
     # The bias of a frozen router stays as it is, and a table has no use for one.
     moves = [n for n, router in enumerate(local) if router.gate.weight.requires_grad]
     moves = [n for n in moves if local[n].table is None]
-    if moves and (speed := local[0].config.bias_update_speed):
+    config = local[0].config
+    if moves and (config.bias_update_speed or margins_LEB is not None):
         biases = [router.expert_bias for router in local]
-        moved = updated_bias(torch.stack(biases), counts_LE, speed).unbind()
+        bias_LE = torch.stack(biases)
+        if margins_LEB is not None:
+            moved_LE = quantile_bias(bias_LE, margins_LEB, config.top_k, config.bias_momentum)
+            moved_LE = moved_LE.where(total_L1 > 0, bias_LE)
+        else:
+            moved_LE = updated_bias(bias_LE, counts_LE, config.bias_update_speed)
+        moved = moved_LE.unbind()
         torch._foreach_copy_([biases[n] for n in moves], [moved[n] for n in moves])

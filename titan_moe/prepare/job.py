@@ -41,8 +41,9 @@ def prepare(
         problems.append(f"model.converters={named} needs the package torchao: pip install torchao")
     if job.checkpoint.enable and job.checkpoint.last_save_in_hf:
         exported = model
-        if job.moe.score is not None and model.moe is not None:
-            exported = replace(model, moe=replace(model.moe, score=job.moe.score))
+        if model.moe is not None:
+            chosen = job.moe.model_dump(include={"score", "bias_update"}, exclude_none=True)
+            exported = replace(model, moe=replace(model.moe, **chosen))
         # Adapters alone are exported, and the routing's bias is frozen beside them.
         speed = job.moe.bias_update_speed if job.lora.rank is None else 0.0
         problems += export_problems(HFModel(job.model.name, exported), speed)

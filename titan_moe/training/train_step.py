@@ -23,6 +23,7 @@ from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import METRICS, DeviceMetrics, Layers
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.indexer import Indexer
+from titan_moe.moe.balance import MARGIN_BINS
 from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.ops.attention import document_starts
@@ -56,6 +57,8 @@ class StepResult:
     """The norm is far above those of the steps before: training.spike_factor."""
     parameter_norms: dict[str, list[float]] | None = None
     """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
+    margins_LEB: Tensor | None = None
+    """`balance.margins` per MoE layer, over the whole world, for the quantile rule alone."""
 
     @property
     def finite(self) -> bool:
@@ -174,7 +177,8 @@ class TrainStep:
         clip = grad_norm.clip_factor(result.grad_norm, self._plan.job.training.max_norm)
         grad_norm.scale_grads(self._parameters, clip / result.num_targets)
         if result.counts_LE is not None:
-            update_routers(self._routers, self._all_moe_layers, result.counts_LE)
+            counted = result.counts_LE, result.margins_LEB
+            update_routers(self._routers, self._all_moe_layers, *counted)
         self._optimizer.step()
 
     def discard(self) -> None:
@@ -214,12 +218,7 @@ class TrainStep:
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
-            terms["counts_LE"] = local_expert_counts(
-                self._routers,
-                self._all_moe_layers,
-                num_experts=self._num_experts,
-                device=self._device,
-            )
+            terms |= self._expert_counts()
             terms["rows_dropped"] = take_dropped(self._moe_layers.values(), self._device)
         if logged:
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
@@ -257,6 +256,7 @@ class TrainStep:
             grad_norm=norm / divisor,
             num_targets=num_targets,
             counts_LE=sums["counts_LE"].long() if self._all_moe_layers else None,
+            margins_LEB=sums["margins_LEB"].long() if "margins_LEB" in sums else None,
             rows_dropped=int(numbers.get("rows_dropped", 0)),
             stop=numbers["stop"] > 0,
             spike=self._is_spike(norm / divisor),
@@ -270,6 +270,24 @@ class TrainStep:
         values |= {name: int(numbers[name]) for name in counts if numbers[name]}
         values |= {"max_loss": numbers["max_loss"], "data": int(numbers["data"])}
         return replace(result, metrics=values)
+
+    def _expert_counts(self) -> dict[str, Tensor]:
+        """Returns what this rank's routers have counted, in a row for each MoE layer of the run."""
+        counted = {"counts_LE": {n: each.tokens_per_expert for n, each in self._routers.items()}}
+        sizes = {"counts_LE": [self._num_experts]}
+        moe = self._plan.config.moe
+        if moe is not None and moe.bias_update == "quantile":
+            found = {n: x for n, each in self._routers.items() if (x := each.margins) is not None}
+            counted["margins_LEB"] = found
+            sizes["margins_LEB"] = [self._num_experts, MARGIN_BINS]
+        return {
+            key: local_expert_counts(
+                own,
+                self._all_moe_layers,
+                like=torch.zeros(sizes[key], dtype=torch.int64, device=self._device),
+            )
+            for key, own in counted.items()
+        }
 
     def _number(self, number: int) -> Tensor:
         """Returns a number on the device; torch.tensor would wait for the device."""

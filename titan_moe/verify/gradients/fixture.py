@@ -35,6 +35,7 @@ first step into errors of 1e-8 in the second."""
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"weight_decay": 0.1, "eps": 1e-3},
     "moe": {
+        "bias_update": "sign",
         "bias_update_speed": 0.05,
         "sequence_aux_loss_weight": 1e-2,
         "global_aux_loss_weight": 1e-2,
