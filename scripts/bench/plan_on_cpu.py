@@ -1,34 +1,41 @@
 """Lays the seconds of steps on this machine's CPU beside those that `titan-moe plan` expects.
 
-    titan-moe plan --calibrate cpu.json
-    python -m scripts.bench.plan_on_cpu cpu.json FILE
+    python -m scripts.bench.plan_on_cpu [PART OF A NAME ...]
 
-Layouts train in float32 on gloo ranks of one thread each, with balanced routing, in two rounds, so
-that other work on the machine does not meet all steps of one layout. FILE gets the device and the
-median of each layout's settled steps: tests read `plan_on_cpu.json`. Nothing is fitted to them.
+Measures the machine as --calibrate does, then trains layouts in float32 on gloo ranks of one thread
+each, with balanced routing: twice, so that other work does not meet all steps of one layout. Writes
+the device and each layout's median to `plan_on_cpu.json`, from which docs and a test recompute what
+is expected. Nothing is fitted to these seconds. Takes 15 minutes on two cores.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from scripts.bench.train_steps import random_batch
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.parallelize.policies import make_plan
+from titan_moe.planner.load import BALANCED
+from titan_moe.planner.step_time import step_time
+from titan_moe.profiling.calibrate import calibrate
+from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.gpus import Device
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.training.train_step import build_step
 from titan_moe.verify.layouts.layouts import layout_tables, parse
 
-_ROUNDS, _WARM_UP, _STEPS = 2, 1, 4
-_SEQUENCES = 8
+RECORD = Path(__file__).with_suffix(".json")
+_ROUNDS, _WARM_UP, _STEPS, _SEQUENCES = 2, 1, 3, 8
 _WIDE: dict[str, dict[str, Any]] = {
     "qwen3/debugmodel": {"dim": 1024, "hidden_dim": 4096, "num_layers": 4},
     "qwen3/debugmodel_moe_512": {"dim": 1024},
@@ -53,8 +60,8 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        words = f"{self.model}{', wide' * self.wide}: {self.layout}"
-        return f"{words}, {_SEQUENCES} x {self.seq_len} tokens, {self.microbatches} microbatches"
+        words = f"{self.model}{', wide' * self.wide}: {self.layout}, {self.seq_len} tokens"
+        return f"{words}, {self.microbatches} microbatches"
 
     def job(self) -> JobConfig:
         """Returns the configuration."""
@@ -90,8 +97,8 @@ def _cases() -> Iterator[Case]:
             yield Case(model, layout)
     for layout in (
         "dp_shard=2,recompute=op", "dp_shard=2,recompute=full", "dp_shard=2,ep=2", "tp=2",
-        "tp=2,ep=2", "tp=2,etp=2", "dp_replicate=2", "cp=2", "dp_shard=2,ep=2,dispatch=deduplicated",
-        "dp_shard=2,ep=2,accumulation=keep_gathered", "dp_shard=4,ep=4", "dp_shard=8,ep=8",
+        "tp=2,ep=2", "tp=2,etp=2", "dp_replicate=2", "cp=2",
+        "dp_shard=2,ep=2,dispatch=deduplicated", "dp_shard=2,ep=2,accumulation=keep_gathered", "dp_shard=4,ep=4", "dp_shard=8,ep=8",
         "dp_shard=2,tp=2,ep=2,etp=2", "dp_replicate=2,dp_shard=2,ep=2", "dp_shard=2,cp=2,tp=2,ep=4",
         "cp=2,tp=2,cp_method=ulysses", "dp_shard=4,tp=2,ep=4,recompute=full",
     ):  # fmt: skip
@@ -122,11 +129,7 @@ def _cases() -> Iterator[Case]:
 CASES = list(_cases())
 
 
-def machine():
-    v=open("/proc/stat").readline().split()[1:]; return sum(map(int,v[:3]+v[5:8]))/100
-
-
-def steps_of(case: Case, steps: int = _STEPS) -> list[float]:
+def steps_of(case: Case) -> list[float]:
     """Trains on this rank; returns the seconds of the steps."""
     job, config, found = case.job(), case.config(), []
     sharded, _, step = build_step(job, config, device=torch.device("cpu"))
@@ -135,29 +138,73 @@ def steps_of(case: Case, steps: int = _STEPS) -> list[float]:
     seed, local = dims.coordinate(sharded.meshes.rank, "batch"), training.local_batch_size
     batch = random_batch(local, case.seq_len, config.vocab_size, seed)
     batches = [batch] * (_SEQUENCES // (local * dims.size("batch")))
-    for _ in range(_WARM_UP + steps):
-        began, used, busy = time.perf_counter(), time.process_time(), machine()
+    for _ in range(_WARM_UP + _STEPS):
+        began = time.perf_counter()
         step(batches)
-        found.append((time.perf_counter() - began, time.process_time()-used, machine()-busy))
+        found.append(time.perf_counter() - began)
     return found[_WARM_UP:]
 
 
-def main(device: str, out: str, *only: str) -> None:
-    cases = [case for case in CASES if all(word in case.name for word in only)]
-    seconds: dict[str, list] = {}
-    for round in range(1):
-        for number, case in enumerate(cases, 1):
-            began = time.perf_counter()
-            try:
-                ranks = run_on_ranks(steps_of, case.ranks, case)
-            except Exception as error:
-                print(case.name, "FAILED", str(error)[-600:])
-                continue
-            found = [(w, sum(r[n][1] for r in ranks), m) for n, (w, _, m) in enumerate(ranks[0])]
-            seconds.setdefault(case.name, []).extend(found)
-            print(f"{round + 1}, {number}/{len(cases)}: (took {time.perf_counter()-began:.1f}) {case.name}", *(f"{w:.3f}/{c:.3f}/{m:.2f}" for w,c,m in found), flush=True)
-            Path(out).write_text(json.dumps(seconds, indent=1))
+class Row(NamedTuple):
+    """A step's seconds."""
+
+    case: Case
+    measured: float
+    expected: float
+
+    @property
+    def error(self) -> float:
+        return self.expected / self.measured - 1
+
+
+def rows() -> list[Row]:
+    """Returns the recorded steps beside what the recorded device is expected to need."""
+    kept = json.loads(RECORD.read_text(encoding="utf-8"))
+    device, found = Device(**kept["device"]), []
+    for case in CASES:
+        plan = make_plan(case.job(), case.config(), case.ranks)
+        expected = sum(step_time(plan, device, BALANCED).values())
+        found.append(Row(case, kept["seconds"][case.name], expected))
+    return found
+
+
+def rank_correlation(rows: Sequence[Row]) -> float:
+    """Returns Spearman's correlation of the measured and the expected order."""
+    orders = [
+        np.argsort(np.argsort([getattr(row, key) for row in rows])) for key in Row._fields[1:]
+    ]
+    return float(np.corrcoef(orders)[0, 1])
+
+
+def table() -> str:
+    """Returns the table of docs/benchmarks.md."""
+    lines = ["| model | layout | measured, s | expected | error |", "|---|---|--:|--:|--:|"]
+    for row in (found := rows()):
+        model, _, layout = row.case.name.partition(": ")
+        figures = f"{row.measured:.2f} | {row.expected:.2f} | {row.error:+.0%}"
+        lines.append(f"| {model} | {layout} | {figures} |")
+    errors = [abs(row.error) for row in found]
+    near, order = sum(each <= 0.2 for each in errors), rank_correlation(found)
+    words = f"{len(found)} layouts: Spearman's rank correlation {order:.2f}, median error"
+    lines += ["", f"{words} {median(errors):.0%}, {near} within 20%."]
+    return "\n".join(lines)
+
+
+def measure(cases: Sequence[Case]) -> dict[str, float]:
+    """Returns the median seconds of each case's steps."""
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number, case in enumerate(cases * _ROUNDS, 1):
+        seconds[case.name] += run_on_ranks(steps_of, case.ranks, case)[0]
+        shown = f"{median(seconds[case.name]):.2f} s, {case.name}"
+        print(f"{number} of {_ROUNDS * len(cases)}: {shown}", flush=True)
+    return {name: round(median(found), 4) for name, found in seconds.items()}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"seconds": {}}
+    device = asdict(calibrate())
+    print(device)
+    chosen = [case for case in CASES if all(word in case.name for word in sys.argv[1:])]
+    seconds = kept["seconds"] | measure(chosen)
+    write_whole(RECORD, json.dumps({"device": device, "seconds": seconds}, indent=1) + "\n")
+    print(table())

@@ -1,8 +1,9 @@
 """Measures a `runtime.gpus.Device` on this machine, by the program's own operations.
 
 All devices work at once, as ranks do: GPUs, or one thread for each core of a CPU. A figure is the
-median of several calls; on a CPU the clock is the rank's processor time, which other work on the
-machine does not prolong. No step of a training is measured, and nothing is fitted.
+median of several calls. On a CPU operations are timed by the processor time of their rank, which
+other work on the machine hardly prolongs, and links by the wall clock. No step of a training is
+measured, and nothing is fitted.
 """
 
 import os
@@ -63,8 +64,8 @@ def calibrate() -> Device:
 
 def _rates(kind: str) -> dict[str, float]:
     """Returns what one device reaches."""
-    (tokens, dim, num_bytes), dtype = _SIZES[kind], torch.float32
-    dtype = torch.bfloat16 if kind == "cuda" else dtype
+    tokens, dim, num_bytes = _SIZES[kind]
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     new = partial(torch.randn, device=kind, dtype=dtype)
     seconds, width = partial(_seconds, kind), dtype.itemsize
     square, rows = new(2 * dim, 2 * dim), torch.empty(2, num_bytes, device=kind, dtype=torch.uint8)
@@ -84,7 +85,8 @@ def _rates(kind: str) -> dict[str, float]:
     qkv = [new(2, dim // _HEAD_DIM, tokens // 2, _HEAD_DIM) for _ in range(3)]
     attends = seconds(_both(lambda q, k, v: core(q, k, v, mask, _HEAD_DIM**-0.5), *qkv))
 
-    # What is kept is x, its norm and their sum; gate, up, silu(gate) and the product.
+    # `values_per_token` counts the norm and the sum, gate, up, silu(gate) and the product. The
+    # concatenation counts as two more.
     def moves(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         return torch.cat((x + F.rms_norm(x, (dim,)), F.silu(gate) * up), -1)
 
@@ -107,14 +109,16 @@ def _rates(kind: str) -> dict[str, float]:
 
 
 def _links(kind: str) -> list[float]:
-    """Returns the seconds of a collective of next to no bytes, and of many."""
-    ranks, found = dist.get_world_size(), []
-    for size in (ranks, _SIZES[kind][2] // 4):
-        whole, own = torch.empty(2, size, device=kind), torch.empty(size // ranks, device=kind)
-        gather = _seconds("links", lambda: dist.all_gather_into_tensor(whole[0], own))
-        exchange = _seconds("links", lambda: dist.all_to_all_single(whole[0], whole[1]))
-        found.append((gather + exchange) / 2)
-    return found
+    """Returns the seconds of a collective of next to no bytes, and of many, by the wall clock."""
+    return [_collective(kind, size) for size in (dist.get_world_size(), _SIZES[kind][2] // 4)]
+
+
+def _collective(kind: str, size: int) -> float:
+    """Returns the mean seconds of a gather of so many numbers and of an exchange of them."""
+    whole, sent = torch.empty(2, size, device=kind).unbind()
+    own = sent[: size // dist.get_world_size()]
+    gather = _seconds("links", lambda: dist.all_gather_into_tensor(whole, own))
+    return (gather + _seconds("links", lambda: dist.all_to_all_single(whole, sent))) / 2
 
 
 def _both(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
