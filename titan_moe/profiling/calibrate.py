@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -41,18 +41,16 @@ def calibrate() -> Device:
     what one machine cannot show: the links of a single GPU, and those between nodes."""
     gpus, cores = count_gpus(os.environ), len(os.sched_getaffinity(0))
     kind, ranks = ("cuda", gpus) if gpus else ("cpu", cores)
-    name = torch.cuda.get_device_name(0) if gpus else f"CPU of {cores} cores"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name, memory = f"CPU of {cores} cores", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if gpus:
-        memory = torch.cuda.get_device_properties(0).total_memory
+        gpu = torch.cuda.get_device_properties(0)
+        name, memory = gpu.name, gpu.total_memory
     print(f"{name}: operations of {ranks} ranks", flush=True)
-    found = run_on_ranks(_rates, ranks, kind, device=kind)
-    figures = {key: mean(each[key] for each in found) for key in found[0]}
+    figures = run_on_ranks(_rates, ranks, kind, device=kind)[0]
     device = replace(gpu_of(name) or GPUS["H100"], name=name, memory=memory, **figures)
     if gpus == 1:
         return device
-    # Most layouts have more ranks than a CPU has cores.
-    ranks = gpus or 2 * cores
+    ranks = gpus or 2 * cores  # Most layouts have more ranks than a CPU has cores.
     print(f"links of {ranks} ranks", flush=True)
     nothing, whole = run_on_ranks(_links, ranks, kind, device=kind)[0]
     crowd, rounds = (1, 1) if gpus else (2, ranks - 1)
@@ -67,12 +65,11 @@ def _rates(kind: str) -> dict[str, float]:
     tokens, dim, num_bytes = _SIZES[kind]
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     new = partial(torch.randn, device=kind, dtype=dtype)
-    seconds, width = partial(_seconds, kind), dtype.itemsize
-    square, rows = new(2 * dim, 2 * dim), torch.empty(2, num_bytes, device=kind, dtype=torch.uint8)
+    seconds, square = partial(_seconds, kind), new(2 * dim, 2 * dim)
+    rows = torch.empty(4, num_bytes, device=kind, dtype=torch.uint8)
     flops = 2 * (2 * dim) ** 3 / seconds(lambda: square @ square)
     bandwidth = 2 * num_bytes / seconds(lambda: rows[0].copy_(rows[1]))
-    many = torch.empty(4 * num_bytes, device=kind, dtype=torch.uint8)
-    fresh = 8 * num_bytes / seconds(many.clone) / bandwidth
+    fresh = 8 * num_bytes / seconds(rows.clone) / bandwidth
 
     x_TD, w_EDD = new(tokens, dim), new(_EXPERTS, dim, dim)
     ends_E = torch.arange(1, _EXPERTS + 1, device=kind, dtype=torch.int32) * (tokens // _EXPERTS)
@@ -95,15 +92,14 @@ def _rates(kind: str) -> dict[str, float]:
     small = replace(config, dim=16, hidden_dim=16, vocab_size=16)
     model, few_BS = Decoder(small).to(kind, dtype), torch.zeros(1, 8, device=kind).long()
     host = seconds(lambda: model(few_BS, labels_BS=few_BS).backward())
-    work = 6 * tokens * dim**2
     return {
         "flops": flops,
         "bandwidth": bandwidth,
         "fresh": fresh,
-        "products": work / products / flops,
-        "experts": work / experts / flops,
+        "products": 6 * tokens * dim**2 / products / flops,
+        "experts": 6 * tokens * dim**2 / experts / flops,
         "attention": 3.5 * 2 * tokens * dim * (tokens // 2 + 1) / attends / flops,
-        "reach": 6 * 8 * tokens * dim * width / elementwise / bandwidth,
+        "reach": 6 * 8 * tokens * dim * dtype.itemsize / elementwise / bandwidth,
         "dispatch": host / (3 * DISPATCHES["dense"] * config.num_layers),
     }
 
@@ -116,8 +112,8 @@ def _links(kind: str) -> list[float]:
 def _collective(kind: str, size: int) -> float:
     """Returns the mean seconds of a gather of so many numbers and of an exchange of them."""
     whole, sent = torch.empty(2, size, device=kind).unbind()
-    own = sent[: size // dist.get_world_size()]
-    gather = _seconds("links", lambda: dist.all_gather_into_tensor(whole, own))
+    parts = list(whole.chunk(dist.get_world_size()))
+    gather = _seconds("links", lambda: dist.all_gather(parts, sent[: len(parts[0])]))
     return (gather + _seconds("links", lambda: dist.all_to_all_single(whole, sent))) / 2
 
 
