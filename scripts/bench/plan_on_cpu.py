@@ -1,15 +1,15 @@
 """Lays the seconds of steps on this machine's CPU beside those that `titan-moe plan` expects.
 
-    python -m scripts.bench.plan_on_cpu [PART OF A NAME ...]
+    python -m scripts.bench.plan_on_cpu
 
-Measures the machine as --calibrate does, then trains layouts in float32 on gloo ranks of one thread
-each, with balanced routing: twice, so that other work does not meet all steps of one layout. Writes
-the device and each layout's median to `plan_on_cpu.json`, from which docs and a test recompute what
-is expected. Nothing is fitted to these seconds. Takes 15 minutes on two cores.
+Measures the machine as --calibrate does, and trains layouts in float32 on gloo ranks of one thread
+each, with balanced routing: both twice, so that other work does not meet all steps of one layout.
+Writes the medians of the device's figures and of each layout's steps to `plan_on_cpu.json`, from
+which docs and a test recompute what is expected. Nothing is fitted to these seconds. Takes 15
+minutes on two cores.
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -191,21 +191,23 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def measure(cases: list[Case]) -> dict[str, float]:
-    """Returns the median seconds of each case's steps."""
-    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
-    for number, case in enumerate(cases * _ROUNDS, 1):
-        seconds[case.name] += run_on_ranks(steps_of, case.ranks, case)[0]
-        shown = f"{median(seconds[case.name]):.2f} s, {case.name}"
-        print(f"{number} of {_ROUNDS * len(cases)}: {shown}", flush=True)
-    return {name: round(median(found), 4) for name, found in seconds.items()}
+def measure(cases: Sequence[Case]) -> dict[str, float]:
+    """Trains each case; returns the seconds of its steps."""
+    seconds = {}
+    for number, case in enumerate(cases, 1):
+        seconds[case.name] = median(run_on_ranks(steps_of, case.ranks, case)[0])
+        print(f"{number} of {len(cases)}: {seconds[case.name]:.2f} s, {case.name}", flush=True)
+    return seconds
 
 
 if __name__ == "__main__":
-    kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"seconds": {}}
-    device = asdict(calibrate())
-    print(device)
-    chosen = [case for case in CASES if all(word in case.name for word in sys.argv[1:])]
-    seconds = kept["seconds"] | measure(chosen)
-    write_whole(RECORD, json.dumps({"device": device, "seconds": seconds}, indent=1) + "\n")
+    devices, rounds = [], []
+    for _ in range(_ROUNDS):
+        devices.append(asdict(calibrate()))
+        rounds.append(measure(CASES))
+    devices.append(asdict(calibrate()))
+    figures = {key: median(each[key] for each in devices) for key in devices[0] if key != "name"}
+    seconds = {case.name: median(each[case.name] for each in rounds) for case in CASES}
+    kept = {"device": devices[0] | figures, "seconds": seconds}
+    write_whole(RECORD, json.dumps(kept, indent=1) + "\n")
     print(table())

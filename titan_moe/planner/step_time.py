@@ -269,8 +269,8 @@ def _exchange(plan: Plan, device: Device, batch: Microbatch, experts: float) -> 
     scale = elements * BYTES[plan.types.compute]
     way = links.exchange(rows * scale, between * scale)
     way += links_of(dims, "etp", device).collective(rows * scale)
-    if device.cores:
-        return 2 * way
+    if device.cores:  # Each forward sends the sizes too, and each backward none: on average half.
+        return 2 * way + links.latency / 2
     if overlaps_chunks(plan.job.parallelism):
         return max(2 * way - experts, 0.0)
     if plan.dispatch.num_chunks > 1:  # The first half's way there and the last one's way back.
@@ -346,11 +346,15 @@ def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Second
     rounds = count if plan.accumulation == "reduce_each" and dims.pp == 1 else 1
     seconds = depths * (flops / (device.flops * device.products) + passes / memory)
     # Both ends of the model are cut by vocabulary: two collectives for each, in both passes.
-    way = links_of(dims, "tp", device).collective(batch.tokens * config.dim * width)
+    way, ends = links_of(dims, "tp", device).collective(batch.tokens * config.dim * width), 1
+    if device.cores:  # Nothing hides either end.
+        passes = (_GATHER_PASSES + _REDUCE_PASSES) * (dims.world_size > 1)
+        sent += passes * weight * width / (device.bandwidth * device.fresh)
+        ends += dims.pp == 1
     return {
         "output": seconds,
         "tensor": 2 * way * (depths + (dims.pp == 1)),
-        "parameters": max(sent * rounds / count - seconds, 0.0),
+        "parameters": max(ends * sent * rounds / count - seconds * (not device.cores), 0.0),
     }
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_moe.comm.collectives import gather_tokens, scatter_tokens
 from titan_moe.models.attention import plain_core
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
@@ -52,10 +53,10 @@ def calibrate() -> Device:
         return device
     ranks = gpus or 2 * cores  # Most layouts have more ranks than a CPU has cores.
     print(f"links of {ranks} ranks", flush=True)
-    nothing, whole = run_on_ranks(_links, ranks, kind, device=kind)[0]
+    none, many = run_on_ranks(_links, ranks, kind, device=kind)[0]
     crowd, rounds = (1, 1) if gpus else (2, ranks - 1)
     moved = crowd * _SIZES[kind][2] * (ranks - 1) / ranks
-    link, latency = moved / (whole - nothing) / device.reach, nothing / crowd / rounds
+    link, latency = moved / many / device.reach, none / crowd / rounds
     device = replace(device, link=link, latency=latency)
     return device if gpus else replace(device, network=link, node=10**6, cores=cores)
 
@@ -104,17 +105,16 @@ def _rates(kind: str) -> dict[str, float]:
     }
 
 
-def _links(kind: str) -> list[float]:
-    """Returns the seconds of a collective of next to no bytes, and of many, by the wall clock."""
-    return [_collective(kind, size) for size in (dist.get_world_size(), _SIZES[kind][2] // 4)]
-
-
-def _collective(kind: str, size: int) -> float:
-    """Returns the mean seconds of a gather of so many numbers and of an exchange of them."""
-    whole, sent = torch.empty(2, size, device=kind).unbind()
+def _links(kind: str) -> tuple[float, float]:
+    """Returns the seconds of one of the program's collectives with next to no bytes, and of torch's
+    with many, by the wall clock."""
+    group, seconds = dist.new_group(), partial(_seconds, "links")
+    few = torch.zeros(1, 8, 16, device=kind)
+    four = seconds(_both(lambda x: scatter_tokens(gather_tokens(x, group), group), few))
+    whole, sent = torch.empty(2, _SIZES[kind][2], device=kind, dtype=torch.uint8).unbind()
     parts = list(whole.chunk(dist.get_world_size()))
-    gather = _seconds("links", lambda: dist.all_gather(parts, sent[: len(parts[0])]))
-    return (gather + _seconds("links", lambda: dist.all_to_all_single(whole, sent))) / 2
+    gather = seconds(lambda: dist.all_gather(parts, sent[: len(parts[0])]))
+    return four / 4, (gather + seconds(lambda: dist.all_to_all_single(whole, sent))) / 2
 
 
 def _both(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
