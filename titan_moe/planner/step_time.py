@@ -93,7 +93,7 @@ def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
     bubble_s = busy * waits / (1 - waits)
     if device.cores:
         mean = count * sum(sum(times[each].values()) for each in ranks) / len(ranks)
-        crowd = max(dims.world_size / device.cores * mean / max(busy, 1e-9), 1.0)
+        crowd = max(dims.world_size / device.cores * mean / busy, 1.0)
         seconds = {region: value * crowd for region, value in seconds.items()}
         bubble_s = max(bubble_s - busy * (crowd - 1), 0.0)
         optimizer *= max(dims.world_size / device.cores, 1.0)

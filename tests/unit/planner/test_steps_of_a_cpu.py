@@ -40,7 +40,11 @@ def _halved(right: Any) -> Any:
 
 
 def _one_too_few(right: Any) -> Any:
-    return lambda *args: {key: s * (1 - 1 / args[-1]) for key, s in right(*args).items()}
+    def seconds(*args: Any) -> Seconds:
+        count = args[-1]
+        return {region: s * max(count - 1, 1) / count for region, s in right(*args).items()}
+
+    return seconds
 
 
 @pytest.mark.parametrize(
