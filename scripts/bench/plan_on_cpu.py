@@ -5,8 +5,8 @@
 Measures the machine as --calibrate does, and trains layouts in float32 on gloo ranks of one thread
 each, with balanced routing: both twice, so that other work does not meet all steps of one layout.
 Writes the medians of the device's figures and of each layout's steps to `plan_on_cpu.json`, from
-which docs and a test recompute what is expected. Nothing is fitted to these seconds. Takes 15
-minutes on two cores.
+which docs and a test recompute what is expected. No figure is fitted to these seconds; the rules of
+`step_time` for a CPU were revised beside them. Takes 15 minutes on two cores.
 """
 
 import json
