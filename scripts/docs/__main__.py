@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.bench import memory_rows
+from scripts.bench import memory_rows, plan_on_cpu
 from scripts.docs import commands, configuration, forms, models, published, torchtitan
 
 REPO = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ REGIONS: dict[str, Callable[[], str | None]] = {
     "forms": forms.table,
     "memory rows": memory_rows.table,
     "models": models.tables,
+    "plan on a CPU": plan_on_cpu.table,
     "published": published.table,
     "torchtitan": torchtitan.table,
     "torchtitan metrics": torchtitan.metrics,

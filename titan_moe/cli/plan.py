@@ -2,6 +2,8 @@
 
     titan-moe plan --gpus 16 --gpu h100 --model qwen3/30B-A3B --global-batch 1024
     titan-moe plan --gpus 64 --config FILE --load outputs/RUN --out plans
+    titan-moe plan --calibrate here.json
+    titan-moe plan --gpus 4 --gpu here.json --config FILE --measure 20
 
 Estimates by arithmetic the memory and the step of all legal degrees, with their schedules,
 microbatches, recomputation and dispatchers, and prints those that fit, fastest first: the best
@@ -11,7 +13,10 @@ unevenly routers fill ranks: balanced; uniform, each token at random; zipf:1.2; 
 with expert_counts.jsonl (metrics.log_expert_counts). Times are estimates that no GPU has confirmed:
 they are for choosing, not for promising. Needs no GPU.
 
-Exit codes: 0; 1 no layout fits; 2 a mistake.
+--calibrate measures this machine's GPUs, or else its CPU, in seconds, and writes a file for --gpu.
+--measure trains the first layouts here, on random tokens, one after the other.
+
+Exit codes: 0; 1 no layout fits, or none could be measured; 2 a mistake.
 """
 
 import argparse
@@ -20,6 +25,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_moe.cli import plan_here
 from titan_moe.cli.command import (
     Answer,
     Command,
@@ -39,14 +45,18 @@ if TYPE_CHECKING:
     from titan_moe.runtime.gpus import Device
 
 _MOST_GPUS = 8192
-_LOST = 5
-"""Degrees that do not fit, of which a line says why."""
+_LOST, _MEASURED = 5, 5
+"""Degrees that do not fit, of which a line says why; layouts that are measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpus", type=positive, required=True, help="GPUs of the run")
-    add("--gpu", default="h100", help="a100, h100, h200, b200, mi300x, ...; default: h100")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--gpus", type=positive, help="GPUs of the run")
+    says = "measure this machine and write its figures, for --gpu; needs nothing else"
+    which.add_argument("--calibrate", type=path_of, metavar="FILE", help=says)
+    says = "a100, h100, h200, b200, mi300x, ..., or a file of --calibrate; default: h100"
+    add("--gpu", default="h100", help=says)
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: the device's")
     says = "FAMILY/FLAVOR, or a Hugging Face folder; default: the job's"
     add("--model", type=path_of, help=says)
@@ -55,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     says = "balanced, uniform, zipf:EXPONENT, or a run's folder; default: balanced"
     add("--load", type=path_of, default="balanced", help=says)
     add("--keep", type=positive, default=10, help="layouts that are shown; default: 10")
+    says = f"train the first {_MEASURED} layouts for so many steps each, into --out"
+    add("--measure", type=positive, metavar="STEPS", help=says)
     add_out(parser, default=None, says="a folder for TOML files and the page")
 
 
@@ -62,7 +74,12 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.checks.job import check
     from titan_moe.planner.search import search
 
+    if options.calibrate is not None:
+        return plan_here.calibrated(options.calibrate)
     question = _question(options)
+    if options.measure is not None:
+        options.out = options.out or Path("outputs/plan")
+        plan_here.need_ranks(question)
     found = search(question, keep=options.keep)
     if not found.num_degrees:
         line = f"--gpus {options.gpus}: no layout is legal: choose another number"
@@ -71,17 +88,28 @@ def run(options: argparse.Namespace) -> Answer:
     lines += _lost(question, found)
     if options.out is not None and found.layouts:
         lines += ["", *map(str, _write(make_folder(options.out), question, found))]
+    measured: list[dict[str, Any]] = []
+    if options.measure is not None and found.layouts:
+        layouts = [
+            (each.degrees, _figures(each)["tokens_per_second_per_gpu"])
+            for each in found.layouts[:_MEASURED]
+        ]
+        ranks = question.ranks
+        measured = list(plan_here.measure(options.out, options.measure, ranks, layouts))
+        lines += plan_here.table(measured)
     data = {
         "device": asdict(question.device),
         "load": question.load.name,
         "degrees": found.num_degrees,
         "layouts": [_as_json(layout) for layout in found.layouts],
+        "measured": measured,
         "too_large": [
             {"degrees": each.degrees, "needed": each.memory.needed, "bytes": each.memory.sizes}
             for each in found.too_large
         ],
     }
-    return Answer(data, lines, exit_code=0 if found.layouts else 1)
+    failed = not found.layouts or (measured and not any(each["measured"] for each in measured))
+    return Answer(data, lines, exit_code=1 if failed else 0)
 
 
 def _question(options: argparse.Namespace) -> "Question":
@@ -133,9 +161,11 @@ def _model_keys(text: str) -> dict[str, Any]:
 def _device(text: str) -> "Device":
     from titan_moe.runtime.gpus import GPUS
 
+    if text.lower().endswith(".json"):
+        return plan_here.read_device(text)
     named = {name.lower(): gpu for name, gpu in GPUS.items()}
     if (known := named.get(text.lower())) is None:
-        raise ConfigError(f"--gpu {text}: choose {', '.join(named)}")
+        raise ConfigError(f"--gpu {text}: choose {', '.join(named)}, or a .json of --calibrate")
     return known
 
 

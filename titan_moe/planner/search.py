@@ -9,7 +9,7 @@ does not. Tests compare this with a search of everything. Imports no torch.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,7 @@ from titan_moe.checks.job import breaks_rule
 from titan_moe.config.job_config import DEGREES, JobConfig
 from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.config import ModelConfig
-from titan_moe.parallelize.memory import MARGIN, Memory, memory
+from titan_moe.parallelize.memory import MARGIN, RESERVED, Memory, memory
 from titan_moe.parallelize.memory_table import SKEW
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
@@ -96,8 +96,11 @@ class Question:
 
     @property
     def usable(self) -> float:
-        """Bytes of a device that an estimate may take."""
-        return self.device.memory - MARGIN
+        """Bytes of a device that an estimate may take; the ranks of a CPU share its memory."""
+        device = self.device
+        if device.cores:  # Without CUDA, whose memory estimates have.
+            return device.memory / self.ranks + RESERVED
+        return device.memory - MARGIN
 
     def plan(self, tables: Tables) -> Plan | None:
         """Returns the plan of the job with these keys; None if a rule forbids it."""
@@ -106,13 +109,16 @@ class Question:
             return None
         device, on_node = self.device, min(self.device.node, self.ranks)
         options: dict[str, Any] = {"device_type": "cuda", "device_bytes": device.memory}
+        if device.cores:
+            options = {"device_type": "cpu"}
         return make_plan(job, self.model, self.ranks, ranks_per_node=on_node, **options)
 
     def needs(self, plan: Plan) -> Memory:
         """Returns the memory of a plan, for the load or for the skew that other estimates assume,
         whichever is more."""
         rows = plan.job.training.seq_len * (self.model.moe.top_k if self.model.moe else 1)
-        return memory(plan, max(SKEW, self.load.busiest(plan.dims.ep, rows)[1]))
+        found = memory(plan, max(SKEW, self.load.busiest(plan.dims.ep, rows)[1]))
+        return replace(found, communicators=0.0) if self.device.cores else found
 
     def least(self, degrees: Mapping[str, int], tables: Tables) -> float:
         """Returns the seconds that no choice of these degrees is below, besides the bubble of a

@@ -10,12 +10,16 @@ that it reads and writes (a roofline, Williams et al. 2009). Rules of overlap ar
   experts of the other, and DualPipeV runs one chunk's exchanges beside another chunk.
 - Collectives of tp are exposed; those of a ring pass beside attention.
 - Where a device finishes a layer before its host has issued it, the host's time is what counts.
+
+On a CPU nothing is beside anything: each rank is one thread, ranks share the machine's cores, and
+collectives are work of these cores. So all regions add up, and R ranks on C cores take max(1, R/C)
+times as long as one rank with a core for itself. In a pipeline the ranks' mean work is shared so: a
+step lasts as long as that, or as its slowest rank with the bubble, whichever is more.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from titan_moe.config.pipeline import (
@@ -24,12 +28,12 @@ from titan_moe.config.pipeline import (
     overlaps_chunks,
     schedule_of,
 )
-from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import RecurrentConfig
 from titan_moe.models.stats import kinds_of_layers, layer_products, part_sizes
 from titan_moe.moe.config import places_reached
 from titan_moe.parallelize.activations import values_per_token
 from titan_moe.parallelize.plan import BYTES, Plan
+from titan_moe.planner.links import links_of
 from titan_moe.planner.load import Load
 from titan_moe.runtime.gpus import Device
 
@@ -49,46 +53,16 @@ _ROW_PASSES = 6
 sent, put in the experts' order, and back again. Half of it where its experts are."""
 _TILE = 64
 """Rows and columns of a tile of grouped products: smaller sizes cost as much."""
-_DISPATCHES, _DISPATCHES_COMPILED = {"dense": 75, "routed": 130}, 0.4
+DISPATCHES, _DISPATCHES_COMPILED = {"dense": 75, "routed": 130}, 0.4
 """Operations of a layer's forward that the host issues, a third of those of both passes, and the
 share of them that compiled layers leave. A layer of both kinds, with tp and ep, was counted at 624
 in both passes."""
+_GATHER_PASSES, _REDUCE_PASSES, _ADD_PASSES = 4, 5, 3
+"""Times that a CPU reads or writes a layer's parameters: to fill FSDP's buffer and to copy them
+out; to fill the buffer that is sent and the one that comes, and to add up its parts; and to add a
+microbatch's gradients to those of others."""
 _WAIT = 4
 """Dispatches' time that a wait for the sizes of an exchange costs the host."""
-
-
-class _Links(NamedTuple):
-    """One rank's ways to the ranks of a group."""
-
-    size: int
-    on_node: int
-    device: Device
-
-    def collective(self, num_bytes: float) -> float:
-        """Returns the seconds of a gather or reduction of so many bytes in all. Rings use the
-        adapters of all ranks that a node has in the group."""
-        if self.size == 1:
-            return 0.0
-        device, one_node = self.device, self.on_node == self.size
-        rate = device.link if one_node else min(device.link, device.network * self.on_node)
-        moved = num_bytes * (self.size - 1) / self.size
-        return moved / (rate * device.reach) + device.latency
-
-    def exchange(self, num_bytes: float, between_nodes: float) -> float:
-        """Returns the seconds in which each rank sends so many bytes, evenly to all ranks of the
-        group, of which a part `between_nodes`, in bytes, is for ranks of other nodes."""
-        if self.size == 1:
-            return 0.0
-        device = self.device
-        inside = num_bytes * (self.on_node - 1) / self.size / device.link
-        outside = between_nodes * (1 - self.on_node / self.size) / device.network
-        return max(inside, outside) / device.reach + device.latency
-
-
-@lru_cache(maxsize=4096)
-def _links(dims: ParallelDims, axis: str, device: Device) -> _Links:
-    ranks = dims.group_of(0, axis)
-    return _Links(len(ranks), sum(rank < device.node for rank in ranks), device)
 
 
 class Microbatch(NamedTuple):
@@ -111,15 +85,23 @@ def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
     runs = max(job.training.global_batch_size // (dims.size("batch") * local), 1)
     count = runs * (local // size)
     batch = _microbatch(plan, size, load)
-    ranks = {tuple(name for n in own for name in plan.stages[n]) for own in plan.stages_of_ranks}
+    ranks = [tuple(name for n in own for name in plan.stages[n]) for own in plan.stages_of_ranks]
     kinds = kinds_of_layers(plan.config, tuple(name for stage in plan.stages for name in stage))
     layers = {kind: _layer(plan, device, batch, kind, count) for kind in kinds}
-    times = (_rank_time(plan, device, batch, modules, layers, count) for modules in ranks)
-    slowest = max(times, key=lambda seconds: sum(seconds.values()))
+    times = {
+        each: _rank_time(plan, device, batch, each, layers, count) for each in dict.fromkeys(ranks)
+    }
+    slowest = max(times.values(), key=lambda seconds: sum(seconds.values()))
     seconds = {region: one * count for region, one in slowest.items()}
-    waits = bubble(plan)
-    seconds["bubble"] = sum(seconds.values()) * waits / (1 - waits)
-    return seconds | {"optimizer": _optimizer(plan, device)}
+    waits, busy, optimizer = bubble(plan), sum(seconds.values()), _optimizer(plan, device)
+    bubble_s = busy * waits / (1 - waits)
+    if device.cores:
+        mean = count * sum(sum(times[each].values()) for each in ranks) / len(ranks)
+        crowd = max(dims.world_size / device.cores * mean / busy, 1.0)
+        seconds = {region: value * crowd for region, value in seconds.items()}
+        bubble_s = max(bubble_s - busy * (crowd - 1), 0.0)
+        optimizer *= max(dims.world_size / device.cores, 1.0)
+    return seconds | {"bubble": bubble_s, "optimizer": optimizer}
 
 
 def bubble(plan: Plan) -> float:
@@ -207,17 +189,20 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
     share = 1.0 if recompute.by_operation else 1 / recompute.every if recompute.every else 0.0
     _add(backward, again, share)
     total = dict.fromkeys(REGIONS, 0.0)
-    gathers, reduces = _parameters(plan, device, layer)
-    frees = plan.reshard_after_forward
+    gathers, reduces, once = _parameters(plan, device, layer)
+    frees, overlaps = plan.reshard_after_forward, not device.cores
     rounds = count if plan.accumulation == "reduce_each" and plan.dims.pp == 1 else 1
     for side, sent in (
         (forward, gathers * (rounds if frees else 1)),
         (backward, (gathers * frees + reduces) * rounds),
     ):
-        busy = sum(side.values()) - side["host"]
+        busy = (sum(side.values()) - side["host"]) * overlaps
         _add(total, side)
         total["host"] += max(side["host"] - busy, 0.0) - side["host"]
-        total["parameters"] += max(sent / count - max(busy, side["host"]), 0.0)
+        total["parameters"] += max(sent / count - max(busy, side["host"] * overlaps), 0.0)
+    if device.cores:
+        adds_up = rounds < count or plan.dims.world_size == 1
+        total["parameters"] += once * (1 + _ADD_PASSES * (1 - 1 / count) * adds_up)
     return total
 
 
@@ -227,7 +212,8 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Secon
     work = layer_products(config, layer, plan.job.training.seq_len)
     memory = device.bandwidth * device.reach
     tokens, seconds = batch.tokens / dims.tp, dict.fromkeys(REGIONS, 0.0)
-    seconds["products"] = max(
+    seconds["products"] = _roofline(
+        device,
         2 * tokens * work.dense / (device.flops * device.products),
         width * work.dense / dims.tp / memory,
     )
@@ -235,7 +221,7 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Secon
     seconds["attention"] = 2 * tokens * work.mixing * uneven / (device.flops * device.attention)
     values = values_per_token(config, layer, batch.busiest, dims.etp)
     seconds["elementwise"] = 2 * sum(values.values()) * batch.own * width / memory
-    dispatches = float(_DISPATCHES["dense"])
+    dispatches = float(DISPATCHES["dense"])
     if work.routed:
         moe = config.moe
         assert moe is not None
@@ -244,7 +230,7 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Secon
         moved = _ROW_PASSES / 2 * (1 + dims.etp) * rows * config.row_dim * width
         seconds["rows"] = moved / memory
         seconds["exchange"] = _exchange(plan, device, batch, seconds["experts"])
-        dispatches += _DISPATCHES["routed"]
+        dispatches += DISPATCHES["routed"]
         waits = dims.ep > 1 and plan.dispatch.name in ("standard", "deduplicated")
         dispatches += _WAIT * waits * plan.dispatch.num_chunks
     seconds["tensor"] = _tensor(plan, device, batch, layer)
@@ -260,14 +246,20 @@ def _experts(plan: Plan, device: Device, rows: float, products: float) -> float:
     config, dims, moe, width = plan.config, plan.dims, plan.config.moe, BYTES[plan.types.compute]
     assert moe is not None
     hidden, own = moe.hidden_dim / dims.etp, moe.num_experts / dims.ep
-    padded = _tiles(rows * dims.etp / own) * _tiles(hidden)
+    padded = 1.0 if device.cores else _tiles(rows * dims.etp / own) * _tiles(hidden)
     flops = 2 * rows * products / moe.top_k * padded
     matrices = products / moe.top_k / dims.etp
     values = rows * dims.etp * (3 * config.row_dim + 3 * hidden)
-    return max(
+    return _roofline(
+        device,
         flops / (device.flops * device.experts),
         width * (own * matrices + values) / (device.bandwidth * device.reach),
     )
+
+
+def _roofline(device: Device, arithmetic: float, memory: float) -> float:
+    """Returns the seconds of products: a GPU reads beside its arithmetic, a CPU's thread before."""
+    return arithmetic + memory if device.cores else max(arithmetic, memory)
 
 
 def _tiles(size: float) -> float:
@@ -278,7 +270,7 @@ def _tiles(size: float) -> float:
 def _exchange(plan: Plan, device: Device, batch: Microbatch, experts: float) -> float:
     """Returns what is exposed of sending rows to experts and back, beside `experts` of compute."""
     config, dims, moe = plan.config, plan.dims, plan.config.moe
-    links = _links(dims, "ep", device)
+    links = links_of(dims, "ep", device)
     if moe is None or dims.ep * dims.etp == 1:
         return 0.0
     rows = between = float(moe.top_k)
@@ -288,7 +280,9 @@ def _exchange(plan: Plan, device: Device, batch: Microbatch, experts: float) -> 
     elements = batch.own * config.row_dim * dims.etp * batch.busiest
     scale = elements * BYTES[plan.types.compute]
     way = links.exchange(rows * scale, between * scale)
-    way += _links(dims, "etp", device).collective(rows * scale)
+    way += links_of(dims, "etp", device).collective(rows * scale)
+    if device.cores:  # Each forward sends the sizes too, and each backward none: on average half.
+        return 2 * way + links.latency / 2
     if overlaps_chunks(plan.job.parallelism):
         return max(2 * way - experts, 0.0)
     if plan.dispatch.num_chunks > 1:  # The first half's way there and the last one's way back.
@@ -302,8 +296,10 @@ def _tensor(plan: Plan, device: Device, batch: Microbatch, layer: int) -> float:
     fed = config.is_dense_layer(layer) or (moe is not None and moe.num_shared_experts > 0)
     sublayers = (config.mixer(layer) is not None) + fed
     num_bytes = batch.tokens * config.dim * BYTES[plan.types.compute]
-    way = _links(plan.dims, "tp", device).collective(num_bytes)
-    return 2 * sublayers * way * (0.3 if plan.pipelined_tp else 1.0)
+    way = links_of(plan.dims, "tp", device).collective(num_bytes)
+    # gloo makes a reduction to parts of one to copies.
+    cost = 1.5 if device.cores else 0.3 if plan.pipelined_tp else 1.0
+    return 2 * sublayers * way * cost
 
 
 def _context(plan: Plan, device: Device, batch: Microbatch, layer: int, attends: float) -> float:
@@ -311,11 +307,11 @@ def _context(plan: Plan, device: Device, batch: Microbatch, layer: int, attends:
     mixer, dims = plan.config.mixer(layer), plan.dims
     if dims.cp == 1 or mixer is None or isinstance(mixer, RecurrentConfig):
         return 0.0
-    links, width = _links(dims, "cp", device), BYTES[plan.types.compute]
+    links, width = links_of(dims, "cp", device), BYTES[plan.types.compute]
     keys = mixer.num_kv_heads * (mixer.qk_dim + mixer.v_dim) / dims.tp
     way = links.collective(batch.tokens * keys * width * dims.cp)
     method = plan.job.parallelism.context_parallel_rotate_method
-    if method == "ring":
+    if method == "ring" and not device.cores:
         return max(way - attends, 0.0) + dims.cp * device.latency
     if method == "ulysses":
         queries = mixer.num_heads * (mixer.qk_dim + mixer.v_dim) / dims.tp
@@ -324,23 +320,29 @@ def _context(plan: Plan, device: Device, batch: Microbatch, layer: int, attends:
     return way
 
 
-def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float]:
-    """Returns the seconds in which FSDP gathers a layer's parameters, and in which it reduces their
-    gradients, over replicas too."""
+def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float, float]:
+    """Returns the seconds in which FSDP gathers a layer's parameters, in which it reduces their
+    gradients, over replicas too, and in which a device reads or writes them once. A CPU's copies to
+    and from FSDP's buffers count as well."""
     config, dims = plan.config, plan.dims
     size = part_sizes(config)[f"layers.{min(layer, config.num_layers - 1)}"]
     compute, reduce = BYTES[plan.types.compute], max(BYTES[plan.types.stored], 4)
-    gathers = reduces = 0.0
+    gathers = reduces = once = 0.0
     for elements, axis in (
         (size.dense / dims.tp, "fsdp"),
         (size.routed / (dims.ep * dims.etp), "edp"),
     ):
-        links = _links(dims, axis, device)
+        links = links_of(dims, axis, device)
         gathers += links.collective(elements * compute)
         reduces += links.collective(elements * reduce)
-        replicas = _links(dims, "dp_replicate", device)
+        seconds = elements * compute / (device.bandwidth * device.fresh)
+        once += seconds
+        if device.cores and dims.world_size > 1:  # One rank alone has no FSDP.
+            gathers += _GATHER_PASSES * seconds
+            reduces += _REDUCE_PASSES * seconds * (links.size > 1)
+        replicas = links_of(dims, "dp_replicate", device)
         reduces += 2 * replicas.collective(elements * reduce / links.size)
-    return gathers, reduces * (plan.job.lora.rank is None)
+    return gathers, reduces * (plan.job.lora.rank is None), once
 
 
 def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Seconds:
@@ -350,17 +352,21 @@ def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Second
     flops = 6 * batch.tokens * config.dim * vocabulary
     passes = 6 * batch.tokens * vocabulary * width
     memory = device.bandwidth * device.reach
-    links = _links(dims, "fsdp", device)
+    links = links_of(dims, "fsdp", device)
     weight = vocabulary * config.dim
     sent = links.collective(weight * width) + links.collective(weight * 4)
     rounds = count if plan.accumulation == "reduce_each" and dims.pp == 1 else 1
     seconds = depths * (flops / (device.flops * device.products) + passes / memory)
     # Both ends of the model are cut by vocabulary: two collectives for each, in both passes.
-    way = _links(dims, "tp", device).collective(batch.tokens * config.dim * width)
+    way, ends = links_of(dims, "tp", device).collective(batch.tokens * config.dim * width), 1
+    if device.cores:  # Nothing hides either end.
+        passes = (_GATHER_PASSES + _REDUCE_PASSES) * (dims.world_size > 1)
+        sent += passes * weight * width / (device.bandwidth * device.fresh)
+        ends += dims.pp == 1
     return {
         "output": seconds,
         "tensor": 2 * way * (depths + (dims.pp == 1)),
-        "parameters": max(sent * rounds / count - seconds, 0.0),
+        "parameters": max(ends * sent * rounds / count - seconds * (not device.cores), 0.0),
     }
 
 
@@ -371,4 +377,7 @@ def _optimizer(plan: Plan, device: Device) -> float:
     share = (plan.job.lora.rank is None) / dims.world_size
     moments = 2 if plan.job.optimizer.state_dtype == "bfloat16" else stored
     rate = device.link / 16 if plan.cpu_offload else device.bandwidth  # Over PCIe.
-    return own * share * (3 * stored + 4 * moments) / (rate * device.reach)
+    passes = 3 * stored + 4 * moments
+    if device.cores:  # The norm widens a copy of the gradients, and clipping scales them.
+        passes += 3 * stored + 2 * BYTES["float64"]
+    return own * share * passes / (rate * device.reach)

@@ -40,7 +40,12 @@ class Device:
     dispatch: float = 5e-6
     """Seconds of the host for one operation."""
     latency: float = 20e-6
-    """Seconds of a collective without bytes."""
+    """Seconds of a collective without bytes; of a CPU, those of each of its rounds."""
+    cores: int = 0
+    """Cores of a CPU, one thread a rank, which all ranks share with its memory; 0: a GPU. The other
+    figures are those of a rank that has a core for itself."""
+    fresh: float = 1.0
+    """Share of a CPU's bandwidth in memory whose pages the kernel has to clear."""
 
 
 def _gpu(name: str, tflops: float, gib: float, tbs: float, link: float, **more: float) -> Device:
