@@ -132,7 +132,7 @@ class Trainer:
             at = f"{self.checkpointer.folder} is at step {resume_step}"
             line = f"{at}, and {self.data.limit(self.job)} allows no more: raise it to go on"
             log_on_rank_zero(f"{line}, or choose another job.dump_folder")
-            self._close(draws=False)
+            self._close()
             return False
         self.checkpointer.check_export(steps)
         if self.process.is_main:
@@ -166,13 +166,13 @@ class Trainer:
             if self.checkpointer.finish() != self.progress.step:
                 self.checkpointer.save(self.progress.step, self._state())
             self.stop_request.answer()
-        self._close(draws=not stopped)
+        self._close()
         self._say_goodbye()
         return stopped
 
-    def _close(self, *, draws: bool) -> None:
+    def _close(self) -> None:
         self.data.loader.close()
-        self.log.close(*loss_unit(self.data.tokenizer), draws=draws)
+        self.log.close()
 
     def _end_first_step(self) -> None:
         """Shorten the timeouts: the first step of a layout compiles, and may take long."""
