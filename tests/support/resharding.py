@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -170,8 +169,6 @@ def train_watched(
         watched.loaded = watched.saved[trainer.progress.step]
 
     def reshard_and_step(step: int) -> bool:
-        if step == 1:  # Training draws no random numbers, and so would not show their states.
-            torch.rand(1 + dist.get_rank())
         if after is not None and step == LEG + 1:
             old = [weakref.ref(part) for part in trainer.sharded.parts]
             old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]

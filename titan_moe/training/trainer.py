@@ -15,7 +15,6 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.folder import step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
-from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.checks.job import check_reshard
 from titan_moe.comm.process import Process, collect_everything, seed_everything, set_timeouts
 from titan_moe.config.errors import ConfigError
@@ -303,14 +302,11 @@ class Trainer:
             raise ConfigError(problems)
         job = resolve(job, world_size)
         set_timeouts(job.comm.init_timeout_seconds, self.sharded.meshes.groups.all())
-        random_state = get_random_state()
-        seed_everything(job.debug)
         forget_compiled(job.compile)
         plan = self._plan(job)
         sent = 0 if plan.fits_model_of(self.sharded.plan) else self._move_to(plan)
         self.sharded, self._ran = replace(self.sharded, plan=plan), False
         self.data.reopen(plan)
-        set_random_state(random_state)
         self.routing = RoutingTrace(self.sharded, self.process, resume_step=step)
         self.log.set_layout(self.sharded, resume_step=step)
         collect_everything()

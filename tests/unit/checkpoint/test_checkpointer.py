@@ -18,17 +18,14 @@ from tests.support.saved_runs import (
 from titan_moe.checkpoint import folder as folders
 
 
-def test_load_restores_weights_moments_state_and_random_numbers(folder):
+def test_load_restores_weights_moments_and_state(folder):
     run = Run(folder)
-    torch.manual_seed(5)
     run.save(3)
-    expected_random = torch.rand(4)
     other = Run(folder, seed=1)
     assert not torch.equal(other.weight, run.weight)
     assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert torch.equal(other.weight, run.weight)
     assert torch.equal(other.moment, run.moment)
-    assert torch.equal(torch.rand(4), expected_random)
     assert other.optimizer.state[other.model.w_EFD]["step"] == 1
 
 
