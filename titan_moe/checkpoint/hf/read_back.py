@@ -13,9 +13,8 @@ core.
 
 import json
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from filecmp import cmp
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum
-from titan_moe.checkpoint.hf.assets import CODE, ENDS, EOS, OUTDATED, Carried, with_ids
+from titan_moe.checkpoint.hf.assets import CODE, ENDS, EOS, OUTDATED, with_ids
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, HFFolder, Read, dtype_of, opened
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import HFSource
@@ -58,6 +57,8 @@ class Original:
     """The folder of the published weights."""
     rest: Mapping[str, Any]
     """Further tensors, as `HFFolder.rest` returns them."""
+    turn_ends: Collection[int]
+    """Tokens that end a turn of a conversation, and so a text too."""
     rounded: Sums = field(default_factory=dict)
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -67,12 +68,16 @@ class Original:
         return values
 
 
-def compare(folder: Path, original: Original, carried: Carried, *, doing: str) -> None:
+def compare(folder: Path, original: Original, *, keeps_ends: bool, doing: str) -> None:
     """Raises RunError if a written folder is not what it was made of: an index that its files do
-    not agree with, another value, a tied weight twice, a key of config.json or a file beside the
-    weights that was lost. Collective."""
+    not agree with, another value, a tied weight twice, or a key of config.json that was lost.
+    Collective.
+
+    Args:
+        keeps_ends: as write_assets returns it, on rank 0.
+    """
     on_rank_zero(lambda: _check_files(folder, original.model), doing=doing)
-    on_rank_zero(lambda: _check_beside(folder, original, carried), doing=doing)
+    on_rank_zero(lambda: _check_config(folder, original, keeps_ends), doing=doing)
     back = on_every_rank(lambda: HFFolder(folder), doing=doing)
     source = on_every_rank(lambda: HFSource(back, model_of(folder)), doing=doing)
     share = on_every_rank(lambda: _read_share(back, source, original), doing=doing)
@@ -128,28 +133,22 @@ def _check_files(folder: Path, model: HFModel) -> None:
     _refuse([f"{name}, a tied weight, is there twice" for name in twice])
 
 
-def _check_beside(folder: Path, original: Original, carried: Carried) -> None:
-    """Raises RunError unless config.json is of this model, keeps all keys of the published one
-    that do not follow from the model, and files are those that were copied or made."""
+def _check_config(folder: Path, original: Original, keeps_ends: bool) -> None:
+    """Raises RunError unless config.json is of this model, and keeps all keys of the published one
+    that do not follow from the model."""
     model, theirs, written = original.model, model_of(folder), read_settings(folder)
     lines = [f"{CONFIG}: {line}" for line in differences(model.config, theirs.config)]
     settings = {} if original.origin is None else read_settings(original.origin)
     settings = dict(settings if model.wrapper is not None else text_of(settings))
     after, own = flat_keys(written), model.settings().keys() | OUTDATED | {CODE} - written.keys()
-    free = (own if carried.ends else own | {*ENDS}) - _ROPE_TABLES
+    free = (own if keeps_ends else own | {*ENDS}) - _ROPE_TABLES
     for key, value in flat_keys(settings).items():
         first, *inside = key.removeprefix("text_config.").split(".")
-        value = with_ids(value, carried.turn_ends) if first == EOS and value is not None else value
+        value = with_ids(value, original.turn_ends) if first == EOS and value is not None else value
         is_rope = first in _ROPE_TABLES and not (inside and ROPE.isdisjoint(inside))
         may_differ = is_rope or first in free or (first in ENDS and value is None)
         if not may_differ and after.get(key) != value:
             lines.append(f"{CONFIG} has {key}={after.get(key)!r}, not {value!r} as published")
-    for path in carried.files:
-        if not (folder / path.name).is_file() or not cmp(path, folder / path.name, shallow=False):
-            lines.append(f"{path.name} is not as in {path.parent}")
-    for name, content in carried.written.items():
-        if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
-            lines.append(f"{name} is not as the chat template wants it")
     _refuse(lines)
 
 

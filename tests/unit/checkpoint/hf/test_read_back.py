@@ -100,8 +100,6 @@ MISTAKES = {
     "eos_token_id=1, not [9, 1, 4]": table(CONFIG, lambda x: x.update(eos_token_id=1)),
     "rope_scaling.mrope_section=None": table(CONFIG, lambda x: x.pop("rope_scaling")),
     "norm_eps 1e-06 (there 0.5)": table(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
-    "tokenizer_config.json is not as in": ("two", lambda x: (x / "tokenizer_config.json").unlink()),
-    f"{TEMPLATE} is not as the chat": ("two", lambda x: (x / TEMPLATE).write_text("{{ 1 }}")),
 }
 
 
