@@ -16,6 +16,7 @@ Every save takes one path: checksums, DCP's writer (tensors.py), and the manifes
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -250,7 +251,7 @@ class Checkpointer:
         except Exception:
             # A thread that still writes could make it visible while it is removed.
             if dist.get_rank() == 0 and save.future.done():
-                folders.abandon(save.aside)
+                shutil.rmtree(save.aside, ignore_errors=True)
             raise
         self.last_step = save.step
         log_on_rank_zero("saved %s in %.1f s", save.target, time.perf_counter() - save.began)

@@ -74,11 +74,6 @@ def publish(
     keep_latest(target.parent, count=keep_latest_k, newest=manifest.step)
 
 
-def abandon(aside: Path) -> None:
-    """Remove a folder that will not be committed, as far as that is possible."""
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def keep_latest(folder: Path, *, count: int, newest: int) -> None:
     """Remove all but the `count` latest checkpoints, or none where that is 0; `newest` and a seed
     checkpoint always stay. If killed midway, what remains of one is invisible."""
@@ -126,7 +121,7 @@ def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
         on_rank_zero(lambda: _commit_new(aside, target), doing=doing)
     except BaseException:
         if dist.get_rank() == 0:
-            abandon(aside)
+            shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
