@@ -113,10 +113,6 @@ def _begin_data_anew() -> None:
     Loader.load_state_dict = lambda *_: None
 
 
-def _draw_other_random_numbers() -> None:
-    trainers.set_random_state = lambda _: None
-
-
 def _keep_cycles() -> None:
     trainers.collect_everything = lambda: None
 
@@ -128,7 +124,6 @@ def _keep_cycles() -> None:
         slow=[
             (_move_parameters_only, "exp_avg output.weight is another afterwards"),
             (_begin_data_anew, "step 3 has another global batch"),
-            (_draw_other_random_numbers, "train_state.json has another rng"),
             (_keep_cycles, "still in memory: "),
         ],
     ),

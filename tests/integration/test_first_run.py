@@ -50,5 +50,4 @@ def test_an_installed_package_trains_outside_the_checkout(installed: Path, tmp_p
     generate, page = _commands(told)
     assert "generate outputs/default/checkpoint/step-2" in generate
     assert run("bash", "-c", page).returncode == 0
-    assert (tmp_path / "outputs" / "default" / "curves.png").is_file()
     assert (tmp_path / "outputs" / "default" / "report.html").is_file()

@@ -52,7 +52,7 @@ def watched_disk() -> Iterator[DiskOrder]:
         order.note_sync(descriptor)
 
     def renaming(path: Path, target: Path) -> Path:
-        if not target.name.endswith((".deleting", ".replaced", ".metadata")):
+        if not target.name.endswith((".deleting", ".metadata")):
             order.note_rename(path, target)
         return rename(path, target)
 

@@ -9,14 +9,13 @@ _VOID = {"meta", "img", "br", "input"}
 
 
 class Page(HTMLParser):
-    """The text of each section, tables by section, ranks by view, and what a page would load."""
+    """The text of each section, tables by section, and what a page would load."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[tuple[str, dict[str, str | None]]] = []
         self.text: dict[str, str] = {"": ""}
         self.tables: dict[str, list[list[str]]] = {}
-        self.ranks: dict[str, list[int]] = {"dense": [], "sparse": []}
         self.ids: list[str] = []
         self.loads: list[str] = []
         self.feed(html)
@@ -53,10 +52,6 @@ class Page(HTMLParser):
         self.text[self.section] = self.text.get(self.section, "") + data
         if "td" in tags or "th" in tags:
             self.tables[self.section][-1][-1] += data
-        classes = [str(known.get("class")) for _, known in self.open]
-        if "rank" in classes:
-            view = next(c.removeprefix("mesh ") for c in classes if c.startswith("mesh "))
-            self.ranks[view].append(int(data))
 
     @property
     def section(self) -> str:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -25,7 +24,6 @@ from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.metrics import curves
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
@@ -160,7 +158,6 @@ def train_watched(
     plant: Callable[[], None] | None,
 ) -> Watched:
     """Trains on a rank as titan_moe.train does; saves again at once what was loaded."""
-    curves.plot_curves = lambda *_, **__: None  # A second of a run's few.
     if plant is not None:
         plant()
     trainer, watched = Trainer(job, config, process_here()), Watched()
@@ -172,8 +169,6 @@ def train_watched(
         watched.loaded = watched.saved[trainer.progress.step]
 
     def reshard_and_step(step: int) -> bool:
-        if step == 1:  # Training draws no random numbers, and so would not show their states.
-            torch.rand(1 + dist.get_rank())
         if after is not None and step == LEG + 1:
             old = [weakref.ref(part) for part in trainer.sharded.parts]
             old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]

@@ -3,7 +3,7 @@
 <dump_folder>/<checkpoint.folder>/step-N/
     *.distcp            tensors, by torch.distributed.checkpoint: readable in any layout
     .metadata           DCP's index of the tensors
-    train_state.json    step, data position, random states (not if model only)
+    train_state.json    step, data position (not if model only)
     manifest.json       what the above holds, with a checksum per tensor and a digest per file, and
                         who wrote it
 
@@ -16,6 +16,7 @@ Every save takes one path: checksums, DCP's writer (tensors.py), and the manifes
 checkpoint.async_mode the tensors are copied and DCP does the rest in a thread of each rank.
 """
 
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -43,10 +44,16 @@ from titan_moe.checkpoint.tensors import (
     local_tensors,
     one_line,
 )
-from titan_moe.checkpoint.train_state import MergeData, gather_rank_states, write_train_state
+from titan_moe.checkpoint.train_state import MergeData, write_train_state
 from titan_moe.comm.process import set_timeout
 from titan_moe.config.job_config import Checkpoint
-from titan_moe.distributed.agreement import control_group, lowest, on_every_rank, on_rank_zero
+from titan_moe.distributed.agreement import (
+    control_group,
+    from_every_rank,
+    lowest,
+    on_every_rank,
+    on_rank_zero,
+)
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.models.hf_settings import TextFormat
 from titan_moe.runtime.errors import RunError
@@ -138,8 +145,8 @@ class Checkpointer:
         A save in the background is finished first.
 
         `state` is this rank's and JSON-able. Under "data" is the rank's own data position; the rest
-        is the same on all ranks. Random states are added here. A seed checkpoint, and the last one
-        if so configured, hold the model only.
+        is the same on all ranks. A seed checkpoint, and the last one if so configured, hold the
+        model only.
 
         Args:
             wait: for all of it; else only until the tensors are copied.
@@ -162,7 +169,8 @@ class Checkpointer:
             tensors |= self._tensors.optimizer_states()
         specs, sums = gather_specs(tensors), self._tensors.checksums(tensors)
         base = self._tensors.base_digest
-        states = [] if model_only else gather_rank_states(state)
+        doing = f"cannot save checkpoint {target}"
+        states = [] if model_only else from_every_rank(lambda: state, doing=doing)
 
         def publish_all(names: set[str]) -> None:
             if states:
@@ -172,7 +180,6 @@ class Checkpointer:
             manifest = Manifest(step, model_only, specs, sums, self.job_record, *model, **more)
             folders.publish(aside, target, manifest, names, self.config.keep_latest_k)
 
-        doing = f"cannot save checkpoint {target}"
         aside = on_rank_zero(lambda: folders.begin(target), doing=doing)
         # A thread beside training leaves the GPU alone.
         writer = FolderWriter(aside, publish_all, copy_ahead=10_000_000 if wait else 0)
@@ -244,7 +251,7 @@ class Checkpointer:
         except Exception:
             # A thread that still writes could make it visible while it is removed.
             if dist.get_rank() == 0 and save.future.done():
-                folders.abandon(save.aside)
+                shutil.rmtree(save.aside, ignore_errors=True)
             raise
         self.last_step = save.step
         log_on_rank_zero("saved %s in %.1f s", save.target, time.perf_counter() - save.began)

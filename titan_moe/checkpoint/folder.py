@@ -1,8 +1,7 @@
 """Checkpoint folders: `step-N`, each complete or invisible, and the one that a run goes on from.
 
 A save goes into a hidden sibling, which is renamed when everything in it is on disk. A killed save
-leaves that sibling behind: it is never read, and the next save removes it. An older checkpoint of
-the same step waits in another sibling until the new one has the name, and gets it back otherwise.
+leaves that sibling behind: it is never read, and the next save removes it.
 """
 
 import logging
@@ -24,7 +23,6 @@ from titan_moe.runtime.files import LOCK, fsync, saved_steps, set_aside, step_fo
 logger = logging.getLogger(__name__)
 
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
-_REPLACED = re.compile(r"\.(step-\d+)\.replaced")
 
 
 def hf_folder(folder: Path, step: int) -> Path:
@@ -35,7 +33,6 @@ def hf_folder(folder: Path, step: int) -> Path:
 def begin(target: Path) -> Path:
     """Remove what killed saves left behind; make the folder that `target` is written into."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    bring_back(target.parent)
     for path in target.parent.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)
@@ -45,22 +42,14 @@ def begin(target: Path) -> Path:
 
 
 def commit(aside: Path, target: Path) -> None:
-    """Make a fully written folder visible under its name, replacing an older one of that name."""
+    """Make a fully written folder visible under its name; an older one of that name is kept."""
     for path in [*aside.rglob("*"), aside]:
         if path.suffix != ".distcp":  # The rank that wrote it has waited.
             fsync(path)
-    replaced = _aside_of(target, "replaced")
-    if replaces := target.exists():
-        # No rename replaces a filled folder. Killed between the two, `bring_back` undoes the first.
-        target.rename(replaced)
-    try:
-        aside.rename(target)
-    except OSError:
-        bring_back(target.parent)
-        raise
+    if target.exists():
+        _leave_behind(target, "an older checkpoint of this step is replaced")
+    aside.rename(target)
     fsync(target.parent)
-    if replaces:
-        shutil.rmtree(replaced)
 
 
 def publish(
@@ -85,23 +74,6 @@ def publish(
     keep_latest(target.parent, count=keep_latest_k, newest=manifest.step)
 
 
-def bring_back(folder: Path) -> None:
-    """Give a checkpoint its name again that was to be replaced when the save was killed; for the
-    one run that writes to `folder`."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _REPLACED.fullmatch(path.name):
-            target = path.with_name(match[1])
-            if target.exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(target)
-
-
-def abandon(aside: Path) -> None:
-    """Remove a folder that will not be committed, as far as that is possible."""
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def keep_latest(folder: Path, *, count: int, newest: int) -> None:
     """Remove all but the `count` latest checkpoints, or none where that is 0; `newest` and a seed
     checkpoint always stay. If killed midway, what remains of one is invisible."""
@@ -122,9 +94,13 @@ def set_aside_later(folder: Path, step: int) -> None:
     """
     for later in saved_steps(folder):
         if later > step:
-            kept = set_aside(step_folder(folder, later), f"step-{later}.abandoned-{{}}".format)
-            fsync(folder)
-            logger.warning("a later step is left behind, kept as %s", kept)
+            _leave_behind(step_folder(folder, later), "a later step is left behind")
+
+
+def _leave_behind(path: Path, why: str) -> None:
+    kept = set_aside(path, f"{path.name}.abandoned-{{}}".format)
+    fsync(path.parent)
+    logger.warning("%s, kept as %s", why, kept)
 
 
 @contextmanager
@@ -145,7 +121,7 @@ def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
         on_rank_zero(lambda: _commit_new(aside, target), doing=doing)
     except BaseException:
         if dist.get_rank() == 0:
-            abandon(aside)
+            shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
@@ -206,8 +182,6 @@ def find_checkpoint(config: Checkpoint, folder: Path) -> Found | None:
     """
     if not config.enable:
         return None
-    if not config.load_only:
-        bring_back(folder)
     steps = saved_steps(folder)
     if config.load_step >= 0 or config.exclude_from_loading:
         begun = _latest_under_same_keys(config, folder, steps)

@@ -25,7 +25,7 @@ from titan_moe.checkpoint.manifest import (
 )
 from titan_moe.checkpoint.run_tensors import RunTensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, read_tensors
-from titan_moe.checkpoint.train_state import DATA, read_train_state, restore_random_state
+from titan_moe.checkpoint.train_state import DATA, read_train_state
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.distributed.dtensor import local_part
@@ -56,8 +56,7 @@ class Loader:
         """Loads the run's own checkpoint, of `load_step` or the latest, else `initial_load_path`;
         returns it, with the saved state unless the model only is loaded. None when there is none.
 
-        The state has the merged "data", and lacks the parts excluded from loading. Random states
-        are put back where the number of ranks is the same, so this comes last before the loop.
+        The state has the merged "data", and lacks the parts excluded from loading.
         """
         doing = f"cannot load a checkpoint from {self.folder}"
         found = on_rank_zero(lambda: find_checkpoint(self.checkpoint, self.folder), doing=doing)
@@ -156,13 +155,8 @@ class Loader:
 
 
 def _state(found: Found) -> dict[str, Any]:
-    """Returns the saved state without what is excluded, and puts random states back."""
+    """Returns the saved state without what is excluded."""
     doing = f"cannot load checkpoint {found.path}"
-    saved = on_rank_zero(lambda: read_train_state(found.path), doing=doing)
-    state: dict[str, Any] = {}
-    if "train_state" not in found.excluded:
-        state |= saved["common"]
-        restore_random_state(saved)
-    if "dataloader" not in found.excluded:
-        state[DATA] = saved[DATA]
-    return state
+    state = on_rank_zero(lambda: read_train_state(found.path), doing=doing)
+    parts = {key: "dataloader" if key == DATA else "train_state" for key in state}
+    return {key: state[key] for key, part in parts.items() if part not in found.excluded}

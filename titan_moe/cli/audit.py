@@ -1,4 +1,5 @@
-"""Reads all files of a checkpoint or an export, to tell whether it is as it was written."""
+"""Reads all files of a checkpoint, an export or a tokenised copy, to tell whether it is as it was
+written."""
 
 from pathlib import Path
 
@@ -8,12 +9,14 @@ from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.manifest import compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import METADATA, StoredTensors
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.tokens import TOKENS, damaged_files
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import saved_steps, step_folder
 
 
 def audit(*paths: Path) -> dict[str, list[str]]:
-    """Read all of some step-N folders, folders of those, folders of runs, or exports.
+    """Read all of some step-N folders, folders of those, folders of runs, exports, or tokenised
+    copies.
 
     Returns under "whole" a line for each folder that is as it was written, with what was read of
     it, and under "damaged" a line for each other one, with all that is damaged, missing or not
@@ -33,6 +36,10 @@ def audit(*paths: Path) -> dict[str, list[str]]:
 
 def _read(folder: Path) -> str:
     """Returns what was read of a folder. Raises RunError where it is not as it was written."""
+    if (folder / TOKENS).exists():
+        if wrong := damaged_files(folder):
+            raise RunError(f"wrong checksum of {', '.join(wrong)}: make the folder anew")
+        return "tokenised dataset"
     if (folder / MANIFEST).exists() or (folder / METADATA).exists():
         manifest = read_manifest(folder)
         seen = _read_files(folder, manifest.files, MANIFEST)

@@ -16,8 +16,9 @@ Prints the number of ranks of a machine and the run's folder, what each training
 parameters, the documents and tokens of each source, what has no effect, and what only ranks can
 know; all that is wrong otherwise, a line each.
 
-A folder instead of a configuration is read whole: a checkpoint, all checkpoints of a run, or an
-export. Prints what was read, and a line for every folder that is not as it was written.
+A folder instead of a configuration is read whole: a checkpoint, all checkpoints of a run, an
+export, or a tokenised copy. Prints what was read, and a line for every folder that is not as it was
+written.
 
 Exit codes: 0; 1 a folder that is damaged; 2 a configuration or
 data that cannot be trained on.

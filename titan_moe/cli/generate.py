@@ -41,11 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", help="as model.tokenizer_path; default: the checkpoint's")
     parser.add_argument(
-        "--bos",
-        action=argparse.BooleanOptionalAction,
-        help="put the tokenizer's BOS in front; default: as training.prepend_bos says",
-    )
-    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32, with a GPU bfloat16"
     )
     add_seed(parser, default=0, says="seed of drawn tokens")
@@ -64,8 +59,8 @@ def run(options: argparse.Namespace) -> Answer:
     model, tokenizer = load_model(
         options.checkpoint, tokenizer=options.tokenizer, chat=chat, dtype=dtype
     )
-    how = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k")}
-    how |= {"bos": options.bos, "seed": options.seed}
+    names = "max_new_tokens", "temperature", "top_k", "seed"
+    how = {name: getattr(options, name) for name in names}
     text = continue_text(model, tokenizer, prompt, **how)
     return Answer({"prompt": prompt, "text": text}, [text if chat else f"{prompt}{text}"])
 

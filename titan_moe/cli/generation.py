@@ -22,10 +22,10 @@ from titan_moe.runtime.launch import Launch, count_gpus, run_as_command
 
 
 def prompt_ids(
-    prompt: str | Mapping[str, Any], tokenizer: Tokenizer, *, bos: bool | None, vocab_size: int
+    prompt: str | Mapping[str, Any], tokenizer: Tokenizer, *, vocab_size: int
 ) -> list[int]:
-    """The token ids of a text, after the tokenizer's BOS if `bos` (None: if documents begin so), or
-    of a chat, an object with `messages` and maybe `tools`, up to where the assistant answers.
+    """The token ids of a text, after the tokenizer's BOS if documents begin so, or of a chat, an
+    object with `messages` and maybe `tools`, up to where the assistant answers.
 
     Raises ConfigError for no token at all, for messages that the chat template refuses, and for ids
     that a model of `vocab_size` has not.
@@ -40,7 +40,7 @@ def prompt_ids(
             raise ConfigError(f"--chat {messages!r:.120}: {error}: {remedy}") from None
     else:
         ids = [int(token) for token in tokenizer.encode(prompt)]
-        if (tokenizer.prepend_bos if bos is None else bos) and tokenizer.bos_id is not None:
+        if tokenizer.prepend_bos and tokenizer.bos_id is not None:
             ids = [tokenizer.bos_id, *ids]
     if not ids:
         raise ConfigError("--prompt is empty: give the model a word to continue")
@@ -92,18 +92,15 @@ def continue_text(
     model: Decoder,
     tokenizer: Tokenizer,
     prompt: str | Mapping[str, Any],
-    *,
-    bos: bool | None = None,
     **sampling: Any,
 ) -> str:
     """Returns what a model writes after a prompt, up to the end of the text or of its turn.
 
     Args:
         prompt: a text, or a chat, an object with `messages` and maybe `tools`, which it answers.
-        bos: put the tokenizer's BOS in front of a text; None: as training.prepend_bos says.
         sampling: the keyword arguments of `decode`.
     """
-    ids = prompt_ids(prompt, tokenizer, bos=bos, vocab_size=model.config.vocab_size)
+    ids = prompt_ids(prompt, tokenizer, vocab_size=model.config.vocab_size)
     return tokenizer.decode(list(decode(model, ids, tokenizer, **sampling)))
 
 

@@ -59,8 +59,8 @@ def export(options: argparse.Namespace) -> Answer:
 
     config.json, the tokenizer's files, the type and the split into files are those of the weights
     that training started from, if there are any. The folder is read back, and every value, expert,
-    name, key and file compared with the checkpoint and these. HF_FOLDER must not exist; it appears
-    when all of it is on disk and right. Of adapters (lora) it is a PEFT folder.
+    name and key compared with the checkpoint and these. HF_FOLDER must not exist; it appears when
+    all of it is on disk and right. Of adapters (lora) it is a PEFT folder.
 
     Exit codes: 0; 1 the checkpoint cannot be read, the folder not be written, or logits differ; 2 a
     wrong argument, or --logits without transformers.

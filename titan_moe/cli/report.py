@@ -28,7 +28,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Curves, expert load, layouts and configurations of one or several runs, as a page.
+    """Curves, expert load and configurations of one or several runs, as a page.
 
         titan-moe report run outputs
         titan-moe report run outputs/a outputs/b --out outputs/report

@@ -29,9 +29,6 @@ from titan_moe.cli.command import Answer, Command, add_out, add_ranks, job_argum
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("responses", metavar="RESPONSES", type=path_of)
     add_out(parser, default=None, says="the record to write; it must not exist", required=True)
-    dtypes = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
-    says = "type that the engine computed in, by which flips are ties; default: bfloat16"
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=says)
     add_ranks(parser, says="ranks of the training; default: the GPUs found, else 2")
 
 
@@ -43,7 +40,7 @@ def run(options: argparse.Namespace) -> Answer:
     ranks = options.ranks or default_ranks(os.environ)
     job, model, _ = prepare(job_arguments(options), ranks, os.environ)
     path, folder = options.responses, options.out
-    responses, routed = import_routes(job, model, path, folder, dtype=options.dtype)
+    responses, routed = import_routes(job, model, path, folder)
     total, missing = len(responses.experts_TLK), sorted(responses.missing.values())
     says = f"{folder}: routes of {routed:,} tokens in the documents of steps 1 to "
     whole = f"{total - len(missing):,} of {total:,} responses are whole in a document"

@@ -24,7 +24,6 @@ def _world_arguments(parser: argparse.ArgumentParser, *, layers: str) -> None:
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
     _world_arguments(parser, layers="keep only so many layers")
     parser.add_argument("--rank", type=int, default=0, help="rank to simulate; default: 0")
-    parser.add_argument("--placements", action="store_true", help="print placements, run no step")
 
 
 def step(options: argparse.Namespace) -> Answer:
@@ -34,21 +33,16 @@ def step(options: argparse.Namespace) -> Answer:
 
     The program's own training step runs for one rank of a fake world, with all of its microbatches:
     its collectives are counted, and nothing is sent, stored or multiplied
-    (titan_moe/simulate/fake_rank.py). With training stages, a step of each. With --placements, the
-    mesh and the placements of every parameter instead, as torch writes them.
+    (titan_moe/simulate/fake_rank.py). With training stages, a step of each.
 
     Exit codes: 0; 1 it failed; 2 a configuration that cannot run.
     """
     from titan_moe.config.training_stages import training_stages
-    from titan_moe.simulate.step import all_placements, rank_step, simulate_steps
+    from titan_moe.simulate.step import rank_step, simulate_steps
 
     task = rank_step(job_of(options), options.ranks, rank=options.rank, layers=options.layers)
     stages = training_stages(task[0])
     with out_file(options) as write:
-        if options.placements:
-            placed = {f"from step {n}": all_placements(stage, *task[1:3]) for n, stage in stages}
-            write(text := as_json(placed))
-            return Answer(placed, [text.rstrip()])
         facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
         data, lines = asdict(facts), [facts.in_words()]
         if later:

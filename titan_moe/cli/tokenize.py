@@ -1,22 +1,20 @@
-"""Write a tokenised copy of a dataset, or check the checksums of one.
+"""Write a tokenised copy of a dataset.
 
     titan-moe tokenize --out data/tokens --training.dataset json --training.dataset_path 'x/*.jsonl'
-    titan-moe tokenize --verify data/tokens
 
 It reads training.dataset, training.dataset_path, training.text_column, model.tokenizer_path and
 training.parse_special_tokens of the configuration. Train on the copy with
 training.dataset="tokens" and training.dataset_path="data/tokens". Run the same command again after
-a kill.
+a kill. titan-moe check data/tokens compares checksums.
 
-Exit codes: 0; 1 it failed, or a checksum is wrong; 2 a wrong argument; 130 interrupted.
+Exit codes: 0; 1 it failed; 2 a wrong argument; 130 interrupted.
 """
 
 import argparse
 import os
 from dataclasses import asdict
-from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, job_of, path_of, positive
+from titan_moe.cli.command import Answer, Command, add_out, job_of, positive
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 
@@ -25,17 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=positive, default=os.cpu_count(), help="tokenizing processes"
     )
-    parser.add_argument(
-        "--verify", type=path_of, metavar="FOLDER", help="check a folder's checksums instead"
-    )
-    add_out(parser, default=None, says="the folder to write; it must not exist yet")
+    add_out(parser, default=None, says="the folder to write; it must not exist", required=True)
 
 
 def run(options: argparse.Namespace) -> Answer:
-    if (options.out is None) == (options.verify is None):
-        raise ConfigError("name --out FOLDER to write, or --verify FOLDER to check")
-    if options.verify is not None:
-        return _verify(options.verify)
     try:
         return _tokenize(options)
     except OSError as error:
@@ -70,14 +61,6 @@ def _tokenize(options: argparse.Namespace) -> Answer:
     found = {"folder": str(options.out), **asdict(written)}
     line = "{folder}: {documents:,} documents ({without_text:,} without a text), {tokens:,} tokens"
     return Answer(found, [line.format(**found)])
-
-
-def _verify(folder: Path) -> Answer:
-    from titan_moe.data.tokens import damaged_files
-
-    if damaged := damaged_files(folder):
-        raise RunError(f"{folder}: wrong checksum of {', '.join(damaged)}: make the folder anew")
-    return Answer({"folder": str(folder), "damaged": []}, [f"{folder}: every checksum is right"])
 
 
 COMMAND = Command(run, add_arguments, overrides=True, resumable=True)

@@ -97,8 +97,8 @@ class Job(Section):
     """Output folder of a run, and what it prints first."""
 
     dump_folder: _Path = Field("./outputs", min_length=1)
-    """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves; ~ is
-    the home folder, here as in every other path."""
+    """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints; ~ is the home
+    folder, here as in every other path."""
     description: str = "titan_moe run"
     """Free text, logged at start."""
     print_config: bool = False

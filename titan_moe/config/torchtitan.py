@@ -1,8 +1,7 @@
 """Keys and values that a TOML file may have although they are no keys here.
 
 A key of torchtitan 0.2.2 that exists here is read as it stands. Of its others, one without which
-the numbers are the same has no effect, and one without which they would not be is refused. A key
-that this program had once has no effect either. No key here is torchtitan's alone.
+the numbers are the same has no effect, and one without which they would not be is refused.
 """
 
 from typing import Any
@@ -60,15 +59,6 @@ IGNORED: dict[str, str] = {
 }
 """Key of torchtitan -> why the numbers are the same without it."""
 
-DELETED: dict[str, str] = {
-    "comm.init_communicators_eagerly": "communicators are made before the first step",
-    "moe.router_product": "the router's product is computed in float32",
-    "training.norm_type": "gradients are clipped by their 2-norm",
-    "training.max_seconds": "let the scheduler send a signal before its limit: SIGTERM or SIGUSR1",
-    "training.max_bad_documents": "documents without a text are counted and stop no run",
-}
-"""Key that this program had once -> what to use instead, or why it is not needed."""
-
 REFUSED: dict[str, str] = {
     "job.custom_config_module": _EXTENSION,
     "optimizer.early_step_in_backward": ("the optimizer steps once, after clipping: leave it out"),
@@ -112,9 +102,7 @@ def translate(keys: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str
     notes: list[str] = []
     refused: dict[str, str] = {}
     for key, value in keys.items():
-        if key in DELETED:
-            notes.append(f"{key} is no longer a key: {DELETED[key]}")
-        elif key not in IGNORED and key not in REFUSED:
+        if key not in IGNORED and key not in REFUSED:
             kept[key] = _renamed(key, value)
             if kept[key] != value and key != _SCHEDULE:
                 notes.append(f"{key}={value} is read as {kept[key]}")

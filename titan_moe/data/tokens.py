@@ -47,8 +47,8 @@ _MANIFEST = "manifest.json"
 _PIECES, _DOCUMENTS = 8, 50_000
 """A source is tokenized in so many pieces at least; a large one in pieces of so many documents. A
 piece costs a process and most of a second."""
-_TOKENS, _OFFSETS = "tokens.bin", "offsets.bin"
-_TYPES: dict[str, np.dtype[Any]] = {_TOKENS: np.dtype("<u4"), _OFFSETS: np.dtype("<i8")}
+TOKENS, _OFFSETS = "tokens.bin", "offsets.bin"
+_TYPES: dict[str, np.dtype[Any]] = {TOKENS: np.dtype("<u4"), _OFFSETS: np.dtype("<i8")}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TokenCorpus:
         self._manifest = _read_manifest(folder, key=f"{source.key}dataset_path")
         if tokenizer is not None:
             _check_tokenizer(self._manifest, tokenizer, name=source.path_name)
-        sizes = {_TOKENS: 4 * self._manifest.tokens, _OFFSETS: 8 * (self._manifest.documents + 1)}
+        sizes = {TOKENS: 4 * self._manifest.tokens, _OFFSETS: 8 * (self._manifest.documents + 1)}
         for name, size in sizes.items():
             path = folder / name
             found = path.stat().st_size if path.is_file() else 0
@@ -97,7 +97,7 @@ class TokenCorpus:
         self.fingerprint = f"tokens:{digest(json.dumps(made, sort_keys=True))}"
 
     def checksum(self) -> str:
-        return sampled_checksum([self._folder / _TOKENS, self._folder / _OFFSETS])
+        return sampled_checksum([self._folder / TOKENS, self._folder / _OFFSETS])
 
     def __len__(self) -> int:
         return self._manifest.documents
@@ -109,7 +109,7 @@ class TokenCorpus:
                 f"{self._folder / _OFFSETS} is damaged, document {index} is not in the file: copy "
                 "the folder again, or make it anew"
             )
-        ids = self._read(_TOKENS, start, end)
+        ids = self._read(TOKENS, start, end)
         return Document(f"{self._folder.name}/{index}", ids)
 
     def _read(self, name: str, start: int, end: int) -> np.ndarray:
@@ -159,7 +159,7 @@ def _read_manifest(folder: Path, *, key: str) -> Manifest:
 
 def damaged_files(folder: Path) -> list[str]:
     """Names of the files with another checksum than the manifest's. Reads everything."""
-    found = _read_manifest(folder, key="--verify").sha256
+    found = _read_manifest(folder, key="FOLDER").sha256
     return [
         name
         for name, sha256 in found.items()
@@ -206,7 +206,7 @@ def _write(
         ) from error
     without_text, total = 0, 0
     with (
-        replacing(work / _TOKENS) as tokens_path,
+        replacing(work / TOKENS) as tokens_path,
         replacing(work / _OFFSETS) as offsets_path,
         tokens_path.open("wb") as tokens_file,
         offsets_path.open("wb") as offsets_file,
@@ -228,7 +228,7 @@ def _write(
         documents=len(encoded),
         tokens=total,
         without_text=without_text,
-        sha256={name: sha256_of(work / name) for name in (_TOKENS, _OFFSETS)},
+        sha256={name: sha256_of(work / name) for name in (TOKENS, _OFFSETS)},
     )
     write_whole(work / _MANIFEST, json.dumps(asdict(manifest), indent=1))
     shutil.rmtree(work / "arrow")
@@ -269,7 +269,7 @@ def _encode_piece(table: Any, tokenizer_path: str, parse: bool, path: str) -> No
     tokenizer = load_tokenizer(tokenizer_path, Training(parse_special_tokens=parse))
 
     def ids_of(text: str) -> bytes:
-        return tokenizer.encode(text).astype(_TYPES[_TOKENS]).tobytes()
+        return tokenizer.encode(text).astype(_TYPES[TOKENS]).tobytes()
 
     table.map(
         lambda texts: {"ids": [None if text is None else ids_of(text) for text in texts]},

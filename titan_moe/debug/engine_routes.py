@@ -48,7 +48,7 @@ from titan_moe.runtime.errors import reason
 
 
 def import_routes(
-    job: JobConfig, config: ModelConfig, path: Path, folder: Path, *, dtype: str
+    job: JobConfig, config: ModelConfig, path: Path, folder: Path
 ) -> tuple["Responses", int]:
     """Write a routing record of all steps of a training, with the routes of the responses in them.
 
@@ -58,7 +58,6 @@ def import_routes(
         job: a resolved configuration.
         path: a file of responses.
         folder: the record; it must not exist.
-        dtype: the type that the engine computed in.
 
     Returns the responses and the number of tokens with a route. Raises ConfigError for a file that
     is not of this model or data, RunError when the data end.
@@ -73,7 +72,7 @@ def import_routes(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as aside:
         record = Path(aside, folder.name)
-        start_record(record, dims, after=0, dtype=dtype)
+        start_record(record, dims, after=0)
         writer = RecordWriter(record, rank=0, world_size=1, limit_gb=math.inf)
         for step in range(1, steps + 1):
             microbatches = reader.read_step()

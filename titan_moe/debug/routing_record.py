@@ -1,7 +1,7 @@
 """Routing records: the folder in which a training keeps the decision of every token and layer.
 
-    record.json                 the MoE layers, experts and experts per token of the model, the keys
-                                per query of its indexers, if it has some, and the type computed in
+    record.json                 the MoE layers, experts and experts per token of the model, and the
+                                keys per query of its indexers, if it has some
     step-12.rank-3-of-8.npz     what rank 3 of 8 decided in step 12: "rows" [N, 2], which names
                                 sequences, positions [P], experts [N, P, K] of each MoE layer, best
                                 first, and keys [N, P, W] of each indexer, a bit for each key
@@ -34,7 +34,6 @@ from titan_moe.runtime.files import set_aside, write_whole
 logger = logging.getLogger(__name__)
 
 _HEADER = "record.json"
-_DTYPES = "bfloat16", "float16", "float32", "float64", "float8_e4m3fn"
 _FILE = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
 _UNREADABLE = (
     *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),  # Of a single array too.
@@ -74,7 +73,7 @@ class Dims(NamedTuple):
     num_experts: int
     top_k: int
     index_top_k: int = 0
-    """Keys that an indexer selects for a query. 0: no indexer; record.json then leaves it out."""
+    """Keys that an indexer selects for a query. 0: no indexer."""
     across_documents: bool = False
     """Indexers select keys of other documents too (training.mask_documents = false)."""
 
@@ -98,9 +97,8 @@ def name_sequences(fingerprints: Iterable[int], before: Iterable[int] = ()) -> l
     return names
 
 
-def start_record(folder: Path, dims: Dims, *, after: int, dtype: str = "bfloat16") -> None:
-    """Make a record ready for the steps after `after`; one rank's job. `dtype`: the type in which
-    the recorded model computes.
+def start_record(folder: Path, dims: Dims, *, after: int) -> None:
+    """Make a record ready for the steps after `after`; one rank's job.
 
     A run that begins sets an earlier record aside as FOLDER.1, FOLDER.2, ...; one that resumes goes
     on with it, without the steps that it runs again. Raises ConfigError for a record of another
@@ -116,8 +114,7 @@ def start_record(folder: Path, dims: Dims, *, after: int, dtype: str = "bfloat16
             if (match := _FILE.fullmatch(path.name)) and int(match[1]) > after:
                 path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    header = {name: value for name, value in dims._asdict().items() if value}
-    write_whole(folder / _HEADER, json.dumps(header | {"dtype": dtype}))
+    write_whole(folder / _HEADER, json.dumps(dims._asdict()))
 
 
 class RecordWriter:
@@ -151,12 +148,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
-            self.dtype = header.pop("dtype", "bfloat16")
-            """The type in which the recorded model computed."""
-            self.dims = Dims(**header)
-            if self.dtype not in _DTYPES:
-                raise ValueError(self.dtype)
+            self.dims = Dims(**json.loads((folder / _HEADER).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError):
             raise ConfigError(f"{folder}: there is no routing record ({_HEADER})") from None
         found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)

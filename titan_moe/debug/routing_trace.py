@@ -10,9 +10,8 @@ of the recorded keys. routing_flips.jsonl counts for each step and layer how man
 `queries` (tokens) the run's own indexer would have selected another set of keys. For MoE layers it
 also has the number of `replayed` tokens, of flipped `tokens`, those with such a slot, and their
 `margins`, the mean and the largest: by how much the router's own choice beats the recorded one,
-over the standard deviation of the token's scores of all experts. `ties` are the flipped tokens
-whose two choices have scores that the type of the recorded model does not tell apart. Validation is
-neither recorded nor replayed.
+over the standard deviation of the token's scores of all experts. Validation is neither recorded nor
+replayed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,23 +76,20 @@ class RoutingTrace:
         queries = job.training.global_batch_size * job.training.seq_len
         self._totals = {"slots": queries * dims.top_k, "queries": queries}
         self._experts, self._keys = dims.layers, _indexers(sharded) if dims.index_top_k else []
-        dtype = sharded.plan.types.compute
         if replay is not None:
             self._replayed = Record(Path(replay))
             steps = range(resume_step + 1, job.training.steps + 1)
             self._replayed.check(dims, key="debug.routing_replay", steps=steps)
-            dtype = self._replayed.dtype
             if process.is_main:
                 path = Path(job.job.dump_folder) / FLIPS_FILE
                 self._flips = JsonLines(path, resume_step=resume_step)
         if record is not None:
             folder, limit_gb = Path(record), job.debug.routing_record_gb
-            start = partial(start_record, folder, dims, after=resume_step, dtype=dtype)
+            start = partial(start_record, folder, dims, after=resume_step)
             on_rank_zero(start, doing=f"starting {folder}")
             self._writer = RecordWriter(folder, process.rank, process.world_size, limit_gb)
-        count_flips = partial(flipped_experts, resolution=resolution(dtype))
         for name, moe in sharded.moe_layers().items():
-            self._trace(_short(name), moe.router, dims.experts, count_flips)
+            self._trace(_short(name), moe.router, dims.experts, flipped_experts)
         modules = [each for part in sharded.parts for each in part.named_modules()]
         for name, module in modules if self._keys else []:
             if isinstance(module, Indexer):
@@ -146,32 +142,31 @@ class RoutingTrace:
     def _count_flips(self, step: int) -> None:
         """Write how many decisions of each layer the run itself would make otherwise."""
         names = [*self._experts, *self._keys]
-        sums_L5 = torch.zeros(len(names), 5, dtype=torch.float64, device=self._device)
-        largest_L = torch.zeros_like(sums_L5[:, 0])
+        sums_L4 = torch.zeros(len(names), 4, dtype=torch.float64, device=self._device)
+        largest_L = torch.zeros_like(sums_L4[:, 0])
         for name, replay in self._replays.items():
             flips = replay.take_flips()
-            sums_L5[names.index(name)] = flips[:5]
-            largest_L[names.index(name)] = flips[5]
-        dist.all_reduce(sums_L5)
+            sums_L4[names.index(name)] = flips[:4]
+            largest_L[names.index(name)] = flips[4]
+        dist.all_reduce(sums_L4)
         dist.all_reduce(largest_L, op=dist.ReduceOp.MAX)
         if self._flips is None:
             return
-        keys = "replayed", "flips", "tokens", "ties", "margins"
+        keys = "replayed", "flips", "tokens", "margins"
         by_layer: dict[str, dict[str, Any]] = {key: {} for key in keys}
-        found = zip(names, sums_L5.tolist(), largest_L.tolist(), strict=True)
-        for name, (replayed, slots, tokens, ties, margins), largest in found:
+        found = zip(names, sums_L4.tolist(), largest_L.tolist(), strict=True)
+        for name, (replayed, slots, tokens, margins), largest in found:
             by_layer["flips"][name] = int(slots)
             if name in self._experts:
                 by_layer["replayed"][name] = int(replayed)
                 by_layer["tokens"][name] = int(tokens)
-                by_layer["ties"][name] = int(ties)
                 by_layer["margins"][name] = [margins / max(tokens, 1), largest]
         self._flips.write(step, {**self._totals, **by_layer})
 
     def _flipped_keys(self, live: Tensor, ahead: Tensor, scores_BST: Tensor) -> Tensor:
         """Counts this rank's queries whose set of keys was recorded otherwise."""
         flips = self._own((live != ahead).any(-1)).sum().double()
-        return F.pad(flips[None], (0, 4))
+        return F.pad(flips[None], (0, 3))
 
     def _tokens(self, batches: Sequence[Batch]) -> Tokens:
         """Returns what this rank's attention reads in a step, in order: microbatches run forward
@@ -227,8 +222,8 @@ class Replay(nn.Module):
     Args:
         folder: the record's, for a printed model.
         count_flips: takes the layer's own decisions, the recorded ones, and the arguments of `own`.
-            Returns [5]: flips, and of MoE layers flipped tokens, ties among them, the sum and the
-            largest of their margins.
+            Returns [4]: flips, and of MoE layers flipped tokens, the sum and the largest of their
+            margins.
     """
 
     def __init__(
@@ -263,22 +258,16 @@ class Replay(nn.Module):
 
     def take_flips(self) -> Tensor:
         """Returns, for the step that ends, the number of tokens with a recorded decision and the
-        sum of what `count_flips` returned, [6] float64; of the largest margins the largest."""
+        sum of what `count_flips` returned, [5] float64; of the largest margins the largest."""
         assert not len(self._ahead_TW), "tokens without a decision"
-        found_M6, self._flips = torch.stack(self._flips), []
-        return torch.cat([found_M6[:, :5].sum(0), found_M6[:, 5:].amax(0)])
-
-
-def resolution(dtype: str) -> float:
-    """Returns the relative error of a number that is rounded to a type, such as 2**-8."""
-    return torch.finfo(getattr(torch, dtype)).eps / 2
+        found_M5, self._flips = torch.stack(self._flips), []
+        return torch.cat([found_M5[:, :4].sum(0), found_M5[:, 4:].amax(0)])
 
 
 def flipped_experts(
-    live: Tensor, ahead: Tensor, scores_TE: Tensor, bias_E: Tensor, *_: object, resolution: float
+    live: Tensor, ahead: Tensor, scores_TE: Tensor, bias_E: Tensor, *_: object
 ) -> Tensor:
-    """Counts choices of experts that were not recorded, their tokens, ties and margins. In a tie
-    the scores differ by no more than `resolution` of the larger one."""
+    """Counts choices of experts that were not recorded, and their tokens, with their margins."""
     scores_TE = scores_TE.detach() + bias_E
     differs_TKK = live[:, :, None] != ahead[:, None]
     flips_TK, passed_over_TK = differs_TKK.all(2), differs_TKK.all(1)
@@ -288,10 +277,8 @@ def flipped_experts(
     worst_T = scores_TE.gather(1, ahead).masked_fill(~passed_over_TK, torch.inf).amin(1)
     spread_T = scores_TE.std(1).clamp_min(torch.finfo(scores_TE.dtype).tiny)
     # A recorded expert of a group that is not chosen may have the higher score.
-    apart_T = (best_T - worst_T).abs()
-    ties_T = flipped_T & (apart_T <= resolution * torch.maximum(best_T.abs(), worst_T.abs()))
-    margins_T = torch.where(flipped_T, apart_T / spread_T, 0.0)
-    found = [flips_TK.sum(), flipped_T.sum(), ties_T.sum(), margins_T.sum(), margins_T.amax()]
+    margins_T = torch.where(flipped_T, (best_T - worst_T).abs() / spread_T, 0.0)
+    found = [flips_TK.sum(), flipped_T.sum(), margins_T.sum(), margins_T.amax()]
     return torch.stack([each.double() for each in found])
 
 

@@ -29,7 +29,7 @@ def layout_summary(
     for name, parameter in parameters.items():
         kind = "routed experts" if ".experts." in name else "dense"
         kind += "" if parameter.requires_grad else ", frozen"
-        sizes[f"{kind}: {describe_placements(parameter)}"].append(parameter.numel())
+        sizes[f"{kind}: {describe_sharding(parameter)}"].append(parameter.numel())
     for layout, numbers in sizes.items():
         lines.append(f"  {sum(numbers) / 1e6:10.3f} M in {len(numbers):4d} tensors  {layout}")
     lines.append(f"process groups of this rank besides the world: {meshes.groups.num_groups}")
@@ -78,9 +78,8 @@ def _members(meshes: Meshes, axis: str) -> str:
     return f" [{ranks[0]}..{ranks[-1]}" + (f" step {step}]" if step > 1 else "]")
 
 
-def describe_placements(parameter: nn.Parameter, *, as_torch: bool = False) -> str:
-    """Returns the text of a parameter's sharding, or of torch's placements, and of its mesh."""
+def describe_sharding(parameter: nn.Parameter) -> str:
+    """Returns the text of a parameter's sharding and of its mesh."""
     sharding, axes = sharding_of(parameter)
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    how = parameter.placements if as_torch and axes else sharding  # type: ignore[attr-defined]
-    return f"{how} on {mesh}" if axes else "whole on every rank"
+    return f"{sharding} on {mesh}" if axes else "whole on every rank"

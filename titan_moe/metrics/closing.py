@@ -28,10 +28,8 @@ def closing_lines(
         last_saved: step of the last checkpoint; None if there is none.
         adapts: checkpoints hold adapters, which write nothing alone.
     """
-    stopped, saves = step < training.steps, folder / checkpoint.folder
+    saves = folder / checkpoint.folder
     lines = [outcome, f"metrics {folder / 'metrics.jsonl'}"]
-    if not stopped:
-        lines.append(f"curves  {folder / 'curves.png'}")
     if last_saved is not None:
         lines.append(f"checkpoints {saves}")
     if (folder / EVENTS).exists():
@@ -44,7 +42,7 @@ def closing_lines(
     # On several nodes the cluster's own command starts a run.
     if launch.num_nodes == 1:
         start = command("train", "--config", folder / "config.toml", "--ranks", launch.world_size)
-        if stopped:
+        if step < training.steps:
             commands["go on where it stopped"] = start
         elif last_saved is None:
             commands["train again and keep the model"] = f"{start} --checkpoint.enable"

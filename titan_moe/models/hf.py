@@ -21,7 +21,6 @@ from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_names import HFKeys
 from titan_moe.models.hf_settings import WRAPPERS, Wrapper, text_of
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
-from titan_moe.ops.activation import EARLIER_NAMES
 
 CONFIG = "config.json"
 _METHODS = ("fp8", "mxfp4")
@@ -338,32 +337,5 @@ def as_record(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> ModelConfig:
-    """The dimensions that `as_record` made a record of, also before layers' attention and
-    activations had records of their own."""
-    return _ADAPTER.validate_python(_by_layer(record) if "rope" in record else record)
-
-
-def _by_layer(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record in which the model's positions, window and intervals are its layers'."""
-    record, attention = dict(record), dict(record["attention"])
-    rope, local = record.pop("rope"), dict(record.pop("local") or {})
-    gate = "channels" if attention.pop("output_gate", False) else "none"
-    near = attention | {"rope": rope if attention.pop("rotary", True) else None}
-    near |= {"gate": gate} if "num_kv_heads" in attention else {}
-    record["attention"], pattern = near, "a"
-    if local:
-        every = local.pop("global_every")
-        pattern = "n" * (every - 1) + "a" if every else "n"
-        record["near"] = near | {"local": local}
-        if not local.pop("global_rotary"):
-            record["attention"] = near | {"rope": None}
-    if record.get("recurrent"):
-        recurrent, last = dict(record["recurrent"]), record["num_layers"] - 1
-        every, attends_last = recurrent.pop("attention_every"), recurrent.pop("attends_last")
-        pattern = "r" * (every - 1) + "a" if every else "r"
-        if attends_last:
-            pattern = (pattern * record["num_layers"])[:last] + "a"
-        record["recurrent"] = recurrent
-    if moe := record.get("moe"):
-        record["moe"] = moe | {"activation": asdict(EARLIER_NAMES[moe["activation"]])}
-    return record | {"pattern": pattern}
+    """The dimensions that `as_record` made a record of. Raises ValueError."""
+    return _ADAPTER.validate_python(record)

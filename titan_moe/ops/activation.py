@@ -38,5 +38,3 @@ class Activation:
 SWIGLU = Activation()
 CLAMPED_SWIGLU = Activation(slope=1.702, limit=7.0, up_shift=1.0)
 """gpt-oss's (arXiv 2508.10925, section 2.2, and its published reference code)."""
-EARLIER_NAMES = {"swiglu": SWIGLU, "clamped_swiglu": CLAMPED_SWIGLU}
-"""Activations by the names that checkpoints had before there were records."""

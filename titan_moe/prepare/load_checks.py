@@ -29,14 +29,13 @@ def check_loading(job: JobConfig, model: ModelConfig) -> list[str]:
     config, folder = job.checkpoint, Path(job.job.dump_folder) / job.checkpoint.folder
     named = config.initial_load_path or config.initial_load_in_hf or config.load_step >= 0
     loads = config.enable and (named or any(folder.glob("step-*")))
-    # A run that was killed has left a checkpoint under another name; the next one brings it back.
-    if not loads or config.create_seed_checkpoint or any(folder.glob(".step-*.replaced")):
+    if not loads or config.create_seed_checkpoint:
         return []
     from titan_moe.checkpoint.folder import find_checkpoint
     from titan_moe.checkpoint.hf.read import check_folder
 
     try:
-        found = find_checkpoint(config.model_copy(update={"load_only": True}), folder)
+        found = find_checkpoint(config, folder)
         if found is not None:
             _check_model(job, model, found, is_own=found.path.parent == folder)
             _check_frozen(job, model, found)

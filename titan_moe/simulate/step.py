@@ -14,12 +14,9 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.parallel_dims import Axes, parallel_dims
-from titan_moe.distributed.summary import describe_placements
+from titan_moe.distributed.parallel_dims import Axes
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.parallelize.parallelize import lay_out
-from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import FakeRank, fake_world, microbatches_to_run
 
@@ -129,23 +126,6 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
             most_bytes=fake.storages.most,
             seconds=time.perf_counter() - started,
         )
-
-
-def all_placements(job: JobConfig, config: ModelConfig, world_size: int) -> dict[str, str]:
-    """Returns `placements` of every parameter: those of all stages of a pipeline."""
-    stages = parallel_dims(job.parallelism, world_size).group_of(0, "pp")
-    tasks = [(job, config, world_size, rank) for rank in stages]
-    found = in_fresh_processes(placements, tasks, num_workers=1)
-    return {name: text for _, of_rank in found for name, text in of_rank.items()}
-
-
-def placements(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> dict[str, str]:
-    """Returns placements and mesh of each of a rank's parameters, as torch writes them."""
-    with fake_world(rank, world_size):
-        plan = make_plan(job, config, world_size)
-        parts = lay_out(plan, plan.dims.build_mesh(plan.device_type)).parts
-        named = (each for part in parts for each in part.named_parameters())
-        return {name: describe_placements(x, as_torch=True) for name, x in named}
 
 
 def _own_bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,8 +1,7 @@
-"""The log of a run: at each logged step one line and one JSON object, at the end the curves."""
+"""The log of a run: at each logged step one line and one JSON object."""
 
 import json
 import logging
-import math
 import platform
 import resource
 import sys
@@ -11,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -244,27 +242,10 @@ class RunLog:
         logger.info(line, step, state, 100 * total / seconds, seconds, total)
         return {PREDICTED + region: value for region, value in parts.items()}
 
-    def close(self, unit: str, choices: int, *, draws: bool = True) -> None:
-        """End the sinks and draw the curves; the main rank's job. The curves take seconds, which a
-        run that was asked to stop may not have. The loss is per `unit`; a uniform guess chooses
-        among `choices`."""
+    def close(self) -> None:
+        """End the sinks."""
         for sink in (*self._sinks, *self._details.values()):
             sink.close()
-        if not (self._sinks and draws):
-            return
-        if find_spec("matplotlib") is None:
-            logger.warning("curves.png is not drawn: pip install matplotlib")
-        else:
-            # Imported here: matplotlib takes most of a second, and only the end needs it.
-            from titan_moe.metrics.curves import plot_curves
-
-            plot_curves(
-                self._folder / "metrics.jsonl",
-                self._folder / "curves.png",
-                title=self._job.job.description,
-                unit=unit,
-                uniform_loss=math.log(choices),
-            )
 
 
 def describe_layout(sharded: ShardedModel) -> None:

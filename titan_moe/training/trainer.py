@@ -15,7 +15,6 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.folder import step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
-from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.checks.job import check_reshard
 from titan_moe.comm.process import Process, collect_everything, seed_everything, set_timeouts
 from titan_moe.config.errors import ConfigError
@@ -132,7 +131,7 @@ class Trainer:
             at = f"{self.checkpointer.folder} is at step {resume_step}"
             line = f"{at}, and {self.data.limit(self.job)} allows no more: raise it to go on"
             log_on_rank_zero(f"{line}, or choose another job.dump_folder")
-            self._close(draws=False)
+            self._close()
             return False
         self.checkpointer.check_export(steps)
         if self.process.is_main:
@@ -166,13 +165,13 @@ class Trainer:
             if self.checkpointer.finish() != self.progress.step:
                 self.checkpointer.save(self.progress.step, self._state())
             self.stop_request.answer()
-        self._close(draws=not stopped)
+        self._close()
         self._say_goodbye()
         return stopped
 
-    def _close(self, *, draws: bool) -> None:
+    def _close(self) -> None:
         self.data.loader.close()
-        self.log.close(*loss_unit(self.data.tokenizer), draws=draws)
+        self.log.close()
 
     def _end_first_step(self) -> None:
         """Shorten the timeouts: the first step of a layout compiles, and may take long."""
@@ -303,14 +302,11 @@ class Trainer:
             raise ConfigError(problems)
         job = resolve(job, world_size)
         set_timeouts(job.comm.init_timeout_seconds, self.sharded.meshes.groups.all())
-        random_state = get_random_state()
-        seed_everything(job.debug)
         forget_compiled(job.compile)
         plan = self._plan(job)
         sent = 0 if plan.fits_model_of(self.sharded.plan) else self._move_to(plan)
         self.sharded, self._ran = replace(self.sharded, plan=plan), False
         self.data.reopen(plan)
-        set_random_state(random_state)
         self.routing = RoutingTrace(self.sharded, self.process, resume_step=step)
         self.log.set_layout(self.sharded, resume_step=step)
         collect_everything()

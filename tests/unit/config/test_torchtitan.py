@@ -8,7 +8,7 @@ from tests.support.paths import REPO
 from tests.support.refusals import config_file, refusal
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import known_keys, load_job, read_job, tomllib
-from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
+from titan_moe.config.torchtitan import IGNORED, REFUSED
 from titan_moe.prepare.job import prepare
 
 _TEXT = (REPO / "tests/support/torchtitan_keys.toml").read_text(encoding="utf-8")
@@ -16,7 +16,7 @@ _THEIRS = {f"{table}.{name}" for table, names in tomllib.loads(_TEXT).items() fo
 
 
 def test_every_key_of_torchtitan_is_ours_ignored_or_refused() -> None:
-    ours, ignored, refused = set(known_keys()) | set(DELETED), set(IGNORED), set(REFUSED)
+    ours, ignored, refused = set(known_keys()), set(IGNORED), set(REFUSED)
     assert ours >= _THEIRS - ignored - refused and ignored | refused <= _THEIRS
     assert not ours & (ignored | refused) and not ignored & refused
 
@@ -36,12 +36,6 @@ def test_refused_key_has_a_remedy(tmp_path: Path, key: str) -> None:
         assert line.startswith(f"{key} = ") and line.endswith(REFUSED[key])
     for argv in (config_file(tmp_path, f"{key} = false"), [f"--{key}=false"]):
         assert read_job(argv) == (JobConfig(), [])
-
-
-def test_deleted_key_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DELETED, "debug.old", "use debug.new")
-    for argv in (config_file(tmp_path, "[debug]\nold = 3"), ["--debug.old", "3"]):
-        assert read_job(argv) == (JobConfig(), ["debug.old is no longer a key: use debug.new"])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ def test_training_on_token_ids_needs_few_packages(tmp_path: Path) -> None:
     )
     run = run_to_end(sys.executable, "-c", _RUN, _UNUSED, *words, OMP_NUM_THREADS=1)
     assert run.returncode == 0, run.stderr
-    assert "curves.png is not drawn: pip install matplotlib" in run.stderr + run.stdout
 
 
 def test_float8_without_torchao_is_refused_in_one_line(

@@ -129,15 +129,15 @@ def test_remains_of_another_source_are_not_used(tmp_path, monkeypatch):
     assert TOKENIZER.decode(opened(tmp_path / "out")[0].content) == "tre"
 
 
-def test_verify_finds_a_changed_byte_and_a_cut_file_is_refused(tmp_path):
+def test_check_finds_a_changed_byte_and_a_cut_file_is_refused(tmp_path):
     out = tmp_path / "out"
     write_tokens(corpus_of(tmp_path), "bytes", out)
     path = out / "tokens.bin"
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    run = run_command("tokenize", "--verify", out)
-    assert run.returncode == 1 and "wrong checksum of tokens.bin" in run.stderr
+    run = run_command("check", out)
+    assert run.returncode == 1 and "wrong checksum of tokens.bin" in run.stdout
     path.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"tokens.bin has [\d,]+ bytes, not the [\d,]+ of"):
         opened(out)

@@ -229,15 +229,6 @@ def test_step_of_windows_alone_is_written_as_it_is_read(tmp_path):
     assert differences(model.config, model_of(write(tmp_path, written)).config) == []
 
 
-EARLIER = json.loads((Path(__file__).parent / "records.json").read_text())
-
-
-@pytest.mark.parametrize("family", EARLIER)
-def test_record_from_before_layers_had_their_own_attention_is_read(family):
-    """The records are those that 1a4e1d77 wrote of the same flavors."""
-    assert differences(from_record(EARLIER[family]), model_config(family, "gate")) == []
-
-
 def test_folder_without_config_json_is_refused(tmp_path):
     assert "has no config.json" in refusal(model_of, tmp_path)
     assert "does not exist" in refusal(model_of, tmp_path / "none")

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from filecmp import cmpfiles
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,19 +45,6 @@ _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
 _NAMING = (_TOKENIZER, "special_tokens_map.json", "chat_template.json", "processor_config.json")
 _KINDS = ("model_type", "architectures")
 CODE = "auto_map"
-
-
-class Carried(NamedTuple):
-    """Holds what an export takes along from the folders that its model came from."""
-
-    files: list[Path]
-    """Files that were copied, and are as they were."""
-    ends: bool
-    """The tokens that begin and end a text are those of the weights' folder, if that names any."""
-    turn_ends: list[int]
-    """Tokens that end a text too."""
-    written: Mapping[str, str]
-    """Files that were changed or added for the chat template, by name, and their text."""
 
 
 def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]:
@@ -114,8 +101,9 @@ def write_assets(
     dtype: torch.dtype,
     target: Path,
     tokenizer: str | None = None,
-) -> Carried:
-    """Give an export its config.json and the files of the first of `folders` that has any.
+) -> bool:
+    """Give an export its config.json and the files of the first of `folders` that has any; returns
+    whether it keeps the tokens that begin and end a text of the weights' folder.
 
     All keys of the origin's config.json are kept that do not follow from the dimensions. The tokens
     that begin and end a text are the origin's, else those that were trained. A model that was
@@ -155,8 +143,7 @@ def write_assets(
     for name, content in written.items():
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(content.encode())
-    files = [path for path in files if path.name not in written]
-    return Carried(files, others is None, [*texts.turn_ends.values()], written)
+    return others is None
 
 
 def _chat_files(

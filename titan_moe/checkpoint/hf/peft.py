@@ -7,7 +7,6 @@ name gets `.base_layer`.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -52,7 +51,6 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # Beginnings of keys that change no value here, or are looked at; any other that is set is refused.
 _UNREAD: tuple[str, ...] = ("task_", "auto_", "peft_", "base_", "revision", "inference_", "target_")
 _UNREAD += ("exclude_", "layers_", "lora_dropout", "megatron_core", "qalora_group", "init_")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal")
 
 
@@ -268,28 +266,11 @@ def _opened(folder: Path, pairs: Sequence[Pair], lora: Lora) -> dict[str, Any]:
     types = {name: values.get_dtype() for name, values in stored.items()}
     if others := [name for name, dtype in types.items() if not dtype.startswith(("F", "BF"))]:
         raise RunError(f"{folder}: {listed(others)} holds no floating-point numbers")
-    _refuse_older_forms(folder, there, pairs)
     wanted: dict[str, tuple[int, ...]] = {}
     for pair in pairs:
         wanted |= zip(pair.keys, pair.shapes, strict=True)
     compare_shapes(folder, there, wanted, there.keys() - wanted.keys())
     return stored
-
-
-def _refuse_older_forms(folder: Path, there: Shapes, pairs: Sequence[Pair]) -> None:
-    """Raises RunError for adapters of experts in a form of older libraries, which it names."""
-    form = ""
-    if any(map(_EXPERT.search, there)):
-        form = "an adapter for each expert, as `peft` beside transformers 4"
-    for pair in (pair for pair in pairs if len(pair.shape) == 3):
-        older = pair._replace(swapped=not pair.swapped).shapes
-        if pair.shapes != older == tuple(map(there.get, pair.keys)):
-            form = "stacks of experts with A and B in each other's place, as `peft` before 0.19"
-    if form:
-        raise RunError(
-            f"{folder} has {form} makes them: merge them into their base with that "
-            "(merge_and_unload), and name what that saves in checkpoint.initial_load_path"
-        )
 
 
 def _refuse_others(path: Path, found: Mapping[str, Any], lora: Lora) -> None:

@@ -6,17 +6,15 @@ them is for `hf export --logits` to see, and for comparisons with other loaders.
 
 Values are rounded once, to the type in which they are written, and must come back bit for bit.
 They are compared by fingerprints: checksums of whole tensors, and of each expert of a stack as if
-it were alone, so that equal experts have equal ones. All is streamed: a rank holds one tensor, or
-of a stack some experts. The price is two passes over the bytes, at 5 GB a second on a core. Experts
-that are equal when they are rounded are read again.
+it were alone, so that an expert in another one's place is named. All is streamed: a rank holds one
+tensor, or of a stack some experts. The price is two passes over the bytes, at 5 GB a second on a
+core.
 """
 
 import json
-from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from filecmp import cmp
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.checksums import box_sum
-from titan_moe.checkpoint.hf.assets import CODE, ENDS, EOS, OUTDATED, Carried, with_ids
+from titan_moe.checkpoint.hf.assets import CODE, ENDS, EOS, OUTDATED, with_ids
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, HFFolder, Read, dtype_of, opened
-from titan_moe.checkpoint.hf.names import Shapes
 from titan_moe.checkpoint.hf.pieces import cut, whole
 from titan_moe.checkpoint.hf.read import HFSource
 from titan_moe.checkpoint.tensors import Chunk
@@ -60,6 +57,8 @@ class Original:
     """The folder of the published weights."""
     rest: Mapping[str, Any]
     """Further tensors, as `HFFolder.rest` returns them."""
+    turn_ends: Collection[int]
+    """Tokens that end a turn of a conversation, and so a text too."""
     rounded: Sums = field(default_factory=dict)
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -69,20 +68,22 @@ class Original:
         return values
 
 
-def compare(folder: Path, original: Original, carried: Carried, *, doing: str) -> None:
+def compare(folder: Path, original: Original, *, keeps_ends: bool, doing: str) -> None:
     """Raises RunError if a written folder is not what it was made of: an index that its files do
-    not agree with, another value, a tied weight twice, experts that have become equal, a key of
-    config.json or a file beside the weights that was lost. Collective."""
+    not agree with, another value, a tied weight twice, or a key of config.json that was lost.
+    Collective.
+
+    Args:
+        keeps_ends: as write_assets returns it, on rank 0.
+    """
     on_rank_zero(lambda: _check_files(folder, original.model), doing=doing)
-    on_rank_zero(lambda: _check_beside(folder, original, carried), doing=doing)
+    on_rank_zero(lambda: _check_config(folder, original, keeps_ends), doing=doing)
     back = on_every_rank(lambda: HFFolder(folder), doing=doing)
     source = on_every_rank(lambda: HFSource(back, model_of(folder)), doing=doing)
     share = on_every_rank(lambda: _read_share(back, source, original), doing=doing)
     everyone = zip(*from_every_rank(lambda: (original.rounded, share), doing=doing), strict=True)
     wanted, found = (dict(ChainMap(*sums)) for sums in everyone)
     _refuse(_unlike(wanted, found))
-    shapes = {name: stored.shape for name, stored in source.found.items()}
-    _refuse(_made_equal(wanted, shapes, original, doing=doing))
 
 
 def _refuse(lines: list[str]) -> None:
@@ -132,28 +133,22 @@ def _check_files(folder: Path, model: HFModel) -> None:
     _refuse([f"{name}, a tied weight, is there twice" for name in twice])
 
 
-def _check_beside(folder: Path, original: Original, carried: Carried) -> None:
-    """Raises RunError unless config.json is of this model, keeps all keys of the published one
-    that do not follow from the model, and files are those that were copied or made."""
+def _check_config(folder: Path, original: Original, keeps_ends: bool) -> None:
+    """Raises RunError unless config.json is of this model, and keeps all keys of the published one
+    that do not follow from the model."""
     model, theirs, written = original.model, model_of(folder), read_settings(folder)
     lines = [f"{CONFIG}: {line}" for line in differences(model.config, theirs.config)]
     settings = {} if original.origin is None else read_settings(original.origin)
     settings = dict(settings if model.wrapper is not None else text_of(settings))
     after, own = flat_keys(written), model.settings().keys() | OUTDATED | {CODE} - written.keys()
-    free = (own if carried.ends else own | {*ENDS}) - _ROPE_TABLES
+    free = (own if keeps_ends else own | {*ENDS}) - _ROPE_TABLES
     for key, value in flat_keys(settings).items():
         first, *inside = key.removeprefix("text_config.").split(".")
-        value = with_ids(value, carried.turn_ends) if first == EOS and value is not None else value
+        value = with_ids(value, original.turn_ends) if first == EOS and value is not None else value
         is_rope = first in _ROPE_TABLES and not (inside and ROPE.isdisjoint(inside))
         may_differ = is_rope or first in free or (first in ENDS and value is None)
         if not may_differ and after.get(key) != value:
             lines.append(f"{CONFIG} has {key}={after.get(key)!r}, not {value!r} as published")
-    for path in carried.files:
-        if not (folder / path.name).is_file() or not cmp(path, folder / path.name, shallow=False):
-            lines.append(f"{path.name} is not as in {path.parent}")
-    for name, content in carried.written.items():
-        if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
-            lines.append(f"{name} is not as the chat template wants it")
     _refuse(lines)
 
 
@@ -184,31 +179,3 @@ def _unlike(wanted: Sums, found: Sums) -> list[str]:
             says = "has other values than the checkpoint, or another type"
             lines.append(f"{what} {says if other is None else f'has those of expert {other}'}")
     return lines
-
-
-def _made_equal(rounded: Sums, shapes: Shapes, original: Original, *, doing: str) -> list[str]:
-    """Returns one line per group of experts of a layer that rounding has made equal: those that are
-    equal now are compared as they were. Collective."""
-    parts: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for name, number in sorted(filter(lambda key: is_stack(key[0]), rounded)):
-        parts[name.rpartition(".")[0], number].append(name)
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for (layer, number), names in parts.items():
-        groups[layer, tuple(rounded[name, number] for name in names)].append(number)
-    twins = [(layer, numbers) for (layer, _), numbers in groups.items() if len(numbers) > 1]
-
-    def exact(name: str, number: int) -> Tensor:
-        return original.source(name, (slice(number, number + 1), *whole(shapes[name][1:])))
-
-    def were_equal(layer: str, one: int, other: int) -> bool:
-        return all(torch.equal(exact(x, one), exact(x, other)) for x in parts[layer, one])
-
-    def look() -> list[str]:
-        lines = []
-        for layer, (first, *others) in twins[dist.get_rank() :: dist.get_world_size()]:
-            if unlike := [str(n) for n in others if not were_equal(layer, first, n)]:
-                says = "are equal, but not in the checkpoint: export float32"
-                lines.append(f"{layer}: experts {listed([str(first), *unlike])} {says}")
-        return lines
-
-    return [*chain.from_iterable(from_every_rank(look, doing=doing))]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.digests import MANIFEST, damage, write_sums
 from titan_moe.checkpoint.folder import new_folder
-from titan_moe.checkpoint.hf.assets import HF, TYPE_KEYS, Carried, origin_of, write_assets
+from titan_moe.checkpoint.hf.assets import HF, TYPE_KEYS, origin_of, write_assets
 from titan_moe.checkpoint.hf.folder import (
     INDEX,
     REST,
@@ -122,7 +122,7 @@ def export(source: Source, target: Path, dtype: torch.dtype | None) -> int:
     types = _written_types(targets, dtype)
     tensors = _tensors_of(targets, types, rest)
     split = on_every_rank(lambda: _split_files(tensors, origin), doing=doing)
-    original = Original(model, types, read, origin, rest)
+    original = Original(model, types, read, origin, rest, texts.turn_ends.values())
     with new_folder(target, split.metadata["total_size"], doing=doing) as aside:
 
         def write_share() -> None:
@@ -131,7 +131,7 @@ def export(source: Source, target: Path, dtype: torch.dtype | None) -> int:
                 named = {name: tensors[name] for name in split.filename_to_tensors[file]}
                 _write(aside / file, named, targets, original.read)
 
-        def write_beside() -> Carried:
+        def write_beside() -> bool:
             if [*split.filename_to_tensors] != [SINGLE]:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 (aside / INDEX).write_text(json.dumps(index, sort_keys=True))
@@ -140,8 +140,8 @@ def export(source: Source, target: Path, dtype: torch.dtype | None) -> int:
 
         on_every_rank(write_share, doing=doing)
         verify(doing=doing)
-        carried = on_rank_zero(write_beside, doing=doing)
-        compare(aside, original, carried, doing=doing)
+        keeps_ends = on_rank_zero(write_beside, doing=doing)
+        compare(aside, original, keeps_ends=keeps_ends, doing=doing)
         write_sums(aside, doing=doing)
     return split.metadata["total_size"]
 

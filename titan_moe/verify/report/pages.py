@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import flat_keys
-from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.profiling.parts import beside
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.compare.records import (
@@ -31,10 +29,6 @@ from titan_moe.verify.report.render import Table, render
 
 ABSENT = "\N{EM DASH}"
 _UNKNOWN = "unknown"
-_VIEWS = {
-    "dense": (DENSE_AXES, "attention, router, shared experts, embeddings, norms"),
-    "sparse": (SPARSE_AXES, "routed experts"),
-}
 # Tables and keys that change files and messages, and not what is trained.
 _QUIET = ("job.", "metrics.", "profiling.", "comm.", "debug.routing_record", "debug.capture_step")
 _DRAWN = (*COMPARED, "mtp_loss", "validation_loss", "lr", "tokens_per_second")
@@ -52,7 +46,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Verdict, curves, expert load, norms, layouts, configuration, environment, noise band."""
+    """Verdict, curves, expert load, norms, configuration, environment, noise band."""
     pair = [
         run if run.name == role else replace(run, name=f"{role} {run.name}")
         for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
@@ -86,8 +80,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
-    """Curves, expert load, layouts, configurations and environments of the runs; nothing is
-    compared."""
+    """Curves, expert load, configurations and environments of the runs; nothing is compared."""
     panels: dict[str, Panel] = {
         key: partial(plots.draw_curves, runs=runs, quantity=key)
         for key in _DRAWN
@@ -143,7 +136,6 @@ def shared_sections(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Returns what the templates of all pages are given about their runs."""
     return {
         "notes": [line for run in runs for line in _notes(run)],
-        "layouts": _layouts(runs),
         "configuration": _configuration(runs),
         "environment": _environment(runs),
     }
@@ -212,23 +204,6 @@ def _flat(tables: Mapping[str, Any]) -> dict[str, str]:
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in flat_keys(tables).items()
     }
-
-
-def _layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Every run's ranks in both views. A layout that several runs share is drawn once."""
-    groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        groups.setdefault(layout_words(run), []).append(run)
-    found = []
-    for words, alike in groups.items():
-        sizes, views = alike[0].facts["layout"], []
-        for name, (axes, modules) in _VIEWS.items():
-            larger = [(axis, sizes[axis]) for axis in axes if sizes[axis] > 1]
-            world = prod(size for _, size in larger)
-            views.append({"name": name, "modules": modules, "axes": larger, "world": world})
-        names = ", ".join(run.name for run in alike)
-        found.append({"names": names, "words": words, "views": views})
-    return found
 
 
 class Deviation(NamedTuple):

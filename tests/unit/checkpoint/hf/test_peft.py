@@ -150,12 +150,8 @@ def as_before_0_19(tensors):
         tensors[a], tensors[b] = tensors[b].mT.contiguous(), tensors[a].mT.contiguous()
 
 
-EXPERT = "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight"
 OTHERS = {
-    "has stacks of experts with A and B in each other's place, as `peft` bef": as_before_0_19,
-    "has an adapter for each expert, as `peft` beside tran": lambda x: x.update(
-        {EXPERT: x[Q].clone()}
-    ),
+    " tensors of another shape: ": as_before_0_19,
     "r=8 ([lora] makes it 4)": {"r": 8},
     "lora_alpha=16 ([lora] makes it 6)": {"lora_alpha": 16},
     "use_rslora=True": {"use_rslora": True},

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from tests.support.packing import filled
 from tests.support.refusals import failure
-from tests.support.saved_runs import saved_model
 from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE, save
 from titan_moe.checkpoint.hf.read import import_folder
@@ -102,8 +100,6 @@ MISTAKES = {
     "eos_token_id=1, not [9, 1, 4]": table(CONFIG, lambda x: x.update(eos_token_id=1)),
     "rope_scaling.mrope_section=None": table(CONFIG, lambda x: x.pop("rope_scaling")),
     "norm_eps 1e-06 (there 0.5)": table(CONFIG, lambda x: x.update(rms_norm_eps=0.5)),
-    "tokenizer_config.json is not as in": ("two", lambda x: (x / "tokenizer_config.json").unlink()),
-    f"{TEMPLATE} is not as the chat": ("two", lambda x: (x / TEMPLATE).write_text("{{ 1 }}")),
 }
 
 
@@ -137,20 +133,3 @@ def test_files_and_type_are_those_of_the_published_folder(rename, imported, tmp_
     assert_same_bits(read_folder(out), wanted)
     key = "dtype" if rename else "torch_dtype"
     assert json.loads((out / CONFIG).read_text())[key] == str(dtype).removeprefix("torch.")
-
-
-@pytest.mark.parametrize("difference", [0, 1e-6])
-def test_experts_may_be_equal_as_those_of_the_checkpoint_alone(difference, tmp_path):
-    model = small_model("mixtral", 1)
-    plain = filled(model.config)
-    experts = plain.layers["0"].moe.experts
-    for weight in (experts.w1.data, experts.w2.data, experts.w3.data):
-        weight[2] = weight[2].bfloat16()
-        weight[5] = weight[2] * (1 + difference)
-    step = saved_model(tmp_path, plain, model=model)
-    export_checkpoint(step, tmp_path / "float32", torch.float32)
-    if not difference:
-        export_checkpoint(step, tmp_path / "out", torch.bfloat16)
-        return
-    line = failure(export_checkpoint, step, tmp_path / "out", torch.bfloat16)
-    assert "layers.0.moe.experts: experts 2, 5 are equal, but not in the checkpoint" in line

@@ -13,10 +13,10 @@ from titan_moe.verify.compare.cost import MEMORY, TIME, CostCheck
 from titan_moe.verify.compare.pinned_routes import Flips
 from titan_moe.verify.compare.records import RunRecord, Verdict
 from titan_moe.verify.compare.verdict import Comparison, compare_runs
-from titan_moe.verify.report.pages import comparison_page, runs_page
+from titan_moe.verify.report.pages import comparison_page
 from titan_moe.verify.report.plots import Load, charts, load_panels
 
-SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
+SECTIONS = ["curves", "load", "quantities", "configuration", "environment", "band"]
 CONTROLS = [run(f"repeat {i}", 1e-6, seed=i) for i in range(1, 9)]
 EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
 
@@ -114,26 +114,6 @@ def test_names_are_escaped():
         assert text not in html
     page = Page(html)
     assert "candidate <b>x</b>&" in page.text["curves"] and "1 < 2 <s>" in page.text[""]
-
-
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        {"world_size": 6, "dp_shard": 3, "cp": 2, "ep": 3, "etp": 2},
-        {"world_size": 64, "pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 8, "etp": 2},
-    ],
-)
-def test_layouts_draw_each_rank_once_in_each_view(degrees: dict[str, int]):
-    page = Page(runs_page("One", [run("one", **facts(**degrees))]))
-    for ranks in page.ranks.values():
-        assert ranks == list(range(degrees["world_size"]))
-
-
-def test_layouts_of_large_world_draw_two_of_each_axis():
-    there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
-    page = Page(runs_page("Large", [run("large", **there)]))
-    assert len(page.ranks["dense"]) == 2**5
-    assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
 
 
 def test_a_page_of_many_experts_stays_small():

@@ -42,10 +42,10 @@ def test_runs_page_of_a_run_without_expert_counts(tmp_path: Path):
     assert "grad_norm is not finite, or missing, in 1 of 5 steps, first in step 3" in page.text[""]
     assert "busiest experts" in page.text["load"] and "A row is a layer: its " in page.text["load"]
     assert page.text["curves"].count("learning rate") == 2, "title and unit"
-    assert "<run>" not in html and "a <run>: one rank" in page.text["layouts"]
+    assert "<run>" not in html and "a <run> (one rank): step 5" in page.text[""]
     assert page.tables["configuration"][1:] == [["training.steps", "30", "10000"]]
     assert all(each.startswith(("#", "data:")) for each in page.loads)
-    assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}
+    assert set(page.text) == {"", "curves", "load", "configuration", "environment"}
 
 
 def test_runs_page_shows_the_parts_of_a_profiled_step(tmp_path: Path) -> None:
@@ -83,10 +83,6 @@ def test_runs_page_of_several_runs():
     ]
     page = Page(runs_page("Three", runs))
     assert page.tables["configuration"] == [["key", "a", "b", "c"], ["x.y", "1", "2", "1"]]
-    # a and c share a drawing.
-    assert page.ranks == {"dense": [0, 0, 1, 2, 3], "sparse": [0, 0, 1, 2, 3]}
-    assert "a, c: one rank" in page.text["layouts"]
-    assert "b: dp_shard=2, tp=2" in page.text["layouts"]
     words = ["one rank", "dp_shard=2, tp=2, edp=2, ep=2", "one rank"]
     assert page.tables["environment"][1] == ["layout", *words]
 
