@@ -226,19 +226,31 @@ def _keep_top_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
     return scores_TGE.masked_fill(~eligible_TG[..., None], float("-inf")).flatten(1)
 
 
-def local_expert_counts(
-    counts: Mapping[str, Tensor], all_layers: Sequence[str], *, like: Tensor
-) -> Tensor:
-    """Returns what this rank's routers have counted since the last call, [L, ...], and sets their
-    counters to 0.
+def local_counts(
+    routers: Mapping[str, Router],
+    all_layers: Sequence[str],
+    config: MoEConfig,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Returns what this rank's routers have counted since the last call, and sets their counters to
+    0: counts_LE, tokens per expert, and for the quantile rule margins_LEB.
 
-    A layer of `all_layers` that another rank holds has a row of zeros, in the shape of `like`: the
-    caller sums over the world.
+    A layer of `all_layers` that another rank holds has a row of zeros: the caller sums over the
+    world.
     """
-    stacked = torch.stack([counts.get(name, like) for name in all_layers])
-    if counts:
-        torch._foreach_zero_(list(counts.values()))
-    return stacked
+    counters = {"counts_LE": {name: each.tokens_per_expert for name, each in routers.items()}}
+    nothing = {"counts_LE": torch.zeros(config.num_experts, dtype=torch.int64, device=device)}
+    if config.bias_update == "quantile":
+        own = {name: x for name, each in routers.items() if (x := each.margins) is not None}
+        counters["margins_LEB"] = own
+        nothing["margins_LEB"] = nothing["counts_LE"].new_zeros(config.num_experts, MARGIN_BINS)
+    counts = {
+        key: torch.stack([of_layer.get(name, nothing[key]) for name in all_layers])
+        for key, of_layer in counters.items()
+    }
+    if routers:
+        torch._foreach_zero_([x for of_layer in counters.values() for x in of_layer.values()])
+    return counts
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import METRICS, DeviceMetrics, Layers
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.indexer import Indexer
-from titan_moe.moe.balance import MARGIN_BINS
 from titan_moe.moe.layer import take_dropped
-from titan_moe.moe.router import local_expert_counts, update_routers
+from titan_moe.moe.router import local_counts, update_routers
 from titan_moe.ops.attention import document_starts
 from titan_moe.ops.varlen_attention import bounds_of
 from titan_moe.optim.optimizers import build_optimizer
@@ -218,7 +217,9 @@ class TrainStep:
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
-            terms |= self._expert_counts()
+            layers, moe = self._all_moe_layers, self._plan.config.moe
+            assert moe is not None
+            terms |= local_counts(self._routers, layers, moe, self._device)
             terms["rows_dropped"] = take_dropped(self._moe_layers.values(), self._device)
         if logged:
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
@@ -270,24 +271,6 @@ class TrainStep:
         values |= {name: int(numbers[name]) for name in counts if numbers[name]}
         values |= {"max_loss": numbers["max_loss"], "data": int(numbers["data"])}
         return replace(result, metrics=values)
-
-    def _expert_counts(self) -> dict[str, Tensor]:
-        """Returns what this rank's routers have counted, in a row for each MoE layer of the run."""
-        counted = {"counts_LE": {n: each.tokens_per_expert for n, each in self._routers.items()}}
-        sizes = {"counts_LE": [self._num_experts]}
-        moe = self._plan.config.moe
-        if moe is not None and moe.bias_update == "quantile":
-            found = {n: x for n, each in self._routers.items() if (x := each.margins) is not None}
-            counted["margins_LEB"] = found
-            sizes["margins_LEB"] = [self._num_experts, MARGIN_BINS]
-        return {
-            key: local_expert_counts(
-                own,
-                self._all_moe_layers,
-                like=torch.zeros(sizes[key], dtype=torch.int64, device=self._device),
-            )
-            for key, own in counted.items()
-        }
 
     def _number(self, number: int) -> Tensor:
         """Returns a number on the device; torch.tensor would wait for the device."""

@@ -12,16 +12,14 @@ waits for sizes again. The other calls move rows and are differentiable. What is
 so does its backward.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from titan_moe.comm.turns import Turns
+from titan_moe.moe.dispatch.borrowed import Borrowed
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import follow, permute_indices, sort_by_expert
-
-if TYPE_CHECKING:
-    from titan_moe.moe.dispatch.balanced import Borrowed
 
 
 class ExpertRows(NamedTuple):
@@ -32,7 +30,7 @@ class ExpertRows(NamedTuple):
     """Routing weight of each row, 0 for padding."""
     offsets_E: Tensor
     """int32: where each local expert's rows end."""
-    borrowed: "Borrowed | None" = None
+    borrowed: Borrowed | None = None
     """Brings the weights of the last experts, which are not this rank's; None: all are."""
 
 
