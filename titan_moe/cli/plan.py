@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     says = "measure this machine and write its figures, for --gpu; needs nothing else"
     which.add_argument("--calibrate", type=path_of, metavar="FILE", help=says)
     says = "a100, h100, h200, b200, mi300x, ..., or a file of --calibrate; default: h100"
-    add("--gpu", default="h100", help=says)
+    add("--gpu", type=path_of, default="h100", help=says)
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: the device's")
     says = "FAMILY/FLAVOR, or a Hugging Face folder; default: the job's"
     add("--model", type=path_of, help=says)
@@ -131,7 +131,7 @@ def _question(options: argparse.Namespace) -> "Question":
         job = job.with_values(training={"global_batch_size": sequences})
     if job.stages:
         raise ConfigError("stages: a plan is of one training stage: leave them out")
-    model, device = model_of_job(job.model), _device(options.gpu)
+    model, device = model_of_job(job.model), _device(str(options.gpu))
     if options.gpu_gib is not None:
         device = replace(device, memory=options.gpu_gib * GIB)
     if options.gpus > _MOST_GPUS:

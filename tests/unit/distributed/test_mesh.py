@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.checking import job_of
-from titan_moe.distributed.dtensor import cut_parameter, local_part
+from titan_moe.distributed.dtensor import cut_parameter, local_part, sharding_of
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DENSE_AXES,
@@ -19,9 +19,10 @@ from titan_moe.distributed.parallel_dims import (
     ParallelDims,
 )
 from titan_moe.models.hf import model_of_job
+from titan_moe.parallelize.parallelize import lay_out
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
-from titan_moe.simulate.step import placements
 
 MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 2}
 NAMES = (*AXES, *DERIVED_AXES)
@@ -91,7 +92,14 @@ def placed(num_experts: int, replicas: int, words: str) -> dict[str, str]:
     plain = model_of_job(job.model)
     assert plain.moe is not None
     plain = replace(plain, moe=replace(plain.moe, num_experts=num_experts, top_k=2))
-    found = placements(job, plain, 8 * replicas, 3)
+    with fake_world(3, 8 * replicas):
+        plan = make_plan(job, plain, 8 * replicas)
+        parts = lay_out(plan, plan.dims.build_mesh(plan.device_type)).parts
+        named = [x for x in parts[0].named_parameters() if x[0].startswith("layers.1.")]
+        found = {}
+        for name, parameter in named:
+            axes = ", ".join(f"{axis}={size}" for axis, size in sharding_of(parameter)[1].items())
+            found[name] = f"{parameter.placements} on {axes}"
     names = ("attention.wq.weight", "attention.wo.weight", "moe.experts.w1", "moe.experts.w2")
     return {name: found[f"layers.1.{name}"] for name in names}
 

@@ -258,7 +258,7 @@ def test_request_during_checks_waits_for_torchrun(
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     options = {"one_process": False, "nodes": 1, "node_rank": 0, "endpoint": "", "max_restarts": 0}
     try:
-        asked = COMMAND.run(Namespace(**options, ranks=1, config=None, overrides=[]))
+        asked = COMMAND.run(Namespace(**options, dry_run=None, ranks=1, config=None, overrides=[]))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         signal.signal(signal.SIGUSR1, before)
