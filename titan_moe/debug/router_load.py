@@ -55,14 +55,15 @@ def rows_of_experts(workload: str, step: int, place: Place, num_tokens: int) -> 
         first = set(draw.sample(range(num_experts), place.top_k))
     elif workload == "W3":
         first = set(range(0, num_experts, num_local))
-    wanted = min(wanted, len(first) * num_tokens)
     others = [expert for expert in range(num_experts) if expert not in first]
+    wanted = min(wanted, len(first) * num_tokens)
+    wanted = max(wanted, total - len(others) * num_tokens)
     rows = [0] * num_experts
     for experts, part in ((sorted(first), wanted), (others, total - wanted)):
         each, left = divmod(part, max(len(experts), 1))
-        for place_of, expert in enumerate(experts):
+        for number, expert in enumerate(experts):
             # Sources take turns with the rows that do not divide.
-            rows[expert] = each + ((place_of - place.source * left) % len(experts) < left)
+            rows[expert] = each + ((number - place.source * left) % len(experts) < left)
     return rows
 
 

@@ -53,9 +53,9 @@ class Router(nn.Module):
 
     Buffers: `expert_bias` [E] enters the selection but not the weights (arXiv 2408.15664);
     `previous_load` [E] holds each expert's share of the previous step's tokens; `tokens_per_expert`
-    [E] counts this step's; `margins` [E, MARGIN_BINS] those of `balance.margins`, for the quantile
-    rule; `balance_loss` sums this step's auxiliary losses; `table` [rows, K] may
-    name the experts of each token id.
+    [E] counts this step's; `margins` [E, MARGIN_BINS] adds up `balance.margins`, for the quantile
+    rule; `balance_loss` sums this step's auxiliary losses; `table` [rows, K] may name the experts
+    of each token id.
     """
 
     expert_bias: Tensor
@@ -85,9 +85,10 @@ class Router(nn.Module):
         self.register_buffer(
             "tokens_per_expert", torch.empty(num_experts, dtype=torch.int64), persistent=False
         )
-        bins = torch.empty(num_experts, MARGIN_BINS, dtype=torch.int64)
-        is_quantile = config.bias_update == "quantile"
-        self.register_buffer("margins", bins if is_quantile else None, persistent=False)
+        bins: Tensor | None = None
+        if config.bias_update == "quantile":
+            bins = torch.empty(num_experts, MARGIN_BINS, dtype=torch.int64)
+        self.register_buffer("margins", bins, persistent=False)
         self.register_buffer("balance_loss", torch.empty((), dtype=torch.float64), persistent=False)
         self.init_buffers()
 

@@ -34,6 +34,20 @@ def test_tokens_go_to_distinct_experts_as_often_as_said(workload: str, step: int
         assert [found[expert] for expert in range(EXPERTS)] == said
 
 
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    ("ranks", "experts", "top_k"), [(1, 8, 2), (2, 4, 3), (2, 2, 2), (4, 4, 3)]
+)
+def test_few_experts_and_ranks_have_room_for_all_rows(
+    workload: str, ranks: int, experts: int, top_k: int
+) -> None:
+    for source in range(ranks):
+        load = RouterLoad(workload, Place(source, ranks, experts, top_k), layer=0)
+        chosen_TK = load(torch.zeros(24, experts))
+        assert chosen_TK.shape == (24, top_k)
+        assert all(len(set(row)) == top_k for row in chosen_TK.tolist())
+
+
 def test_each_workload_gives_ranks_the_rows_that_it_names() -> None:
     even = [TOKENS * TOP_K] * RANKS
     hot, cold = 2 * TOKENS * TOP_K, [TOKENS * TOP_K * 2 // 3] * 3

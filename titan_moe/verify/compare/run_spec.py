@@ -26,7 +26,7 @@ Words = tuple[tuple[str, str], ...]
 
 _KEYS = ("revision", "config", "ranks", "layout")
 _PATHS = keys_that_read()
-INPUT_KEYS = frozenset(key.partition(".")[2] for key in _PATHS)
+INPUT_KEYS = frozenset(key.rpartition(".")[2] for key in _PATHS)
 """Keys of any table that name what a training reads."""
 
 

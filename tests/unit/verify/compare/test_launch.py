@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.verify.compare.launch import EVERY_NODE, _command
+from titan_moe.verify.compare.launch import EVERY_NODE, _command, _inputs
 from titan_moe.verify.compare.run_spec import RunSpec
 
 ALL = {EVERY_NODE: "env all"}
@@ -31,3 +31,9 @@ def test_run_starts_on_as_many_machines_as_its_ranks_need(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert _command(RunSpec(ranks=ranks), Path("code")) == (words.split(), found)
+
+
+def test_all_files_that_a_configuration_names_are_inputs(tmp_path: Path) -> None:
+    table = {"training": {"dataset_path": "rows.json", "messages": {"template": "chat.jinja"}}}
+    found = {path.name for path in _inputs(table, tmp_path)}
+    assert {"rows.json", "chat.jinja"} <= found
