@@ -45,7 +45,7 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
     plain = flat(JobConfig())
     first, *others = [
         [
-            f"{key}={_shown(value)} has no effect: {reason}"
+            f"{_named(key, value)} has no effect: {reason}"
             for patterns, reason in _reasons(Run(stage, model, world_size)).items()
             for key, value in flat(stage).items()
             if reason
@@ -67,6 +67,11 @@ def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
         for number, stage in enumerate(job.stages)
         if stage.from_step > steps
     ]
+
+
+def _named(key: str, value: Any) -> str:
+    """Returns a key and its value; a table by its name alone."""
+    return key if isinstance(value, dict) else f"{key}={_shown(value)}"
 
 
 def _random_base(job: JobConfig) -> Iterator[str]:
