@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_732, "tests": 26_880, "scripts": 4_458}
+BUDGETS = {"titan_moe": 32_736, "tests": 26_929, "scripts": 4_458}
 WORDS = 44_998
 PACKAGES = {
     "titan_moe/*.py": 100,

@@ -1,11 +1,15 @@
-"""Routing records and replays of whole runs, as a user makes them."""
+"""Routing records, replays and workloads of whole runs, as a user makes them."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import run_train
 from tests.support.trainings import make_job, train_here
+from titan_moe.config.parse import load_job
+from titan_moe.debug.router_load import Place, rows_of_experts
 from titan_moe.debug.routing_record import Record
+from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import run_on_ranks
 
 
@@ -24,3 +28,21 @@ def test_resumed_run_continues_its_record(tmp_path: Path) -> None:
     steps = Record(record).steps
     assert {step: len(parts) for step, parts in steps.items()} == {1: 1, 2: 1, 3: 2}
     assert (record / "step-2.rank-0-of-1.npz").read_bytes() == first
+
+
+def test_a_workload_gives_experts_the_rows_that_it_names(tmp_path: Path) -> None:
+    keys = {"parallelism__expert_parallel_degree": 2, "metrics__log_expert_counts": True}
+    keys |= {"parallelism__expert_parallel_comm_backend": "balanced", "debug__router_load": "W5"}
+    done = run_train(tmp_path / "run", {"NGPU": 2}, **keys)
+    assert done.returncode == 0 and "debug.router_load=W5" in done.stdout, done.stderr
+    config = load_job(["--job.config_file", str(tmp_path / "run" / "config.toml")])
+    tokens = config.training.local_batch_size * config.training.seq_len
+    counts = read_json_lines(tmp_path / "run" / "expert_counts.jsonl")
+    for line in counts:
+        step = line.pop("step")
+        for of_layer in line.values():
+            top_k = sum(of_layer) // (2 * tokens)
+            places = [Place(n, 2, len(of_layer), top_k, config.debug.seed) for n in range(2)]
+            rows = [rows_of_experts("W5", step, place, tokens) for place in places]
+            assert of_layer == [sum(of_expert) for of_expert in zip(*rows, strict=True)]
+    assert len(counts) == 2 and all(0 in next(iter(line.values())) for line in counts)
