@@ -3,8 +3,8 @@
     python -m scripts.bench.router_loads                    8 ranks on a CPU
     python -m scripts.bench.router_loads --device cuda      a rank on each GPU
 
-A step's time is that of its busiest rank: the seconds of a CPU's cores that it takes, since ranks
-share cores here and nobody waits; on GPUs the time between two barriers. Memory is the most that a
+A step's time is that of its busiest rank. On a CPU it is the processor time of that rank, since
+ranks share cores; on GPUs the time between two barriers. Memory is the most that a
 rank's tensors hold at once. Both are multiples of the same dispatcher's under W0, whose own seconds
 are a multiple of the first dispatcher's.
 """

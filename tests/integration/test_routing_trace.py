@@ -31,18 +31,19 @@ def test_resumed_run_continues_its_record(tmp_path: Path) -> None:
 
 
 def test_a_workload_gives_experts_the_rows_that_it_names(tmp_path: Path) -> None:
-    keys = {"parallelism__expert_parallel_degree": 2, "metrics__log_expert_counts": True}
-    keys |= {"parallelism__expert_parallel_comm_backend": "balanced", "debug__router_load": "W5"}
-    done = run_train(tmp_path / "run", {"NGPU": 2}, **keys)
-    assert done.returncode == 0 and "debug.router_load=W5" in done.stdout, done.stderr
+    keys = {"parallelism__expert_parallel_degree": 4, "metrics__log_expert_counts": True}
+    keys |= {"parallelism__expert_parallel_comm_backend": "balanced", "debug__router_load": "W6"}
+    done = run_train(tmp_path / "run", {"NGPU": 4}, **keys)
+    assert done.returncode == 0 and "debug.router_load=W6" in done.stdout, done.stderr
     config = load_job(["--job.config_file", str(tmp_path / "run" / "config.toml")])
     tokens = config.training.local_batch_size * config.training.seq_len
     counts = read_json_lines(tmp_path / "run" / "expert_counts.jsonl")
     for line in counts:
         step = line.pop("step")
         for of_layer in line.values():
-            top_k = sum(of_layer) // (2 * tokens)
-            places = [Place(n, 2, len(of_layer), top_k, config.debug.seed) for n in range(2)]
-            rows = [rows_of_experts("W5", step, place, tokens) for place in places]
+            top_k = sum(of_layer) // (4 * tokens)
+            places = [Place(n, 4, len(of_layer), top_k, config.debug.seed) for n in range(4)]
+            rows = [rows_of_experts("W6", step, place, tokens) for place in places]
             assert of_layer == [sum(of_expert) for of_expert in zip(*rows, strict=True)]
-    assert len(counts) == 2 and all(0 in next(iter(line.values())) for line in counts)
+    first, second = (next(iter(line.values())) for line in counts)
+    assert first != second

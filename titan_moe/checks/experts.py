@@ -95,6 +95,8 @@ def _balance(run: Run) -> Iterator[str]:
     keys, moe = run.job.moe, run.model.moe
     if keys.bias_update != "quantile" or moe is None:
         return
+    if moe.top_k == moe.num_experts:
+        yield f"moe.bias_update=quantile: {run.flavor} chooses all of its experts: choose sign"
     if moe.num_groups > 1:
         yield (
             "moe.bias_update=quantile is for routers that choose among all experts, and "

@@ -155,10 +155,10 @@ def _routing_traces(run: Run) -> Iterator[str]:
         if runs.is_relative_to(Path(record).resolve()):
             line = f"debug.routing_record={record} holds job.dump_folder={runs}"
             yield f"{line}: choose another folder"
-    if debug.router_load is not None and (replay is not None or debug.moe_force_load_balance):
+    if debug.router_load is not None and debug.moe_force_load_balance:
         yield (
-            f"debug.router_load={debug.router_load} says where tokens go, as debug.routing_replay "
-            "and debug.moe_force_load_balance do: choose one"
+            f"debug.moe_force_load_balance=true and {debug.routing} both say where tokens go: "
+            "choose one"
         )
     if replay is None:
         return
@@ -169,11 +169,8 @@ def _routing_traces(run: Run) -> Iterator[str]:
         )
     if record is not None and Path(record).resolve() == Path(replay).resolve():
         yield f"debug.routing_record={record} is also debug.routing_replay: choose another folder"
-    if debug.moe_force_load_balance:
-        yield (
-            "debug.moe_force_load_balance=true and debug.routing_replay both say where tokens go: "
-            "choose one"
-        )
+    if debug.routing is not None:
+        yield f"{debug.routing} and debug.routing_replay both say where tokens go: choose one"
 
 
 def _has_other_files(folder: Path) -> bool:

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.runtime.launch import end_with_parent, is_rank
     from titan_moe.runtime.stopping import attempt_folder
 
-    is_launcher = not (is_rank(os.environ) or options.one_process)
+    is_launcher = not (is_rank(os.environ) or options.one_process) or options.dry_run is not None
     if is_launcher:  # It says that it was interrupted, also while it imports and checks.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if is_rank(os.environ):

@@ -140,28 +140,28 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def last_of_a_layer() -> AbstractContextManager:
-    """Marks exchanges whose results no backward needs, such as those after a layer's experts:
-    recomputation stops before them, and does not keep their results."""
-    # In a layer that is one graph, the partitioner finds that out.
-    return nullcontext() if torch.compiler.is_compiling() else _ending_a_layer()
+def never_kept() -> AbstractContextManager:
+    """Marks exchanges whose results recomputation never keeps: no backward needs them, as those
+    after a layer's experts, or they are cheaper to exchange again."""
+    # In a layer that is one graph, the partitioner decides.
+    return nullcontext() if torch.compiler.is_compiling() else _keeping_nothing()
 
 
 @contextmanager
-def _ending_a_layer() -> Iterator[None]:
-    before = _ends_a_layer.set(True)
+def _keeping_nothing() -> Iterator[None]:
+    before = _keeps_nothing.set(True)
     try:
         yield
     finally:
-        _ends_a_layer.reset(before)
+        _keeps_nothing.reset(before)
 
 
-def ends_a_layer() -> bool:
-    """Returns whether an exchange that starts now is within `last_of_a_layer`."""
-    return _ends_a_layer.get()
+def keeps_nothing() -> bool:
+    """Returns whether an exchange that starts now is within `never_kept`."""
+    return _keeps_nothing.get()
 
 
-_ends_a_layer = ContextVar("_ends_a_layer", default=False)
+_keeps_nothing = ContextVar("_keeps_nothing", default=False)
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

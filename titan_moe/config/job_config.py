@@ -201,7 +201,7 @@ class Moe(Section):
     own."""
     bias_update: Literal["sign", "quantile"] | None = None
     """Rule that moves the routing bias: 'sign' by bias_update_speed towards an even load,
-    'quantile' to where the step's tokens would have been even (Kimi K3's report, section 2.3.3)."""
+    'quantile' to where the step's tokens would have been even (kexue.fm/archives/11619)."""
     bias_momentum: float | None = Field(None, ge=0, lt=1)
     """Share of the old bias in the new one, for 'quantile'; left out: 0."""
     bias_update_speed: NonNegativeFloat | None = None
@@ -880,6 +880,13 @@ class Debug(Section):
     capture_step: NonNegativeInt = 0
     """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
     titan-moe verify localize; 0: none."""
+
+    @property
+    def routing(self) -> str | None:
+        """The key and value that say where tokens go in place of routers, but a replay's."""
+        if self.router_load is not None:
+            return f"debug.router_load={self.router_load}"
+        return "debug.moe_force_load_balance=true" if self.moe_force_load_balance else None
 
 
 class JobConfig(Section):

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import titan_moe.ops.grouped_mm  # noqa: F401  Registers its operation.
-from titan_moe.comm.collectives import ends_a_layer
+from titan_moe.comm.collectives import keeps_nothing
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops.varlen_attention import varlen_operation
@@ -213,7 +213,7 @@ class _Keep(TorchDispatchMode):
     def keeps(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Returns whether the result of `func`, called now, is kept. Counts are not: decisions that
         follow from them are replayed, and never exchanged again."""
-        if func in _EXCHANGES and (ends_a_layer() or not args[0].is_floating_point()):
+        if func in _EXCHANGES and (keeps_nothing() or not args[0].is_floating_point()):
             return False
         return func in self.operations
 

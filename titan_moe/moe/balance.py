@@ -17,7 +17,8 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, speed: float) -> Tensor:
 
 
 MARGIN_BINS = 1000
-"""Bins of the histogram of `margins`, as many as in Kimi K3's report, appendix D."""
+"""Bins of the histogram of `margins`, as many as for Kimi K3 (github.com/pytorch/torchtitan, pull
+request 4577)."""
 
 
 def margins(
@@ -43,7 +44,7 @@ def margins(
 
 def quantile_bias(bias_E: Tensor, margins_EB: Tensor, top_k: int, momentum: float) -> Tensor:
     """Returns the biases with which each expert would have been chosen by K / E of the tokens, less
-    their mean: quantile balancing (kexue.fm/archives/11619; Kimi K3's report, section 2.3.3).
+    their mean: quantile balancing (kexue.fm/archives/11619).
 
     Args:
         bias_E: those that `margins` was given.

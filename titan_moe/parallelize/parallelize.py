@@ -139,7 +139,8 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     parts, partly, names = lay_out(plan, meshes)
-    warn_of_unbalanced_experts(config, parts)
+    if plan.job.debug.routing is None:
+        warn_of_unbalanced_experts(config, parts)
 
     # 7. Memory and first values, the same bits in every layout.
     for part in parts:

@@ -61,7 +61,7 @@ RULES = [
     ("--p.expert_tensor_parallel_degree 3", 3, "must divide the experts' hidden_dim=256: choose 1"),
     (f"ep 2 {EP}_capacity_factor 1.5 {EP}_comm_backend deduplicated", 2, "bounds the buffers of"),
     (f"ep 2 {EP}_comm_backend deduplicated {EP}_ranks_per_node 3", 2, "must divide the 2 ranks"),
-    ("--debug.router_load W2 --debug.moe_force_load_balance", 1, "says where tokens go, as"),
+    ("--debug.router_load W2 --debug.moe_force_load_balance", 1, "both say where tokens go: cho"),
     ("--moe.bias_update quantile --moe.score sqrtsoftplus", 1, "wants scores between 0 and 1"),
     (f"ep 2 {SYMMETRIC} {EP}_overlap true", 2, "has one set of buffers, and parallelism.expert_"),
     (f"{_GROUPED} --p.expert_tensor_parallel_degree 32", 32, "float8 wants multiples of 16, and t"),

@@ -55,7 +55,7 @@ def name_of(layout: Layout) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "gib", "cores"), tiered([(2, 7.6, 0), (2, 24.0, 1)], slow=[(4, 7.6, 0), (4, 24.0, 2)])
+    ("ranks", "gib", "cores"), tiered([(2, 8.6, 0), (2, 24.0, 1)], slow=[(4, 8.6, 0), (4, 24.0, 2)])
 )
 def test_pruned_search_finds_what_the_search_of_everything_finds(
     ranks: int, gib: float, cores: int
@@ -65,7 +65,7 @@ def test_pruned_search_finds_what_the_search_of_everything_finds(
     best, found = everything(asked), search(asked, keep=3)
     fastest = sorted(best.items(), key=lambda each: each[1])[:3]
     assert [layout.step_seconds for layout in found.layouts] == [time for _, time in fastest]
-    assert not {name_of(layout) for layout in found.too_large} & best.keys()
+    assert fastest and not {name_of(layout) for layout in found.too_large} & best.keys()
     assert found.num_degrees > len(best) or gib > 10, "some degrees do not fit"
 
 

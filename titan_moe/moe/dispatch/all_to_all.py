@@ -40,7 +40,7 @@ from titan_moe.comm.collectives import (
     all_gather_rows,
     exchange_rows,
     gather_parts,
-    last_of_a_layer,
+    never_kept,
     reduce_scatter_rows,
     start_numbers,
     start_rows,
@@ -174,7 +174,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def send_home(self, y_RD: Tensor, route: ExchangeRoute) -> RowsInFlight:
         y_ND = combine_rows(y_RD, route.ordered)
-        with last_of_a_layer():
+        with never_kept():
             if self.etp_group.size() > 1:
                 y_ND = reduce_scatter_rows(y_ND, route.gathered, self.etp_group)
             if route.hop is not None:

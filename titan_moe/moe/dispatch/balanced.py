@@ -130,29 +130,26 @@ class BalancedDispatcher(AllToAllDispatcher):
         rows_PES = torch.stack([parts.own_PES, parts.borrowed_PES], 1).flatten(1, 2)
         rows_QP = rows_PES[own].sum(0).view(slices, ranks)
         lent_PE = parts.borrowed_PES.sum(2) > 0
-        # Host sync, once per chunk: collectives of rows take their sizes as Python ints.
-        sent, received, gathered, homes, lent = to_host(
+        # Host sync, once per chunk: collectives take their sizes as Python ints.
+        sent, received, gathered, homes, borrows = to_host(
             rows_PES[..., here].sum(1),
             rows_QP[self.etp_group.rank()],
             rows_QP.sum(1),
             loans.home_P,
-            lent_PE.flatten().long(),
+            lent_PE.sum(1),
         )
-        experts = [
-            [n for n in range(num_local) if lent[rank * num_local + n]] for rank in range(ranks)
-        ]
         route.num_rows, route.gathered = sum(sent), gathered
         route.exchange = route.weights_exchange = AllToAll(sent, received, self.ep_group)
-        route.weights_gathered = gathered
-        kept = [*range(num_local), *(num_local + n for n in experts[own])]
-        route.num_experts = len(kept)
-        route.counts_PE = rows_PES[own, torch.tensor(kept, device=rows_PES.device)].t()
-        if any(experts):
-            lends = [experts[rank] if homes[rank] == own else [] for rank in range(ranks)]
-            comes = [len(experts[own]) * (rank == homes[own]) for rank in range(ranks)]
-            exchange = AllToAll([len(each) for each in lends], comes, self.ep_group)
-            lent_here = [n for each in lends for n in each]
-            route.borrowed = Borrowed(lent_here, exchange, num_local, rows_PES)
+        route.weights_gathered, route.num_experts = gathered, num_local + borrows[own]
+        own_E = torch.arange(num_local, device=rows_PES.device)
+        borrowed_B = lent_PE[own].nonzero_static(size=borrows[own])[:, 0]
+        route.counts_PE = rows_PES[own, torch.cat([own_E, num_local + borrowed_B])].t()
+        if any(borrows):
+            lends = [n * (home == own) for n, home in zip(borrows, homes, strict=True)]
+            comes = [borrows[own] * (rank == homes[own]) for rank in range(ranks)]
+            exchange = AllToAll(lends, comes, self.ep_group)
+            lent_here_PE = lent_PE & (loans.home_P == own)[:, None]
+            route.borrowed = Borrowed(lent_here_PE, exchange)
 
     def plan(self, route: ExchangeRoute) -> None:
         """Does nothing: the route is planned."""

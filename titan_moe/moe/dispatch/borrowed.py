@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_moe.comm.collectives import AllToAll
+from titan_moe.comm.collectives import AllToAll, never_kept
 from titan_moe.ops.linear import linear
 from titan_moe.ops.move_rows import add_rows, copy_rows
 
@@ -12,20 +12,23 @@ class Borrowed:
     """An exchange of the weights of lent experts. No tuple: FSDP would look for tensors in it.
 
     Args:
-        experts: this rank's experts that it lends, in the order of the ranks that borrow them.
+        lent_PE: bool, this rank's experts that each rank borrows.
         exchange: takes them there.
     """
 
-    def __init__(self, experts: list[int], exchange: AllToAll, num_local: int, like: Tensor):
-        self.exchange, self.num_local = exchange, num_local
-        self._source_M = torch.tensor(experts, dtype=torch.int64, device=like.device)
-        copies: list[list[int]] = [[n] for n in range(num_local)]
-        first_home = num_local + sum(exchange.received)
-        for place, expert in enumerate(experts):
-            copies[expert].append(first_home + place)
-        most = max(map(len, copies))
-        table = [[*rows, *[-1] * (most - len(rows))] for rows in copies]
-        self._rows_EK = torch.tensor(table, device=like.device)
+    def __init__(self, lent_PE: Tensor, exchange: AllToAll) -> None:
+        self.exchange, self.num_local = exchange, lent_PE.shape[1]
+        # The host knows all sizes: it waits for nothing.
+        rank_M, expert_M = lent_PE.nonzero_static(size=sum(exchange.sent)).t()
+        self._source_M = expert_M.contiguous()
+        copy_M = lent_PE.cumsum(0)[rank_M, expert_M]
+        most = sum(number > 0 for number in exchange.sent)
+        own_E = torch.arange(self.num_local, device=lent_PE.device)
+        rows_EK = own_E.new_full((self.num_local, 1 + most), -1)
+        rows_EK[:, 0] = own_E
+        first_home = self.num_local + sum(exchange.received)
+        home_M = first_home + torch.arange(len(expert_M), device=lent_PE.device)
+        self._rows_EK = rows_EK.index_put((expert_M, copy_M), home_M)
 
     def join(self, w: Tensor) -> Tensor:
         """Returns weights of this rank's experts, and behind them those of borrowed ones. Backward:
@@ -34,7 +37,8 @@ class Borrowed:
 
     def _join(self, w: Tensor) -> Tensor:
         lent = copy_rows(w.flatten(1), self._source_M)
-        borrowed = self.exchange.wait(self.exchange.start(lent))
+        with never_kept():  # Kept from the forward, they would be as large as experts.
+            borrowed = self.exchange.wait(self.exchange.start(lent))
         return torch.cat([w, borrowed.view(-1, *w.shape[1:])])
 
     def _add_up(self, grad: Tensor, rows_EK: Tensor) -> Tensor:

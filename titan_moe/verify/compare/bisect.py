@@ -108,7 +108,7 @@ class Bisection(Runner):
             assert folder is not None
             return folder
 
-        routed = model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
+        routed = model_of_job(job.model).moe is not None and job.debug.routing is None
         record = (("debug.routing_record", ROUTES),) if routed else ()
         before = train(self.trial.baseline, "baseline", *_saved(step - 1), *record)
 

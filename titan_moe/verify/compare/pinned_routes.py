@@ -31,8 +31,8 @@ def routing_problems(
         num_records: runs of so many steps that record their routes below `out`.
     """
     pair = baseline, candidate
-    if any(job.debug.moe_force_load_balance for job in pair):
-        return ["--pin-routing: debug.moe_force_load_balance=true pins routes already: choose one"]
+    if given := next(filter(None, (job.debug.routing for job in pair)), None):
+        return [f"--pin-routing: {given} pins routes already: choose one"]
     if any(model_of_job(job.model).moe is None for job in pair):
         return ["--pin-routing: a model without experts has no routes: leave it out"]
     dims = [trace_dims(job, model_of_job(job.model)) for job in pair]
