@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     model: str
     layout: str
-    """As `verify gradients --layouts` reads it."""
+    """A layout as `verify gradients --layouts` reads it."""
     microbatches: int = 2
     """Microbatches of a data rank in a step; in a pipeline those of one run of its schedule."""
     seq_len: int = 256

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_736, "tests": 26_929, "scripts": 4_458}
+BUDGETS = {"titan_moe": 32_741, "tests": 26_928, "scripts": 4_458}
 WORDS = 45_000
 PACKAGES = {
     "titan_moe/*.py": 100,

@@ -72,9 +72,9 @@ class Share(NamedTuple):
     sequences: int
     """Sequences of one microbatch."""
     passes: Mapping[int, int]
-    """How often these microbatches have passed a layer here, by the first layer of its kind."""
+    """Passes of these microbatches through layers here, by the first layer of a kind."""
     through: Mapping[int, int]
-    """Those of `passes` that are over when one microbatch's backward comes to `first`."""
+    """Passes whose backward is over when one microbatch's backward comes to `first`."""
     first: tuple[str, ...]
     """The first two layers of a stage, and the embedding before them."""
     losses: int
@@ -193,30 +193,30 @@ class _Units(NamedTuple):
 
     owned: float
     training: float
-    """Those of its parameters that train."""
+    """Owned elements that train."""
     late: float
-    """Those of these whose gradients come with `Share.first`."""
+    """Owned elements that train and whose gradients come with `Share.first`."""
     moments: float
     whole: float
     """Parameters that it gathers, of all units."""
     trained: float
-    """Those of them that train."""
+    """Gathered elements that train."""
     first: float
     """Parameters of the units of `Share.first`."""
     trained_first: float
     first_layer: float
     layer: float
-    """Of the largest layer."""
+    """Gathered elements of the largest layer."""
     gradients: float
-    """Of the layer with most that trains."""
+    """Gathered elements that train, of the layer with most."""
     dense: float
-    """Those of a layer that are not experts'."""
+    """Elements of a layer that train and are not experts'."""
     routed: float
     embedding: tuple[float, float]
-    """Of the embedding, and what trains of it."""
+    """Gathered elements of the embedding, and those that train."""
     output: tuple[float, float]
     ahead: float
-    """Of multi-token prediction."""
+    """Gathered elements of multi-token prediction."""
 
 
 def _units(plan: Plan, share: Share, sizes: Sizes) -> _Units:

@@ -392,10 +392,8 @@ def test_each_slice_of_an_expert_has_all_of_its_rows():
     one, two = (run_on_ranks(_rows_of_a_slice, 2, slices)[0] for slices in (1, 2))
     assert two == pytest.approx(2 * one, rel=0.1)
     config = tiny(_sliced(1))
-    found = []
-    for slices in (1, 2):
-        kept = _tables(make_plan(_sliced(slices), config, 2))["the loss"]["kept"]
-        found.append(sum(kept.values()))
+    plans = (make_plan(_sliced(slices), config, 2) for slices in (1, 2))
+    found = [sum(_tables(plan)["the loss"]["kept"].values()) for plan in plans]
     assert config.moe is not None
     more = 256 * config.moe.top_k * config.dim * 8 * (config.num_layers - config.num_dense_layers)
     assert found[1] - found[0] == pytest.approx(more)
