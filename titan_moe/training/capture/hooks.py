@@ -65,9 +65,10 @@ def _watch_module(name: str, module: nn.Module, watcher: Watcher) -> list[Remova
             depths = enumerate(x.split(watcher.now.size))
             views = [given(f"input of depth {k}" if k else "input", own) for k, own in depths]
             return torch.cat(views), *others
-        names = ["input", *(f"argument {place}" for place in range(2, len(args) + 1))]
-        named = zip(names, args, strict=True)
-        return tuple(given(name, x) if isinstance(x, Tensor) else x for name, x in named)
+        return tuple(
+            given(f"input {place + 1}" if place else "input", x) if isinstance(x, Tensor) else x
+            for place, x in enumerate(args)
+        )
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if isinstance(output, Tensor):
