@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from tests.support.tiers import tiered
 from tests.support.tiny import batch_of, make_job, tiny_step
 from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed import compile
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.runtime.ranks import run_on_ranks
 
@@ -52,6 +55,32 @@ def test_nothing_is_compiled_after_the_first_step(ep: int):
     for graphs, sizes in run_on_ranks(train, ep, job_of(ep)):
         assert 0 < graphs[0] == graphs[-1]
         assert ep == 1 or len(sizes) > 2, "the number of rows did not vary"
+
+
+def unknown_sizes(job: JobConfig) -> list[list[bool]]:
+    """Trains one step, and returns for each stack of weights that a graph is given which of a
+    matrix's sizes the graph does not know."""
+    stacks: list[list[bool]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            x = node.meta["example_value"]
+            if isinstance(x, torch.Tensor) and x.ndim == 3 and x.requires_grad:
+                stacks.append([isinstance(size, torch.SymInt) for size in x.shape[1:]])
+        return graph.forward
+
+    with mock.patch.object(compile, "_options", lambda *_: {"backend": backend}):
+        _, step = tiny_step(job)
+        step([batch_of(0, slice(dist.get_rank(), 4, dist.get_world_size()))])
+    return stacks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", [{}, {"expert_parallel_comm_backend": "balanced"}])
+def test_graphs_of_experts_know_the_sizes_of_their_matrices(parallelism: dict[str, Any]):
+    """Kernels for any size divide 64-bit numbers for each element, and load one at a time."""
+    for stacks in run_on_ranks(unknown_sizes, 2, job_of(2, **parallelism)):
+        assert len(stacks) >= 3 and not any(map(any, stacks)), stacks
 
 
 def graph_breaks(job: JobConfig) -> list[str]:
