@@ -94,22 +94,31 @@ def test_replicas_are_summed_once(word: str, sums: int):
         assert over_replicas == {"all_reduce": sums}
 
 
-def reductions(word: str) -> tuple[int, dict[str, Any]]:
-    """Two steps, with experts on one rank each in three layers, in bfloat16: what FSDP reduces,
-    over one rank too, and the gradients."""
+def reductions(word: str) -> tuple[int, int, dict[str, Any]]:
+    """Two steps, with experts on one rank each in three layers, in bfloat16: how often FSDP
+    reduces, over one rank too; all casts; and the gradients."""
     degrees = {"expert_parallel_degree": 2, "fsdp_accumulation": word}
     mixed = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
     with Operations() as seen:
         found = trained(make_job("qwen3", parallelism=degrees, training=mixed))
-    return seen.calls["fsdp.chunk_cat"], found["gradients"]
+    return seen.calls["fsdp.chunk_cat"], seen.calls["aten._to_copy"], found["gradients"]
 
 
 def test_experts_of_one_rank_add_up_without_a_reduction_in_each_microbatch():
     each, once = (run_on_ranks(reductions, 2, word) for word in ("reduce_each", "keep_gathered"))
-    for (calls, ours), (fewest, theirs) in zip(each, once, strict=True):
+    for (calls, _, ours), (fewest, _, theirs) in zip(each, once, strict=True):
         assert (calls, fewest) == (2 * (MICROBATCHES * UNITS + 3), 2 * (UNITS + 3))
         experts = [name for name in ours if ".experts." in name]
         assert experts and all(torch.equal(ours[name], theirs[name]) for name in experts)
+
+
+def test_experts_of_one_rank_are_cast_once_a_step_where_they_stay_gathered():
+    each, kept = (run_on_ranks(reductions, 2, word) for word in ("reduce_each", "keep_unsharded"))
+    for (calls, casts, ours), (same, fewer, theirs) in zip(each, kept, strict=True):
+        # Of two steps, three weights in each of three layers: forward and backward, or once.
+        assert casts - fewer == 2 * 3 * 3 * (2 * MICROBATCHES - 1)
+        assert calls == same and ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # --- numbers ---

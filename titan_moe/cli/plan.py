@@ -233,8 +233,8 @@ def _choices(layout: "Layout") -> str:
         words.append(plan.dispatch.name + ", in halves" * (plan.dispatch.num_chunks > 1))
     if plan.dims.cp > 1:
         words.append(parallelism.context_parallel_rotate_method)
-    if plan.accumulation == "keep_gathered":
-        words.append("gathered once a step")
+    if plan.accumulation != "reduce_each":
+        words.append(plan.accumulation.replace("_", " "))
     return ", ".join(words)
 
 

@@ -490,11 +490,12 @@ class Parallelism(Section):
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
-    fsdp_accumulation: Literal["auto", "reduce_each", "keep_gathered"] = "auto"
+    fsdp_accumulation: Literal["auto", "reduce_each", "keep_unsharded", "keep_gathered"] = "auto"
     """Sharing among the microbatches of a step: 'reduce_each' none, 'keep_gathered' the gathered
-    parameters and one reduction of their gradients. 'auto': on a GPU 'keep_gathered' if the
-    memory estimate leaves 4 GiB, else, and on a CPU, 'reduce_each'; a pipeline's schedule gathers
-    and reduces once a run."""
+    parameters and one reduction of their gradients, 'keep_unsharded' the same for parameters that
+    no other rank shards, such as experts with edp 1. 'auto': on a GPU the last of these for which
+    the memory estimate leaves 4 GiB, on a CPU 'reduce_each'; a pipeline's schedule gathers and
+    reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""

@@ -37,6 +37,9 @@ class ShardingPolicy:
     reshard_after_forward: bool
     """Applies to all units but the last, which the backward needs first."""
     reshard_last: bool
+    reshard_unsharded: bool
+    """Applies to units on a mesh of one rank, which `reshard_after_forward` frees otherwise: their
+    gathered parameters are copies in `compute_dtype`."""
     cpu_offload: bool
 
 
@@ -110,13 +113,13 @@ class StepSync:
 
     With "keep_gathered" only the last microbatch does; until then gradients add up on the device
     in `reduce_dtype`. A unit on a mesh of one rank, such as experts whose `edp` is 1, adds them up
-    so with either word: there they are no larger than their shards, and torch would write each
-    microbatch's gradients two times more, to reduce them over one rank.
+    so with each word: there they are no larger than their shards, and torch would write each
+    microbatch's gradients two times more, to reduce them over one rank. With "keep_unsharded" it
+    keeps its parameters too: torch would cast them and copy them again, twice a microbatch.
 
     Args:
         model: the root that `apply_fsdp` has sharded.
-        accumulation: `parallelism.fsdp_accumulation`, "auto" resolved: "reduce_each" or
-            "keep_gathered".
+        accumulation: `parallelism.fsdp_accumulation`, "auto" resolved.
         cpu_offload: whether gradients leave the device after each microbatch.
     """
 
@@ -129,10 +132,9 @@ class StepSync:
         def is_alone(unit: FSDPModule) -> bool:
             return _data_mesh(meshes, "edp" if id(unit) in experts else "fsdp").size() == 1
 
-        self._gathered = units if accumulation == "keep_gathered" else []
-        self._summed = self._gathered
-        if not self._summed and not cpu_offload:
-            self._summed = [unit for unit in units if is_alone(unit)]
+        alone = [unit for unit in units if is_alone(unit)]
+        self._gathered = {"keep_gathered": units, "keep_unsharded": alone}.get(accumulation, [])
+        self._summed = self._gathered or ([] if cpu_offload else alone)
         self._is_last = True
 
     def begin(self, *, last: bool) -> None:
@@ -158,6 +160,7 @@ def _moe_layers(unit: nn.Module) -> list[MoE]:
 
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, reshard: bool) -> None:
     num_shards = mesh.size(mesh.ndim - 1)
+    reshard = reshard and (mesh.size() > 1 or policy.reshard_unsharded)
     offload = CPUOffloadPolicy() if policy.cpu_offload else OffloadPolicy()
     sharded = fully_shard(
         module,

@@ -199,6 +199,8 @@ class _Units(NamedTuple):
     moments: float
     whole: float
     """Parameters that it gathers, of all units."""
+    unsharded: float
+    """Parameters that stay gathered because no other rank has a shard."""
     trained: float
     """Gathered elements that train."""
     first: float
@@ -224,10 +226,12 @@ def _units(plan: Plan, share: Share, sizes: Sizes) -> _Units:
     on_rank = dims.dp_replicate * dims.pp / dims.world_size
     tp, experts = dims.tp, dims.ep * dims.etp
     parts, trained = ({name: each[name] for name in share.parts} for each in sizes)
-    gathered, gradients = (
-        {name: size.dense / tp + size.routed / experts for name, size in each.items()}
-        for each in (parts, trained)
-    )
+    dense, routed = (plan.accumulation == "keep_unsharded" and each for each in plan.unsharded)
+    gathered = {
+        name: size.dense / tp * (not dense) + size.routed / experts * (not routed)
+        for name, size in parts.items()
+    }
+    gradients = {name: size.dense / tp + size.routed / experts for name, size in trained.items()}
     layers = [name for name in parts if name.startswith("layers.")]
     return _Units(
         owned=sum(map(sum, parts.values())) * on_rank,
@@ -235,6 +239,9 @@ def _units(plan: Plan, share: Share, sizes: Sizes) -> _Units:
         late=sum(sum(trained[name]) for name in share.first) * on_rank,
         moments=_moments(plan, trained) * on_rank,
         whole=sum(gathered.values()),
+        unsharded=sum(
+            size.dense / tp * dense + size.routed / experts * routed for size in parts.values()
+        ),
         trained=sum(gradients.values()),
         first=sum(gathered[name] for name in share.first),
         trained_first=sum(gradients[name] for name in share.first),
@@ -265,9 +272,9 @@ def _of_parameters(plan: Plan, share: Share, units: _Units, moment: Moment) -> T
         "gradients": 0.0 if sums else made * stored,
         "moments": units.moments * (BYTES["bfloat16"] if narrow else stored),
     }
-    held = 0.0
+    held = units.unsharded
     if not plan.reshard_after_forward:  # A backward that reduces frees them.
-        held = units.first if moment.is_early and not sums else units.whole
+        held += units.first if moment.is_early and not sums else units.whole
     return {
         "stored": {} if plan.cpu_offload else owns,
         "host": owns if plan.cpu_offload else {},

@@ -255,7 +255,8 @@ def _choose_loss(output: nn.Module, plan: Plan, meshes: Meshes) -> None:
 def _sharding_policy(plan: Plan) -> ShardingPolicy:
     stored, compute, reduce = map(_dtype, plan.types)
     frees, last = plan.reshard_after_forward, plan.reshard_last
-    return ShardingPolicy(stored, compute, reduce, frees, last, plan.cpu_offload)
+    frees_unsharded = plan.accumulation != "keep_unsharded"
+    return ShardingPolicy(stored, compute, reduce, frees, last, frees_unsharded, plan.cpu_offload)
 
 
 def _dtype(name: str) -> torch.dtype:

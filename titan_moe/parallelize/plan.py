@@ -61,7 +61,7 @@ class Plan:
 
     microbatches: int
     """Microbatches of a step; 1 in a pipeline."""
-    accumulation: Literal["reduce_each", "keep_gathered"]
+    accumulation: Literal["reduce_each", "keep_unsharded", "keep_gathered"]
     """The resolved `parallelism.fsdp_accumulation`."""
     reshard_after_forward: bool
     """True if FSDP frees a unit's parameters after its forward; applies to all units but the last,
@@ -82,6 +82,14 @@ class Plan:
     counts_answers: bool
     """True if routers count, and balance, tokens with a target alone: those of conversations, whose
     losses' divisor would else be a part of the tokens summed."""
+
+    @property
+    def unsharded(self) -> tuple[bool, bool]:
+        """Returns whether a rank holds its part of dense parameters, and of routed experts, alone:
+        FSDP's mesh has one rank."""
+        dims = self.dims
+        dense, routed = (dims.dp_replicate * dims.size(axis) == 1 for axis in ("fsdp", "edp"))
+        return dense, routed
 
     def fits_model_of(self, other: "Plan") -> bool:
         """Returns whether a model built for the other plan can run this one as it is. The stages of

@@ -82,13 +82,22 @@ def make_plan(
         counts_in_documents=training.mask_documents and config.has_temperature,
         counts_answers=training.dataset_format == "messages",
     )
-    keeping = replace(
-        plan, accumulation="keep_gathered", reshard_after_forward=False, reshard_last=False
-    )
+    keeping = {
+        "keep_gathered": replace(
+            plan, accumulation="keep_gathered", reshard_after_forward=False, reshard_last=False
+        ),
+        "keep_unsharded": replace(plan, accumulation="keep_unsharded"),
+        "reduce_each": plan,
+    }
     wanted = parallelism.fsdp_accumulation
-    if wanted == "auto" and plan.microbatches > 1 and device_bytes is not None:
-        return keeping if memory(keeping).needed + MARGIN <= device_bytes else plan
-    return keeping if wanted == "keep_gathered" else plan
+    if wanted != "auto":
+        return keeping[wanted]
+    if plan.microbatches == 1 or device_bytes is None:
+        return plan
+    if not any(plan.unsharded):
+        del keeping["keep_unsharded"]
+    fits = (each for each in keeping.values() if memory(each).needed + MARGIN <= device_bytes)
+    return next(fits, plan)
 
 
 def resolve_model(config: ModelConfig, job: JobConfig, device_type: str) -> ModelConfig:

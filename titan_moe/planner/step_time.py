@@ -191,7 +191,7 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
     total = dict.fromkeys(REGIONS, 0.0)
     gathers, reduces, once = _parameters(plan, device, layer)
     frees, overlaps = plan.reshard_after_forward, not device.cores
-    rounds = count if plan.accumulation == "reduce_each" and plan.dims.pp == 1 else 1
+    rounds = count if plan.accumulation != "keep_gathered" and plan.dims.pp == 1 else 1
     for side, sent in (
         (forward, gathers * (rounds if frees else 1)),
         (backward, (gathers * frees + reduces) * rounds),
@@ -355,7 +355,7 @@ def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Second
     links = links_of(dims, "fsdp", device)
     weight = vocabulary * config.dim
     sent = links.collective(weight * width) + links.collective(weight * 4)
-    rounds = count if plan.accumulation == "reduce_each" and dims.pp == 1 else 1
+    rounds = count if plan.accumulation != "keep_gathered" and dims.pp == 1 else 1
     seconds = depths * (flops / (device.flops * device.products) + passes / memory)
     # Both ends of the model are cut by vocabulary: two collectives for each, in both passes.
     way, ends = links_of(dims, "tp", device).collective(batch.tokens * config.dim * width), 1

@@ -241,5 +241,6 @@ class StepVolumes(Observer):
 def microbatches_to_run(parallelism: Parallelism) -> int:
     """Returns how many microbatches tell what a further one adds. The first one differs in a
     pipeline, and where parameters stay gathered for all."""
-    same = parallelism.fsdp_accumulation != "keep_gathered"  # "auto" of a CPU keeps none.
+    # "auto" of a CPU keeps none.
+    same = parallelism.fsdp_accumulation in ("auto", "reduce_each")
     return 2 if same and parallelism.pipeline_parallel_degree == 1 else 3

@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "cp_balancer": ("headtail", "none"),
     "reshard": ("default", "always", "never"),
     "dispatch": ("standard", "deduplicated", "nodes", "balanced", "bounded", "symmetric"),
-    "accumulation": ("reduce_each", "keep_gathered"),
+    "accumulation": ("reduce_each", "keep_unsharded", "keep_gathered"),
 }
 """Options of a layout besides its degrees; `recompute=2` is every second layer,
 `dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
