@@ -1,5 +1,6 @@
 """The router: scores, the selection of experts, their gating weights, and the routing bias."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -165,9 +166,13 @@ class GivenExperts(nn.Module):
 
 
 def _in_turn(config: MoEConfig, scores_TE: Tensor) -> Tensor:
-    num_tokens = len(scores_TE)
-    slots = torch.arange(num_tokens * config.top_k, device=scores_TE.device)
-    return (slots % config.num_experts).view(num_tokens, config.top_k)
+    """Gives each expert one of every E choices. A token reaches about as many of K ranks as at
+    random, 1 - 1/e of them: neighbours would be on one."""
+    num_tokens, top_k, num_experts = len(scores_TE), config.top_k, config.num_experts
+    steps = range(max(round(0.63 * num_experts / top_k), 1), num_experts + 2)
+    step = next(each for each in steps if math.gcd(each, num_experts) == 1)
+    choices = torch.arange(num_tokens * top_k, device=scores_TE.device)
+    return (choices * step % num_experts).view(num_tokens, top_k)
 
 
 class GatingWeights(nn.Module):

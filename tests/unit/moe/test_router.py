@@ -8,6 +8,7 @@ import torch
 from tests.support.router_cases import router_errors
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router
+from titan_moe.ops.permute_indices import reached_ranks
 
 CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_dim=4)
 
@@ -65,3 +66,19 @@ def test_forced_balance_is_seen_in_a_printed_router():
     assert "GivenExperts(each in turn)" in repr(router)
     experts_TK = router.select(torch.rand(16, 8), router.expert_bias)
     assert experts_TK.flatten().bincount().tolist() == [6] * 8
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "ranks", "random"),
+    [(128, 8, 8, 5.25), (256, 8, 8, 5.25), (64, 6, 4, 3.3)],
+)
+def test_forced_balance_spreads_a_token_over_as_many_ranks_as_chance(
+    num_experts: int, top_k: int, ranks: int, random: float
+):
+    config = replace(CONFIG, num_experts=num_experts, top_k=top_k, force_load_balance=True)
+    scores_TE = torch.rand(num_experts, num_experts)
+    experts_TK = _router(config).select(scores_TE, torch.zeros(num_experts))
+    assert experts_TK.flatten().bincount().tolist() == [top_k] * num_experts
+    assert all(len(set(experts)) == top_k for experts in experts_TK.tolist())
+    reached_TP = reached_ranks(experts_TK, num_experts // ranks, ranks)
+    assert reached_TP.sum(1).double().mean() == pytest.approx(random, rel=0.15)
