@@ -12,7 +12,7 @@ def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4
 ) -> Any:
     """Compiles a Triton function for sm_90, and returns Triton's object with the assembly. Tensors
-    are aligned to 16 bytes, as torch's are."""
+    are aligned to 16 bytes, as torch's are, and strides are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -25,7 +25,7 @@ def compile_kernel(
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name, kind in types.items()
-            if kind.startswith("*")
+            if kind.startswith("*") or name.endswith("_stride")
         },
     )
     options = {"num_warps": num_warps}

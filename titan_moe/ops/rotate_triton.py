@@ -96,9 +96,14 @@ def _rotate_kernel(
         turned = tl.reshape(tl.join(turned_a, turned_b), (ROWS, 2 * COLUMNS))
         tl.store(out_ptr + target + FIRST + both, turned, mask=has_both)
 
-    for start in range(0, DIM - 2 * PAIRS, COLUMNS):
-        rest = start + pair
-        column = rest + tl.where(rest >= FIRST, 2 * PAIRS, 0)
-        is_rest = is_row & (rest < DIM - 2 * PAIRS)
-        kept = tl.load(x_ptr + source + column, mask=is_rest, other=0)
-        tl.store(out_ptr + target + column, kept, mask=is_rest)
+    # Two loops: from one over both sides Triton 3.8 and 3.9 move 2 bytes at a time.
+    for start in range(0, FIRST, COLUMNS):
+        column = start + pair
+        before = is_row & (column < FIRST)
+        kept = tl.load(x_ptr + source + column, mask=before, other=0)
+        tl.store(out_ptr + target + column, kept, mask=before)
+    for start in range(FIRST + 2 * PAIRS, DIM, COLUMNS):
+        column = start + pair
+        behind = is_row & (column < DIM)
+        kept = tl.load(x_ptr + source + column, mask=behind, other=0)
+        tl.store(out_ptr + target + column, kept, mask=behind)

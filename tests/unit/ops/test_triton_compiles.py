@@ -124,14 +124,15 @@ def test_sorts_compile(top_k: int, num_keys: int, once: int) -> None:
 
 
 @pytest.mark.parametrize("halves", [0, 1])
-@pytest.mark.parametrize("first", [0, 128])
-def test_rotations_compile_and_move_16_bytes_at_a_time(halves: int, first: int) -> None:
+@pytest.mark.parametrize("first, dim", [(0, 64), (0, 128), (128, 192)])
+def test_rotations_compile_and_move_16_bytes_at_a_time(halves: int, first: int, dim: int) -> None:
     from titan_moe.ops.rotate_triton import _rotate_kernel
 
-    constants = {"HEADS": 16, "DIM": 192 if first else 64, "FIRST": first, "PAIRS": 32}
+    constants = {"HEADS": 16, "DIM": dim, "FIRST": first, "PAIRS": 32}
     constants |= {"HALVES": halves, "ROWS": 64, "COLUMNS": 32}
     pointers = {"x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*bf16"}
     numbers = ["num_rows", "seq_len", "batch_stride", "token_stride", "head_stride"]
     for backward in (0, 1):
         asm = compiled(_rotate_kernel, pointers, numbers, **constants, BACKWARD=backward)
         assert "ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"]
+        assert not re.search(r"(ld|st)\.global\.b16", asm["ptx"])
