@@ -178,10 +178,15 @@ def _expert_reasons(run: Run) -> dict[str, str | bool]:
         return {" ".join(_OF_EXPERTS): f"{run.flavor} has no experts"}
     travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
     pairs = degrees.pipeline_parallel_schedule == "DualPipeV" and degrees.expert_parallel_degree > 1
+    routing = run.job.debug.routing
+    is_even = routing is not None and run.job.debug.router_load in (None, "W0")
+    unbalanced = degrees.expert_parallel_degree == 1 and "expert_parallel_degree is 1"
     return {
         "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap": (
             not travels and "expert_parallel_degree is 1"
         ),
+        "parallelism.expert_parallel_comm_backend": backend == "balanced"
+        and (unbalanced or (is_even and f"{routing} gives each rank as many rows")),
         "parallelism.pipeline_parallel_expert_parallel_overlap": not pairs
         and "it needs pipeline_parallel_schedule=DualPipeV and expert_parallel_degree above 1",
         "parallelism.expert_parallel_overflow": factor is None

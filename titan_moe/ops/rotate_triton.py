@@ -17,7 +17,9 @@ def rotate_heads(
     out_BSHC = torch.empty(x_BSHC.shape, dtype=x_BSHC.dtype, device=x_BSHC.device)
     batch, seq_len, heads, dim = x_BSHC.shape
     pairs = cos_BSC.shape[-1]
-    cos_BSC, sin_BSC = (x.expand(batch, seq_len, pairs).contiguous() for x in (cos_BSC, sin_BSC))
+    if len(cos_BSC) < batch:
+        cos_BSC, sin_BSC = (x.expand(batch, seq_len, pairs) for x in (cos_BSC, sin_BSC))
+    cos_BSC, sin_BSC = cos_BSC.contiguous(), sin_BSC.contiguous()
     num_rows = batch * seq_len * heads
     columns = triton.next_power_of_2(pairs)
     rows = max(1, _TILE // columns)

@@ -6,8 +6,7 @@ A line can be checked by hand against a model's config. Its factors, each with i
 - `on_rank`: FSDP and expert parallelism cut each parameter of a stage over all its ranks but
   replicas (arXiv 2304.11277; 2504.14960 for the two views).
 - `_Units`: a gathered unit's parameters on one rank: tp cuts dense ones, ep and etp experts. FSDP2
-  gathers the next unit during a layer's products, and has one layer's gradients before it reduces
-  them (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+  gathers the next unit during a layer's products, and has a layer's gradients before it reduces.
 - Moments: AdamW has two for each parameter (arXiv 1711.05101), Muon one for a layer's matrices.
 - Values per token: `activations.py`.
 - Microbatches between forward and backward: `config/pipeline.in_flight`, from the schedules.
@@ -55,13 +54,6 @@ MOMENTS = (
 )
 Table = dict[str, Lines]
 """Lines by the field of `Memory` that adds them up."""
-
-
-def _widths(plan: Plan) -> tuple[int, int, int]:
-    """Returns the bytes of an element of the weights that the optimizer updates, of gathered
-    weights and activations, and of gradients that are added up."""
-    stored = BYTES[plan.types.stored]
-    return stored, BYTES[plan.types.compute], max(stored, 4)
 
 
 class Share(NamedTuple):
@@ -133,7 +125,7 @@ def tables(
         }
         for rows in (1.0, _most_rows(plan, max(round(tokens), 1), skew))
     ]
-    scale = tokens * _widths(plan)[1]
+    scale = tokens * plan.widths[1]
     for rank, share in enumerate(shares):
         units = _units(plan, share, sizes)
         logits = _logits(plan, share, sizes)
@@ -210,7 +202,7 @@ class _Units(NamedTuple):
     layer: float
     """Gathered elements of the largest layer."""
     gradients: float
-    """Gathered elements that train, of the layer with most."""
+    """Those that train, of the layer with most."""
     dense: float
     """Elements of a layer that train and are not experts'."""
     routed: float
@@ -226,12 +218,13 @@ def _units(plan: Plan, share: Share, sizes: Sizes) -> _Units:
     on_rank = dims.dp_replicate * dims.pp / dims.world_size
     tp, experts = dims.tp, dims.ep * dims.etp
     parts, trained = ({name: each[name] for name in share.parts} for each in sizes)
+    gathered, gradients = (
+        {name: size.dense / tp + size.routed / experts for name, size in each.items()}
+        for each in (parts, trained)
+    )
     dense, routed = (plan.accumulation == "keep_unsharded" and each for each in plan.unsharded)
-    gathered = {
-        name: size.dense / tp * (not dense) + size.routed / experts * (not routed)
-        for name, size in parts.items()
-    }
-    gradients = {name: size.dense / tp + size.routed / experts for name, size in trained.items()}
+    stay = {n: dense * s.dense / tp + routed * s.routed / experts for n, s in parts.items()}
+    gathered = {name: size - stay[name] for name, size in gathered.items()}
     layers = [name for name in parts if name.startswith("layers.")]
     return _Units(
         owned=sum(map(sum, parts.values())) * on_rank,
@@ -239,9 +232,7 @@ def _units(plan: Plan, share: Share, sizes: Sizes) -> _Units:
         late=sum(sum(trained[name]) for name in share.first) * on_rank,
         moments=_moments(plan, trained) * on_rank,
         whole=sum(gathered.values()),
-        unsharded=sum(
-            size.dense / tp * dense + size.routed / experts * routed for size in parts.values()
-        ),
+        unsharded=sum(stay.values()),
         trained=sum(gradients.values()),
         first=sum(gathered[name] for name in share.first),
         trained_first=sum(gradients[name] for name in share.first),
@@ -258,15 +249,15 @@ def _units(plan: Plan, share: Share, sizes: Sizes) -> _Units:
 
 def _of_parameters(plan: Plan, share: Share, units: _Units, moment: Moment) -> Table:
     """Weights, gradients and moments: those that a rank owns, and those that it gathers."""
-    stored, compute, reduced = _widths(plan)
+    stored, compute, reduced = plan.widths
     sums = plan.dims.pp > 1 or plan.accumulation == "keep_gathered"
     frozen = compute if plan.job.lora.rank is not None else stored
     narrow = plan.job.optimizer.state_dtype == "bfloat16"
     made, whole = units.training, units.trained
     if not share.has_gradients:
         # Those of the first units are to come.
-        made = (made - units.late) * moment.is_early
-        whole = (whole - units.trained_first) * moment.is_early
+        made, whole = made - units.late, whole - units.trained_first
+        made, whole = made * moment.is_early, whole * moment.is_early
     owns = {
         "weights": units.training * stored + (units.owned - units.training) * frozen,
         "gradients": 0.0 if sums else made * stored,
@@ -288,7 +279,7 @@ def _of_parameters(plan: Plan, share: Share, units: _Units, moment: Moment) -> T
 
 def _gathered(plan: Plan, units: _Units, moment: Moment) -> Lines:
     """Returns FSDP's units that are whole. A pipeline reduces when no activations are left."""
-    dims, frees, (_, compute, reduced) = plan.dims, plan.reshard_after_forward, _widths(plan)
+    dims, frees, (_, compute, reduced) = plan.dims, plan.reshard_after_forward, plan.widths
     reduces_here = dims.pp == 1
     if moment is LOSS:
         return {"weights of the output layer, twice": frees * 2 * units.output[0] * compute}
@@ -328,7 +319,7 @@ def _gathered(plan: Plan, units: _Units, moment: Moment) -> Lines:
 def _logits(plan: Plan, share: Share, sizes: Sizes) -> Lines:
     """Returns the bytes of a chunk's logits and of the output layer's gradients, at the loss."""
     config, training, dims = plan.config, plan.job.training, plan.dims
-    _, compute, reduced = _widths(plan)
+    _, compute, reduced = plan.widths
     if "output" not in share.parts:
         return {}
     tokens = share.sequences * training.seq_len / dims.cp
@@ -362,7 +353,7 @@ def _symmetric_memory(plan: Plan) -> Lines:
     if not num_rows:
         return {}
     return {
-        "buffers of rows": num_rows * plan.config.row_dim * _widths(plan)[1],
+        "buffers of rows": num_rows * plan.config.row_dim * plan.widths[1],
         "routing weights, in 64 bytes each": num_rows * 64,
     }
 

@@ -84,6 +84,13 @@ class Plan:
     losses' divisor would else be a part of the tokens summed."""
 
     @property
+    def widths(self) -> tuple[int, int, int]:
+        """Returns the bytes of an element of the weights that the optimizer updates, of gathered
+        weights and activations, and of gradients that are added up."""
+        stored = BYTES[self.types.stored]
+        return stored, BYTES[self.types.compute], max(stored, 4)
+
+    @property
     def unsharded(self) -> tuple[bool, bool]:
         """Returns whether a rank holds its part of dense parameters, and of routed experts, alone:
         FSDP's mesh has one rank."""

@@ -29,6 +29,8 @@ _LATE_CAPTURE = f"{_EIGHT} 8 --debug.capture_step 9 --compile.enable"
 _FLOAT8 = "--model.converters quantize.linear.float8"
 _PAIRS = "--p.pipeline_parallel_expert_parallel_overlap"
 _DEDUPLICATED = f"{EP}_comm_backend deduplicated"
+_BALANCED = f"{EP}_comm_backend balanced"
+_HELPS_NOT = "parallelism.expert_parallel_comm_backend=balanced has no effect: "
 _OF_NODE = f"ep 2 {EP}_ranks_per_node 2 {EP}_comm_backend"
 _BASED = "--lora.rank 8 --checkpoint.enable --checkpoint.initial_load_path /"
 _PARTS = (
@@ -65,6 +67,13 @@ _PARTS = (
         (f"{_BASED} --moe.bias_update_speed 1", MODEL, "moe.bias_update_speed=1.0 has no effect: "),
         ("--moe.bias_momentum 0.5", MODEL, "moe.bias_momentum=0.5 has no effect: moe.bias_update="),
         ("--training.messages.max_refused 0.1", MODEL, "training.messages has no effect: training"),
+        (_BALANCED, MODEL, f"{_HELPS_NOT}expert_parallel_degree is 1"),
+        (f"ep 2 {_BALANCED} --debug.router_load W0", MODEL, f"{_HELPS_NOT}debug.router_load=W0"),
+        (
+            f"ep 2 {_BALANCED} --debug.moe_force_load_balance",
+            MODEL,
+            f"{_HELPS_NOT}debug.moe_force_load_balance=true gives each rank as many rows",
+        ),
         ("--debug.router_load W2", DENSE, "debug.router_load=W2 has no effect: deepseek_v3 debugm"),
         ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
         ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
