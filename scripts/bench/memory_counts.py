@@ -105,6 +105,7 @@ def _cases() -> Iterator[Case]:
         {"optimizer": {"name": "Muon"}},
         {"lora": {"rank": 16}},
         {"fsdp_accumulation": "keep_gathered", "global_batch_size": 512},
+        {"fsdp_accumulation": "keep_unsharded", "global_batch_size": 512},
         {"fsdp_reshard_after_forward": "never"},
         {"expert_parallel_overlap": True},
         {"expert_parallel_comm_backend": "deduplicated"},
