@@ -6,8 +6,6 @@ from typing import Any
 _PLACES = {
     "continue_text": "titan_moe.cli.generation",
     "load_model": "titan_moe.cli.generation",
-    "plan_redistribution": "titan_moe.distributed.redistribution",
-    "redistribute": "titan_moe.distributed.redistribution",
 }
 
 

@@ -28,7 +28,6 @@ _RULES = {
 _ALLOWED = {
     ("models/decoder.py", _SETS): "torch moves a module's buffers only with parameters",
     ("distributed/parallel_dims.py", _SETS): "a frozen dataclass's derived field",
-    ("distributed/sharding.py", _SETS): "a frozen dataclass's normal form",
     ("ops/float8.py", _SETS): "torchao's recipes leave out one field, frozen",
     ("ops/varlen_attention.py", _ASKS): "torch 2.11 has no enable_gqa",
     ("distributed/fsdp.py", _ASKS): "torch 2.11 and 2.12 have one buffer for reductions",

@@ -11,7 +11,10 @@ from math import prod
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from titan_moe.distributed.parallel_dims import Axes
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.transfer_plan import Held
 
@@ -22,14 +25,27 @@ Ranks = list[dict[str, Held]]
 
 
 def all_shardings(axes: Sequence[str], num_dims: int) -> Iterator[Sharding]:
-    """Each axis copies, sums, or cuts one of the dims; those that cut the same dim in any order."""
-    for roles in product(["copies", "sums", *range(num_dims)], repeat=len(axes)):
+    """Each axis copies or cuts one of the dims; those that cut the same dim in any order."""
+    for roles in product([None, *range(num_dims)], repeat=len(axes)):
         cutting = [
             [a for a, role in zip(axes, roles, strict=True) if role == d] for d in range(num_dims)
         ]
-        partial = frozenset(a for a, role in zip(axes, roles, strict=True) if role == "sums")
         for cuts in product(*(permutations(cut) for cut in cutting)):
-            yield Sharding(cuts, partial)
+            yield Sharding(cuts)
+
+
+def placements_of(sharding: Sharding, axes: Axes) -> tuple[Placement, ...]:
+    """Returns the placements of a DTensor on a mesh with these axes: an axis that cuts before one
+    to its left in the mesh is a `_StridedShard`."""
+    names = list(axes)
+    placements: list[Placement] = [Replicate() for _ in names]
+    for dim, cut in enumerate(sharding.cuts):
+        for number, axis in enumerate(cut):
+            place = names.index(axis)
+            split_factor = prod(axes[a] for a in cut[:number] if names.index(a) > place)
+            strided = _StridedShard(dim, split_factor=split_factor)
+            placements[place] = strided if split_factor > 1 else Shard(dim)
+    return tuple(placements)
 
 
 def draw(chance: random.Random, world_size: int, num_tensors: int) -> tuple[Ranks, Ranks]:

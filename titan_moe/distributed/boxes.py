@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from math import prod
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.comm.collectives import gather_parts, is_gloo
-
-_functional = torch.ops._c10d_functional
+from titan_moe.comm.collectives import gather_parts
 
 Box = tuple[slice, ...]
 """Begin and end of a part along each dim of the whole tensor."""
@@ -44,39 +41,31 @@ def exchange_boxes(
     *,
     place: int,
     group: ProcessGroup,
-    add: bool = False,
 ) -> Tensor:
     """Exchanges boxes of a tensor; returns this rank's part afterwards. Collective over the group.
 
     Takes one all-to-all, or one all-gather if all ranks want the same box and its pieces have one
-    size. Sums of equal parts take one reduce-scatter, except on gloo, which would reduce the whole
-    of them on every rank.
+    size.
 
     Args:
         local: this rank's part before.
-        before, after: the boxes of the group's ranks, in its order.
+        before, after: the boxes of the group's ranks, in its order; of those before, no two hold
+            the same element.
         place: this rank's number in the group.
-        add: the boxes before hold terms of a sum, taken in the order of ranks by an all-to-all
-            and in the backend's by a reduce-scatter; else pieces, of which no two hold the same.
     """
     mine, wanted = before[place], after[place]
     sent = [overlap(mine, box) for box in after]
     received = [overlap(box, wanted) for box in before]
     numbers = [prod(sizes(box)) for box in received]
-    if all(box == wanted for box in after) and len(set(numbers)) == 1 and not add:
+    if all(box == wanted for box in after) and len(set(numbers)) == 1:
         pieces: Sequence[Tensor] = gather_parts(local.reshape(-1), group).unbind()
     else:
         given = [prod(sizes(box)) for box in sent]
         parts = _joined(local, [inside(box, mine) for box in sent], given)
-        if add and len({*given, *numbers}) == 1 and not is_gloo(group, local.device):
-            ours = _functional.reduce_scatter_tensor(parts, "sum", len(before), group.group_name)
-            return _functional.wait_tensor(ours).view(sizes(wanted))
         buffer = local.new_empty(sum(numbers))
         dist.all_to_all_single(buffer, parts, numbers, given, group=group)
         del parts
         pieces = buffer.split(numbers)
-    if add:
-        return buffer.view(len(before), *sizes(wanted)).sum(0)
     whole = local.new_empty(sizes(wanted))
     for piece, box in zip(pieces, received, strict=True):
         if piece.numel():

@@ -52,7 +52,7 @@ def _sharding(
         check_divides(sharding, dict(axes), placements, shape)
     elif order:
         cuts = {entry.tensor_dim: tuple(axes[i][0] for i in entry.mesh_dims) for entry in order}
-        return Sharding(tuple(cuts.get(dim, ()) for dim in range(len(shape))), sharding.partial)
+        return Sharding(tuple(cuts.get(dim, ()) for dim in range(len(shape))))
     return sharding
 
 

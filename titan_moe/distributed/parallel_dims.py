@@ -161,12 +161,12 @@ class ParallelDims:
         # Checks of a configuration and the memory estimate do without torch.
         import torch.distributed as dist
 
-        from titan_moe.distributed.process_groups import ProcessGroups, program_groups
+        from titan_moe.distributed.process_groups import ProcessGroups
         from titan_moe.distributed.torch_mesh import RootMesh
 
         if dist.get_world_size() != self.world_size:
             raise ValueError(f"{self.world_size} ranks in a world of {dist.get_world_size()}")
-        program_groups()[device_type] = groups = groups or ProcessGroups(device=device_type)
+        groups = groups or ProcessGroups(device=device_type)
         meshes = Meshes(self, dist.get_rank(), RootMesh(device_type, self.world_size), groups)
         for axis in GROUP_AXES:
             meshes.group(axis)

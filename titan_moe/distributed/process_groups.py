@@ -8,7 +8,6 @@ rank does not grow with the world.
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -93,14 +92,6 @@ class ProcessGroups:
     def num_groups(self) -> int:
         """Groups of more than one rank that this rank belongs to, the default group not counted."""
         return sum(len(ranks) > 1 for ranks, _ in self._groups)
-
-
-_OF_WORLDS: WeakKeyDictionary[Any, dict[str, ProcessGroups]] = WeakKeyDictionary()
-
-
-def program_groups() -> dict[str, ProcessGroups]:
-    """Returns the groups of this world's last mesh, by type of device. Meshes add theirs."""
-    return _OF_WORLDS.setdefault(dist.group.WORLD, {})
 
 
 def _key(ranks: tuple[int, ...], kind: GroupKind) -> _Key:

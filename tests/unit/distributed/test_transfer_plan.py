@@ -50,8 +50,8 @@ def test_missing_elements_are_sent_once_and_no_others(
     assert check(plan, held, wanted, max_bytes).sum() == missing_bytes(held, wanted)
 
 
-def ranks_of(text: str, axes: dict[str, int], names: int, shape: tuple[int, ...]) -> Ranks:
-    sharding, world_size = Sharding.parse(text), int(np.prod(list(axes.values())))
+def ranks_of(sharding: Sharding, axes: dict[str, int], names: int, shape: tuple[int, ...]) -> Ranks:
+    world_size = int(np.prod(list(axes.values())))
     return [
         {
             f"tensor.{number}": Held(shape, torch.float32, sharding.box(rank, shape, axes))
@@ -63,7 +63,8 @@ def ranks_of(text: str, axes: dict[str, int], names: int, shape: tuple[int, ...]
 
 def test_replicas_share_the_sending() -> None:
     axes = {"replicate": 4, "shard": 2}
-    held, wanted = (ranks_of(text, axes, 25, (6, 8)) for text in ("S(0)[shard]", "R"))
+    held = ranks_of(Sharding((("shard",),)), axes, 25, (6, 8))
+    wanted = ranks_of(Sharding(), axes, 25, (6, 8))
     sent = check(plan_transfer(held, wanted, max_bytes=2**20), held, wanted, 2**20)
     half_of_a_tensor = 3 * 8 * 4
     assert sent.sum() == 8 * 25 * half_of_a_tensor
