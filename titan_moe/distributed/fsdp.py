@@ -134,7 +134,9 @@ class StepSync:
 
         alone = [unit for unit in units if is_alone(unit)]
         self._gathered = {"keep_gathered": units, "keep_unsharded": alone}.get(accumulation, [])
-        self._summed = self._gathered or ([] if cpu_offload else alone)
+        self._summed = self._gathered
+        if accumulation != "keep_gathered":
+            self._summed = [] if cpu_offload else alone
         self._is_last = True
 
     def begin(self, *, last: bool) -> None:
