@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titan_moe.checkpoint.hf.read import load_alone
 from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.models.hf import model_of
+from titan_moe.moe.router import Scores
 from titan_moe.verify.foreign import causes
 from titan_moe.verify.foreign.causes import Scale, error, units
 from titan_moe.verify.foreign.folder import ForeignStep, read_step
@@ -27,83 +28,52 @@ _WEAK = 1e3
 times this: a gradient that is zero in theory holds rounding errors."""
 
 
-class TensorVerdict(NamedTuple):
-    """The comparison of one tensor."""
-
-    name: str
-    theirs: str
-    """Its Hugging Face name."""
-    ratio: float
-    """Norm of theirs over that of ours."""
-    angle: float
-    """Degrees between them."""
-    error: float
-    """Norm of the difference over that of ours; of a stack, the largest of an expert."""
-    cause: str
-    """The mistake in words; empty where they agree."""
-
-
 class Part(NamedTuple):
     """The verdict on one part of a step: its loss, gradients, norm, ..."""
 
     name: str
     agrees: bool
-    says: str
-    tensors: Sequence[TensorVerdict] = ()
-
-    def lines(self) -> list[str]:
-        """Returns the verdict, and the tensors that differ, by cause."""
-        lines = [f"{self.name:<11}{self.says}"]
-        for cause in dict.fromkeys(each.cause for each in self.tensors if each.cause):
-            few = first_few([_line(each) for each in self.tensors if each.cause == cause])
-            lines += [f"  {cause}:", *(f"    {line}" for line in few)]
-        return lines
+    lines: list[str]
+    tensors: Sequence[dict[str, Any]] = ()
+    """The figures of each tensor."""
 
 
-def _line(each: TensorVerdict) -> str:
-    figures = f"ratio {each.ratio:.6g}, angle {each.angle:.3g}°, error {each.error:.1e}"
-    return f"{each.name} ({each.theirs}): {figures}"
-
-
-def judge(folder: Path, hf_folder: Path, dtype: torch.dtype) -> list[Part]:
+def judge(folder: Path, hf_folder: Path, dtype: str) -> list[Part]:
     """Compares the step in a folder with ours from the same weights. Raises ConfigError or RunError
     for what cannot be compared, before anything runs."""
     model = model_of(hf_folder)
     step = read_step(folder, replace(model, config=replace(model.config, num_mtp_layers=0)))
-    court = _Court(step, hf_folder, dtype)
-    parts = [court.loss(), court.gradients(), *court.norm(), *court.update(), *court.layers()]
-    facts, type_ = step.facts, str(dtype).removeprefix("torch.")
+    court, facts = _Court(step, hf_folder, dtype), step.facts
     who = f"{facts.program} {facts.version} ({facts.layout or 'one process'}, {facts.dtype})"
-    head = f"{who} beside one process in {type_}; equal means up to {court.scale.bound:.0e}"
-    return [Part("step", True, head), *parts]
+    head = f"{who} beside one process in {dtype}; equal means up to {court.scale.bound:.0e}"
+    parts = [court.loss(), court.gradients(), *court.norm(), *court.update(), *court.layers()]
+    return [Part("step", True, [head]), *parts]
 
 
 class _Court:
     """Computes the step anew, and judges each part of theirs."""
 
-    def __init__(self, step: ForeignStep, folder: Path, dtype: torch.dtype) -> None:
-        self.step, self.facts = step, step.facts
-        self.model = load_alone(folder, dtype=dtype, device=torch.device("cpu")).model
+    def __init__(self, step: ForeignStep, folder: Path, dtype: str) -> None:
+        self.step, self.facts, cpu = step, step.facts, torch.device("cpu")
+        self.model = load_alone(folder, dtype=getattr(torch, dtype), device=cpu).model
         self.parameters = {n: p.detach().double() for n, p in self.model.named_parameters()}
         self.outputs: dict[str, Tensor] = {}
         for name in step.activations:
             self.model.blocks()[name].register_forward_hook(partial(self._keep, name))
         self.our_loss, self.ours = self._of_rows(slice(None))
         self.our_norm = math.hypot(*(g.norm().item() for g in self.ours.values()))
-        types = self.facts.dtype, str(dtype).removeprefix("torch.")
-        bound = max(ROUNDING[each].bound for each in types)
-        usual = self.our_norm / math.sqrt(len(self.ours))
+        bound = max(ROUNDING[each].bound for each in (self.facts.dtype, dtype))
+        least = min(1.0, _WEAK * bound) * self.our_norm / math.sqrt(len(self.ours))
         sizes = {a: int(n) for a, n in re.findall(r"(\w+)=(\d+)", self.facts.layout) if n != "1"}
         sets = [names for n in range(1, len(sizes) + 1) for names in combinations(sizes, n)]
         axes = {" x ".join(names): math.prod(sizes[name] for name in names) for names in sets}
         targets, positions = self.facts.num_targets, step.tokens_BS.numel()
-        clip = self._clip(self.our_norm)
         named = {
             f"a sum over {targets} targets: not their mean": targets,
             f"divided by {positions} positions: not by {targets} targets": targets / positions,
-            f"clipped: written after clipping, times {clip:.6g}": clip,
+            "clipped: written after clipping": self._clip(self.our_norm),
         }
-        self.scale = Scale(bound, min(1.0, _WEAK * bound) * usual, axes, named)
+        self.scale = Scale(bound, least, axes, named)
 
     def _keep(self, name: str, module: nn.Module, args: object, x_BSD: Tensor) -> None:
         self.outputs.setdefault(name, x_BSD.detach().double())
@@ -111,7 +81,7 @@ class _Court:
     def _clip(self, norm: float) -> float:
         return min(1.0, (self.facts.max_norm or math.inf) / max(norm, 1e-300))
 
-    def _of_rows(self, rows: slice) -> tuple[float, dict[str, Tensor]]:
+    def _of_rows(self, rows: slice | Tensor) -> tuple[float, dict[str, Tensor]]:
         """Returns the part of some sequences in the loss and in its gradients."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(".indexer." not in name)
@@ -125,27 +95,36 @@ class _Court:
     def _number(self, name: str, theirs: float, ours: float, cause: str = "") -> Part:
         agrees = abs(theirs - ours) <= self.scale.bound * abs(ours)
         says = "agrees" if agrees else f"differs, {cause or self.scale.words(theirs / ours)}"
-        return Part(name, agrees, f"{says}: {theirs:.12g}, ours {ours:.12g}")
+        return Part(name, agrees, [f"{name:<11}{says}: {theirs:.12g}, ours {ours:.12g}"])
 
-    def _part(self, name: str, pairs: dict[str, tuple[Tensor, Tensor, str]]) -> Part:
+    def _part(self, name: str, pairs: dict[str, tuple[Tensor, Tensor, str]], least: float) -> Part:
         """Compares tensors of theirs with ours; the third says what explains a difference."""
-        least = self.scale.least if name == "gradients" else 0.0
-        found = [self._verdict(ours, *pair, least) for ours, pair in pairs.items()]
-        wrong = [each for each in found if each.cause]
+        found = [self._figures(ours, *pair, least) for ours, pair in pairs.items()]
+        wrong = [each for each in found if each["cause"]]
         says = f"{len(wrong)} of {len(found)} differ" if wrong else f"all {len(found)} agree"
-        most = max(found, key=lambda each: -1.0 if each.cause else each.error)
-        says += f", worst{' of the others' * bool(wrong)} {most.error:.1e} ({most.name})"
-        return Part(name, not wrong, says, found)
+        most = max(found, key=lambda each: -1.0 if each["cause"] else each["error"])
+        says += f", worst{' of the others' * bool(wrong)} {most['error']:.1e} ({most['name']})"
+        by_cause: dict[str, list[str]] = {}
+        line = "    {name} ({theirs}): ratio {ratio:.6g}, angle {angle:.3g}°, error {error:.1e}"
+        for each in wrong:
+            by_cause.setdefault(f"  {each['cause']}:", []).append(line.format(**each))
+        lines = [line for cause, few in by_cause.items() for line in (cause, *first_few(few))]
+        return Part(name, not wrong, [f"{name:<11}{says}", *lines], found)
 
-    def _verdict(
+    def _figures(
         self, name: str, theirs: Tensor, ours: Tensor, cause: str, least: float
-    ) -> TensorVerdict:
+    ) -> dict[str, Any]:
         norms = theirs.norm().item(), ours.norm().item()
         chord = (theirs / (norms[0] or 1) - ours / (norms[1] or 1)).norm().item()
-        angle = math.degrees(2 * math.asin(min(chord / 2, 1.0))) if all(norms) else 0.0
-        far = worst(map(partial(error, least=least), units(name, theirs), units(name, ours)))
-        ratio = norms[0] / norms[1] if norms[1] else 1.0
-        return TensorVerdict(name, self.step.places[name].way.name, ratio, angle, far, cause)
+        far = map(partial(error, least=least), units(name, theirs), units(name, ours))
+        return {
+            "name": name,
+            "theirs": self.step.places[name].way.name,
+            "ratio": norms[0] / norms[1] if norms[1] else 1.0,
+            "angle": math.degrees(2 * math.asin(min(chord / 2, 1.0))) if all(norms) else 0.0,
+            "error": worst(far),
+            "cause": cause,
+        }
 
     def loss(self) -> Part:
         return self._number("loss", self.facts.loss, self.our_loss)
@@ -156,12 +135,12 @@ class _Court:
             detached = [name for name, says in found.items() if says.startswith("router detached")]
             mistakes = dict(self._mistakes(detached))
             found |= {name: self._cause(name, mistakes) for name in unexplained}
-        theirs = {name: pair[0] for name, pair in self.step.gradients.items()}
-        return self._part("gradients", {n: (theirs[n], self.ours[n], found[n]) for n in self.ours})
+        pairs = {n: (self.step.gradients[n], self.ours[n], says) for n, says in found.items()}
+        return self._part("gradients", pairs, self.scale.least)
 
     def _cause(self, name: str, mistakes: dict[str, dict[str, Tensor]]) -> str:
         """Says what is wrong with the gradient of a parameter."""
-        theirs, summed = self.step.gradients[name]
+        theirs, summed = self.step.gradients[name], self.step.sums[name]
         if not torch.equal(theirs, summed):
             is_sum = error(summed, self.ours[name], self.scale.least) <= self.scale.bound
             return f"ranks hold different copies{': a sum over ranks is missing' * is_sum}"
@@ -179,26 +158,17 @@ class _Court:
         Args:
             detached: weights of routers without a gradient.
         """
-        if detached:
-            routers = {name.partition(".router.")[0] + ".router" for name in detached}
-            hooks = [
-                self.model.get_submodule(name).register_forward_hook(
-                    lambda _, __, scores: scores._make(map(Tensor.detach, scores))
-                )
-                for name in routers
-            ]
-            yield "as the detached router makes it", self._of_rows(slice(None))[1]
-            for hook in hooks:
-                hook.remove()
+        routers = {name.partition(".router.")[0] + ".router" for name in detached}
+        modules = [self.model.get_submodule(name) for name in routers]
+        hooks = [each.register_forward_hook(_detach) for each in modules]
+        yield "as the detached router makes it", self._of_rows(slice(None))[1]
+        for hook in hooks:
+            hook.remove()
         targets_B = (self.step.labels_BS != IGNORE_INDEX).sum(1)
         for ranks in sorted({n for n in self.scale.axes.values() if len(targets_B) % n == 0}):
-            size, means = (
-                len(targets_B) // ranks,
-                {n: torch.zeros_like(g) for n, g in self.ours.items()},
-            )
-            for rank in range(ranks):
-                rows = slice(rank * size, (rank + 1) * size)
-                _, own = self._of_rows(rows)
+            means = {name: torch.zeros_like(gradient) for name, gradient in self.ours.items()}
+            for rank, rows in enumerate(torch.arange(len(targets_B)).chunk(ranks)):
+                own = self._of_rows(rows)[1]
                 share = targets_B[rows].sum().item() * ranks / self.facts.num_targets
                 means = {name: mean + own[name] / (share or 1) for name, mean in means.items()}
                 yield f"of rank {rank}'s sequences alone: a sum over {ranks} ranks is missing", own
@@ -207,30 +177,30 @@ class _Court:
     def norm(self) -> Iterator[Part]:
         if (norm := self.facts.grad_norm) is None:
             return
-        theirs = {name: pair[0] for name, pair in self.step.gradients.items()}
-        kinds = {"its own": theirs, "our": self.ours}.items()
-        found = [(causes.norm_cause(norm, gradients, self.scale), of) for of, gradients in kinds]
-        says = next((f"{says} (of {of} gradients)" for says, of in found if says), "")
+        kinds = {"its own": self.step.gradients, "our": self.ours}.items()
+        found = [(causes.norm_cause(norm, each, self.scale), whose) for whose, each in kinds]
+        says = next((f"{says} (of {whose} gradients)" for says, whose in found if says), "")
         yield self._number("norm", norm, self.our_norm, says)
-        clips = self._clip(norm), self._clip(self.our_norm)
         if self.facts.max_norm is not None:
+            clips = self._clip(norm), self._clip(self.our_norm)
             yield self._number("clipping", *clips, cause="by that norm")
 
     def update(self) -> Iterator[Part]:
         """Compares what a step added with AdamW's first step on the program's own gradients."""
-        pairs, dtype = {}, self.facts.dtype
-        for name, (after, _) in self.step.updated.items():
-            assert self.facts.optimizer is not None
-            before, added = self.parameters[name], after - self.parameters[name]
-            gradient = self.step.gradients[name][0] * self._clip(self.facts.grad_norm or 0.0)
-            resolved = torch.finfo(getattr(torch, dtype)).eps * before.norm() / added.norm()
-            bound = max(ROUNDING[dtype].update, resolved.nan_to_num(0, 0).item())
-            pairs[name] = (
-                added,
-                *causes.of_update(added, before, gradient, self.facts.optimizer, bound),
-            )
-        if pairs:
-            yield self._part("update", pairs)
+        pairs, optimizer = {}, self.facts.optimizer
+        if not self.step.updated or optimizer is None:
+            return
+        eps, clip = (
+            torch.finfo(getattr(torch, self.facts.dtype)).eps,
+            self._clip(self.facts.grad_norm or 0),
+        )
+        for name, after in self.step.updated.items():
+            before, gradient = self.parameters[name], self.step.gradients[name] * clip
+            resolved = eps * before.norm().item() / max((after - before).norm().item(), 1e-300)
+            bound = max(ROUNDING[self.facts.dtype].update, min(resolved, 1.0))
+            found = causes.of_update(after - before, before, gradient, optimizer, bound)
+            pairs[name] = (after - before, *found)
+        yield self._part("update", pairs, 0.0)
 
     def layers(self) -> Iterator[Part]:
         """Compares outputs of layers, token by token; names the first layer that differs."""
@@ -239,9 +209,14 @@ class _Court:
             far_BS = (self.step.activations[name] - ours_BSD).norm(dim=-1) / ours_BSD.norm(dim=-1)
             most = max(most, worst([far_BS.max().item()]))
             if wrong := (~(far_BS <= self.scale.bound)).nonzero().tolist():
-                where = "sequence {}, position {}".format(*wrong[0])
                 says = f"{name} is the first that differs: {len(wrong)} of {far_BS.numel()} tokens"
-                yield Part("layers", False, f"{says}, first at {where}, worst {most:.1e}")
+                where = f"{says}, first at sequence {wrong[0][0]}, position {wrong[0][1]}"
+                yield Part("layers", False, [f"layers     {where}, worst {most:.1e}"])
                 return
         if self.outputs:
-            yield Part("layers", True, f"all {len(self.outputs)} agree, worst {most:.1e}")
+            says = f"layers     all {len(self.outputs)} agree, worst {most:.1e}"
+            yield Part("layers", True, [says])
+
+
+def _detach(router: nn.Module, args: object, scores: Scores) -> Scores:
+    return Scores(*map(Tensor.detach, scores))
