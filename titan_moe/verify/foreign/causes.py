@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_moe.verify.foreign.folder import AdamW
 from titan_moe.verify.gradients.compare import fingerprint, worst
 
-UNEXPLAINED = "of another direction"
+UNEXPLAINED, SAME = "of another direction", "of the same direction"
 
 
 class Scale(NamedTuple):
@@ -33,7 +33,7 @@ class Scale(NamedTuple):
                 return says
         known = {2.0: "doubled: ", 0.5: "halved: "}.get(round(factor, 6), "")
         found = fingerprint(factor, self.axes, within).removeprefix(": ")
-        return known + found if found else f"of the same direction: {factor:.6g} times"
+        return known + found if found else f"{SAME}: {factor:.6g} times"
 
 
 def error(theirs: Tensor, ours: Tensor, least: float = 0.0) -> float:
@@ -82,29 +82,27 @@ def _of_unit(theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
         if not factor or error(theirs, factor * wanted, abs(factor) * scale.least) > scale.bound:
             continue
         words = "" if says and abs(factor - 1) < 1e-6 else scale.words(factor)
-        if theirs.numel() > 1 or "direction" not in words:  # Two numbers always have the same one.
+        if theirs.numel() > 1 or SAME not in words:  # Two numbers always have the same one.
             return ", ".join(filter(None, (says, words)))
     return UNEXPLAINED
 
 
 def norm_cause(theirs: float, gradients: Mapping[str, Tensor], scale: Scale) -> str:
     """Says which of a model's gradients a norm is of; empty where it is not known."""
-    dense, blocks = 0.0, [0.0] * scale.axes.get("ep", 1)
-    for name, gradient in gradients.items():
-        if ".experts." in name:
-            parts = gradient.chunk(len(blocks))
-            blocks = [b + x.square().sum().item() for b, x in zip(blocks, parts, strict=True)]
-        else:
-            dense += gradient.square().sum().item()
-    experts = sum(blocks)
+    squares = {name: gradient.square().sum().item() for name, gradient in gradients.items()}
+    stacks = [gradient for name, gradient in gradients.items() if ".experts." in name]
+    experts = sum(square for name, square in squares.items() if ".experts." in name)
+    dense = sum(squares.values()) - experts
     tried = {"the norm of all": dense + experts, "of no expert": dense, "of experts": experts}
-    for rank, block in enumerate(blocks):
+    for rank in range(scale.axes.get("ep", 1)):
+        blocks = [stack.chunk(scale.axes.get("ep", 1))[rank] for stack in stacks]
         says = f"a norm over one EP group: experts of ep rank {rank}, and all that is no expert"
-        tried |= {says: dense + block}
-    for axis, n in scale.axes.items():
-        tried[f"what is no expert counted {n} times, over {axis}"] = n * dense + experts
-        tried[f"experts counted {n} times, over {axis}"] = dense + n * experts
-        tried[f"all counted {n} times, over {axis}"] = n * (dense + experts)
+        tried[says] = dense + sum(block.square().sum().item() for block in blocks)
+    for axis, size in scale.axes.items():
+        for factor, says in ((size, f"{size}"), (1 / size, f"1/{size}")):
+            tried[f"squares of experts times {says}, over {axis}"] = dense + factor * experts
+            tried[f"squares but experts' times {says}, over {axis}"] = factor * dense + experts
+            tried[f"all squares times {says}, over {axis}"] = factor * (dense + experts)
     within = max(scale.bound, 1e-6) * theirs
     return next((s for s, square in tried.items() if abs(theirs - square**0.5) <= within), "")
 

@@ -85,7 +85,7 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error} (docs/court.md)") from None
     batch = _read_batch(folder / "batch.safetensors", facts, model.config)
-    gradients = _read(folder, "gradients", model, facts.no_gradient)
+    places, gradients, sums = _read(folder, "gradients", model, facts.no_gradient)
     updated = _read(folder, "updated", model)[1] if facts.optimizer is not None else {}
     path = folder / "activations.safetensors"
     outputs = {name: x[:].double() for name, x in opened(path).items()} if path.exists() else {}
@@ -93,7 +93,7 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
     layers = {f"layers.{number}" for number in range(model.config.num_layers)}
     shape = (*batch[0].shape, model.config.dim * model.config.streams)
     compare_shapes(path, shapes, dict.fromkeys(layers & shapes.keys(), shape), {*shapes} - layers)
-    return ForeignStep(facts, *batch, *gradients, updated, outputs)
+    return ForeignStep(facts, *batch, places, gradients, sums, updated, outputs)
 
 
 def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def _read(
     folder: Path, kind: str, model: HFModel, absent: Collection[str] = ()
 ) -> tuple[dict[str, Stored], dict[str, Tensor], dict[str, Tensor]]:
     """Returns places of our parameters, and two tensors of each: the first rank's, and the sum of
-    all ranks' if they differ. Absent ones are zeros; without a file that may be missing, no tensors.
+    all ranks' if they differ. Absent ones are zeros. Without a file of updates there are none.
     """
     path, parts = folder / f"{kind}.safetensors", dict[str, list[tuple[int, Tensor]]]()
     for file in sorted(

@@ -85,7 +85,7 @@ class _Court:
         """Returns the part of some sequences in the loss and in its gradients."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(".indexer." not in name)
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         loss = self.model(self.step.tokens_BS[rows], labels_BS=self.step.labels_BS[rows])
         loss = loss / self.facts.num_targets
         loss.backward()
@@ -94,7 +94,8 @@ class _Court:
 
     def _number(self, name: str, theirs: float, ours: float, cause: str = "") -> Part:
         agrees = abs(theirs - ours) <= self.scale.bound * abs(ours)
-        says = "agrees" if agrees else f"differs, {cause or self.scale.words(theirs / ours)}"
+        cause = cause or self.scale.words(theirs / ours).replace(causes.SAME, "by no known factor")
+        says = "agrees" if agrees else f"differs, {cause}"
         return Part(name, agrees, [f"{name:<11}{says}: {theirs:.12g}, ours {ours:.12g}"])
 
     def _part(self, name: str, pairs: dict[str, tuple[Tensor, Tensor, str]], least: float) -> Part:
@@ -102,13 +103,17 @@ class _Court:
         found = [self._figures(ours, *pair, least) for ours, pair in pairs.items()]
         wrong = [each for each in found if each["cause"]]
         says = f"{len(wrong)} of {len(found)} differ" if wrong else f"all {len(found)} agree"
-        most = max(found, key=lambda each: -1.0 if each["cause"] else each["error"])
-        says += f", worst{' of the others' * bool(wrong)} {most['error']:.1e} ({most['name']})"
+        if right := [(each["error"], each["name"]) for each in found if not each["cause"]]:
+            says += ", worst{} {:.1e} ({})".format(" of the others" * bool(wrong), *max(right))
         by_cause: dict[str, list[str]] = {}
-        line = "    {name} ({theirs}): ratio {ratio:.6g}, angle {angle:.3g}°, error {error:.1e}"
+        line = "{name} ({theirs}): ratio {ratio:.6g}, angle {angle:.3g}°, error {error:.1e}"
         for each in wrong:
             by_cause.setdefault(f"  {each['cause']}:", []).append(line.format(**each))
-        lines = [line for cause, few in by_cause.items() for line in (cause, *first_few(few))]
+        lines = [
+            line
+            for cause, of in by_cause.items()
+            for line in (cause, *("    " + each for each in first_few(of)))
+        ]
         return Part(name, not wrong, [f"{name:<11}{says}", *lines], found)
 
     def _figures(
@@ -135,14 +140,17 @@ class _Court:
             detached = [name for name, says in found.items() if says.startswith("router detached")]
             mistakes = dict(self._mistakes(detached))
             found |= {name: self._cause(name, mistakes) for name in unexplained}
-        pairs = {n: (self.step.gradients[n], self.ours[n], says) for n, says in found.items()}
+        # In the order of a backward, a cause stands before what follows from it.
+        pairs = {n: (self.step.gradients[n], self.ours[n], found[n]) for n in reversed(found)}
         return self._part("gradients", pairs, self.scale.least)
 
     def _cause(self, name: str, mistakes: dict[str, dict[str, Tensor]]) -> str:
         """Says what is wrong with the gradient of a parameter."""
         theirs, summed = self.step.gradients[name], self.step.sums[name]
         if not torch.equal(theirs, summed):
-            is_sum = error(summed, self.ours[name], self.scale.least) <= self.scale.bound
+            counts = {1, *self.scale.axes.values()}
+            errors = [error(summed / n, self.ours[name], self.scale.least) for n in counts]
+            is_sum = min(errors) <= self.scale.bound
             return f"ranks hold different copies{': a sum over ranks is missing' * is_sum}"
         tried = {"": self.ours[name]} | {says: each[name] for says, each in mistakes.items()}
         found = causes.cause(name, theirs, tried, self.scale)
