@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titan_moe.verify.foreign.folder import AdamW
 from titan_moe.verify.gradients.compare import fingerprint, worst
+from titan_moe.verify.localize.difference import ROUNDING
 
 UNEXPLAINED, SAME = "of another direction", "of the same direction"
 
@@ -33,7 +34,7 @@ class Scale(NamedTuple):
                 return says
         known = {2.0: "doubled: ", 0.5: "halved: "}.get(round(factor, 6), "")
         found = fingerprint(factor, self.axes, within).removeprefix(": ")
-        return known + found if found else f"{SAME}: {factor:.6g} times"
+        return known + found if found else f"{SAME}: {factor:.9g} times"
 
 
 def error(theirs: Tensor, ours: Tensor, least: float = 0.0) -> float:
@@ -108,7 +109,7 @@ def norm_cause(theirs: float, gradients: Mapping[str, Tensor], scale: Scale) -> 
 
 
 def of_update(
-    added: Tensor, before: Tensor, gradient: Tensor, optimizer: AdamW, bound: float
+    added: Tensor, before: Tensor, gradient: Tensor, optimizer: AdamW, dtype: str
 ) -> tuple[Tensor, str]:
     """Returns what AdamW's first step adds (arXiv 1711.05101, algorithm 2), and what makes it
     another; empty where it is right. Vectors may decay or not."""
@@ -116,6 +117,9 @@ def of_update(
     plain = -lr * gradient / (gradient.abs() + optimizer.eps)
     coupled = gradient + decay * before
     right = plain - lr * decay * before
+    digits = torch.finfo(getattr(torch, dtype)).eps  # A parameter cannot show a smaller update.
+    resolved = digits * before.norm().item() / max(right.norm().item(), 1e-300)
+    bound = max(ROUNDING[dtype].update, resolved)
     for says, tried in (
         ("", right),
         ("no weight decay" if before.ndim > 1 else "", plain),

@@ -23,7 +23,7 @@ from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.lora import empty_model
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, reason
 
 FACTS = "foreign.json"
 
@@ -83,7 +83,7 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
         lines = [mistake(each, str(path), Facts.model_fields) for each in error.errors()]
         raise ConfigError(lines) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error} (docs/court.md)") from None
+        raise ConfigError(f"{path} cannot be read: {reason(error)} (docs/court.md)") from None
     batch = _read_batch(folder / "batch.safetensors", facts, model.config)
     places, gradients, sums = _read(folder, "gradients", model, facts.no_gradient)
     updated = _read(folder, "updated", model)[1] if facts.optimizer is not None else {}

@@ -198,16 +198,11 @@ class _Court:
         pairs, optimizer = {}, self.facts.optimizer
         if not self.step.updated or optimizer is None:
             return
-        eps, clip = (
-            torch.finfo(getattr(torch, self.facts.dtype)).eps,
-            self._clip(self.facts.grad_norm or 0),
-        )
+        clip = self._clip(self.facts.grad_norm or 0)
         for name, after in self.step.updated.items():
             before, gradient = self.parameters[name], self.step.gradients[name] * clip
-            resolved = eps * before.norm().item() / max((after - before).norm().item(), 1e-300)
-            bound = max(ROUNDING[self.facts.dtype].update, min(resolved, 1.0))
-            found = causes.of_update(after - before, before, gradient, optimizer, bound)
-            pairs[name] = (after - before, *found)
+            added, dtype = after - before, self.facts.dtype
+            pairs[name] = added, *causes.of_update(added, before, gradient, optimizer, dtype)
         yield self._part("update", pairs, 0.0)
 
     def layers(self) -> Iterator[Part]:
