@@ -55,13 +55,14 @@ def cause(name: str, theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) 
         tried: under "" the right one, then what mistakes give, by their words.
     """
     said: dict[str, list[int]] = {}
-    rows = zip(units(name, theirs), *(units(name, each) for each in tried.values()), strict=True)
-    for number, (unit, *wanted) in enumerate(rows):
-        says = _of_unit(unit, dict(zip(tried, wanted, strict=True)), scale)
-        said.setdefault(says, []).append(number)
+    for number, unit in enumerate(units(name, theirs)):
+        of_unit = {says: units(name, each)[number] for says, each in tried.items()}
+        said.setdefault(says := _of_unit(unit, of_unit, scale), []).append(number)
     if len(said) == 1:
         return says
-    blocks = [block.tolist() for block in torch.arange(len(theirs)).chunk(scale.axes.get("ep", 1))]
+    blocks = [
+        block.tolist() for block in torch.arange(len(theirs)).tensor_split(scale.axes.get("ep", 1))
+    ]
     lines = []
     for says, experts in said.items():
         head, colon, tail = says.partition(": ")
@@ -96,7 +97,7 @@ def norm_cause(theirs: float, gradients: Mapping[str, Tensor], scale: Scale) -> 
     dense = sum(squares.values()) - experts
     tried = {"the norm of all": dense + experts, "of no expert": dense, "of experts": experts}
     for rank in range(scale.axes.get("ep", 1)):
-        blocks = [stack.chunk(scale.axes.get("ep", 1))[rank] for stack in stacks]
+        blocks = [stack.tensor_split(scale.axes.get("ep", 1))[rank] for stack in stacks]
         says = f"a norm over one EP group: experts of ep rank {rank}, and all that is no expert"
         tried[says] = dense + sum(block.square().sum().item() for block in blocks)
     for axis, size in scale.axes.items():
@@ -114,24 +115,23 @@ def of_update(
     """Returns what AdamW's first step adds (arXiv 1711.05101, algorithm 2), and what makes it
     another; empty where it is right. Vectors may decay or not."""
     lr, decay = optimizer.lr, optimizer.weight_decay
-    plain = -lr * gradient / (gradient.abs() + optimizer.eps)
-    coupled = gradient + decay * before
-    right = plain - lr * decay * before
+    plain = gradient / (gradient.abs() + optimizer.eps)
+    right = -lr * (plain + decay * before)
     digits = torch.finfo(getattr(torch, dtype)).eps  # A parameter cannot show a smaller update.
     resolved = digits * before.norm().item() / max(right.norm().item(), 1e-300)
     bound = max(ROUNDING[dtype].update, resolved)
-    for says, tried in (
-        ("", right),
-        ("no weight decay" if before.ndim > 1 else "", plain),
-        ("weight decay in the gradient", -lr * coupled / (coupled.abs() + optimizer.eps)),
-        ("not updated" if gradient.any() else "", torch.zeros_like(before)),
-    ):
-        if error(added, tried) <= bound:
-            return right if says else tried, says
-    columns = torch.stack([plain.flatten() / lr, -before.flatten()], -1)
+    if error(added, right) <= bound or not (gradient.any() or added.any()):
+        return right, ""
+    if not added.any():
+        return right, "not updated"
+    columns = -torch.stack([plain.flatten(), before.flatten()], -1)
     fit = torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0]
     if error(added.flatten(), columns @ fit) > bound:
         return right, "no step of AdamW with its gradient"
-    rates = {"learning rate": (fit[0], lr), "weight decay": (fit[1] / fit[0], decay)}
-    wrong = {name: pair for name, pair in rates.items() if not math.isclose(*pair, rel_tol=1e-3)}
-    return right, ", ".join(f"{name} {a:.6g} in place of {b:g}" for name, (a, b) in wrong.items())
+    their_lr, their_decay = fit[0].item(), round((fit[1] / fit[0]).item(), 7)
+    found = {"learning rate": (their_lr, lr), "weight decay": (their_decay, decay)}
+    if before.ndim == 1 and not their_decay:
+        right = -lr * plain
+        del found["weight decay"]
+    wrong = {name: pair for name, pair in found.items() if not math.isclose(*pair, rel_tol=1e-3)}
+    return right, ", ".join(f"{n} {a:.4g} in place of {b:.4g}" for n, (a, b) in wrong.items())

@@ -46,8 +46,8 @@ def judge(folder: Path, hf_folder: Path, dtype: str) -> list[Part]:
     court, facts = _Court(step, hf_folder, dtype), step.facts
     who = f"{facts.program} {facts.version} ({facts.layout or 'one process'}, {facts.dtype})"
     head = f"{who} beside one process in {dtype}; equal means up to {court.scale.bound:.0e}"
-    parts = [court.loss(), court.gradients(), *court.norm(), *court.update(), *court.layers()]
-    return [Part("step", True, [head]), *parts]
+    parts = [Part("step", True, [head]), court.number("loss", facts.loss, court.our_loss)]
+    return [*parts, court.gradients(), *court.norm(), *court.update(), *court.layers()]
 
 
 class _Court:
@@ -73,6 +73,7 @@ class _Court:
             f"divided by {positions} positions: not by {targets} targets": targets / positions,
             "clipped: written after clipping": self._clip(self.our_norm),
         }
+        named = {says: factor for says, factor in named.items() if factor != 1}
         self.scale = Scale(bound, least, axes, named)
 
     def _keep(self, name: str, module: nn.Module, args: object, x_BSD: Tensor) -> None:
@@ -92,7 +93,7 @@ class _Court:
         gradients = joined_gradients(self.model, self.model.config).items()
         return loss.item(), {name: gradient.double() for name, gradient in gradients}
 
-    def _number(self, name: str, theirs: float, ours: float, cause: str = "") -> Part:
+    def number(self, name: str, theirs: float, ours: float, cause: str = "") -> Part:
         agrees = abs(theirs - ours) <= self.scale.bound * abs(ours)
         cause = cause or self.scale.words(theirs / ours).replace(causes.SAME, "by no known factor")
         says = "agrees" if agrees else f"differs, {cause}"
@@ -109,12 +110,10 @@ class _Court:
         line = "{name} ({theirs}): ratio {ratio:.6g}, angle {angle:.3g}°, error {error:.1e}"
         for each in wrong:
             by_cause.setdefault(f"  {each['cause']}:", []).append(line.format(**each))
-        lines = [
-            line
-            for cause, of in by_cause.items()
-            for line in (cause, *("    " + each for each in first_few(of)))
-        ]
-        return Part(name, not wrong, [f"{name:<11}{says}", *lines], found)
+        lines = [f"{name:<11}{says}"]
+        for cause, tensors in by_cause.items():
+            lines += [cause, *("    " + each for each in first_few(tensors))]
+        return Part(name, not wrong, lines, found)
 
     def _figures(
         self, name: str, theirs: Tensor, ours: Tensor, cause: str, least: float
@@ -130,9 +129,6 @@ class _Court:
             "error": worst(far),
             "cause": cause,
         }
-
-    def loss(self) -> Part:
-        return self._number("loss", self.facts.loss, self.our_loss)
 
     def gradients(self) -> Part:
         found = {name: self._cause(name, {}) for name in self.ours}
@@ -188,10 +184,10 @@ class _Court:
         kinds = {"its own": self.step.gradients, "our": self.ours}.items()
         found = [(causes.norm_cause(norm, each, self.scale), whose) for whose, each in kinds]
         says = next((f"{says} (of {whose} gradients)" for says, whose in found if says), "")
-        yield self._number("norm", norm, self.our_norm, says)
+        yield self.number("norm", norm, self.our_norm, says)
         if self.facts.max_norm is not None:
             clips = self._clip(norm), self._clip(self.our_norm)
-            yield self._number("clipping", *clips, cause="by that norm")
+            yield self.number("clipping", *clips, cause="by that norm")
 
     def update(self) -> Iterator[Part]:
         """Compares what a step added with AdamW's first step on the program's own gradients."""

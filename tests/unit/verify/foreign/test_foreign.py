@@ -133,7 +133,7 @@ def test_report_explains_gradients(edit: Callable, says: str, step: Path) -> Non
             1e-3,
             "  weight decay 0.2 in place of 0.1:\n    output.weight (lm_head.weight): ratio ",
         ),
-        (1, -1e-3, "  no weight decay:"),
+        (1, -1e-3, "  weight decay 0 in place of 0.1:"),
         (0.5, 0, "  learning rate 0.005 in place of 0.01:"),
         (0, 0, "  not updated:"),
     ],
