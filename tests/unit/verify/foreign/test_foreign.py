@@ -2,6 +2,7 @@
 refused."""
 
 import json
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.write_step import gradients_of, write_facts, write_tensors
 from tests.support.commands import run_command
+from tests.support.paths import REPO
 from titan_moe.verify.parity.check import cases
 from titan_moe.verify.parity.oracle import Oracle, computing_in
 
 Tensors = dict[str, Tensor]
+_WRITER = runpy.run_path(str(REPO / "tests" / "foreign" / "write_step.py"))
 _GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 _ROUTER = "model.layers.1.mlp.gate.weight"
 _ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -35,7 +37,7 @@ def _gradients(oracle: Oracle, weights_BS: Tensor) -> tuple[float, Tensors]:
         logits_BVS = oracle(_BATCH[0], None)[0].transpose(1, 2)
         loss_BS = cross_entropy(logits_BVS, _LABELS, ignore_index=-100, reduction="none")
         (loss := (loss_BS * weights_BS).sum()).backward()
-    return loss.item(), gradients_of(oracle.model)[0]
+    return loss.item(), _WRITER["gradients_of"](oracle.model)[0]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +57,16 @@ def honest(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Path:
         keep = lambda _, __, x, n=number: layers.update({f"layers.{n}": x.detach().clone()})  # noqa: E731
         layer.register_forward_hook(keep)
     loss, gradients = _gradients(oracle, _MEAN)
+    write_tensors = _WRITER["write_tensors"]
     write_tensors(step, "gradients", gradients)
     save_file(layers, step / "activations.safetensors")
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
     torch.optim.AdamW(model.parameters(), **_ADAMW).step()
     write_tensors(step, "updated", dict(model.named_parameters()))
     facts = {"program": "transformers", "version": "5", "layout": "dp=2,ep=4", "dtype": "float64"}
-    write_facts(step, *_BATCH, **facts, loss=loss, grad_norm=norm, max_norm=0.5, optimizer=_ADAMW)
+    _WRITER["write_facts"](
+        step, *_BATCH, **facts, loss=loss, grad_norm=norm, max_norm=0.5, optimizer=_ADAMW
+    )
     model.load_state_dict(before)
     return step
 
