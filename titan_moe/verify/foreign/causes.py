@@ -28,7 +28,7 @@ class Scale(NamedTuple):
 
     def words(self, factor: float) -> str:
         """Says which number a factor is."""
-        within = max(self.bound, 1e-6)
+        within = max(self.bound / 10, 1e-6)
         for says, value in self.named.items():
             if abs(factor / value - 1) < within:
                 return says
@@ -81,9 +81,11 @@ def _of_unit(theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
     for says, wanted in tried.items():
         square = wanted.square().sum().item()
         factor = (theirs * wanted).sum().item() / square if square else 0.0
-        if not factor or error(theirs, factor * wanted, abs(factor) * scale.least) > scale.bound:
+        far = error(theirs, factor * wanted, abs(factor) * scale.least)
+        is_one = abs(factor - 1) <= max(scale.bound, 1e-6 * bool(says))
+        if not factor or far > scale.bound or (is_one and not says):
             continue
-        words = "" if says and abs(factor - 1) < 1e-6 else scale.words(factor)
+        words = "" if is_one else scale.words(factor)
         if theirs.numel() > 1 or SAME not in words:  # Two numbers always have the same one.
             return ", ".join(filter(None, (says, words)))
     return UNEXPLAINED
