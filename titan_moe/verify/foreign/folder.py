@@ -88,7 +88,7 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
     places, gradients, sums = _read(folder, "gradients", model, facts.no_gradient)
     updated = _read(folder, "updated", model)[1] if facts.optimizer is not None else {}
     path = folder / "activations.safetensors"
-    outputs = {name: x[:].double() for name, x in opened(path).items()} if path.exists() else {}
+    outputs = {name: x[()].double() for name, x in opened(path).items()} if path.exists() else {}
     shapes = {name: tuple(x.shape) for name, x in outputs.items()}
     layers = {f"layers.{number}" for number in range(model.config.num_layers)}
     shape = (*batch[0].shape, model.config.dim * model.config.streams)
@@ -97,7 +97,7 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
 
 
 def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    found = {name: stored[:] for name, stored in opened(path).items()}
+    found = {name: stored[()] for name, stored in opened(path).items()}
     kinds = {(x.dtype, x.ndim, x.shape) for x in found.values()}
     if found.keys() != {"tokens", "labels"} or len(kinds) > 1 or (torch.int64, 2) != min(kinds)[:2]:
         held = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in found.items())
@@ -124,9 +124,7 @@ def _read(
     all ranks' if they differ. Absent ones are zeros. Without a file of updates there are none.
     """
     path, parts = folder / f"{kind}.safetensors", dict[str, list[tuple[int, Tensor]]]()
-    for file in sorted(
-        [*folder.glob(f"{kind}.safetensors"), *folder.glob(f"{kind}-*.safetensors")]
-    ):
+    for file in sorted(folder.glob(f"{kind}[-.]*safetensors")):  # One, or one a rank.
         slices = opened(file)
         with safe_open(file, "pt") as header:
             rows = json.loads((header.metadata() or {}).get("rows", "{}"))
@@ -134,7 +132,8 @@ def _read(
             if not (values := stored[()]).is_floating_point():
                 raise ConfigError(f"{file}: {name} is {values.dtype}: write floating-point numbers")
             refuse_not_finite(values, f"{file}: {name}", "write a step that is finite")
-            parts.setdefault(name, []).append((int(rows.get(name, 0)), values.double()))
+            values = values.double().reshape(values.shape or (1,))
+            parts.setdefault(name, []).append((int(rows.get(name, 0)), values))
     if kind == "updated" and not parts:
         return {}, {}, {}
     theirs = {name: _assemble(f"{path}: {name}", each) for name, each in parts.items()}
@@ -150,11 +149,10 @@ def _read(
     except RunError as error:
         remedy = f"list gradients that are None in no_gradient of {FACTS}"
         raise ConfigError(f"{error}; {remedy}") from None
-    zeros = {name: [torch.zeros(wanted[name])] * 2 for name in absent}
-    copies = [
-        _ours(places, {n: both[copy] for n, both in (zeros | theirs).items()}) for copy in (0, 1)
-    ]
-    return places, copies[0], copies[1]
+    theirs = {name: (torch.zeros(wanted[name]),) * 2 for name in absent} | theirs
+    copies = ({name: each[copy] for name, each in theirs.items()} for copy in (0, 1))
+    first, total = (_ours(places, tensors) for tensors in copies)
+    return places, first, total
 
 
 def _ours(places: Mapping[str, Stored], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

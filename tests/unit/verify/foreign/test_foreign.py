@@ -6,7 +6,6 @@ import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,12 +56,11 @@ def honest(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Path:
         keep = lambda _, __, x, n=number: layers.update({f"layers.{n}": x.detach().clone()})  # noqa: E731
         layer.register_forward_hook(keep)
     loss, gradients = _gradients(oracle, _MEAN)
-    write_tensors = _WRITER["write_tensors"]
-    write_tensors(step, "gradients", gradients)
+    _WRITER["write_tensors"](step, "gradients", gradients)
     save_file(layers, step / "activations.safetensors")
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
     torch.optim.AdamW(model.parameters(), **_ADAMW).step()
-    write_tensors(step, "updated", dict(model.named_parameters()))
+    _WRITER["write_tensors"](step, "updated", dict(model.named_parameters()))
     facts = {"program": "transformers", "version": "5", "layout": "dp=2,ep=4", "dtype": "float64"}
     _WRITER["write_facts"](
         step, *_BATCH, **facts, loss=loss, grad_norm=norm, max_norm=0.5, optimizer=_ADAMW
@@ -83,7 +81,7 @@ def judge(step: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def change(step: Path, file: str, edit: Callable[[dict[str, Any]], object]) -> None:
+def change(step: Path, file: str, edit: Callable) -> None:
     """Edits the tensors or the facts of a file."""
     path = step / file
     if path.suffix == ".json":
