@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field, FiniteFloat, PositiveFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    TypeAdapter,
+    ValidationError,
+)
 from safetensors import safe_open
 from torch import Tensor
 
@@ -26,6 +34,7 @@ from titan_moe.models.lora import empty_model
 from titan_moe.runtime.errors import RunError, reason
 
 FACTS = "foreign.json"
+_ROWS = TypeAdapter(dict[str, NonNegativeInt])
 
 
 class AdamW(BaseModel, extra="forbid", strict=True):
@@ -86,7 +95,9 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
         raise ConfigError(f"{path} cannot be read: {reason(error)} (docs/court.md)") from None
     batch = _read_batch(folder / "batch.safetensors", facts, model.config)
     places, gradients, sums = _read(folder, "gradients", model, facts.no_gradient)
-    updated = _read(folder, "updated", model)[1] if facts.optimizer is not None else {}
+    updated = _read(folder, "updated", model)[1]
+    if updated and facts.optimizer is None:
+        raise ConfigError(f"{path}: optimizer=null beside updated parameters: write its settings")
     path = folder / "activations.safetensors"
     outputs = {name: x[()].double() for name, x in opened(path).items()} if path.exists() else {}
     shapes = {name: tuple(x.shape) for name, x in outputs.items()}
@@ -127,13 +138,17 @@ def _read(
     for file in sorted(folder.glob(f"{kind}[-.]*safetensors")):  # One, or one a rank.
         slices = opened(file)
         with safe_open(file, "pt") as header:
-            rows = json.loads((header.metadata() or {}).get("rows", "{}"))
+            text = (header.metadata() or {}).get("rows", "{}")
+        try:
+            rows = _ROWS.validate_json(text)
+        except ValidationError:
+            raise ConfigError(f"{file}: rows={text}: write first rows by name, as JSON") from None
         for name, stored in slices.items():
             if not (values := stored[()]).is_floating_point():
                 raise ConfigError(f"{file}: {name} is {values.dtype}: write floating-point numbers")
             refuse_not_finite(values, f"{file}: {name}", "write a step that is finite")
             values = values.double().reshape(values.shape or (1,))
-            parts.setdefault(name, []).append((int(rows.get(name, 0)), values))
+            parts.setdefault(name, []).append((rows.get(name, 0), values))
     if kind == "updated" and not parts:
         return {}, {}, {}
     theirs = {name: _assemble(f"{path}: {name}", each) for name, each in parts.items()}

@@ -272,3 +272,20 @@ def test_bad_folder_is_refused_in_a_line(file: str, step: Path) -> None:
         (step / file).write_bytes(whole)
     (step / file).unlink()
     assert judge(step)[0] == (0 if file.startswith(("updated", "activations")) else 2)
+
+
+def test_first_rows_that_are_no_numbers_are_refused(step: Path) -> None:
+    file = step / "gradients-0.safetensors"
+    for rows in ("{", '{"lm_head.weight": "first"}', '{"lm_head.weight": -1}'):
+        save_file(load_file(file), file, {"rows": rows})
+        code, text = judge(step)
+        assert code == 2 and text.count("\n") == 1 and f"rows={rows}: write first rows" in text, (
+            text
+        )
+
+
+def test_updated_parameters_without_an_optimizer_are_refused(step: Path) -> None:
+    facts = json.loads((step / "foreign.json").read_text())
+    (step / "foreign.json").write_text(json.dumps(facts | {"optimizer": None}))
+    code, text = judge(step)
+    assert code == 2 and "optimizer=null beside updated parameters" in text, text
