@@ -18,6 +18,7 @@ from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import LocalState, RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.layouts import depth, layout_tables, num_sequences, parse
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
+from titan_moe.verify.localize.localize import Finding, locate
 
 BUGS = planted_bugs()
 
@@ -83,6 +84,12 @@ def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:
     set_lr(state.optimizer, RATES[0])
     state.train_step(state.batches(state.fixture.batches[0]), observer=capture)
     capture.write(folder)
+
+
+def found_by_localizer(gate: Gate, bug: Bug, folder: Path) -> Finding | None:
+    """Returns what differs between a step with a mistake and one plain process."""
+    plain, wrong = (setting(gate, text, bug.caught_on) for text in ("dp_shard=1", bug.caught_on))
+    return locate(captured(plain, folder / "plain"), captured(wrong, folder / "wrong", bug))
 
 
 def captured(task: Task, folder: Path, bug: Bug | None = None) -> Capture:
