@@ -7,19 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.planting import Bug, planted_bugs
+from tests.support.exhibits import HALLS, STEPS, exhibits
+from tests.support.planting import Bug
 
-STEPS = 100
 RESULTS = Path(__file__).with_name("results.json")
-HALLS = "divisors and sums", "norms", "routing and balance", "optimizer", "lost gradients"
 FIGURES = {hall: f"figures/museum-{hall.replace(' ', '-')}.svg" for hall in HALLS}
 _HEADS = "mistake", "loss", "seen", "norm", "seen", "gate", "localizer"
-
-
-def exhibits() -> dict[str, Bug]:
-    """Returns the planted mistakes that other projects had, by name, hall after hall."""
-    bugs = [each for each in planted_bugs().items() if each[1].museum]
-    return dict(sorted(bugs, key=lambda each: HALLS.index(each[1].hall)))
 
 
 def tables() -> str:
@@ -55,15 +48,15 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def picture(hall: str, runs: Sequence[Any], bands: Mapping[str, Any]) -> str:
-    """Returns an SVG file of two charts, loss and gradient norm, over their noise bands."""
+def picture(hall: str, runs: Sequence[Any], band: Any) -> str:
+    """Returns an SVG file of two charts, loss and gradient norm, over the band of seeds."""
     # Imported here: drawing takes matplotlib, and a table does not.
     from titan_moe.verify.report.plots import charts, draw_curves
     from titan_moe.verify.report.render import PALETTE
 
     panels = {
         f"{quantity}, {hall}": partial(draw_curves, runs=runs, quantity=quantity, band=band)
-        for quantity, band in bands.items()
+        for quantity in band.quantities
     }
     inside = "".join(
         svg.replace("<svg ", f'<svg x="{10 + 470 * n}" y="8" width="460" ', 1)

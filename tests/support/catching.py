@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gates import Gates
+from tests.support.gates import Gates, gate_of
 from tests.support.planting import Bug, plant, planted_bugs
 from titan_moe.optim.schedules import set_lr
 from titan_moe.runtime.ranks import run_on_ranks
@@ -86,10 +86,15 @@ def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:
     capture.write(folder)
 
 
-def found_by_localizer(gate: Gate, bug: Bug, folder: Path) -> Finding | None:
-    """Returns what differs between a step with a mistake and one plain process."""
-    plain, wrong = (setting(gate, text, bug.caught_on) for text in ("dp_shard=1", bug.caught_on))
-    return locate(captured(plain, folder / "plain"), captured(wrong, folder / "wrong", bug))
+def gate_and_localizer(bug: Bug, folder: Path) -> tuple[Result, Finding | None]:
+    """Returns the gate's result for a mistake in its layout, and what differs between a step with
+    it and one plain process."""
+    gate, layout = gate_of(bug.family, folder / "gate", bug.kind), bug.caught_on
+    with pytest.MonkeyPatch.context() as patch:
+        result, _ = judge(gate, bug, layout, patch)
+    plain = captured(setting(gate, "dp_shard=1", layout), folder / "plain")
+    wrong = captured(setting(gate, layout, layout), folder / "wrong", bug)
+    return result, locate(plain, wrong)
 
 
 def captured(task: Task, folder: Path, bug: Bug | None = None) -> Capture:

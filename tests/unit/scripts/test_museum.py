@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from scripts.museum.page import FIGURES, HALLS, exhibits
+from scripts.museum.page import FIGURES
+from tests.support.exhibits import HALLS, exhibits
 from tests.support.paths import REPO
 from tests.support.planting import right_source
 
