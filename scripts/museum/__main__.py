@@ -15,8 +15,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,10 +81,9 @@ def main() -> int:
     out, end = arguments.out.absolute(), time.monotonic() + 60 * arguments.minutes
     bugs = exhibits()
     runs = all_runs(bugs)
-    for make in [
-        *(partial(run.record, out / name) for name, run in runs.items()),
-        *(partial(verdict, *each, out) for each in bugs.items()),
-    ]:
+    work: list[Callable[[], Any]] = [partial(runs[name].record, out / name) for name in runs]
+    work += [partial(verdict, *each, out) for each in bugs.items()]
+    for make in work:
         if time.monotonic() > end:
             print("not done: run it again")
             return 1
@@ -105,7 +104,7 @@ def main() -> int:
                 "seeds": [first_seen(curve, seeds[kind], quantity) for quantity in COMPARED],
                 "orders": [first and first.step for first in firsts],
             }
-    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "bugs": found}
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "bugs": found}
     write_whole(RESULTS, json.dumps(about, indent=1) + "\n")
     for hall, figure in FIGURES.items():
         shown = {name: bug for name, bug in bugs.items() if bug.hall == hall}
