@@ -59,9 +59,10 @@ def picture(hall: str, runs: Sequence[Any], band: Any) -> str:
         for quantity in band.quantities
     }
     inside = "".join(
-        svg.replace("<svg ", f'<svg x="{10 + 470 * n}" y="8" width="460" ', 1)
+        str(svg).replace("<svg ", f'<svg x="{10 + 470 * n}" y="8" width="460" height="234" ', 1)
         for n, svg in enumerate(charts(panels).values())
     )
+    inside = re.sub(r"(\d\.\d)\d+", r"\1", inside)
     inside = re.sub(r"var\(--([\w-]+)\)", lambda name: PALETTE[name[1]][0], inside)
     head = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     card = '<rect width="950" height="250" rx="8" fill="#ffffff"/>'

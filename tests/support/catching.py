@@ -89,7 +89,8 @@ def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:
 def gate_and_localizer(bug: Bug, folder: Path) -> tuple[Result, Finding | None]:
     """Returns the gate's result for a mistake in its layout, and what differs between a step with
     it and one plain process."""
-    gate, layout = gate_of(bug.family, folder / "gate", bug.kind), bug.caught_on
+    folder.mkdir(parents=True, exist_ok=True)
+    gate, layout = gate_of(bug.family, folder, bug.kind), bug.caught_on
     with pytest.MonkeyPatch.context() as patch:
         result, _ = judge(gate, bug, layout, patch)
     plain = captured(setting(gate, "dp_shard=1", layout), folder / "plain")
