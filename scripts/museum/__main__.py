@@ -41,7 +41,7 @@ def verdict(name: str, bug: Bug, out: Path) -> dict[str, Any]:
     """Returns the gate's first line and the localizer's place, computed once."""
     file = out / f"{key(name, bug)}.json"
     if not file.exists():
-        result, finding = gate_and_localizer(bug, out / "verdicts" / name)
+        result, finding = gate_and_localizer(bug, out / "verdicts")
         said = {"gate": result.lines[:1], "localizer": finding and finding.first.place}
         write_whole(file, json.dumps(said))
     return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]

@@ -1,6 +1,8 @@
 """The gate's ranks with a planted bug or without: the gate's result, and the capture of a step."""
 
+import shutil
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +88,29 @@ def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:
     capture.write(folder)
 
 
+@cache
+def _gate(family: str, kind: str, folder: Path) -> Gate:
+    folder.mkdir(parents=True, exist_ok=True)
+    return gate_of(family, folder, kind)
+
+
+@cache
+def _plain(gate: Gate, layout: str) -> Capture:
+    """Returns one plain process's step on the model and rows of a layout."""
+    return captured(setting(gate, "dp_shard=1", layout), gate.folder / f"plain {layout}")
+
+
 def gate_and_localizer(bug: Bug, folder: Path) -> tuple[Result, Finding | None]:
     """Returns the gate's result for a mistake in its layout, and what differs between a step with
     it and one plain process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    gate, layout = gate_of(bug.family, folder, bug.kind), bug.caught_on
+    gate, layout = _gate(bug.family, bug.kind, folder / bug.kind), bug.caught_on
     with pytest.MonkeyPatch.context() as patch:
         result, _ = judge(gate, bug, layout, patch)
-    plain = captured(setting(gate, "dp_shard=1", layout), folder / "plain")
+    one, other = (
+        (depth(each), num_sequences(each)) for each in (parse("dp_shard=1"), parse(layout))
+    )
+    plain = _plain(gate, "dp_shard=1" if one == other else layout)
+    shutil.rmtree(folder / "wrong", ignore_errors=True)
     wrong = captured(setting(gate, layout, layout), folder / "wrong", bug)
     return result, locate(plain, wrong)
 

@@ -17,9 +17,10 @@ from titan_moe.verify.compare.run_spec import RunSpec, Words, words_of
 from titan_moe.verify.layouts.layouts import parse
 
 HALLS = "divisors and sums", "norms", "routing and balance", "optimizer", "lost gradients"
-STEPS, SEEDS = 100, 8
+STEPS, SEEDS = 60, 8
 _LAYERS, _ORDERS = 3, 6
 _KEYS = words_of("training", steps=STEPS, local_batch_size=8) + words_of("debug", seed=1)
+_KEYS += words_of("lr_scheduler", total_steps=100)
 _MICROBATCHES = words_of("training", local_batch_size=4)
 
 
@@ -41,7 +42,7 @@ class Run(NamedTuple):
         if not log.exists() or len(read_json_lines(log)) < STEPS:
             shutil.rmtree(folder, ignore_errors=True)
             train_curve(self.spec, folder, self.words, bug=self.bug, num_layers=_LAYERS)
-        return read_run(folder)
+        return read_run(folder).at(range(1, STEPS + 1))
 
 
 def key(name: str, bug: Bug) -> str:
