@@ -66,10 +66,15 @@ def first_seen(curve: RunRecord, seeds: Any, quantity: str) -> int | None:
 
 
 def smooth(curve: RunRecord) -> RunRecord:
-    """Returns a curve of means over the last ten steps."""
-    number_S = np.minimum(np.arange(len(curve.steps)) + 1, _LAST)
-    sums = {q: np.convolve(curve.scalars[q], np.ones(_LAST))[: len(number_S)] for q in COMPARED}
-    return replace(curve, scalars={q: sum_S / number_S for q, sum_S in sums.items()})
+    """Returns a curve of medians over the last ten steps: one step's spike does not show."""
+    ends = range(1, len(curve.steps) + 1)
+    scalars = {
+        quantity: np.array(
+            [np.median(curve.scalars[quantity][max(0, n - _LAST) : n]) for n in ends]
+        )
+        for quantity in COMPARED
+    }
+    return replace(curve, scalars=scalars)
 
 
 def main() -> int:

@@ -18,14 +18,29 @@ _HEADS = "mistake", "loss", "seen", "norm", "seen", "gate", "localizer"
 def tables() -> str:
     """Returns a section of each hall: its picture and its table."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    lines = []
+    all_of = list(found["bugs"].values())
+    eye, norm, compared = (
+        sum(any(steps) for steps in each)
+        for each in (
+            [of["seeds"][:1] for of in all_of],
+            [of["seeds"][1:] for of in all_of],
+            [of["orders"] for of in all_of],
+        )
+    )
+    judged = sum(bool(of["gate"]) for of in all_of)
+    lines = [
+        f"Of {len(all_of)} mistakes, an eye sees {eye} in the loss of {STEPS} steps and {norm} in the "
+        f"gradient norm; the noise band of `verify losses` {compared}, the gate {judged} "
+        f"({found['date']}, on a CPU).",
+        "",
+    ]
     for hall in HALLS:
         picture = f"![Loss and gradient norm with mistakes: {hall}]({FIGURES[hall]})"
         lines += [f"## {hall.capitalize()}", "", picture, "", _line(_HEADS)]
         lines.append(_line("---" for _ in _HEADS))
         lines += [_row(n, b, found["bugs"][n]) for n, b in exhibits().items() if b.hall == hall]
         lines.append("")
-    return "\n".join([*lines, f"{found['date']}, {STEPS} steps, on a CPU."])
+    return "\n".join(lines)
 
 
 def _row(name: str, bug: Bug, found: Mapping[str, Any]) -> str:
