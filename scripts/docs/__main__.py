@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts.bench import memory_rows, plan_on_cpu
 from scripts.docs import commands, configuration, forms, models, published, torchtitan
+from scripts.museum import page as museum
 
 REPO = Path(__file__).parents[2]
 _WRITER = REPO / "tests" / "foreign" / "write_step.py"
@@ -24,6 +25,7 @@ REGIONS: dict[str, Callable[[], str | None]] = {
     "forms": forms.table,
     "memory rows": memory_rows.table,
     "models": models.tables,
+    "museum": museum.tables,
     "plan on a CPU": plan_on_cpu.table,
     "published": published.table,
     "torchtitan": torchtitan.table,

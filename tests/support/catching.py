@@ -1,12 +1,14 @@
 """The gate's ranks with a planted bug or without: the gate's result, and the capture of a step."""
 
+import shutil
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.gates import Gates
+from tests.support.gates import Gates, gate_of
 from tests.support.planting import Bug, plant, planted_bugs
 from titan_moe.optim.schedules import set_lr
 from titan_moe.runtime.ranks import run_on_ranks
@@ -18,6 +20,7 @@ from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import LocalState, RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.layouts import depth, layout_tables, num_sequences, parse
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
+from titan_moe.verify.localize.localize import Finding, locate
 
 BUGS = planted_bugs()
 
@@ -83,6 +86,33 @@ def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:
     set_lr(state.optimizer, RATES[0])
     state.train_step(state.batches(state.fixture.batches[0]), observer=capture)
     capture.write(folder)
+
+
+@cache
+def _gate(family: str, kind: str, folder: Path) -> Gate:
+    folder.mkdir(parents=True, exist_ok=True)
+    return gate_of(family, folder, kind)
+
+
+@cache
+def _plain(gate: Gate, layout: str) -> Capture:
+    """Returns one plain process's step on the model and rows of a layout."""
+    return captured(setting(gate, "dp_shard=1", layout), gate.folder / f"plain {layout}")
+
+
+def gate_and_localizer(bug: Bug, folder: Path) -> tuple[Result, Finding | None]:
+    """Returns the gate's result for a mistake in its layout, and what differs between a step with
+    it and one plain process."""
+    gate, layout = _gate(bug.family, bug.kind, folder / bug.kind), bug.caught_on
+    with pytest.MonkeyPatch.context() as patch:
+        result, _ = judge(gate, bug, layout, patch)
+    one, other = (
+        (depth(each), num_sequences(each)) for each in (parse("dp_shard=1"), parse(layout))
+    )
+    plain = _plain(gate, "dp_shard=1" if one == other else layout)
+    shutil.rmtree(folder / "wrong", ignore_errors=True)
+    wrong = captured(setting(gate, layout, layout), folder / "wrong", bug)
+    return result, locate(plain, wrong)
 
 
 def captured(task: Task, folder: Path, bug: Bug | None = None) -> Capture:

@@ -34,6 +34,10 @@ class Bug(NamedTuple):
     """All of the phase must be wrong, because the mistake is in no module of the model."""
     copies: bool = False
     """The ranks' copies of one tensor must differ."""
+    museum: tuple[str, ...] = ()
+    """Threads of other projects with this mistake, as OWNER/REPOSITORY#NUMBER."""
+    hall: str = ""
+    story: str = ""
 
 
 class Desync(NamedTuple):

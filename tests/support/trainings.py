@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.support.planting import Bug, plant
 from titan_moe.comm.process import Process
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
@@ -62,13 +64,19 @@ def train_here(
     disturb: bool = False,
     kill: tuple[str, int] | None = None,
     alter: Callable[[Trainer], None] | None = None,
+    bug: Bug | None = None,
+    num_layers: int | None = None,
 ) -> bool:
     """Trains on this rank. Returns whether the run stopped before its last step, saved.
 
     Args:
         disturb: starts from other random states and a warm thread pool.
         alter: plants a mistake before the first step.
+        bug: a mistake that is planted before the model is made.
+        num_layers: instead of the flavor's.
     """
+    if bug is not None:
+        plant(bug)
     if disturb:
         torch.manual_seed(12345)
         torch.set_num_threads(2)
@@ -76,7 +84,9 @@ def train_here(
         torch.set_num_threads(1)
     if kill is not None:
         _plant_kill(*kill)
-    trainer = Trainer(job, model_of_job(job.model), process_here())
+    config = model_of_job(job.model)
+    config = config if num_layers is None else replace(config, num_layers=num_layers)
+    trainer = Trainer(job, config, process_here())
     if alter is not None:
         alter(trainer)
     return trainer.train()
@@ -182,19 +192,17 @@ def train_leaving_out_update(job: JobConfig, step: int) -> bool:
     return train_here(job)
 
 
-def train_curve(
-    spec: RunSpec, folder: Path, words: Words = (), alter: Callable[[Trainer], None] | None = None
-) -> RunRecord:
+def train_curve(spec: RunSpec, folder: Path, words: Words = (), **how: Any) -> RunRecord:
     """Returns a run's loss, the norms of all parameters ("norm of NAME") and loads of all experts.
 
     Args:
         words: keys besides the spec's.
-        alter: plants a mistake on every rank before the first step.
+        how: arguments of `train_here` on every rank.
     """
     keys = dict((*batch_words(spec, spec.job()), *words)) | _LOGGED
     keys |= {"metrics.log_freq": "1", "job.dump_folder": str(folder)}
     job = resolve(load_job([*spec.file(), *spec.arguments(*keys.items())]), spec.world_size)
-    run_on_ranks(partial(train_here, alter=alter), spec.world_size, job)
+    run_on_ranks(partial(train_here, **how), spec.world_size, job)
     curve = read_run(folder)
     lines = read_json_lines(folder / "parameter_norms.jsonl")
     names = lines[0].keys() - {"step"}

@@ -129,13 +129,17 @@ def seed_weights(model: Decoder, seed: int) -> dict[str, Tensor]:
 def seed_buffers(
     layers: Sequence[str], num_experts: int, idle: tuple[str, range], seed: int
 ) -> dict[str, Tensor]:
-    """Routing biases and loads as in mid-training; the idle experts' biases keep tokens away."""
+    """Routing biases and loads as in mid-training; the idle experts' biases keep tokens away.
+
+    The biases lie below all scores: shifted alike, they choose as before, and a mistake that gives
+    an expert outside the best groups a score of 0 makes it the best.
+    """
     generator = torch.Generator().manual_seed(seed)
     buffers = {}
     for layer in layers:
-        bias_E = 0.02 * torch.randn(num_experts, generator=generator)
+        bias_E = 0.02 * torch.randn(num_experts, generator=generator) - 5
         if layer == idle[0]:
-            bias_E[list(idle[1])] = -10.0
+            bias_E[list(idle[1])] = -15.0
         load_E = torch.rand(num_experts, generator=generator) + 0.5
         buffers[f"{layer}.moe.router.expert_bias"] = bias_E
         buffers[f"{layer}.moe.router.previous_load"] = load_E / load_E.sum()
