@@ -1,0 +1,262 @@
+"""Small models, one batch, ranks by fork, and the folder that a foreign run hands in.
+
+Imports torch and safetensors (and transformers to write a model), nothing of titan_moe: it runs in each
+stack's environment.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
+
+ROWS, LENGTH = 4, 16
+_COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 10,
+    },
+}
+
+
+# --- what every stack gets ------------------------------------------------------------------------
+
+
+def write_model(family: str, folder: Path, **settings: Any) -> None:
+    """Writes a Hugging Face folder with random weights, far enough from zero that routers choose."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **settings})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if name.endswith("norm.weight") else 0.2 * noise
+    model.save_pretrained(folder)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tokens and shifted labels, both [ROWS, LENGTH]. Rows have unequally many targets."""
+    generator = torch.Generator().manual_seed(11)
+    words = torch.randint(3, 96, (ROWS, LENGTH), generator=generator)
+    labels = torch.cat((words[:, 1:], words.new_full((ROWS, 1), -100)), 1)
+    for row in range(ROWS):
+        labels[row, : 3 * row] = -100
+    return words, labels
+
+
+def rows_of(dp_rank: int, dp_size: int) -> slice:
+    count = ROWS // dp_size
+    return slice(dp_rank * count, (dp_rank + 1) * count)
+
+
+class Lifted(TorchFunctionMode):
+    """Turns requests for float32 into float64: models cast norms and scores whatever their type."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Any:
+    torch.set_default_dtype(dtype)
+    if dtype == torch.float64:
+        with Lifted():
+            yield
+    else:
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def sizes(layout: str) -> dict[str, int]:
+    pairs = (axis.partition("=") for axis in layout.split(",") if axis)
+    return {name: int(size) for name, _, size in pairs}
+
+
+def run_ranks(world: int, work: Callable[[], None], log: Path, start: bool = True) -> bool:
+    """Forks `world` ranks, each with torchrun's variables; returns whether all ended well.
+
+    start: start gloo, which some stacks do themselves. Forks cost 0.1 s where a start with all imports costs 10. Output goes to log.RANK.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sys.stdout.flush()
+    children = [_fork(rank, world, port, work, log, start) for rank in range(world)]
+    return all([os.waitpid(child, 0)[1] == 0 for child in children])
+
+
+def _fork(rank: int, world: int, port: int, work: Callable[[], None], log: Path, start: bool) -> int:
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        with open(f"{log}.{rank}", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        names |= {"MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0}
+        os.environ |= {name: str(value) for name, value in names.items()}
+        if start and world > 1:
+            dist.init_process_group("gloo")
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def last_line(log: Path) -> str:
+    """Returns the exception of the first rank that says one."""
+    for file in sorted(log.parent.glob(f"{log.name}.*")):
+        lines = [line for line in file.read_text().splitlines() if line[:1].isalpha()]
+        if lines and ("Error" in lines[-1] or "Exception" in lines[-1]):
+            return lines[-1]
+    return "no message"
+
+
+# --- handing in -----------------------------------------------------------------------------------
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor's whole value as this rank sees it; collective."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """Returns each parameter's whole gradient, None where it has none; collective."""
+    return {n: None if p.grad is None else whole(p.grad) for n, p in parameters if p.requires_grad}
+
+
+def hand_in(
+    folder: Path,
+    facts: dict[str, Any],
+    gradients: dict[str, Any],
+    updated: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes this rank's files; rank 0 those of the run. Every rank's copies are handed in."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    none = [name for name, gradient in gradients.items() if gradient is None]
+    some = {n: g.contiguous() for n, g in gradients.items() if g is not None}
+    save_file(some, folder / f"gradients-{rank}.safetensors")
+    if updated:
+        copies = {name: value.contiguous() for name, value in updated.items()}
+        save_file(copies, folder / f"updated-{rank}.safetensors")
+    if rank == 0:
+        tokens, labels = batch()
+        save_file({"tokens": tokens, "labels": labels}, folder / "batch.safetensors")
+        whole_run = {"num_targets": int((labels != -100).sum()), "grad_norm": None, "max_norm": None}
+        whole_run |= {"optimizer": None, **({"no_gradient": none} if none else {}), **facts}
+        (folder / "foreign.json").write_text(json.dumps(whole_run, indent=1))
+
+
+def compare(folder: Path, plain: Path) -> str:
+    """Returns the worst gradient of a folder beside the plain process's: a first look."""
+    right = unstacked(load_file(plain / "gradients-0.safetensors"))
+    worst, wrong = (0.0, "", 1.0), set()
+    for file in sorted(folder.glob("gradients-*.safetensors")):
+        for name, gradient in unstacked(load_file(file)).items():
+            want = right[name].double()
+            error = ((gradient - want).norm() / want.norm()).item()
+            ratio = ((gradient * want).sum() / (want * want).sum()).item()
+            wrong |= {name} if error > 2e-5 else set()
+            worst = max(worst, (error, f"{name} ({file.stem})", ratio))
+    kinds = sorted({re.sub(r"\d+", "*", name) for name in wrong})
+    return f"worst {worst[0]:.1e} ratio {worst[2]:.6f} {worst[1]} wrong: {len(wrong)} {kinds}"
+
+
+def unstacked(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names each expert's matrices on its own, as published."""
+    single = {}
+    for name, value in gradients.items():
+        prefix, _, last = name.rpartition(".")
+        for number, matrix in enumerate(value if prefix.endswith("experts") else ()):
+            if last == "gate_up_proj" and value.dim() == 3:
+                for part, half in zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True):
+                    single[f"{prefix}.{number}.{part}.weight"] = half
+            else:
+                single[f"{prefix}.{number}.{last}.weight"] = matrix
+        if not prefix.endswith("experts"):
+            single[name] = value
+    return single
+
+
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
