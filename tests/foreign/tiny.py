@@ -6,7 +6,6 @@ stack's environment.
 
 import json
 import os
-import re
 import shutil
 import socket
 import sys
@@ -197,6 +196,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a whole value into a parameter that may be sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
+
+
 def whole_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     """Returns each parameter's whole gradient, None where it has none; collective."""
     return {n: None if p.grad is None else whole(p.grad) for n, p in parameters if p.requires_grad}
@@ -226,7 +234,7 @@ def hand_in(
 
 
 def compare(folder: Path, plain: Path) -> str:
-    """Returns the worst gradient of a folder beside the plain process's: a first look."""
+    """Returns the worst gradient, the norm and the loss beside the plain process's: a first look."""
     right = unstacked(load_file(plain / "gradients-0.safetensors"))
     worst, wrong = (0.0, "", 1.0), set()
     for file in sorted(folder.glob("gradients-*.safetensors")):
@@ -236,8 +244,13 @@ def compare(folder: Path, plain: Path) -> str:
             ratio = ((gradient * want).sum() / (want * want).sum()).item()
             wrong |= {name} if error > 2e-5 else set()
             worst = max(worst, (error, f"{name} ({file.stem})", ratio))
-    kinds = sorted({re.sub(r"\d+", "*", name) for name in wrong})
-    return f"worst {worst[0]:.1e} ratio {worst[2]:.6f} {worst[1]} wrong: {len(wrong)} {kinds}"
+    facts, whole = (json.loads((each / "foreign.json").read_text()) for each in (folder, plain))
+    norm = sum(value.double().square().sum() for value in right.values()) ** 0.5
+    reported = "none" if facts["grad_norm"] is None else f"{facts['grad_norm'] / norm:.6f}"
+    return (
+        f"worst {worst[0]:.1e} ratio {worst[2]:.6f} {worst[1]} wrong: {len(wrong)}"
+        f" norm {reported} loss {facts['loss'] / whole['loss'] - 1:.1e}"
+    )
 
 
 def unstacked(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

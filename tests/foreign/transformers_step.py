@@ -102,29 +102,32 @@ class Rows(torch.utils.data.Dataset):
 
 def in_trainer(model_folder, out, layout, dtype, experts):
     with tiny.computing_in(dtype):
-        model, tp, dp = load(model_folder, layout, dtype, experts)
-        arguments = TrainingArguments(
-            output_dir=str(out / "trainer"),
-            per_device_train_batch_size=tiny.ROWS // dp,
-            max_steps=1,
-            max_grad_norm=1e9,
-            learning_rate=ADAM["lr"],
-            adam_beta2=ADAM["betas"][1],
-            lr_scheduler_type="constant",
-            train_sampling_strategy="sequential",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        capture = Capture()
-        trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[capture])
-        trainer.train()
-        updated = {name: tiny.whole(value) for name, value in model.named_parameters()}
-    logs = capture.logs
-    norms = {"grad_norm": float(logs["grad_norm"]), "max_norm": 1e9, "optimizer": ADAM}
-    facts = facts_of(layout, dtype, float(logs["loss"]), **norms)
+        model, _, dp = load(model_folder, layout, dtype, experts)
+        train(model, out, layout, dtype, dp, {})
+
+
+def train(model, out, layout, dtype, dp, program):
+    """Runs one step of the Trainer, which reads rows in order and clips nothing."""
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        per_device_train_batch_size=tiny.ROWS // dp,
+        max_steps=1,
+        max_grad_norm=1e9,
+        learning_rate=ADAM["lr"],
+        adam_beta2=ADAM["betas"][1],
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    capture = Capture()
+    Trainer(model, arguments, train_dataset=Rows(), callbacks=[capture]).train()
+    updated = {n: tiny.whole(p) for n, p in model.named_parameters() if p.requires_grad}
+    norms = {"grad_norm": float(capture.logs["grad_norm"]), "max_norm": 1e9, "optimizer": ADAM}
+    facts = {**facts_of(layout, dtype, float(capture.logs["loss"]), **norms), **program}
     tiny.hand_in(out, facts, capture.gradients, updated)
 
 
