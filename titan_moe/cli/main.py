@@ -28,6 +28,7 @@ COMMANDS = {
     "verify localize": "the first tensor that differs between two trainings",
     "verify suite": "a list of comparisons, and one summary",
     "verify parity": "logits, losses and gradients against transformers",
+    "verify foreign": "a step of another program, judged by one process here",
     "verify shards": "shards, meshes and process groups of up to thousands of ranks",
     "report run": "curves, expert load and configuration of runs, as a page",
     "report bench": "speed of runs beside published figures, as a card",

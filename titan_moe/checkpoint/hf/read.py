@@ -24,7 +24,7 @@ from titan_moe.checkpoint.folder import new_folder
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
 from titan_moe.checkpoint.hf.folder import HFFolder, Read, is_hf_folder
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find, model_shapes
-from titan_moe.checkpoint.hf.pieces import cut, whole
+from titan_moe.checkpoint.hf.pieces import Stored, cut, whole
 from titan_moe.checkpoint.manifest import (
     Manifest,
     TensorSpec,
@@ -64,12 +64,7 @@ class HFSource:
         A box of a stack that is stored as one tensor is read whole, so a process holds a float32
         copy of its largest shard for a moment if that is quantised.
         """
-        for piece in self.found[name].pieces(box):
-            theirs = self._folder.read(piece.tensor, piece.theirs)
-            theirs = theirs.transpose(-1, -2) if piece.transposed else theirs
-            place = values[inside(piece.ours, box)]
-            # One side may have dims of size 1 that the other has not, such as that of experts.
-            place.copy_(theirs.reshape(place.shape))
+        copy_pieces(self.found[name], box, values, self._folder.read)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a box of one of our tensors in the type that it is stored in, or means."""
@@ -84,6 +79,16 @@ class HFSource:
         stored = {name: tensor for name, tensor in tensors.items() if name in self.found}
         for name, tensor in shown("load", stored.items(), "tensor"):
             self.copy(name, local_slices(tensor), local_part(tensor).detach())
+
+
+def copy_pieces(place: Stored, box: Box, values: Tensor, read: Read) -> None:
+    """Copies a box of one of our tensors into `values`; `read` returns boxes of theirs."""
+    for piece in place.pieces(box):
+        theirs = read(piece.tensor, piece.theirs)
+        theirs = theirs.transpose(-1, -2) if piece.transposed else theirs
+        target = values[inside(piece.ours, box)]
+        # One side may have dims of size 1 that the other has not, such as that of experts.
+        target.copy_(theirs.reshape(target.shape))
 
 
 class Source(NamedTuple):

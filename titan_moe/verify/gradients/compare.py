@@ -104,14 +104,14 @@ def module_norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: squares[name.rpartition(".")[0]].sqrt() for name in few}
 
 
-def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:
+def fingerprint(ratio: float, axes: Mapping[str, int], within: float = 1e-6) -> str:
     """The reduction that is missing or done twice, where a ratio is exactly an axis' size or 2."""
     for number, cause in (
         (ratio, "reduced twice, or summed where it is whole"),
         (1 / ratio if ratio else 0.0, "not reduced, or averaged"),
     ):
-        hits = [axis for axis, size in axes.items() if size > 1 and _is(number, size)]
-        if hits or _is(number, 2):
+        hits = [axis for axis, size in axes.items() if size > 1 and _is(number, size, within)]
+        if hits or _is(number, 2, within):
             size = round(number)
             shown = size if number is ratio else f"1/{size}"
             over = f" over {' or '.join(hits)}" if hits else ""
@@ -119,5 +119,5 @@ def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:
     return ""
 
 
-def _is(number: float, size: int) -> bool:
-    return abs(number - size) < 1e-6 * size
+def _is(number: float, size: int, within: float) -> bool:
+    return abs(number - size) < within * size

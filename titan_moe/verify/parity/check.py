@@ -131,7 +131,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     ours: dict[str, Tensor] = {}
     for loss in _steps(model, lambda: model(batch.tokens_BS, **batch.beside_tokens())):
         our_losses.append(loss)
-        gradients = _joined(model, found.config)
+        gradients = joined_gradients(model, found.config)
         ours = ours or {name: gradient.clone() for name, gradient in gradients.items()}
     assert theirs.keys() == ours.keys()
     exports = dtype == torch.float32 and oracle.has_class
@@ -247,7 +247,7 @@ def _our_logits(model: Decoder, batch: LocalBatch) -> list[Tensor]:
     return [model.output(x_BSD) for x_BSD in hidden]
 
 
-def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
+def joined_gradients(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
     """Returns all gradients; all copies of a tied weight get their sum, named after the first."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == sum(p.requires_grad for p in model.parameters())
