@@ -7,8 +7,10 @@ stack's environment.
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -150,14 +152,24 @@ def run_ranks(world: int, work: Callable[[], None], log: Path, start: bool = Tru
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     sys.stdout.flush()
-    children = [_fork(rank, world, port, work, log, start) for rank in range(world)]
-    return all([os.waitpid(child, 0)[1] == 0 for child in children])
+    children = {_fork(rank, world, port, work, log, start) for rank in range(world)}
+    well = True
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status and well:
+            well = False
+            time.sleep(1)  # Others may have the same to say.
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    return well
 
 
 def _fork(rank: int, world: int, port: int, work: Callable[[], None], log: Path, start: bool) -> int:
     if child := os.fork():
         return child
     code = 1
+    signal.alarm(120)
     try:
         with open(f"{log}.{rank}", "w") as file:
             os.dup2(file.fileno(), 1)

@@ -23,7 +23,6 @@ LAYOUTS = (
     "fsdp=2,ep=2",
     "dp_replicate=2",
     "fsdp=4",
-    "tp=4,ep=4",
     "fsdp=4,ep=4",
     "fsdp=4,ep=2",
     "fsdp=2,tp=2",
@@ -144,6 +143,8 @@ def main():
                     name = f"{family}.{how}.{kind}.{layout or 'plain'}"
                     if not pattern.search(name) and layout:
                         continue
+                    if how == "trainer" and "tp" in layout:
+                        continue  # Accelerate refuses tensor parallelism where there is no GPU.
                     folder = out / name
                     if not layout and folder.exists():
                         continue
