@@ -17,6 +17,7 @@ from scripts.bench import memory_rows, plan_on_cpu
 from scripts.docs import commands, configuration, forms, models, published, torchtitan
 
 REPO = Path(__file__).parents[2]
+_WRITER = REPO / "tests" / "foreign" / "write_step.py"
 REGIONS: dict[str, Callable[[], str | None]] = {
     "commands": commands.sections,
     "configuration": configuration.tables,
@@ -27,6 +28,7 @@ REGIONS: dict[str, Callable[[], str | None]] = {
     "published": published.table,
     "torchtitan": torchtitan.table,
     "torchtitan metrics": torchtitan.metrics,
+    "write_step": lambda: f"```python\n{_WRITER.read_text(encoding='utf-8')}```",
 }
 """The text of a region, by its name in the page; None leaves it as it is."""
 _REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

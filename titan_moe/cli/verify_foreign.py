@@ -19,31 +19,22 @@ from titan_moe.runtime.errors import RunError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="STEP", type=path_of, help="the other program's folder")
-    parser.add_argument(
-        "--model", metavar="HF_FOLDER", type=path_of, required=True, help="the weights before it"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float64", "float32"],
-        default="float64",
-        help="computes in it; default: %(default)s",
-    )
+    weights = "the weights before the step"
+    parser.add_argument("--model", metavar="HF_FOLDER", type=path_of, required=True, help=weights)
+    types = ("float64", "float32")
+    parser.add_argument("--dtype", choices=types, default=types[0], help="default: %(default)s")
 
 
 def run(options: argparse.Namespace) -> Answer:
-    import torch
-
     from titan_moe.verify.foreign.judge import judge
 
     try:
-        parts = judge(options.folder, options.model, getattr(torch, options.dtype))
+        parts = judge(options.folder, options.model, options.dtype)
     except RunError as error:
         raise ConfigError(str(error)) from None
-    lines = [line for part in parts for line in part.lines()]
-    data = [
-        part._asdict() | {"tensors": [each._asdict() for each in part.tensors]} for part in parts
-    ]
-    return Answer(data, lines, int(not all(part.agrees for part in parts)))
+    lines = [line for part in parts for line in part.lines]
+    agrees = all(part.agrees for part in parts)
+    return Answer([part._asdict() for part in parts], lines, int(not agrees))
 
 
 COMMAND = Command(run, add_arguments, failed=4)

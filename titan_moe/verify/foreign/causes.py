@@ -1,7 +1,7 @@
 """Finds the mistake that makes one tensor of another: a factor, a lost expert, a lost sum."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ class Scale(NamedTuple):
 def error(theirs: Tensor, ours: Tensor, least: float = 0.0) -> float:
     """Returns the norm of the difference over that of ours, or over `least`."""
     far = (theirs - ours).norm().item()
-    return worst([far / max(ours.norm().item(), least)]) if far else 0.0
+    return worst([far / max(ours.norm().item(), least, 1e-300)]) if far else 0.0
 
 
 def units(name: str, tensor: Tensor) -> Tensor:
@@ -47,52 +47,43 @@ def units(name: str, tensor: Tensor) -> Tensor:
     return tensor if ".experts." in name else tensor[None]
 
 
-def cause(
-    name: str,
-    theirs: Tensor,
-    ours: Tensor,
-    scale: Scale,
-    mistakes: Sequence[tuple[str, Tensor]] = (),
-) -> str:
-    """Says what makes a gradient of ours theirs, expert by expert; empty where they agree.
+def cause(name: str, theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
+    """Says what makes a gradient another, expert by expert; empty where it is right.
 
     Args:
-        mistakes: in words, and the gradient that each gives instead of ours.
+        tried: under "" the right one, then what mistakes give, by their words.
     """
     said: dict[str, list[int]] = {}
-    tried = [("", units(name, ours)), *((says, units(name, each)) for says, each in mistakes)]
-    for number, unit in enumerate(units(name, theirs)):
-        found = _of_unit(unit, [(says, each[number]) for says, each in tried], scale)
-        said.setdefault(found, []).append(number)
+    rows = zip(units(name, theirs), *(units(name, each) for each in tried.values()), strict=True)
+    for number, (unit, *wanted) in enumerate(rows):
+        says = _of_unit(unit, dict(zip(tried, wanted, strict=True)), scale)
+        said.setdefault(says, []).append(number)
     if len(said) == 1:
-        return found
-    blocks = [block.tolist() for block in torch.arange(len(ours)).chunk(scale.axes.get("ep", 1))]
+        return says
+    blocks = [block.tolist() for block in torch.arange(len(theirs)).chunk(scale.axes.get("ep", 1))]
     lines = []
-    for found, experts in said.items():
-        head, _, tail = found.partition(": ")
-        numbers = ", ".join(map(str, experts))
-        if experts in blocks:
-            numbers += f" (ep rank {blocks.index(experts)})"
+    for says, experts in said.items():
+        head, colon, tail = says.partition(": ")
+        rank = f" (ep rank {blocks.index(experts)})" if experts in blocks else ""
+        numbers = f"{', '.join(map(str, experts))}{rank}{colon and ', '}{tail}"
         whose = "one expert's gradient" if len(experts) == 1 else "several experts' gradients"
-        lines += [f"{whose} {head}: {numbers}{tail and ', '}{tail}"] * bool(found)
+        lines += [f"{whose} {head}: {numbers}"] * bool(says)
     return "; ".join(lines)
 
 
-def _of_unit(theirs: Tensor, tried: Sequence[tuple[str, Tensor]], scale: Scale) -> str:
-    if error(theirs, tried[0][1], scale.least) <= scale.bound:
+def _of_unit(theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
+    if error(theirs, tried[""], scale.least) <= scale.bound:
         return ""
     if not theirs.any():
         return "zero: no gradient reaches it"
-    for says, wanted in tried:
+    for says, wanted in tried.items():
         square = wanted.square().sum().item()
         factor = (theirs * wanted).sum().item() / square if square else 0.0
-        least = abs(factor) * scale.least
-        if factor and error(theirs, factor * wanted, least) <= scale.bound:
-            if says and abs(factor - 1) <= max(scale.bound, 1e-6):
-                return says
-            words = scale.words(factor)
-            if theirs.numel() > 1 or "direction" not in words:  # Numbers always have the same.
-                return f"{says}, {words}" if says else words
+        if not factor or error(theirs, factor * wanted, abs(factor) * scale.least) > scale.bound:
+            continue
+        words = "" if says and abs(factor - 1) < 1e-6 else scale.words(factor)
+        if theirs.numel() > 1 or "direction" not in words:  # Two numbers always have the same one.
+            return ", ".join(filter(None, (says, words)))
     return UNEXPLAINED
 
 
@@ -100,60 +91,45 @@ def norm_cause(theirs: float, gradients: Mapping[str, Tensor], scale: Scale) -> 
     """Says which of a model's gradients a norm is of; empty where it is not known."""
     dense, blocks = 0.0, [0.0] * scale.axes.get("ep", 1)
     for name, gradient in gradients.items():
-        if ".experts." not in name:
+        if ".experts." in name:
+            parts = gradient.chunk(len(blocks))
+            blocks = [b + x.square().sum().item() for b, x in zip(blocks, parts, strict=True)]
+        else:
             dense += gradient.square().sum().item()
-            continue
-        for rank, block in enumerate(gradient.chunk(len(blocks))):
-            blocks[rank] += block.square().sum().item()
-    for says, square in _norms(dense, blocks, scale.axes):
-        if abs(theirs - math.sqrt(square)) <= max(scale.bound, 1e-6) * theirs:
-            return says
-    return ""
-
-
-def _norms(
-    dense: float, blocks: Sequence[float], axes: Mapping[str, int]
-) -> Iterator[tuple[str, float]]:
     experts = sum(blocks)
-    yield "the norm of all gradients", dense + experts
-    for rank, block in enumerate(blocks if len(blocks) > 1 else []):
-        yield f"a norm over one EP group, experts of ep rank {rank} and what is none", dense + block
-    yield "a norm without experts", dense
-    yield "a norm of experts alone", experts
-    for axis, size in axes.items():
-        yield f"gradients but experts counted {size} times, over {axis}", size * dense + experts
-        yield f"experts counted {size} times, over {axis}", dense + size * experts
-        yield f"all counted {size} times, over {axis}", size * (dense + experts)
+    tried = {"the norm of all": dense + experts, "of no expert": dense, "of experts": experts}
+    for rank, block in enumerate(blocks):
+        says = f"a norm over one EP group: experts of ep rank {rank}, and all that is no expert"
+        tried |= {says: dense + block}
+    for axis, n in scale.axes.items():
+        tried[f"what is no expert counted {n} times, over {axis}"] = n * dense + experts
+        tried[f"experts counted {n} times, over {axis}"] = dense + n * experts
+        tried[f"all counted {n} times, over {axis}"] = n * (dense + experts)
+    within = max(scale.bound, 1e-6) * theirs
+    return next((s for s, square in tried.items() if abs(theirs - square**0.5) <= within), "")
 
 
-def adamw(gradient: Tensor, before: Tensor, optimizer: AdamW, decay: float) -> Tensor:
-    """Returns what the first step of AdamW adds (arXiv 1711.05101, algorithm 2)."""
-    return -optimizer.lr * (gradient / (gradient.abs() + optimizer.eps) + decay * before)
-
-
-def update_cause(
+def of_update(
     added: Tensor, before: Tensor, gradient: Tensor, optimizer: AdamW, bound: float
-) -> str:
-    """Says what makes a first step of AdamW another; empty where it is right. Vectors may decay or
-    not."""
+) -> tuple[Tensor, str]:
+    """Returns what AdamW's first step adds (arXiv 1711.05101, algorithm 2), and what makes it
+    another; empty where it is right. Vectors may decay or not."""
     lr, decay = optimizer.lr, optimizer.weight_decay
-    plain = adamw(gradient, before, optimizer, 0.0)
+    plain = -lr * gradient / (gradient.abs() + optimizer.eps)
+    coupled = gradient + decay * before
+    right = plain - lr * decay * before
     for says, tried in (
-        ("", plain - lr * decay * before),
+        ("", right),
         ("no weight decay" if before.ndim > 1 else "", plain),
-        ("weight decay in the gradient", adamw(gradient + decay * before, before, optimizer, 0.0)),
+        ("weight decay in the gradient", -lr * coupled / (coupled.abs() + optimizer.eps)),
         ("not updated" if gradient.any() else "", torch.zeros_like(before)),
     ):
         if error(added, tried) <= bound:
-            return says
+            return right if says else tried, says
     columns = torch.stack([plain.flatten() / lr, -before.flatten()], -1)
     fit = torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0]
     if error(added.flatten(), columns @ fit) > bound:
-        return "no step of AdamW with its gradient"
+        return right, "no step of AdamW with its gradient"
     rates = {"learning rate": (fit[0], lr), "weight decay": (fit[1] / fit[0], decay)}
-    wrong = {
-        name: pair
-        for name, pair in rates.items()
-        if not 0.999 * pair[1] < pair[0] < 1.001 * pair[1]
-    }
-    return ", ".join(f"{name} {a:.6g} in place of {b:g}" for name, (a, b) in wrong.items())
+    wrong = {name: pair for name, pair in rates.items() if not math.isclose(*pair, rel_tol=1e-3)}
+    return right, ", ".join(f"{name} {a:.6g} in place of {b:g}" for name, (a, b) in wrong.items())

@@ -4,7 +4,7 @@ docs/court.md says what the folder holds. Tensors have Hugging Face's names; her
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -46,16 +46,11 @@ class Facts(BaseModel, extra="forbid", strict=True):
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     loss: FiniteFloat
     num_targets: int
-    grad_norm: FiniteFloat | None
-    max_norm: PositiveFloat | None
-    optimizer: AdamW | None
+    grad_norm: FiniteFloat | None = None
+    max_norm: PositiveFloat | None = None
+    optimizer: AdamW | None = None
     no_gradient: list[str] = []
     """Hugging Face names of parameters whose `.grad` is None."""
-
-
-Tensors = Mapping[str, Tensor]
-"""[2, ...] by name: the first rank's copy; the sum of ranks' copies, or the first if all are equal.
-"""
 
 
 class ForeignStep(NamedTuple):
@@ -65,14 +60,16 @@ class ForeignStep(NamedTuple):
     tokens_BS: Tensor
     labels_BS: Tensor
     places: Mapping[str, Stored]
-    gradients: Tensors
-    updated: Tensors
-    """Empty if the folder has none."""
+    gradients: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor]
+    """Sums of the gradients that each rank holds; the gradients where all hold the same."""
+    updated: Mapping[str, Tensor]
+    """Parameters after the step; empty if the folder has none."""
     activations: Mapping[str, Tensor]
 
 
 def read_step(folder: Path, model: HFModel) -> ForeignStep:
-    """Reads a folder. Raises ConfigError or RunError in one line for mistakes in it.
+    """Reads a folder. Raises ConfigError or RunError in one line for each mistake in it.
 
     Args:
         model: the model that took the step, without multi-token prediction.
@@ -87,95 +84,96 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
         raise ConfigError(lines) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error} (docs/court.md)") from None
-    tokens_BS, labels_BS = _read_batch(folder / "batch.safetensors", facts, model.config)
-    places, gradients = _read(folder, "gradients", model, facts.no_gradient)
-    updated: Tensors = {}
-    if facts.optimizer is not None and _files(folder, "updated"):
-        _, updated = _read(folder, "updated", model, [])
+    batch = _read_batch(folder / "batch.safetensors", facts, model.config)
+    gradients = _read(folder, "gradients", model, facts.no_gradient)
+    updated = _read(folder, "updated", model)[1] if facts.optimizer is not None else {}
     path = folder / "activations.safetensors"
-    activations = {name: x[:].double() for name, x in opened(path).items()} if path.exists() else {}
-    shape = (*tokens_BS.shape, model.config.dim * model.config.streams)
-    layers = {f"layers.{n}": shape for n in range(model.config.num_layers)}
-    shapes = {name: tuple(x.shape) for name, x in activations.items()}
-    wanted = {name: shape for name, shape in layers.items() if name in activations}
-    compare_shapes(path, shapes, wanted, activations.keys() - layers.keys())
-    return ForeignStep(facts, tokens_BS, labels_BS, places, gradients, updated, activations)
+    outputs = {name: x[:].double() for name, x in opened(path).items()} if path.exists() else {}
+    shapes = {name: tuple(x.shape) for name, x in outputs.items()}
+    layers = {f"layers.{number}" for number in range(model.config.num_layers)}
+    shape = (*batch[0].shape, model.config.dim * model.config.streams)
+    compare_shapes(path, shapes, dict.fromkeys(layers & shapes.keys(), shape), {*shapes} - layers)
+    return ForeignStep(facts, *batch, *gradients, updated, outputs)
 
 
 def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, Tensor]:
     found = {name: stored[:] for name, stored in opened(path).items()}
-    kinds = {(x.dtype, x.ndim, x.shape) for x in found.values() if x.dtype == torch.int64}
-    if found.keys() != {"tokens", "labels"} or len(kinds) != 1 or found["tokens"].ndim != 2:
+    kinds = {(x.dtype, x.ndim, x.shape) for x in found.values()}
+    if found.keys() != {"tokens", "labels"} or len(kinds) > 1 or (torch.int64, 2) != min(kinds)[:2]:
         held = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in found.items())
-        raise ConfigError(
-            f"{path} holds {held}: write tokens and labels, int64 [sequences, tokens]"
-        )
+        raise ConfigError(f"{path} holds {held}: write tokens and labels, int64 [rows, tokens]")
     tokens_BS, labels_BS = found["tokens"], found["labels"]
     asked = labels_BS != IGNORE_INDEX
     ids, count = torch.cat([tokens_BS.flatten(), labels_BS[asked]]), int(asked.sum())
-    if outside := ids[(ids < 0) | (ids >= config.vocab_size)].tolist():
-        says = f"has the id {outside[0]}, outside of the vocabulary of {config.vocab_size}"
-        raise ConfigError(f"{path} {says}: write the ids that this model was given")
-    if not count or facts.num_targets != count:
-        says = f"labels have {count} targets, but num_targets={facts.num_targets} in {FACTS}"
-        raise ConfigError(f"{path}: {says}: write the batch of this step")
-    if torch.equal(tokens_BS[asked], labels_BS[asked]):
-        raise ConfigError(f"{path}: labels equal tokens: write the target of position s at s")
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)].tolist()
+    for wrong, says in (
+        (outside, f"an id is outside of the vocabulary of {config.vocab_size}: {outside[:1]}"),
+        (count != facts.num_targets, f"{count} targets, but num_targets={facts.num_targets}"),
+        (not count, "no label is a target"),
+        (torch.equal(tokens_BS[asked], labels_BS[asked]), "labels are tokens: shift them by one"),
+    ):
+        if wrong:
+            raise ConfigError(f"{path}: {says}; write the batch of this step (docs/court.md)")
     return tokens_BS, labels_BS
 
 
-def _files(folder: Path, kind: str) -> list[Path]:
-    return sorted([*folder.glob(f"{kind}.safetensors"), *folder.glob(f"{kind}-*.safetensors")])
-
-
 def _read(
-    folder: Path, kind: str, model: HFModel, absent: Collection[str]
-) -> tuple[dict[str, Stored], Tensors]:
-    """Returns the places of our parameters and their tensors; absent ones are zeros."""
+    folder: Path, kind: str, model: HFModel, absent: Collection[str] = ()
+) -> tuple[dict[str, Stored], dict[str, Tensor], dict[str, Tensor]]:
+    """Returns places of our parameters, and two tensors of each: the first rank's, and the sum of
+    all ranks' if they differ. Absent ones are zeros; without a file that may be missing, no tensors.
+    """
     path, parts = folder / f"{kind}.safetensors", dict[str, list[tuple[int, Tensor]]]()
-    for file in _files(folder, kind):
+    for file in sorted(
+        [*folder.glob(f"{kind}.safetensors"), *folder.glob(f"{kind}-*.safetensors")]
+    ):
         slices = opened(file)
         with safe_open(file, "pt") as header:
             rows = json.loads((header.metadata() or {}).get("rows", "{}"))
         for name, stored in slices.items():
-            values = stored[()].double()
+            if not (values := stored[()]).is_floating_point():
+                raise ConfigError(f"{file}: {name} is {values.dtype}: write floating-point numbers")
             refuse_not_finite(values, f"{file}: {name}", "write a step that is finite")
-            parts.setdefault(name, []).append((int(rows.get(name, 0)), values))
+            parts.setdefault(name, []).append((int(rows.get(name, 0)), values.double()))
+    if kind == "updated" and not parts:
+        return {}, {}, {}
     theirs = {name: _assemble(f"{path}: {name}", each) for name, each in parts.items()}
     parameters = empty_model(model.config).named_parameters()
     ours = {name: tuple(p.shape) for name, p in parameters if ".indexer." not in name}
-    shapes = {name: tuple(tensor.shape[1:]) for name, tensor in theirs.items()}
-    ways = write_as(model, ours, shapes | dict.fromkeys(absent, ()))
+    shapes = {name: tuple(first.shape) for name, (first, _) in theirs.items()}
+    ways = write_as(model, ours, dict.fromkeys(absent, ()) | shapes)
     places = {name: place for name, (place, *_) in ways.items()}
     wanted = {n: shape for place in places.values() for n, shape in place.tensors().items()}
-    zeros = {name: torch.zeros(2, *wanted.get(name, ())).double() for name in absent}
-    shapes |= {name: tuple(tensor.shape[1:]) for name, tensor in zeros.items()}
+    shapes = {name: wanted.get(name, ()) for name in absent} | shapes
     try:
         compare_shapes(path, shapes, wanted, shapes.keys() - wanted.keys())
     except RunError as error:
-        raise ConfigError(
-            f"{error}: list a gradient that is None in no_gradient of {FACTS}"
-        ) from None
-    found = {name: torch.empty(2, *place.shape).double() for name, place in places.items()}
+        remedy = f"list gradients that are None in no_gradient of {FACTS}"
+        raise ConfigError(f"{error}; {remedy}") from None
+    zeros = {name: [torch.zeros(wanted[name])] * 2 for name in absent}
+    copies = [
+        _ours(places, {n: both[copy] for n, both in (zeros | theirs).items()}) for copy in (0, 1)
+    ]
+    return places, copies[0], copies[1]
+
+
+def _ours(places: Mapping[str, Stored], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: torch.empty(place.shape).double() for name, place in places.items()}
     for name, place in places.items():
-        for copy, values in enumerate(found[name]):
-            read = lambda name, box, copy=copy: (zeros | theirs)[name][copy][box]  # noqa: E731
-            copy_pieces(place, whole(place.shape), values, read)
-    return places, found
+        copy_pieces(place, whole(place.shape), found[name], lambda name, box: theirs[name][box])
+    return found
 
 
-def _assemble(where: str, parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Puts ranks' rows of a tensor together; returns [2, ...], see `Tensors`."""
-    size, inner = max(row + len(values) for row, values in parts), parts[0][1].shape[1:]
-    first, total = (torch.zeros(size, *inner, dtype=torch.float64) for _ in range(2))
-    covered = torch.zeros(size, dtype=torch.bool)
+def _assemble(where: str, parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Puts rows that ranks hold of a tensor together: the first rank's that has them, and sums."""
+    shape = max(row + len(x) for row, x in parts), *parts[0][1].shape[1:]
+    first, total = torch.full(shape, torch.nan).double(), torch.zeros(shape).double()
+    if any(x.shape[1:] != shape[1:] for _, x in parts):
+        raise ConfigError(f"{where} has another shape on another rank: cut dim 0 alone")
     for row, values in reversed(parts):
-        if values.shape[1:] != inner:
-            raise ConfigError(f"{where} has another shape on another rank: cut dim 0 alone")
         first[row : row + len(values)] = values
         total[row : row + len(values)] += values
-        covered[row : row + len(values)] = True
-    if not covered.all():
-        raise ConfigError(f"{where}: no rank has row {covered.tolist().index(False)}: write it")
+    if first.isnan().any():
+        raise ConfigError(f"{where}: some rows are on no rank: write them")
     equal = all(torch.allclose(first[row : row + len(x)], x, 1e-3, 0) for row, x in parts)
-    return torch.stack([first, first if equal else total])
+    return first, first if equal else total
