@@ -1,11 +1,10 @@
 """NeMo Automodel on CPU ranks: its Qwen3-MoE, meshes, parallelizer and gradient scaling.
 
-python automodel_step.py OUT MODELS [REGEX]    MODELS: folders that transformers wrote
+python automodel_step.py OUT MODELS [REGEX]    MODELS: Hugging Face folders of tiny.py
 
 The recipe's step in the order of its calls (recipes/llm/train_ft.py); the recipe itself wants CUDA.
 """
 
-import re
 import sys
 from functools import partial
 from importlib import metadata
@@ -78,7 +77,7 @@ def parallelized(model, sizes):
     return mesh, moe_mesh
 
 
-def step(model_folder, out, layout):
+def step(model_folder, layout, out):
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
     sizes = tiny.sizes(layout)
@@ -115,19 +114,16 @@ def step(model_folder, out, layout):
 
 def main():
     out, models = Path(sys.argv[1]), Path(sys.argv[2])
-    pattern = re.compile(sys.argv[3] if len(sys.argv) > 3 else "")
-    for layout in LAYOUTS:
-        name = f"qwen3_moe.{layout or 'plain'}"
-        if not pattern.search(name):
-            continue
-        folder, size = tiny.fresh(out / name), 1
-        for axis, degree in tiny.sizes(layout).items():
-            size *= degree if axis != "ep" else 1
-        job = partial(step, models / "qwen3_moe", folder, layout)
-        ended = tiny.run_ranks(size, job, folder / "log")
-        plain = models.parent / "qwen3_moe.direct.float64.plain"
-        verdict = tiny.compare(folder, plain) if ended else tiny.last_line(folder / "log")
-        print(f"{name:45} {verdict}", flush=True)
+    job = partial(step, models / "qwen3_moe")
+    list(
+        tiny.run_cases(
+            out,
+            [
+                (f"qwen3_moe.{layout or 'plain'}", layout, partial(job, layout))
+                for layout in LAYOUTS
+            ],
+        )
+    )
 
 
 if __name__ == "__main__":

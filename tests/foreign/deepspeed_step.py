@@ -1,10 +1,9 @@
 """DeepSpeed with AutoEP on CPU ranks: Hugging Face models whose experts it shards.
 
-python deepspeed_step.py OUT MODELS [REGEX]    MODELS: folders that transformers wrote
+python deepspeed_step.py OUT MODELS [REGEX]    MODELS: Hugging Face folders of tiny.py
 """
 
 import os
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def published(name):
-    """Hugging Face's name, without the expert's number; None for one that is no weight of theirs."""
+    """Returns Hugging Face's name, with {} for the number of an expert."""
     name = name.removeprefix("module.").replace(".mlp.router.gate.", ".mlp.gate.")
     prefix, _, last = name.rpartition(".")
     return f"{prefix}.{{}}.{PARTS[last]}.weight" if prefix.endswith("experts") else name
@@ -47,7 +46,7 @@ def gradients_of(engine, stage, first_expert):
 
 
 def record_norms():
-    """Returns a list that the norm of ZeRO 0 in float32 is added to: the engine keeps it nowhere."""
+    """Returns a list that ZeRO 0's norm in float32 is added to: the engine keeps it nowhere."""
     import deepspeed.runtime.engine as engine
 
     norms, clip = [], engine.clip_grad_norm_
@@ -60,7 +59,7 @@ def record_norms():
     return norms
 
 
-def step(model_folder, out, layout, stage):
+def step(model_folder, layout, stage, out):
     sizes = tiny.sizes(layout)
     rank, dp = dist.get_rank(), sizes["dp"]
     model = AutoModelForCausalLM.from_pretrained(
@@ -106,20 +105,13 @@ def step(model_folder, out, layout, stage):
 
 
 def main():
-    out, models = Path(sys.argv[1]), Path(sys.argv[2])
-    pattern = re.compile(sys.argv[3] if len(sys.argv) > 3 else "")
+    out, models, cases = Path(sys.argv[1]), Path(sys.argv[2]), []
     for family in ("qwen3_moe", "mixtral"):
         for stage in STAGES:
             for layout in LAYOUTS:
-                name = f"{family}.zero{stage}.{layout}"
-                if not pattern.search(name):
-                    continue
-                folder = tiny.fresh(out / name)
-                job = partial(step, models / family, folder, layout, stage)
-                ended = tiny.run_ranks(tiny.sizes(layout)["dp"], job, folder / "log")
-                plain = models.parent / f"{family}.direct.float64.plain"
-                verdict = tiny.compare(folder, plain) if ended else tiny.last_line(folder / "log")
-                print(f"{name:45} {verdict}", flush=True)
+                job = partial(step, models / family, layout, stage)
+                cases.append((f"{family}.zero{stage}.{layout}", layout, job))
+    list(tiny.run_cases(out, cases))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """megatron-core on CPU ranks: GPTModel, its DistributedDataParallel and its optimizer's norm.
 
-python megatron_step.py OUT MODELS [REGEX]    MODELS: folders that transformers wrote
+python megatron_step.py OUT MODELS [REGEX]    MODELS: Hugging Face folders of tiny.py
 
-Local (not Transformer Engine's) layers and SequentialMLP: what runs without CUDA. `substitute` stands
-for streams, events, devices and random states of a GPU; no arithmetic is replaced.
+Local (not Transformer Engine's) layers and SequentialMLP: what runs without CUDA. `substitute`
+stands for streams, events, devices and random states of a GPU; no arithmetic is replaced.
 """
 
 import re
@@ -163,7 +163,7 @@ def is_cut(name, parameter):
     return "experts" not in name and getattr(parameter, "tensor_model_parallel", False)
 
 
-def step(model_folder, out, layout):
+def step(model_folder, layout, out):
     substitute()
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -226,18 +226,12 @@ def step(model_folder, out, layout):
 
 def main():
     out, models = Path(sys.argv[1]), Path(sys.argv[2])
-    pattern = re.compile(sys.argv[3] if len(sys.argv) > 3 else "")
-    for layout in LAYOUTS:
-        name = f"qwen3_moe.{layout}"
-        if not pattern.search(name):
-            continue
-        folder, sizes = tiny.fresh(out / name), tiny.sizes(layout)
-        job = partial(step, models / "qwen3_moe", folder, layout)
-        world = sizes.get("dp", 1) * sizes.get("tp", 1)
-        ended = tiny.run_ranks(world, job, folder / "log")
-        plain = models.parent / "qwen3_moe.direct.float64.plain"
-        verdict = tiny.compare(folder, plain) if ended else tiny.last_line(folder / "log")
-        print(f"{name:45} {verdict}", flush=True)
+    job = partial(step, models / "qwen3_moe")
+    list(
+        tiny.run_cases(
+            out, [(f"qwen3_moe.{layout}", layout, partial(job, layout)) for layout in LAYOUTS]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """peft with stacked experts (target_parameters) on CPU ranks, under FSDP2 in three ways.
 
-python peft_step.py OUT [REGEX]    compares with one plain process of peft: adapters are no model's
+python peft_step.py OUT MODELS [REGEX]    compares with one plain process of peft
 """
 
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ def adapted(model, dtype):
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=EXPERTS)
     model = get_peft_model(model, lora).to(dtype)
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in sorted(model.named_parameters()):
+    for _, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             with torch.no_grad():
@@ -72,10 +71,12 @@ def accelerated(model):
     return fsdp2_prepare_model(accelerator, model)
 
 
-def step(model_folder, out, way, layout, dtype):
+def step(model_folder, way, layout, dtype, out):
     sizes = tiny.sizes(layout)
     with tiny.computing_in(dtype):
-        model = adapted(load(model_folder, dtype, sizes if way in ("native", "trainer") else None), dtype)
+        model = adapted(
+            load(model_folder, dtype, sizes if way in ("native", "trainer") else None), dtype
+        )
         if way == "fully_shard":
             model = shard(model)
         elif way == "accelerate":
@@ -104,25 +105,15 @@ def step(model_folder, out, way, layout, dtype):
 
 
 def main():
-    out, pattern = Path(sys.argv[1]), re.compile(sys.argv[2] if len(sys.argv) > 2 else "")
-    model_folder = out / "models/qwen3_moe"
-    if not model_folder.exists():
-        tiny.write_model("qwen3_moe", model_folder)
+    out, models, cases = Path(sys.argv[1]), Path(sys.argv[2]), []
     for dtype in (torch.float64, torch.float32):
+        kind = str(dtype).removeprefix("torch.")
         for way, layouts in WAYS.items():
             for layout in layouts:
-                kind = str(dtype).removeprefix("torch.")
-                name = f"{way}.{kind}.{layout or 'plain'}"
-                if not pattern.search(name) and layout:
-                    continue
-                folder, size = tiny.fresh(out / name), 1
-                for axis, degree in tiny.sizes(layout).items():
-                    size *= degree if axis != "ep" else 1
-                job = partial(step, model_folder, folder, way, layout, dtype)
-                ended = tiny.run_ranks(size, job, folder / "log")
-                plain = out / "plain.float64.plain"
-                verdict = tiny.compare(folder, plain) if ended else tiny.last_line(folder / "log")
-                print(f"{name:45} {verdict}", flush=True)
+                job = partial(step, models / "qwen3_moe", way, layout, dtype)
+                cases.append((f"{kind}.{way}.{layout or 'process'}", layout, job))
+    for folder in tiny.run_cases(out, cases):
+        print(f"{folder.name:52} {tiny.compare(folder, out / 'float64.plain.process')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Small models, one batch, ranks by fork, and the folder that a foreign run hands in.
 
-Imports torch and safetensors (and transformers to write a model), nothing of titan_moe: it runs in each
-stack's environment.
+Imports torch and safetensors, and transformers to write a model, but nothing of titan_moe: it runs
+in each stack's environment. `python tiny.py FOLDER` writes the models.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_model(family: str, folder: Path, **settings: Any) -> None:
-    """Writes a Hugging Face folder with random weights, far enough from zero that routers choose."""
+    """Writes a Hugging Face folder; its random weights are large enough that routers choose."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **settings})
@@ -143,10 +146,15 @@ def sizes(layout: str) -> dict[str, int]:
     return {name: int(size) for name, _, size in pairs}
 
 
+def num_ranks(layout: str) -> int:
+    return prod(size for axis, size in sizes(layout).items() if axis not in ("ep", "etp"))
+
+
 def run_ranks(world: int, work: Callable[[], None], log: Path, start: bool = True) -> bool:
     """Forks `world` ranks, each with torchrun's variables; returns whether all ended well.
 
-    start: start gloo, which some stacks do themselves. Forks cost 0.1 s where a start with all imports costs 10. Output goes to log.RANK.
+    start: start gloo, which some stacks do themselves. Output goes to log.RANK. A fork costs 0.1 s
+    where a start with all imports costs 10.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -165,7 +173,9 @@ def run_ranks(world: int, work: Callable[[], None], log: Path, start: bool = Tru
     return well
 
 
-def _fork(rank: int, world: int, port: int, work: Callable[[], None], log: Path, start: bool) -> int:
+def _fork(
+    rank: int, world: int, port: int, work: Callable[[], None], log: Path, start: bool
+) -> int:
     if child := os.fork():
         return child
     code = 1
@@ -187,6 +197,24 @@ def _fork(rank: int, world: int, port: int, work: Callable[[], None], log: Path,
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_cases(
+    out: Path, cases: Iterable[tuple[str, str, Callable[..., None]]], start: bool = True
+) -> Iterable[Path]:
+    """Runs each (name, layout, job) whose name matches the last argument of the command, if any.
+
+    job: is called with the run's folder. Prints what stops a run; yields the folders of the others.
+    """
+    pattern = re.compile(sys.argv[3] if len(sys.argv) > 3 else "")
+    for name, layout, job in cases:
+        if not pattern.search(name):
+            continue
+        folder = fresh(out / name)
+        if run_ranks(num_ranks(layout), partial(job, folder), folder / "log", start):
+            yield folder
+        else:
+            print(f"{name:52} stops: {last_line(folder / 'log')}", flush=True)
 
 
 def last_line(log: Path) -> str:
@@ -240,48 +268,41 @@ def hand_in(
     if rank == 0:
         tokens, labels = batch()
         save_file({"tokens": tokens, "labels": labels}, folder / "batch.safetensors")
-        whole_run = {"num_targets": int((labels != -100).sum()), "grad_norm": None, "max_norm": None}
+        whole_run = {
+            "num_targets": int((labels != -100).sum()),
+            "grad_norm": None,
+            "max_norm": None,
+        }
         whole_run |= {"optimizer": None, **({"no_gradient": none} if none else {}), **facts}
         (folder / "foreign.json").write_text(json.dumps(whole_run, indent=1))
 
 
 def compare(folder: Path, plain: Path) -> str:
-    """Returns the worst gradient, the norm and the loss beside the plain process's: a first look."""
-    right = unstacked(load_file(plain / "gradients-0.safetensors"))
-    worst, wrong = (0.0, "", 1.0), set()
+    """Returns the worst gradient, the norm and the loss beside the plain process's.
+
+    For adapters; titan-moe verify foreign does it for models.
+    """
+    right, worst = load_file(plain / "gradients-0.safetensors"), (0.0, "", 1.0)
     for file in sorted(folder.glob("gradients-*.safetensors")):
-        for name, gradient in unstacked(load_file(file)).items():
+        for name, gradient in load_file(file).items():
             want = right[name].double()
             error = ((gradient - want).norm() / want.norm()).item()
-            ratio = ((gradient * want).sum() / (want * want).sum()).item()
-            wrong |= {name} if error > 2e-5 else set()
-            worst = max(worst, (error, f"{name} ({file.stem})", ratio))
+            worst = max(
+                worst, (error, name, ((gradient * want).sum() / (want * want).sum()).item())
+            )
     facts, whole = (json.loads((each / "foreign.json").read_text()) for each in (folder, plain))
     norm = sum(value.double().square().sum() for value in right.values()) ** 0.5
-    reported = "none" if facts["grad_norm"] is None else f"{facts['grad_norm'] / norm:.6f}"
-    return (
-        f"worst {worst[0]:.1e} ratio {worst[2]:.6f} {worst[1]} wrong: {len(wrong)}"
-        f" norm {reported} loss {facts['loss'] / whole['loss'] - 1:.1e}"
-    )
-
-
-def unstacked(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names each expert's matrices on its own, as published."""
-    single = {}
-    for name, value in gradients.items():
-        prefix, _, last = name.rpartition(".")
-        for number, matrix in enumerate(value if prefix.endswith("experts") else ()):
-            if last == "gate_up_proj" and value.dim() == 3:
-                for part, half in zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True):
-                    single[f"{prefix}.{number}.{part}.weight"] = half
-            else:
-                single[f"{prefix}.{number}.{last}.weight"] = matrix
-        if not prefix.endswith("experts"):
-            single[name] = value
-    return single
+    reported = "none" if facts["grad_norm"] is None else f"{facts['grad_norm'] / norm:.8f}"
+    loss = facts["loss"] / whole["loss"]
+    return f"worst {worst[0]:.1e} ratio {worst[2]:.6f} {worst[1]}; norm {reported}, loss {loss:.8f}"
 
 
 def fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+if __name__ == "__main__":
+    for each in FAMILIES:
+        write_model(each, Path(sys.argv[1], each))

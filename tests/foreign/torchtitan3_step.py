@@ -1,9 +1,8 @@
 """torchtitan 0.3.0 on CPU ranks: its own Trainer, through substitutes of scripts/bench/torchtitan.
 
-python torchtitan3_step.py OUT MODELS [REGEX]    MODELS: folders that transformers wrote
+python torchtitan3_step.py OUT MODELS [REGEX]    MODELS: Hugging Face folders of tiny.py
 """
 
-import re
 import sys
 from functools import partial
 from importlib import metadata
@@ -84,7 +83,7 @@ class Made:
         return {}
 
 
-def step(model_folder, out, layout, backend):
+def step(model_folder, layout, backend, out):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss
@@ -147,8 +146,7 @@ def step(model_folder, out, layout, backend):
 
 
 def main():
-    out, models = Path(sys.argv[1]), Path(sys.argv[2])
-    pattern = re.compile(sys.argv[3] if len(sys.argv) > 3 else "")
+    out, models, cases = Path(sys.argv[1]), Path(sys.argv[2]), []
     for substitute in (
         torchtitan_rank._name_the_device,
         torchtitan_rank._count_integers,
@@ -165,17 +163,9 @@ def main():
     del torchtitan.trainer
     for backend in BACKENDS:
         for layout in LAYOUTS:
-            name = f"qwen3_moe.{backend}.{layout or 'plain'}"
-            if not pattern.search(name):
-                continue
-            folder, size = tiny.fresh(out / name), 1
-            for axis, degree in tiny.sizes(layout).items():
-                size *= degree if axis not in ("ep", "etp") else 1
-            job = partial(step, models / "qwen3_moe", folder, layout, backend)
-            ended = tiny.run_ranks(size, job, folder / "log", start=False)
-            plain = models.parent / "qwen3_moe.direct.float64.plain"
-            verdict = tiny.compare(folder, plain) if ended else tiny.last_line(folder / "log")
-            print(f"{name:45} {verdict}", flush=True)
+            job = partial(step, models / "qwen3_moe", layout, backend)
+            cases.append((f"qwen3_moe.{backend}.{layout or 'plain'}", layout, job))
+    list(tiny.run_cases(out, cases, start=False))
 
 
 if __name__ == "__main__":

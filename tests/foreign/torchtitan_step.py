@@ -1,9 +1,8 @@
-"""torchtitan 0.2.2 on CPU ranks: its own Trainer, through the substitutes of scripts/bench/torchtitan.
+"""torchtitan 0.2.2 on CPU ranks: its Trainer, with the substitutes of scripts/bench/torchtitan.
 
-python torchtitan_step.py OUT MODELS [REGEX]    MODELS: folders that transformers wrote
+python torchtitan_step.py OUT MODELS [REGEX]    MODELS: Hugging Face folders of tiny.py
 """
 
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -83,7 +82,7 @@ class Rows:
         pass
 
 
-def step(family, model_folder, out, layout):
+def step(family, model_folder, layout, out):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import ConfigManager
@@ -153,7 +152,7 @@ def step(family, model_folder, out, layout):
 
 
 def attend_on_local_heads():
-    """DTensor has no rule for the CPU's attention kernel; heads are sharded, each rank has its own."""
+    """DTensor has no rule for the CPU's attention kernel; each rank has heads of its own."""
     from torch.distributed.tensor import DTensor
 
     whole = torch.nn.functional.scaled_dot_product_attention
@@ -176,8 +175,7 @@ def different_weights(weights, model_folder):
 
 
 def main():
-    out, models = Path(sys.argv[1]), Path(sys.argv[2])
-    pattern = re.compile(sys.argv[3] if len(sys.argv) > 3 else "")
+    out, models, cases = Path(sys.argv[1]), Path(sys.argv[2]), []
     substitute()
     attend_on_local_heads()
     import torchtitan.train
@@ -185,17 +183,9 @@ def main():
     del torchtitan.train
     for family in families():
         for layout in LAYOUTS:
-            name = f"{family}.{layout or 'plain'}"
-            if not pattern.search(name):
-                continue
-            folder, size = tiny.fresh(out / name), 1
-            for axis, degree in tiny.sizes(layout).items():
-                size *= degree if axis not in ("ep", "etp") else 1
-            job = partial(step, family, models / family, folder, layout)
-            ended = tiny.run_ranks(size, job, folder / "log", start=False)
-            plain = models.parent / f"{family}.direct.float64.plain"
-            verdict = tiny.compare(folder, plain) if ended else tiny.last_line(folder / "log")
-            print(f"{name:45} {verdict}", flush=True)
+            job = partial(step, family, models / family, layout)
+            cases.append((f"{family}.{layout or 'plain'}", layout, job))
+    list(tiny.run_cases(out, cases, start=False))
 
 
 if __name__ == "__main__":
