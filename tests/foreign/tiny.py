@@ -226,6 +226,13 @@ def last_line(log: Path) -> str:
     return "no message"
 
 
+def place_of_error(log: Path) -> tuple[str, str]:
+    """Returns the last place in a rank's traceback, from the package on, and its line."""
+    lines = log.read_text().splitlines()
+    at = max(number for number, line in enumerate(lines) if line.startswith('  File "'))
+    return lines[at].rpartition("site-packages/")[2], lines[at + 1].strip()
+
+
 # --- handing in -----------------------------------------------------------------------------------
 
 

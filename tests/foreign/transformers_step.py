@@ -143,6 +143,9 @@ def main():
                 kind = str(dtype).removeprefix("torch.")
                 job = partial(work, models / family, layout, dtype, experts)
                 cases.append((f"{family}.{how}.{kind}.{layout or 'plain'}", layout, job))
+    for layout in ("fsdp=2", "fsdp=2,ep=2"):
+        job = partial(direct, models / "qwen3_moe", layout, torch.float16, "eager")
+        cases.append((f"qwen3_moe.direct.float16.{layout}", layout, job))
     list(tiny.run_cases(out, cases))
 
 
