@@ -9,8 +9,9 @@ from torch import Tensor
 
 from titan_moe.verify.foreign.folder import AdamW
 from titan_moe.verify.gradients.compare import fingerprint, worst
+from titan_moe.verify.localize.difference import ROUNDING
 
-UNEXPLAINED = "of another direction"
+UNEXPLAINED, SAME = "of another direction", "of the same direction"
 
 
 class Scale(NamedTuple):
@@ -27,13 +28,13 @@ class Scale(NamedTuple):
 
     def words(self, factor: float) -> str:
         """Says which number a factor is."""
-        within = max(self.bound, 1e-6)
+        within = max(self.bound / 10, 1e-6)
         for says, value in self.named.items():
             if abs(factor / value - 1) < within:
                 return says
         known = {2.0: "doubled: ", 0.5: "halved: "}.get(round(factor, 6), "")
         found = fingerprint(factor, self.axes, within).removeprefix(": ")
-        return known + found if found else f"of the same direction: {factor:.6g} times"
+        return known + found if found else f"{SAME}: {factor:.9g} times"
 
 
 def error(theirs: Tensor, ours: Tensor, least: float = 0.0) -> float:
@@ -54,13 +55,14 @@ def cause(name: str, theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) 
         tried: under "" the right one, then what mistakes give, by their words.
     """
     said: dict[str, list[int]] = {}
-    rows = zip(units(name, theirs), *(units(name, each) for each in tried.values()), strict=True)
-    for number, (unit, *wanted) in enumerate(rows):
-        says = _of_unit(unit, dict(zip(tried, wanted, strict=True)), scale)
-        said.setdefault(says, []).append(number)
+    for number, unit in enumerate(units(name, theirs)):
+        of_unit = {says: units(name, each)[number] for says, each in tried.items()}
+        said.setdefault(says := _of_unit(unit, of_unit, scale), []).append(number)
     if len(said) == 1:
         return says
-    blocks = [block.tolist() for block in torch.arange(len(theirs)).chunk(scale.axes.get("ep", 1))]
+    blocks = [
+        block.tolist() for block in torch.arange(len(theirs)).tensor_split(scale.axes.get("ep", 1))
+    ]
     lines = []
     for says, experts in said.items():
         head, colon, tail = says.partition(": ")
@@ -79,57 +81,59 @@ def _of_unit(theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
     for says, wanted in tried.items():
         square = wanted.square().sum().item()
         factor = (theirs * wanted).sum().item() / square if square else 0.0
-        if not factor or error(theirs, factor * wanted, abs(factor) * scale.least) > scale.bound:
+        far = error(theirs, factor * wanted, abs(factor) * scale.least)
+        is_one = abs(factor - 1) <= max(scale.bound, 1e-6 * bool(says))
+        if not factor or far > scale.bound or (is_one and not says):
             continue
-        words = "" if says and abs(factor - 1) < 1e-6 else scale.words(factor)
-        if theirs.numel() > 1 or "direction" not in words:  # Two numbers always have the same one.
+        words = "" if is_one else scale.words(factor)
+        if theirs.numel() > 1 or SAME not in words:  # Two numbers always have the same one.
             return ", ".join(filter(None, (says, words)))
     return UNEXPLAINED
 
 
 def norm_cause(theirs: float, gradients: Mapping[str, Tensor], scale: Scale) -> str:
     """Says which of a model's gradients a norm is of; empty where it is not known."""
-    dense, blocks = 0.0, [0.0] * scale.axes.get("ep", 1)
-    for name, gradient in gradients.items():
-        if ".experts." in name:
-            parts = gradient.chunk(len(blocks))
-            blocks = [b + x.square().sum().item() for b, x in zip(blocks, parts, strict=True)]
-        else:
-            dense += gradient.square().sum().item()
-    experts = sum(blocks)
+    squares = {name: gradient.square().sum().item() for name, gradient in gradients.items()}
+    stacks = [gradient for name, gradient in gradients.items() if ".experts." in name]
+    experts = sum(square for name, square in squares.items() if ".experts." in name)
+    dense = sum(squares.values()) - experts
     tried = {"the norm of all": dense + experts, "of no expert": dense, "of experts": experts}
-    for rank, block in enumerate(blocks):
+    for rank in range(scale.axes.get("ep", 1)):
+        blocks = [stack.tensor_split(scale.axes.get("ep", 1))[rank] for stack in stacks]
         says = f"a norm over one EP group: experts of ep rank {rank}, and all that is no expert"
-        tried |= {says: dense + block}
-    for axis, n in scale.axes.items():
-        tried[f"what is no expert counted {n} times, over {axis}"] = n * dense + experts
-        tried[f"experts counted {n} times, over {axis}"] = dense + n * experts
-        tried[f"all counted {n} times, over {axis}"] = n * (dense + experts)
+        tried[says] = dense + sum(block.square().sum().item() for block in blocks)
+    for axis, size in scale.axes.items():
+        for factor, says in ((size, f"{size}"), (1 / size, f"1/{size}")):
+            tried[f"squares of experts times {says}, over {axis}"] = dense + factor * experts
+            tried[f"squares but experts' times {says}, over {axis}"] = factor * dense + experts
+            tried[f"all squares times {says}, over {axis}"] = factor * (dense + experts)
     within = max(scale.bound, 1e-6) * theirs
     return next((s for s, square in tried.items() if abs(theirs - square**0.5) <= within), "")
 
 
 def of_update(
-    added: Tensor, before: Tensor, gradient: Tensor, optimizer: AdamW, bound: float
+    added: Tensor, before: Tensor, gradient: Tensor, optimizer: AdamW, dtype: str
 ) -> tuple[Tensor, str]:
     """Returns what AdamW's first step adds (arXiv 1711.05101, algorithm 2), and what makes it
     another; empty where it is right. Vectors may decay or not."""
     lr, decay = optimizer.lr, optimizer.weight_decay
-    plain = -lr * gradient / (gradient.abs() + optimizer.eps)
-    coupled = gradient + decay * before
-    right = plain - lr * decay * before
-    for says, tried in (
-        ("", right),
-        ("no weight decay" if before.ndim > 1 else "", plain),
-        ("weight decay in the gradient", -lr * coupled / (coupled.abs() + optimizer.eps)),
-        ("not updated" if gradient.any() else "", torch.zeros_like(before)),
-    ):
-        if error(added, tried) <= bound:
-            return right if says else tried, says
-    columns = torch.stack([plain.flatten() / lr, -before.flatten()], -1)
+    plain = gradient / (gradient.abs() + optimizer.eps)
+    right = -lr * (plain + decay * before)
+    digits = torch.finfo(getattr(torch, dtype)).eps  # A parameter cannot show a smaller update.
+    resolved = digits * before.norm().item() / max(right.norm().item(), 1e-300)
+    bound = max(ROUNDING[dtype].update, resolved)
+    if error(added, right) <= bound or not (gradient.any() or added.any()):
+        return right, ""
+    if not added.any():
+        return right, "not updated"
+    columns = -torch.stack([plain.flatten(), before.flatten()], -1)
     fit = torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0]
     if error(added.flatten(), columns @ fit) > bound:
         return right, "no step of AdamW with its gradient"
-    rates = {"learning rate": (fit[0], lr), "weight decay": (fit[1] / fit[0], decay)}
-    wrong = {name: pair for name, pair in rates.items() if not math.isclose(*pair, rel_tol=1e-3)}
-    return right, ", ".join(f"{name} {a:.6g} in place of {b:g}" for name, (a, b) in wrong.items())
+    their_lr, their_decay = fit[0].item(), round((fit[1] / fit[0]).item(), 7)
+    found = {"learning rate": (their_lr, lr), "weight decay": (their_decay, decay)}
+    if before.ndim == 1 and not their_decay:
+        right = -lr * plain
+        del found["weight decay"]
+    wrong = {name: pair for name, pair in found.items() if not math.isclose(*pair, rel_tol=1e-3)}
+    return right, ", ".join(f"{n} {a:.4g} in place of {b:.4g}" for n, (a, b) in wrong.items())

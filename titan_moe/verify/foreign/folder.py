@@ -23,7 +23,7 @@ from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.lora import empty_model
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, reason
 
 FACTS = "foreign.json"
 
@@ -83,21 +83,21 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
         lines = [mistake(each, str(path), Facts.model_fields) for each in error.errors()]
         raise ConfigError(lines) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error} (docs/court.md)") from None
+        raise ConfigError(f"{path} cannot be read: {reason(error)} (docs/court.md)") from None
     batch = _read_batch(folder / "batch.safetensors", facts, model.config)
-    gradients = _read(folder, "gradients", model, facts.no_gradient)
+    places, gradients, sums = _read(folder, "gradients", model, facts.no_gradient)
     updated = _read(folder, "updated", model)[1] if facts.optimizer is not None else {}
     path = folder / "activations.safetensors"
-    outputs = {name: x[:].double() for name, x in opened(path).items()} if path.exists() else {}
+    outputs = {name: x[()].double() for name, x in opened(path).items()} if path.exists() else {}
     shapes = {name: tuple(x.shape) for name, x in outputs.items()}
     layers = {f"layers.{number}" for number in range(model.config.num_layers)}
     shape = (*batch[0].shape, model.config.dim * model.config.streams)
     compare_shapes(path, shapes, dict.fromkeys(layers & shapes.keys(), shape), {*shapes} - layers)
-    return ForeignStep(facts, *batch, *gradients, updated, outputs)
+    return ForeignStep(facts, *batch, places, gradients, sums, updated, outputs)
 
 
 def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    found = {name: stored[:] for name, stored in opened(path).items()}
+    found = {name: stored[()] for name, stored in opened(path).items()}
     kinds = {(x.dtype, x.ndim, x.shape) for x in found.values()}
     if found.keys() != {"tokens", "labels"} or len(kinds) > 1 or (torch.int64, 2) != min(kinds)[:2]:
         held = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in found.items())
@@ -121,12 +121,10 @@ def _read(
     folder: Path, kind: str, model: HFModel, absent: Collection[str] = ()
 ) -> tuple[dict[str, Stored], dict[str, Tensor], dict[str, Tensor]]:
     """Returns places of our parameters, and two tensors of each: the first rank's, and the sum of
-    all ranks' if they differ. Absent ones are zeros; without a file that may be missing, no tensors.
+    all ranks' if they differ. Absent ones are zeros. Without a file of updates there are none.
     """
     path, parts = folder / f"{kind}.safetensors", dict[str, list[tuple[int, Tensor]]]()
-    for file in sorted(
-        [*folder.glob(f"{kind}.safetensors"), *folder.glob(f"{kind}-*.safetensors")]
-    ):
+    for file in sorted(folder.glob(f"{kind}[-.]*safetensors")):  # One, or one a rank.
         slices = opened(file)
         with safe_open(file, "pt") as header:
             rows = json.loads((header.metadata() or {}).get("rows", "{}"))
@@ -134,7 +132,8 @@ def _read(
             if not (values := stored[()]).is_floating_point():
                 raise ConfigError(f"{file}: {name} is {values.dtype}: write floating-point numbers")
             refuse_not_finite(values, f"{file}: {name}", "write a step that is finite")
-            parts.setdefault(name, []).append((int(rows.get(name, 0)), values.double()))
+            values = values.double().reshape(values.shape or (1,))
+            parts.setdefault(name, []).append((int(rows.get(name, 0)), values))
     if kind == "updated" and not parts:
         return {}, {}, {}
     theirs = {name: _assemble(f"{path}: {name}", each) for name, each in parts.items()}
@@ -150,11 +149,10 @@ def _read(
     except RunError as error:
         remedy = f"list gradients that are None in no_gradient of {FACTS}"
         raise ConfigError(f"{error}; {remedy}") from None
-    zeros = {name: [torch.zeros(wanted[name])] * 2 for name in absent}
-    copies = [
-        _ours(places, {n: both[copy] for n, both in (zeros | theirs).items()}) for copy in (0, 1)
-    ]
-    return places, copies[0], copies[1]
+    theirs = {name: (torch.zeros(wanted[name]),) * 2 for name in absent} | theirs
+    copies = ({name: each[copy] for name, each in theirs.items()} for copy in (0, 1))
+    first, total = (_ours(places, tensors) for tensors in copies)
+    return places, first, total
 
 
 def _ours(places: Mapping[str, Stored], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -46,8 +46,8 @@ def judge(folder: Path, hf_folder: Path, dtype: str) -> list[Part]:
     court, facts = _Court(step, hf_folder, dtype), step.facts
     who = f"{facts.program} {facts.version} ({facts.layout or 'one process'}, {facts.dtype})"
     head = f"{who} beside one process in {dtype}; equal means up to {court.scale.bound:.0e}"
-    parts = [court.loss(), court.gradients(), *court.norm(), *court.update(), *court.layers()]
-    return [Part("step", True, [head]), *parts]
+    parts = [Part("step", True, [head]), court.number("loss", facts.loss, court.our_loss)]
+    return [*parts, court.gradients(), *court.norm(), *court.update(), *court.layers()]
 
 
 class _Court:
@@ -73,6 +73,7 @@ class _Court:
             f"divided by {positions} positions: not by {targets} targets": targets / positions,
             "clipped: written after clipping": self._clip(self.our_norm),
         }
+        named = {says: factor for says, factor in named.items() if factor != 1}
         self.scale = Scale(bound, least, axes, named)
 
     def _keep(self, name: str, module: nn.Module, args: object, x_BSD: Tensor) -> None:
@@ -85,16 +86,17 @@ class _Court:
         """Returns the part of some sequences in the loss and in its gradients."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(".indexer." not in name)
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         loss = self.model(self.step.tokens_BS[rows], labels_BS=self.step.labels_BS[rows])
         loss = loss / self.facts.num_targets
         loss.backward()
         gradients = joined_gradients(self.model, self.model.config).items()
         return loss.item(), {name: gradient.double() for name, gradient in gradients}
 
-    def _number(self, name: str, theirs: float, ours: float, cause: str = "") -> Part:
+    def number(self, name: str, theirs: float, ours: float, cause: str = "") -> Part:
         agrees = abs(theirs - ours) <= self.scale.bound * abs(ours)
-        says = "agrees" if agrees else f"differs, {cause or self.scale.words(theirs / ours)}"
+        cause = cause or self.scale.words(theirs / ours).replace(causes.SAME, "by no known factor")
+        says = "agrees" if agrees else f"differs, {cause}"
         return Part(name, agrees, [f"{name:<11}{says}: {theirs:.12g}, ours {ours:.12g}"])
 
     def _part(self, name: str, pairs: dict[str, tuple[Tensor, Tensor, str]], least: float) -> Part:
@@ -102,14 +104,16 @@ class _Court:
         found = [self._figures(ours, *pair, least) for ours, pair in pairs.items()]
         wrong = [each for each in found if each["cause"]]
         says = f"{len(wrong)} of {len(found)} differ" if wrong else f"all {len(found)} agree"
-        most = max(found, key=lambda each: -1.0 if each["cause"] else each["error"])
-        says += f", worst{' of the others' * bool(wrong)} {most['error']:.1e} ({most['name']})"
+        if right := [(each["error"], each["name"]) for each in found if not each["cause"]]:
+            says += ", worst{} {:.1e} ({})".format(" of the others" * bool(wrong), *max(right))
         by_cause: dict[str, list[str]] = {}
-        line = "    {name} ({theirs}): ratio {ratio:.6g}, angle {angle:.3g}°, error {error:.1e}"
+        line = "{name} ({theirs}): ratio {ratio:.6g}, angle {angle:.3g}°, error {error:.1e}"
         for each in wrong:
             by_cause.setdefault(f"  {each['cause']}:", []).append(line.format(**each))
-        lines = [line for cause, few in by_cause.items() for line in (cause, *first_few(few))]
-        return Part(name, not wrong, [f"{name:<11}{says}", *lines], found)
+        lines = [f"{name:<11}{says}"]
+        for cause, tensors in by_cause.items():
+            lines += [cause, *("    " + each for each in first_few(tensors))]
+        return Part(name, not wrong, lines, found)
 
     def _figures(
         self, name: str, theirs: Tensor, ours: Tensor, cause: str, least: float
@@ -126,23 +130,23 @@ class _Court:
             "cause": cause,
         }
 
-    def loss(self) -> Part:
-        return self._number("loss", self.facts.loss, self.our_loss)
-
     def gradients(self) -> Part:
         found = {name: self._cause(name, {}) for name in self.ours}
         if unexplained := [name for name, says in found.items() if causes.UNEXPLAINED in says]:
             detached = [name for name, says in found.items() if says.startswith("router detached")]
             mistakes = dict(self._mistakes(detached))
             found |= {name: self._cause(name, mistakes) for name in unexplained}
-        pairs = {n: (self.step.gradients[n], self.ours[n], says) for n, says in found.items()}
+        # In the order of a backward, a cause stands before what follows from it.
+        pairs = {n: (self.step.gradients[n], self.ours[n], found[n]) for n in reversed(found)}
         return self._part("gradients", pairs, self.scale.least)
 
     def _cause(self, name: str, mistakes: dict[str, dict[str, Tensor]]) -> str:
         """Says what is wrong with the gradient of a parameter."""
         theirs, summed = self.step.gradients[name], self.step.sums[name]
         if not torch.equal(theirs, summed):
-            is_sum = error(summed, self.ours[name], self.scale.least) <= self.scale.bound
+            counts = {1, *self.scale.axes.values()}
+            errors = [error(summed / n, self.ours[name], self.scale.least) for n in counts]
+            is_sum = min(errors) <= self.scale.bound
             return f"ranks hold different copies{': a sum over ranks is missing' * is_sum}"
         tried = {"": self.ours[name]} | {says: each[name] for says, each in mistakes.items()}
         found = causes.cause(name, theirs, tried, self.scale)
@@ -180,26 +184,21 @@ class _Court:
         kinds = {"its own": self.step.gradients, "our": self.ours}.items()
         found = [(causes.norm_cause(norm, each, self.scale), whose) for whose, each in kinds]
         says = next((f"{says} (of {whose} gradients)" for says, whose in found if says), "")
-        yield self._number("norm", norm, self.our_norm, says)
+        yield self.number("norm", norm, self.our_norm, says)
         if self.facts.max_norm is not None:
             clips = self._clip(norm), self._clip(self.our_norm)
-            yield self._number("clipping", *clips, cause="by that norm")
+            yield self.number("clipping", *clips, cause="by that norm")
 
     def update(self) -> Iterator[Part]:
         """Compares what a step added with AdamW's first step on the program's own gradients."""
         pairs, optimizer = {}, self.facts.optimizer
         if not self.step.updated or optimizer is None:
             return
-        eps, clip = (
-            torch.finfo(getattr(torch, self.facts.dtype)).eps,
-            self._clip(self.facts.grad_norm or 0),
-        )
+        clip = self._clip(self.facts.grad_norm or 0)
         for name, after in self.step.updated.items():
             before, gradient = self.parameters[name], self.step.gradients[name] * clip
-            resolved = eps * before.norm().item() / max((after - before).norm().item(), 1e-300)
-            bound = max(ROUNDING[self.facts.dtype].update, min(resolved, 1.0))
-            found = causes.of_update(after - before, before, gradient, optimizer, bound)
-            pairs[name] = (after - before, *found)
+            added, dtype = after - before, self.facts.dtype
+            pairs[name] = added, *causes.of_update(added, before, gradient, optimizer, dtype)
         yield self._part("update", pairs, 0.0)
 
     def layers(self) -> Iterator[Part]:
