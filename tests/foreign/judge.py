@@ -32,12 +32,12 @@ def short(part: dict[str, Any]) -> str:
     for tensor in sorted(wrong, key=lambda tensor: tensor["error"]):
         worst[tensor["cause"]] = tensor
     if not worst:
-        return " ".join(" ".join(part["lines"]).split()).upper()
+        return " ".join(" ".join(part["lines"]).split())
     causes = (
         f"{each['theirs']} x {each['ratio']:.6f} (error {each['error']:.1e}): {cause}"
         for cause, each in worst.items()
     )
-    return f"{len(wrong)} OF {len(errors)} {part['name'].upper()} DIFFER, {', '.join(causes)}"
+    return f"{len(wrong)} of {len(errors)} {part['name']} differ, {', '.join(causes)}"
 
 
 if __name__ == "__main__":
