@@ -106,18 +106,19 @@ class ParameterNorms:
         """
         found = torch.zeros(sum(self._lengths.values()), dtype=torch.float64, device=device)
         places = dict(zip(self._lengths, found.split(list(self._lengths.values())), strict=True))
-        whole = []
+        to, whole = [], []
         for name, parameter in parameters.items():
-            if parameter not in shares:
-                continue  # It has no gradient.
+            if parameter.grad is None:
+                continue
             if ".experts." in name:
                 own_E = places[name][local_slices(parameter)[0]]
                 copies = ranks_per_stage // _num_pieces(parameter)
                 own_E.copy_(_squares_of_entries(local_part(parameter.grad)) / copies)
             else:
-                whole.append((places[name][0], shares[parameter]))
+                to.append(places[name][0])
+                whole.append(shares[parameter])
         if whole:
-            torch._foreach_copy_(*map(list, zip(*whole, strict=True)))
+            torch._foreach_copy_(to, whole)
         return found
 
     def by_name(self, squares: Tensor, divisor: float) -> dict[str, list[float]]:
