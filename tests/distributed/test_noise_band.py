@@ -65,7 +65,7 @@ def test_noise_band_holds_layout_and_not_mistakes(tmp_path: Path):
     rate, shared, halved, bias = (band.check(curve).first for curve in wrong)
     # The first update shows in the second step's loss; a bias moves loads one step later.
     assert rate.step == 2 and shared.step == 1, rate
-    assert halved.step == 1 and halved.quantity == "grad_norm", halved
+    assert halved.step == 1 and halved.quantity == "gradient of layers.2 expert 1", halved
     assert bias.step == 2, bias
 
 
