@@ -215,10 +215,15 @@ class Band:
         for curve, values_QES in zip(self.curves, values, strict=True):
             if not np.isfinite(values_QES).all():
                 raise ConfigError(f"{curve.name}: {kind} is not finite")
-        if kind != "load":
-            return {"gradient": Gradients}.get(kind, Scalar)(np.stack(values), RESOLUTION)
-        num_rows = max(float(np.max(counts[0].sum())) for counts in self.curves[0].loads.values())
-        return Loads(np.stack(values), 1 / num_rows)
+        if kind in COMPARED:
+            return Scalar(np.stack(values), RESOLUTION)
+        loads = list(self.curves[0].loads.values())
+        one_row = 1 / max((float(counts_SE[0].sum()) for counts_SE in loads), default=math.inf)
+        if kind == "load":
+            return Loads(np.stack(values), one_row)
+        num_experts = max((counts_SE.shape[1] for counts_SE in loads), default=0)
+        # A row at an expert of mean load, whose norm is half of what is compared.
+        return Gradients(np.stack(values), max(num_experts * one_row / 2, RESOLUTION))
 
     def _compared(self, curve: RunRecord, kind: str) -> Array:
         """The logarithms of scalars, [Q, 1, S], or all layers' shares, [L, E, S]."""

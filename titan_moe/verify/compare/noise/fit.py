@@ -111,10 +111,15 @@ class Scalar(Quantities):
 
 
 class Gradients(Scalar):
-    """The norms of Q parts' gradients. Their noise grows tenfold a step at first, and spreads of
-    many later steps would hide what the first ones show."""
+    """The norms of Q parts' gradients. Noise that every control run has from the first steps on
+    grows in all of them alike, and spreads of many later steps would hide what is seen early. So
+    looked at are as many steps ahead as the last control run took to part from the others."""
 
-    ahead = _BEHIND
+    def __init__(self, runs_NQES: Array, resolution: float) -> None:
+        off_NS = np.abs(runs_NQES - np.median(runs_NQES, 0)).max((1, 2))
+        apart_NS = np.pad(off_NS > resolution, ((0, 0), (0, 1)), constant_values=True)
+        self.ahead = int(np.clip(apart_NS.argmax(1).max(), _BEHIND, _AHEAD))
+        super().__init__(runs_NQES, resolution)
 
 
 class Loads(Quantities):
