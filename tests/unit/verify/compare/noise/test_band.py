@@ -10,6 +10,7 @@ import pytest
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.noise.band import Band, quantities_of, student_t
+from titan_moe.verify.compare.noise.fit import Gradients
 from titan_moe.verify.compare.records import RunRecord, gradients
 
 STEPS = 24
@@ -192,6 +193,14 @@ def test_an_expert_without_rows_has_the_mean_norm_of_its_layer():
     mean = math.sqrt(5 * (0.01 + 0.04 + 0.16) / 4)
     np.testing.assert_allclose(idle, mean, rtol=0.05)
     np.testing.assert_allclose(busy, mean + math.sqrt(0.8), rtol=0.05)
+
+
+@pytest.mark.parametrize(("last", "ahead"), [(0, 2), (9, 9), (STEPS, 16)])
+def test_gradients_look_as_far_ahead_as_runs_take_to_part(last: int, ahead: int):
+    runs_NQES = 1e-2 * np.random.default_rng(17).normal(size=(9, 3, 1, STEPS))
+    runs_NQES[:4] = np.median(runs_NQES, 0)
+    runs_NQES[:4, ..., last:] += 1.0
+    assert Gradients(runs_NQES, 1e-6).ahead == ahead
 
 
 def test_curves_without_gradients_are_compared_without_them():
