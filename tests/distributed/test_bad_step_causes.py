@@ -36,10 +36,10 @@ def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
     """Returns whether a step is finite with a NaN in one rank's piece of one gradient."""
     total = module.grad_norm.sum_of_squares
 
-    def poison(parameters, ranks_per_stage):
+    def poison(parameters, *rest):
         if dist.get_rank() == bad_rank:
             module.grad_norm.local_grads(parameters)[-1].flatten()[0] = float("nan")
-        return total(parameters, ranks_per_stage)
+        return total(parameters, *rest)
 
     module.grad_norm.sum_of_squares = poison
     _, step = tiny_step(job)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_moe.comm.collectives import read, sum_over_world
@@ -105,7 +105,7 @@ class TrainStep:
         self._plan = plan
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
         replicas = sharded.tied_weights.replicas
-        self._counted = [each for each in self._parameters if each not in replicas]
+        self._counted = {n: p for n, p in sharded.named_parameters() if p not in replicas}
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
         self._routers = {name: moe.router for name, moe in self._moe_layers.items()}
@@ -209,7 +209,8 @@ class TrainStep:
         parameter_norms: bool,
     ) -> StepResult:
         """Sum over all ranks, in one all-reduce, the numbers of the update and of the log."""
-        squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
+        shares: dict[nn.Parameter, Tensor] | None = {} if parameter_norms else None
+        squares = grad_norm.sum_of_squares(self._counted.values(), self._ranks_per_stage, shares)
         num_targets = sum(num_local_targets(batch, self._sharded) for batch in batches)
         terms = {
             "loss": loss_sum,
@@ -234,9 +235,9 @@ class TrainStep:
                 for name, number in {"data": data, **counts}.items()
             }
         terms["stop"] = self._number(self._stop())
-        if parameter_norms:
+        if shares is not None:
             terms["parameters"] = self._parameter_norms.squares(
-                self._sharded.named_parameters(), self._ranks_per_stage, self._device
+                self._counted, shares, self._ranks_per_stage, self._device
             )
         sums = sum_over_world(terms)
         self._metrics.reset()

@@ -1,6 +1,8 @@
 """Runs as comparisons and reports read them from their files, and outcomes of a comparison."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -19,7 +21,10 @@ Array = NDArray[np.float64]
 
 COMPARED = ("loss", "grad_norm")
 """Scalars that are compared bit by bit, and by their distance from a noise band."""
-LOAD_OF = "load of "
+LOAD_OF, GRADIENT_OF = "load of ", "gradient of "
+_LAYER = re.compile(r".*?\blayers\.\d+")
+_TINY = 1e-30
+"""Keeps the logarithm of a norm finite."""
 
 
 class Verdict(Enum):
@@ -49,7 +54,8 @@ class RunRecord:
     name: str
     steps: Sequence[int]
     scalars: Mapping[str, Array]
-    """All numbers of metrics.jsonl by their keys, [S] each; NaN where a step has none."""
+    """All numbers of metrics.jsonl by their keys, [S] each; NaN where a step has none. With
+    metrics.log_parameter_norms also those of `gradients`."""
     loads: Mapping[str, Array]
     """Rows of each expert by MoE layer, [S, E]; empty without metrics.log_expert_counts."""
     data: Sequence[int]
@@ -148,8 +154,12 @@ def _read(folder: Path, name: str) -> RunRecord:
     if not (steps := sorted(lines)):
         raise ConfigError(f"{folder}: no step is logged")
     logged = dict.fromkeys(key for line in lines.values() for key in line)
-    counts = {line.pop("step"): line for line in _steps(folder / "expert_counts.jsonl")}
+    counts, norms = (
+        {line.pop("step"): line for line in _steps(folder / f"{name}.jsonl")}
+        for name in ("expert_counts", "parameter_norms")
+    )
     layers = counts[steps[0]] if counts.keys() >= set(steps) else ()
+    parts = gradients([norms[s] for s in steps]) if norms.keys() >= set(steps) else {}
     weights = folder / INITIAL_WEIGHTS
     profiles = sorted(folder.glob("*/step-*/summary.json"), key=lambda path: path.stat().st_mtime)
     return RunRecord(
@@ -158,7 +168,8 @@ def _read(folder: Path, name: str) -> RunRecord:
         {
             key: np.array([lines[step].get(key) for step in steps], dtype=np.float64)  # None: NaN.
             for key in (*COMPARED, *logged)
-        },
+        }
+        | parts,
         {layer: np.array([counts[s][layer] for s in steps], dtype=np.float64) for layer in layers},
         [lines[step]["data"] for step in steps],
         json.loads((folder / "run.json").read_bytes()),
@@ -168,6 +179,36 @@ def _read(folder: Path, name: str) -> RunRecord:
         json.loads(weights.read_bytes()) if weights.is_file() else {},
         json.loads(profiles[-1].read_bytes()) if profiles else {},
     )
+
+
+def gradients(lines: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Array]:
+    """Returns norms of gradients by what a noise band compares, [S] each: "gradient of layers.1
+    expert 3", "gradient of layers.1 shared experts", "gradient of layers.1" for the rest of it.
+
+    Args:
+        lines: norms by parameter, at each step.
+
+    An expert's norm has the root mean square of its layer's experts added: noise of the logarithm
+    is then alike in experts of many rows, of few, and of none.
+    """
+    squares: defaultdict[str, Array] = defaultdict(lambda: np.zeros(len(lines)))
+    experts: defaultdict[str, list[str]] = defaultdict(list)
+    for name in lines[0]:
+        found = _LAYER.match(name)
+        whole = GRADIENT_OF + (found[0] if found else name)
+        square_SE = np.array([line[name] for line in lines], dtype=np.float64) ** 2  # None: NaN.
+        if ".experts." in name:
+            keys = [f"{whole} expert {number}" for number in range(square_SE.shape[1])]
+            experts[whole] = keys
+        else:
+            keys = [f"{whole} shared experts" if ".shared_experts." in name else whole]
+        for key, square_S in zip(keys, square_SE.T, strict=True):
+            squares[key] += square_S
+    norms = {key: np.sqrt(square_S) + _TINY for key, square_S in squares.items()}
+    for keys in experts.values():
+        mean_S = np.sqrt(np.mean([squares[key] for key in keys], 0))
+        norms |= {key: norms[key] + mean_S for key in keys}
+    return norms
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -309,7 +309,7 @@ class Runner:
         return (
             *batch_words(spec, job),
             *steps,
-            *words_of("metrics", log_freq=1, log_expert_counts=True),
+            *words_of("metrics", log_freq=1, log_expert_counts=True, log_parameter_norms=True),
             *words_of("checkpoint", enable=loads, load_only=loads),
         )
 

@@ -15,6 +15,7 @@ from titan_moe.profiling.parts import beside
 from titan_moe.verify.compare.pinned_routes import FLIP_HEADS, flip_rows
 from titan_moe.verify.compare.records import (
     COMPARED,
+    GRADIENT_OF,
     LOAD_OF,
     RunRecord,
     Verdict,
@@ -230,7 +231,7 @@ def deviations(comparison: Comparison) -> list[Deviation]:
     pairs = {
         key: (ours_S, second.scalars[key], relative_difference(ours_S, second.scalars[key]))
         for key, ours_S in first.scalars.items()
-        if key in _COMPARED and key in second.scalars
+        if (key in _COMPARED or key.startswith(GRADIENT_OF)) and key in second.scalars
     }
     for layer, ours_SE in first.loads.items():
         if layer in second.loads:
@@ -244,5 +245,6 @@ def deviations(comparison: Comparison) -> list[Deviation]:
         at = int(np.nan_to_num(furthest_S, nan=-1.0).argmax())
         ours, theirs, relative, reach = (float(each_S[at]) for each_S in (*numbers, reach_S))
         outside = int((reach_S > 1).sum())
-        found.append(Deviation(key, first.steps[at], ours, theirs, relative, reach, outside))
+        if outside or not key.startswith(GRADIENT_OF):  # There are thousands.
+            found.append(Deviation(key, first.steps[at], ours, theirs, relative, reach, outside))
     return sorted(found, key=lambda one: tuple(-np.nan_to_num([one.reach, one.relative])))

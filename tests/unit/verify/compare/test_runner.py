@@ -32,6 +32,7 @@ def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(l
         assert run["checkpoint.initial_load_path"] == path
         assert run["checkpoint.load_only"] == "true"
         assert run["metrics.log_freq"] == "1" and run["metrics.log_expert_counts"] == "true"
+        assert run["metrics.log_parameter_norms"] == "true"
 
 
 def test_rounding_is_inside_the_band_and_another_learning_rate_is_not(launcher):

@@ -161,6 +161,9 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 9')
     counts = [{"step": step, "layers.1": [step, 2, 3]} for step in range(1, 4)]
     (folder / "expert_counts.jsonl").write_text("\n".join(map(json.dumps, counts)))
+    norms = [{"step": step, "layers.1.moe.router.gate.weight": [3]} for step in range(1, 4)]
+    norms = [line | {"layers.1.attention_norm.weight": [4]} for line in norms]
+    (folder / "parameter_norms.jsonl").write_text("\n".join(map(json.dumps, norms)))
     (folder / "config.toml").write_text("[training]\nsteps = 3\n")
     with pytest.raises(ConfigError, match=r"run: there is no run\.json"):
         read_run(folder)
@@ -171,6 +174,7 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
         assert found.data == [5, 5, 5] and found.config == {"training": {"steps": 3}}
         assert np.isnan(found.scalars["grad_norm"]).all()
         assert found.loads["layers.1"].tolist()[2] == [3, 2, 3]
+        assert found.scalars["gradient of layers.1"].tolist() == [5, 5, 5]
     (folder / "expert_counts.jsonl").write_text(json.dumps(counts[0]) + "\n")
     assert not read_run(folder).loads, "they lack a step"
     (folder / "metrics.jsonl").write_text("")

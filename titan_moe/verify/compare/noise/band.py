@@ -5,21 +5,22 @@ In float32 and bfloat16 two correct layouts train different bits, and small diff
 band is not a chosen tolerance: it is measured from control runs, trainings that differ only in the
 order of their sums (debug.permute_rows; verify/compare/control_runs.py).
 
-The baseline counts among the controls here. Compared are the logarithms of loss and gradient norm,
-and each layer's expert load: the share of its rows that went to other experts than in the controls'
-mean. At each step the controls give a location and a spread. A difference is divided by the spread,
-and looked at alone and as a mean over the last 2, 4, 8, ... steps: noise from step to step averages
-out, what a mistake does to every step does not. Each mean has a spread of its own, again from the
-controls. No spread is less than a few roundings of float32 or one row, nor than what the steps
-after it show on average: one token that goes to another expert may start at any step what most
-controls only do later (the sign rule of the routing bias turns one row into many).
+The baseline counts among the controls here. Compared are the logarithms of loss, gradient norm and
+the norms of parts' own gradients, and each layer's expert load: the share of its rows that went to
+other experts than in the controls' mean. At each step the controls give a location and a spread. A
+difference is divided by the spread, and looked at alone and as a mean over the last 2, 4, 8, ...
+steps: noise from step to step averages out, what a mistake does to every step does not. Each mean
+has a spread of its own, again from the controls. No spread is less than a few roundings of float32
+or one row, nor than what the steps after it show on average: one token that goes to another expert
+may start at any step what most controls only do later (the sign rule of the routing bias turns one
+row into many).
 
 A curve's statistic is its largest distance in spreads over all steps and means: one for the loss,
-one for the gradient norm, one for all loads. Steps, means and layers depend on each other, so no
-table says what is large; the controls do. Each is measured against the others, as a candidate is,
-and each of the three statistics gets a bound:
+one for the gradient norm, one for all loads, one for all parts' gradients. Steps, means and layers
+depend on each other, so no table says what is large; the controls do. Each is measured against the
+others, as a candidate is, and each of the four statistics gets a bound:
 
-- the 1 - FALSE_ALARMS / 3 prediction bound of a log-normal distribution, fitted to the controls'
+- the 1 - FALSE_ALARMS / 4 prediction bound of a log-normal distribution, fitted to the controls'
   own statistics; the fewer the controls, the further out. Its rate is as good as that assumption;
 - but no less than the largest of as many independent normal deviations as it has numbers. This is
   the bound where the controls have equal bits, as float32 may have over a few steps.
@@ -38,8 +39,22 @@ from typing import Any
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.noise.fit import RESOLUTION, Array, Loads, Quantities, Scalar, shares
-from titan_moe.verify.compare.records import COMPARED, LOAD_OF, FirstDifference, RunRecord
+from titan_moe.verify.compare.noise.fit import (
+    RESOLUTION,
+    Array,
+    Gradients,
+    Loads,
+    Quantities,
+    Scalar,
+    shares,
+)
+from titan_moe.verify.compare.records import (
+    COMPARED,
+    GRADIENT_OF,
+    LOAD_OF,
+    FirstDifference,
+    RunRecord,
+)
 
 FEWEST_CONTROLS = 4
 EARLY_LOOKS = (6, 12)
@@ -93,7 +108,7 @@ class Band:
         self.false_alarms = FALSE_ALARMS
         known = set(quantities).intersection(*map(quantities_of, curves))
         self.quantities = tuple(q for q in quantities_of(curves[0]) if q in known)
-        """"loss", "grad_norm", "load of LAYER", in this order."""
+        """"loss", "grad_norm", "load of LAYER", "gradient of LAYER ...", in this order."""
         self._names: dict[str, list[str]] = {}
         for quantity in self.quantities:
             self._names.setdefault(_kind(quantity), []).append(quantity)
@@ -200,16 +215,22 @@ class Band:
         for curve, values_QES in zip(self.curves, values, strict=True):
             if not np.isfinite(values_QES).all():
                 raise ConfigError(f"{curve.name}: {kind} is not finite")
-        if kind != "load":
+        if kind in COMPARED:
             return Scalar(np.stack(values), RESOLUTION)
-        num_rows = max(float(np.max(counts[0].sum())) for counts in self.curves[0].loads.values())
-        return Loads(np.stack(values), 1 / num_rows)
+        loads = list(self.curves[0].loads.values())
+        one_row = 1 / max((float(counts_SE[0].sum()) for counts_SE in loads), default=math.inf)
+        if kind == "load":
+            return Loads(np.stack(values), one_row)
+        num_experts = max((counts_SE.shape[1] for counts_SE in loads), default=0)
+        # A row at an expert of mean load, whose norm is half of what is compared.
+        return Gradients(np.stack(values), max(num_experts * one_row / 2, RESOLUTION))
 
     def _compared(self, curve: RunRecord, kind: str) -> Array:
-        """The logarithm of a scalar, [1, 1, S], or all layers' shares, [L, E, S]."""
+        """The logarithms of scalars, [Q, 1, S], or all layers' shares, [L, E, S]."""
         if kind != "load":
             with np.errstate(divide="ignore", invalid="ignore"):
-                return np.log(np.asarray(curve.scalars[kind], dtype=np.float64))[None, None]
+                values_QS = np.stack([curve.scalars[name] for name in self._names[kind]])
+                return np.log(np.asarray(values_QS, dtype=np.float64))[:, None]
         counts = [curve.loads[layer.removeprefix(LOAD_OF)] for layer in self._names[kind]]
         num_experts = self.curves[0].loads[self._names[kind][0].removeprefix(LOAD_OF)].shape[1]
         if any(counts_SE.shape[1] != num_experts for counts_SE in counts):
@@ -219,11 +240,12 @@ class Band:
 
 def quantities_of(curve: RunRecord) -> list[str]:
     """Returns the quantities of a curve that a band can compare."""
-    return [*COMPARED, *(LOAD_OF + layer for layer in curve.loads)]
+    gradients = (key for key in curve.scalars if key.startswith(GRADIENT_OF))
+    return [*COMPARED, *(LOAD_OF + layer for layer in curve.loads), *gradients]
 
 
 def _kind(quantity: str) -> str:
-    """ "loss", "grad_norm" or "load": kinds have bounds of their own."""
+    """ "loss", "grad_norm", "load" or "gradient": kinds have bounds of their own."""
     return quantity.split(" of ")[0]
 
 

@@ -45,6 +45,7 @@ class Quantities(ABC):
 
     counted = 1
     """How many of the E numbers show one difference: a row at another expert shows in two."""
+    ahead = _AHEAD
 
     def __init__(self, runs_NQES: Array, resolution: float) -> None:
         self._runs_NQES, self._resolution = runs_NQES, resolution
@@ -91,7 +92,7 @@ class Quantities(ABC):
 
 
 class Scalar(Quantities):
-    """One positive number at each step, compared by its logarithm: Q and E are 1."""
+    """Q positive numbers at each step, compared by their logarithms: E is 1."""
 
     def _fit(self, kept: Index) -> Fit:
         logs_NQS = self._runs_NQES[kept, :, 0]
@@ -99,14 +100,26 @@ class Scalar(Quantities):
         wider = math.sqrt(1 + 1 / len(kept))
         location_QS = logs_NQS.mean(0)
         deviation_QS = np.maximum(logs_NQS.std(0, ddof=1), self._resolution)
-        scale_QS = _smooth(deviation_QS) * wider
+        scale_QS = _smooth(deviation_QS, self.ahead) * wider
         spreads = [np.ones_like(scale_QS)]
         means = scan((logs_NQS - location_QS) / scale_QS)
         least = scan(self._resolution / scale_QS)
         for (_, mean_NQS), (_, least_QS) in zip(means[1:], least[1:], strict=True):
             deviation_QS = np.maximum(mean_NQS.std(0, ddof=1), least_QS)
-            spreads.append(_smooth(deviation_QS) * wider)
+            spreads.append(_smooth(deviation_QS, self.ahead) * wider)
         return Fit(location_QS[:, None], scale_QS, [np.zeros(1)] * len(spreads), spreads)
+
+
+class Gradients(Scalar):
+    """The norms of Q parts' gradients. Noise that every control run has from the first steps on
+    grows in all of them alike, and spreads of many later steps would hide what is seen early. So
+    looked at are as many steps ahead as the last control run took to part from the others."""
+
+    def __init__(self, runs_NQES: Array, resolution: float) -> None:
+        off_NS = np.abs(runs_NQES - np.median(runs_NQES, 0)).max((1, 2))
+        apart_NS = np.pad(off_NS > resolution, ((0, 0), (0, 1)), constant_values=True)
+        self.ahead = int(np.clip(apart_NS.argmax(1).max(), _BEHIND, _AHEAD))
+        super().__init__(runs_NQES, resolution)
 
 
 class Loads(Quantities):
@@ -132,7 +145,7 @@ class Loads(Quantities):
             return off_NES * (number / (number - 1))
 
         typical = [(self.size(differences(each)) ** 2).mean(0) for each in layers]
-        scale_LS = _smooth(np.sqrt(np.maximum(typical, self._resolution**2)))
+        scale_LS = _smooth(np.sqrt(np.maximum(typical, self._resolution**2)), self.ahead)
         moved_by_layer = [
             [self.size(mean) for _, mean in scan(differences(each) / scale_LS[each])]
             for each in layers
@@ -143,7 +156,7 @@ class Loads(Quantities):
             deviation_LS = np.stack([moved_NS.std(0, ddof=1) for moved_NS in moved])
             deviation_LS = np.maximum(deviation_LS, least_LS / window)
             middles.append(np.stack([moved_NS.mean(0) for moved_NS in moved]))
-            spreads.append(_smooth(deviation_LS) * math.sqrt(1 + 1 / number))
+            spreads.append(_smooth(deviation_LS, self.ahead) * math.sqrt(1 + 1 / number))
         return Fit(location_LES, scale_LS, middles, spreads)
 
 
@@ -160,12 +173,12 @@ def shares(counts_SE: Array) -> Array:
     return counts_SE / np.maximum(counts_SE.sum(-1, keepdims=True), 1)
 
 
-def _smooth(deviation_QS: Array) -> Array:
+def _smooth(deviation_QS: Array, ahead: int) -> Array:
     """Raises values to the root mean square over all rows and nearby steps, mostly later ones."""
     squares_S = (deviation_QS**2).mean(0)
     sums = np.concatenate([np.zeros(1), squares_S.cumsum()])
     places = np.arange(len(squares_S))
-    ends = np.minimum(places + _AHEAD + 1, len(places))
+    ends = np.minimum(places + ahead + 1, len(places))
     starts = np.maximum(places - _BEHIND, 0)
     around_S = (sums[ends] - sums[starts]) / (ends - starts)
     return np.asarray(np.sqrt(np.maximum(deviation_QS**2, around_S)))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.noise.band import Band, student_t
-from titan_moe.verify.compare.records import RunRecord
+from titan_moe.verify.compare.noise.band import Band, quantities_of, student_t
+from titan_moe.verify.compare.noise.fit import Gradients
+from titan_moe.verify.compare.records import RunRecord, gradients
 
 STEPS = 24
 BOTH = ("loss", "grad_norm")
@@ -136,3 +137,74 @@ def test_one_row_more_than_equal_loads_is_no_difference():
     many.loads["layers.1"][8] += np.array([20, -20, 0, 0, 0, 0, 0, 0])
     assert band.check(one).first is None
     assert band.check(many).first.quantity == "load of layers.1"
+
+
+NORMS = {
+    "layers.1.attention.wo.weight": [2.0],
+    "layers.1.moe.experts.w1": [0.0, 0.1, 0.2, 0.4],
+    "layers.1.moe.experts.w2": [0.0, 0.2, 0.4, 0.8],
+    "layers.1.moe.shared_experts.w1.weight": [0.5],
+    "output.weight": [1.0],
+}
+"""The first expert has no rows."""
+
+
+def gradient_curves(
+    rng: np.random.Generator, number: int, expert: float = 1.0, shared: float = 1.0
+) -> list[RunRecord]:
+    """Norms of 1 % noise; those of the last expert and of the shared one are multiplied."""
+    factors = {name: np.ones(len(norms)) for name, norms in NORMS.items()}
+    for name in ("layers.1.moe.experts.w1", "layers.1.moe.experts.w2"):
+        factors[name][3] = expert
+    factors["layers.1.moe.shared_experts.w1.weight"][0] = shared
+    found = []
+    for curve in curves(white(rng, number)):
+        lines = [
+            {
+                name: list(factors[name] * norms * np.exp(1e-2 * rng.normal(size=len(norms))))
+                for name, norms in NORMS.items()
+            }
+            for _ in range(STEPS)
+        ]
+        found.append(replace(curve, scalars={**curve.scalars, **gradients(lines)}))
+    return found
+
+
+def test_band_compares_gradients_of_experts_shared_experts_and_layers():
+    rng = np.random.default_rng(14)
+    controls = gradient_curves(rng, 16)
+    band = Band(controls, quantities_of(controls[0]))
+    experts = [f"gradient of layers.1 expert {number}" for number in range(4)]
+    shared = "gradient of layers.1 shared experts"
+    others = ["gradient of layers.1", shared, "gradient of output.weight"]
+    assert {*band.quantities} == {*BOTH, *experts, *others}
+    assert set(band.bounds) == {*BOTH, "gradient"}
+    assert all(band.check(curve).first is None for curve in gradient_curves(rng, 20))
+    (halved,), (dropped,) = gradient_curves(rng, 1, 0.5), gradient_curves(rng, 1, shared=0.0)
+    for curve, quantity in ((halved, experts[3]), (dropped, shared)):
+        found = band.check(curve)
+        assert found.first is not None and found.first.quantity == quantity
+        assert found.first.step == 1 and np.isfinite(found.statistic)
+
+
+def test_an_expert_without_rows_has_the_mean_norm_of_its_layer():
+    (curve,) = gradient_curves(np.random.default_rng(15), 1)
+    idle, busy = (curve.scalars[f"gradient of layers.1 expert {number}"] for number in (0, 3))
+    mean = math.sqrt(5 * (0.01 + 0.04 + 0.16) / 4)
+    np.testing.assert_allclose(idle, mean, rtol=0.05)
+    np.testing.assert_allclose(busy, mean + math.sqrt(0.8), rtol=0.05)
+
+
+@pytest.mark.parametrize(("last", "ahead"), [(0, 2), (9, 9), (STEPS, 16)])
+def test_gradients_look_as_far_ahead_as_runs_take_to_part(last: int, ahead: int):
+    runs_NQES = 1e-2 * np.random.default_rng(17).normal(size=(9, 3, 1, STEPS))
+    runs_NQES[:4] = np.median(runs_NQES, 0)
+    runs_NQES[:4, ..., last:] += 1.0
+    assert Gradients(runs_NQES, 1e-6).ahead == ahead
+
+
+def test_curves_without_gradients_are_compared_without_them():
+    rng = np.random.default_rng(16)
+    old, (new,) = curves(white(rng, 8)), gradient_curves(rng, 1, 0.5)
+    band = Band(old, quantities_of(new))
+    assert band.quantities == BOTH and band.check(new).first is None
