@@ -23,8 +23,6 @@ COMPARED = ("loss", "grad_norm")
 """Scalars that are compared bit by bit, and by their distance from a noise band."""
 LOAD_OF, GRADIENT_OF = "load of ", "gradient of "
 _LAYER = re.compile(r".*?\blayers\.\d+")
-_TINY = 1e-30
-"""Keeps the logarithm of a norm finite."""
 
 
 class Verdict(Enum):
@@ -188,8 +186,8 @@ def gradients(lines: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Array
     Args:
         lines: norms by parameter, at each step.
 
-    An expert's norm has the root mean square of its layer's experts added: noise of the logarithm
-    is then alike in experts of many rows, of few, and of none.
+    An expert's norm has four times the root mean square of its layer's experts added: noise of the
+    logarithm is then alike in experts of many rows, of few, and of none.
     """
     squares: defaultdict[str, Array] = defaultdict(lambda: np.zeros(len(lines)))
     experts: defaultdict[str, list[str]] = defaultdict(list)
@@ -204,10 +202,11 @@ def gradients(lines: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Array
             keys = [f"{whole} shared experts" if ".shared_experts." in name else whole]
         for key, square_S in zip(keys, square_SE.T, strict=True):
             squares[key] += square_S
-    norms = {key: np.sqrt(square_S) + _TINY for key, square_S in squares.items()}
+    # Logarithms stay finite.
+    norms = {key: np.sqrt(square_S) + 1e-30 for key, square_S in squares.items()}
     for keys in experts.values():
         mean_S = np.sqrt(np.mean([squares[key] for key in keys], 0))
-        norms |= {key: norms[key] + mean_S for key in keys}
+        norms |= {key: norms[key] + 4 * mean_S for key in keys}
     return norms
 
 

@@ -222,7 +222,7 @@ class Band:
         if kind == "load":
             return Loads(np.stack(values), one_row)
         num_experts = max((counts_SE.shape[1] for counts_SE in loads), default=0)
-        # A row at an expert of mean load, whose norm is half of what is compared.
+        # Half a row at an expert of mean load.
         return Gradients(np.stack(values), max(num_experts * one_row / 2, RESOLUTION))
 
     def _compared(self, curve: RunRecord, kind: str) -> Array:

@@ -187,10 +187,10 @@ def test_band_compares_gradients_of_experts_shared_experts_and_layers():
         assert found.first.step == 1 and np.isfinite(found.statistic)
 
 
-def test_an_expert_without_rows_has_the_mean_norm_of_its_layer():
+def test_an_expert_without_rows_has_a_multiple_of_its_layers_mean_norm():
     (curve,) = gradient_curves(np.random.default_rng(15), 1)
     idle, busy = (curve.scalars[f"gradient of layers.1 expert {number}"] for number in (0, 3))
-    mean = math.sqrt(5 * (0.01 + 0.04 + 0.16) / 4)
+    mean = 4 * math.sqrt(5 * (0.01 + 0.04 + 0.16) / 4)
     np.testing.assert_allclose(idle, mean, rtol=0.05)
     np.testing.assert_allclose(busy, mean + math.sqrt(0.8), rtol=0.05)
 
