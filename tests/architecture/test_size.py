@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_889, "tests": 28_217, "scripts": 4_612}
-WORDS = 44_998
+BUDGETS = {"titan_moe": 32_890, "tests": 28_242, "scripts": 4_612}
+WORDS = 44_996
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_465,

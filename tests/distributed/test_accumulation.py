@@ -23,9 +23,10 @@ MICROBATCHES = 3
 CPU = torch.device("cpu")
 
 
-def job_with(word: str, replicas: int = 1, **training: Any) -> JobConfig:
-    degrees = {"fsdp_accumulation": word, "data_parallel_replicate_degree": replicas}
-    return make_job("qwen3", parallelism=degrees, training=training)
+def job_with(word: str, replicas: int = 1, ep: int = 1, **training: Any) -> JobConfig:
+    degrees = {"data_parallel_replicate_degree": replicas, "expert_parallel_degree": ep}
+    parallelism = {"fsdp_accumulation": word, **degrees}
+    return make_job("qwen3", parallelism=parallelism, training=training)
 
 
 def batches(first: int) -> list[Batch]:
@@ -145,10 +146,10 @@ def test_gradients_in_bfloat16_add_up_in_float32():
     assert 1e-3 < error(ours, exact) < 1.001 * error(each, exact)
 
 
-@pytest.mark.parametrize("word", tiered(["keep_gathered"], slow=["reduce_each"]))
+@pytest.mark.parametrize("word", tiered(["keep_gathered", "keep_unsharded"], slow=["reduce_each"]))
 def test_an_evaluation_between_two_steps_changes_nothing(word: str):
     """A checkpoint finds sharded parameters then, though an evaluation frees none."""
-    job = job_with(word)
+    job = job_with(word, ep=1 + (word == "keep_unsharded"))
     plain = run_on_ranks(trained, 2, job, False)[0]["losses"]
     with_evaluation = run_on_ranks(trained, 2, job, True)[0]["losses"]
     assert with_evaluation[0::2] == plain

@@ -61,7 +61,7 @@ def run(
         named["routing_replay"] = replay
     words = tuple((k if "." in k else f"debug.{k}", str(value)) for k, value in named.items())
     spec = RunSpec(config=DEBUG_CONFIGS / f"gate_{family}.toml", overrides=tuple(KEYS.items()))
-    return train_curve(parse_run_spec(f"layout={layout}", spec), folder / "run", words, alter)
+    return train_curve(parse_run_spec(f"layout={layout}", spec), folder / "run", words, alter=alter)
 
 
 def flips(folder: Path) -> dict[str, list[int]]:

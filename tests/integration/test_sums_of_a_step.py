@@ -89,6 +89,11 @@ def differences(family: str, change: Callable[[Decoder], object]) -> dict[str, f
     """
     config = model_config(family, "debugmodel_moe" if family == "qwen3" else "debugmodel")
     assert config.moe is not None
+    if family == "gemma4":
+        # Queries times keys, each of norm 8, are divided by 1: with fresh weights a token attends
+        # to one other, and each layer multiplies what rounding did before.
+        attention, near = (replace(x, scale=1 / 8) for x in (config.attention, config.near))
+        config = replace(config, attention=attention, near=near)
     losses = {"sequence_aux_loss_weight": 0.01, "global_aux_loss_weight": 0.02}
     moe = replace(config.moe, **losses, z_loss_weight=0.003)
     model = Decoder(config := replace(config, moe=moe, num_mtp_layers=1))

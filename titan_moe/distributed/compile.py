@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.activation_checkpoint import is_recomputed_whole
 from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.moe.experts import ExpertWeights
+from titan_moe.moe.experts import ExpertOutputs, ExpertWeights
 from titan_moe.moe.layer import MoE
 
 # Entries of one function's cache: blocks of all kinds, in training and in validation, share it.
@@ -136,20 +136,21 @@ def _compile_pieces(moe: MoE, options: dict[str, Any]) -> None:
     torch._dynamo.config.specialize_float = True
     moe.router.compile(**options)
     moe.router.weigh.compile(**options)
-    compute = moe.experts.compute
-    compute.forward = _for_any_rows(torch.compile(compute.forward, **options))  # type: ignore[method-assign]
+    moe.experts.compute.compile(**options)
+    moe.experts.compute = ForAnyRows(moe.experts.compute)  # type: ignore[assignment]
     if moe.shared_experts is not None:
         moe.shared_experts.compile(**options)
 
 
-def _for_any_rows(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+class ForAnyRows(nn.Module):
     """Makes the number of rows the only size that compiled experts do not know. With `dynamic=True`
-    the weights' sizes were symbols too: Inductor's kernels divided by them for each element."""
-    from torch._dynamo import maybe_mark_dynamic
+    those of the weights were symbols too: Inductor's kernels divided by them for each element."""
 
-    def call(rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+    def __init__(self, compute: ExpertOutputs) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
         for x_R in (rows.x_RD, rows.weights_R):
-            maybe_mark_dynamic(x_R, 0)
-        return compute(rows, weights)
-
-    return call
+            torch._dynamo.maybe_mark_dynamic(x_R, 0)
+        return self.compute(rows, weights)  # type: ignore[no-any-return]

@@ -98,14 +98,16 @@ def _rotate_kernel(
         turned = tl.reshape(tl.join(turned_a, turned_b), (ROWS, 2 * COLUMNS))
         tl.store(out_ptr + target + FIRST + both, turned, mask=has_both)
 
-    # Two loops: from one over both sides Triton 3.8 and 3.9 move 2 bytes at a time.
-    for start in range(0, FIRST, COLUMNS):
-        column = start + pair
-        before = is_row & (column < FIRST)
-        kept = tl.load(x_ptr + source + column, mask=before, other=0)
-        tl.store(out_ptr + target + column, kept, mask=before)
-    for start in range(FIRST + 2 * PAIRS, DIM, COLUMNS):
-        column = start + pair
-        behind = is_row & (column < DIM)
-        kept = tl.load(x_ptr + source + column, mask=behind, other=0)
-        tl.store(out_ptr + target + column, kept, mask=behind)
+    # One after the other: in one loop over both sides Triton 3.8 and 3.9 move 2 bytes at a time.
+    _copy_columns(x_ptr + source, out_ptr + target, is_row, 0, FIRST, COLUMNS)
+    _copy_columns(x_ptr + source, out_ptr + target, is_row, FIRST + 2 * PAIRS, DIM, COLUMNS)
+
+
+@triton.jit
+def _copy_columns(
+    x_ptr, out_ptr, is_row, START: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr
+):
+    for start in range(START, END, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = is_row & (column < END)
+        tl.store(out_ptr + column, tl.load(x_ptr + column, mask=inside, other=0), mask=inside)

@@ -202,7 +202,7 @@ class _Units(NamedTuple):
     layer: float
     """Gathered elements of the largest layer."""
     gradients: float
-    """Those that train, of the layer with most."""
+    """Gathered elements that train, of the layer with most."""
     dense: float
     """Elements of a layer that train and are not experts'."""
     routed: float

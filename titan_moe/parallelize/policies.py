@@ -82,6 +82,12 @@ def make_plan(
         counts_in_documents=training.mask_documents and config.has_temperature,
         counts_answers=training.dataset_format == "messages",
     )
+    return _accumulating(plan, device_bytes)
+
+
+def _accumulating(plan: Plan, device_bytes: float | None) -> Plan:
+    """Returns the plan with what the microbatches of a step share; "auto" takes the most that
+    fits."""
     keeping = {
         "keep_gathered": replace(
             plan, accumulation="keep_gathered", reshard_after_forward=False, reshard_last=False
@@ -89,8 +95,7 @@ def make_plan(
         "keep_unsharded": replace(plan, accumulation="keep_unsharded"),
         "reduce_each": plan,
     }
-    wanted = parallelism.fsdp_accumulation
-    if wanted != "auto":
+    if (wanted := plan.job.parallelism.fsdp_accumulation) != "auto":
         return keeping[wanted]
     if plan.microbatches == 1 or device_bytes is None:
         return plan

@@ -10,6 +10,8 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.distributed.expert_parallel import DISPATCHERS
 from titan_moe.models.registry import model_config
 from titan_moe.moe.config import MoEConfig
+from titan_moe.parallelize.memory import MARGIN, memory
+from titan_moe.parallelize.memory_table import tables
 from titan_moe.parallelize.plan import Plan
 from titan_moe.parallelize.policies import make_plan
 
@@ -51,6 +53,31 @@ def test_units_are_freed_after_the_forward_as_the_key_and_the_layout_say(
 ):
     plan = plan_of(parallelism=parallelism, training={"local_batch_size": 4})
     assert (plan.reshard_after_forward, plan.reshard_last) == (frees, frees_last)
+
+
+@pytest.mark.parametrize("ep", [8, 4])
+def test_auto_keeps_as_much_gathered_as_fits(ep: int):
+    """With ep 8 of 8 ranks no other rank has a part of a rank's experts, with ep 4 one has."""
+    words = ["reduce_each", *["keep_unsharded"] * (ep == 8), "keep_gathered"]
+
+    def plan(word: str, device_bytes: float | None = None) -> Plan:
+        keys = {"expert_parallel_degree": ep, "fsdp_accumulation": word}
+        training = {"local_batch_size": 1, "global_batch_size": 16}
+        job = JobConfig.model_validate({"parallelism": keys, "training": training})
+        config = model_config("qwen3", "gate")
+        return make_plan(job, config, 8, device_type="cuda", device_bytes=device_bytes)
+
+    needs = [memory(plan(word)).needed + MARGIN for word in words]
+    assert needs == sorted(set(needs))
+    assert [plan("auto", most).accumulation for most in needs] == words
+    assert plan("auto", needs[-1] - 1).accumulation == words[-2]
+    # What stays gathered is not gathered once more.
+    gathered = [
+        [sum(table["gathered"].values()) for _, _, table in tables(plan(word))]
+        for word in words[:2]
+    ]
+    assert all(kept <= each for each, kept in zip(*gathered, strict=True))
+    assert gathered[0] != gathered[1]
 
 
 @pytest.mark.parametrize(

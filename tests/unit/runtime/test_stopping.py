@@ -40,5 +40,5 @@ def test_attempt_that_dies_in_its_imports_still_has_a_folder(
     monkeypatch.setattr("titan_moe.runtime.launch.end_with_parent", lambda: None)
     monkeypatch.setitem(sys.modules, "titan_moe.train", None)
     with pytest.raises(ImportError):
-        COMMAND.run(argparse.Namespace())
+        COMMAND.run(argparse.Namespace(dry_run=None))
     assert all_attempts(tmp_path)[-1].name == "attempt-1"

@@ -44,8 +44,9 @@ class Quantities(ABC):
     """
 
     counted = 1
-    """How many of the E numbers show one difference: a row at another expert shows in two."""
+    """Numbers, of the E, that show one difference: a row at another expert shows in two."""
     ahead = _AHEAD
+    """Steps after a step whose spreads it has at least."""
 
     def __init__(self, runs_NQES: Array, resolution: float) -> None:
         self._runs_NQES, self._resolution = runs_NQES, resolution
