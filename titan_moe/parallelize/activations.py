@@ -105,7 +105,9 @@ class LayerValues(NamedTuple):
     """Elements that its backward has besides in attention, when the feed-forward's are gone."""
 
 
-def layer_values(plan: Plan, layer: int, rows: float, *, hidden_rows: bool) -> LayerValues:
+def layer_values(
+    plan: Plan, layer: int, rows: float, *, hidden_rows: bool, joined: float = 0.0
+) -> LayerValues:
     """Returns the elements of a layer.
 
     A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
@@ -115,11 +117,11 @@ def layer_values(plan: Plan, layer: int, rows: float, *, hidden_rows: bool) -> L
     Args:
         rows: those of the rank's experts, as a multiple of an even share.
         hidden_rows: the rows before the experts' last product are kept, for adapters.
+        joined: elements of experts' weights, a rank's own and borrowed ones, for each token.
     """
     config, training = plan.config, plan.job.training
-    recompute, mixer, moe = plan.job.activation_checkpoint, config.mixer(layer), None
-    if config.is_moe_layer(layer):
-        moe = config.moe
+    recompute, mixer = plan.job.activation_checkpoint, config.mixer(layer)
+    moe = config.moe if config.is_moe_layer(layer) else None
     values = dict(values_per_token(config, layer, rows, plan.dims.etp, plan.dims.tp))
     more: Lines = {}
     stream = float(config.dim * config.streams)
@@ -138,13 +140,15 @@ def layer_values(plan: Plan, layer: int, rows: float, *, hidden_rows: bool) -> L
         recomputed["exchanged rows"] = exchanged_per_token(plan, rows)
     if recompute.keep_attention and mixer is not None and not isinstance(mixer, RecurrentConfig):
         recomputed["attention"] = mixer.num_heads * mixer.qk_dim  # As wide as values, or more.
-    fed = values["experts"], values["feed-forward"]
+    fed = values["experts"], values["feed-forward"], joined if moe else 0.0
     copies = 2 * plan.dims.etp * rows * moe.top_k * config.row_dim if moe else 0.0
     workspace = 0.0
     if mixer is not None and plan.device_type == "cuda":
         width, padding = BYTES[plan.types.compute], _PADDING * plan.dims.cp / training.seq_len
         workspace = flash_workspace(mixer, config.dim, width) / width * (1 + padding)
     values |= more
+    if fed[2]:  # Joined again in each recomputation.
+        values["own and borrowed experts"] = joined
     return LayerValues(
         values,
         recomputed,

@@ -52,7 +52,8 @@ class Memory:
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
     skew: float
     """Activations of a rank whose experts get more than an even share of rows in every layer, or
-    as many as bounded buffers hold: what they add to the others' terms."""
+    as many as bounded buffers hold, or weights of experts that it borrows: what they add to the
+    others' terms."""
     communicators: float
     """Buffers of NCCL."""
 

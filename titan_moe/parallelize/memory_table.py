@@ -83,8 +83,7 @@ def _shares(plan: Plan) -> Iterator[Share]:
     batch, parallelism = plan.job.training.local_batch_size, plan.job.parallelism
     if ranks == 1:
         passes, through = (kinds_of_layers(config, tuple(sizes)[n:]) for n in (0, 3))
-        again = plan.microbatches > 1
-        yield Share(sizes, batch, passes, through, tuple(sizes)[:3], 1, 0, again)
+        yield Share(sizes, batch, passes, through, tuple(sizes)[:3], 1, 0, plan.microbatches > 1)
         return
     stages = [tuple(stage) for stage in plan.stages]
     kinds = [kinds_of_layers(config, stage) for stage in stages]
@@ -120,15 +119,14 @@ def tables(
     hidden_rows = sizes.keeps_hidden_rows(plan.job)
     kinds = [
         {
-            kind: layer_values(plan, kind, rows, hidden_rows=hidden_rows)
+            kind: layer_values(plan, kind, rows, hidden_rows=hidden_rows, joined=joined)
             for kind in kinds_of_layers(plan.config, tuple(sizes.whole))
         }
-        for rows in (1.0, _most_rows(plan, max(round(tokens), 1), skew))
+        for rows, joined in ((1.0, 0.0), _skewed(plan, sizes, tokens, skew))
     ]
     scale = tokens * plan.widths[1]
     for rank, share in enumerate(shares):
-        units = _units(plan, share, sizes)
-        logits = _logits(plan, share, sizes)
+        units, logits = _units(plan, share, sizes), _logits(plan, share, sizes)
         for moment in MOMENTS:
             even, skewed = (_activations(plan, share, moment, layers) for layers in kinds)
             beyond = sum(map(_total, skewed.values())) - sum(map(_total, even.values()))
@@ -343,8 +341,7 @@ def _logits(plan: Plan, share: Share, sizes: Sizes) -> Lines:
 def _moments(plan: Plan, trained: dict[str, Size]) -> float:
     """Returns the number of moments of what trains."""
     inside = sum(sum(size) for n, size in trained.items() if n.startswith(("layers.", "mtp")))
-    matrices = inside if plan.job.optimizer.name == "Muon" else 0
-    return 2 * sum(map(sum, trained.values())) - matrices
+    return 2 * sum(map(sum, trained.values())) - inside * (plan.job.optimizer.name == "Muon")
 
 
 def _symmetric_memory(plan: Plan) -> Lines:
@@ -358,16 +355,21 @@ def _symmetric_memory(plan: Plan) -> Lines:
     }
 
 
-def _most_rows(plan: Plan, num_tokens: int, skew: float) -> float:
+def _skewed(plan: Plan, sizes: Sizes, tokens: float, skew: float) -> tuple[float, float]:
     """Returns the most rows that a rank's experts get, as a multiple of an even share: `skew`, or
-    what bounded buffers hold. Symmetric memory without a bound holds all that can come."""
-    moe, ep, factor = plan.config.moe, plan.dims.ep, plan.dispatch.capacity_factor
-    if moe is None or ep == 1 or plan.dispatch.name == "balanced":
-        return 1.0
+    what bounded buffers hold; symmetric memory without a bound holds all that can come. And the
+    elements for each token of the experts of a rank that borrowed as many as it has."""
+    moe, dims, factor = plan.config.moe, plan.dims, plan.dispatch.capacity_factor
+    if moe is None or dims.ep == 1:
+        return 1.0, 0.0
+    if plan.dispatch.name == "balanced":
+        routed = max(size.routed for size in sizes.whole.values()) / (dims.ep * dims.etp)
+        return 1.0, 2 * routed / tokens * (skew > 1)
     if plan.dispatch.name != "symmetric":
         factor = factor or skew
-    most = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
-    return max(most / (num_tokens * moe.top_k), 1.0)
+    num_tokens = max(round(tokens), 1)
+    most = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, dims.ep, factor)
+    return max(most / (num_tokens * moe.top_k), 1.0), 0.0
 
 
 def _activations(

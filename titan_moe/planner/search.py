@@ -281,9 +281,12 @@ def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[dict
     """Yields keys of [parallelism]: the degrees, and how tokens and keys of cp travel."""
     parallelism, routed = question.job.parallelism, degrees["ep"] * degrees["etp"] > 1
     chosen = parallelism.expert_parallel_comm_backend, parallelism.expert_parallel_capacity_factor
-    opens = routed and chosen == ("auto", None)
+    backends = [chosen[0]]
+    if routed and chosen == ("auto", None):
+        lends = degrees["ep"] > 1 and question.load.shares_LE
+        backends = ["standard", "deduplicated", *(["balanced"] if lends else [])]
     for backend, overlap, method in product(
-        ["standard", "deduplicated"] if opens else [chosen[0]],
+        backends,
         [False, True] if routed else [False],
         ["allgather", "ulysses", "ring"] if degrees["cp"] > 1 else ["allgather"],
     ):

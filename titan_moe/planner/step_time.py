@@ -51,6 +51,9 @@ REGIONS = tuple(region for regions in KINDS.values() for region in regions)
 _ROW_PASSES = 6
 """Times that a routed row is read or written beside its products, forward: it is gathered to be
 sent, put in the experts' order, and back again. Half of it where its experts are."""
+_LOAN_PASSES = 6
+"""Times that a rank's experts are read or written in each pass if they are lent: they are copied to
+be sent, and joined with borrowed ones; their gradients likewise."""
 _TILE = 64
 """Rows and columns of a tile of grouped products: smaller sizes cost as much."""
 DISPATCHES, _DISPATCHES_COMPILED = {"dense": 75, "routed": 130}, 0.4
@@ -75,6 +78,8 @@ class Microbatch(NamedTuple):
     """Tokens between layers: a part of tp."""
     busiest: float
     """Rows of the busiest rank's experts, as a multiple of an even share."""
+    lends: bool
+    """Ranks lend each other experts."""
 
 
 def step_time(plan: Plan, device: Device, load: Load) -> Seconds:
@@ -143,7 +148,9 @@ def bound_by(seconds: Seconds) -> str:
 def _microbatch(plan: Plan, sequences: int, load: Load) -> Microbatch:
     tokens = sequences * plan.job.training.seq_len / plan.dims.cp
     own, top_k = tokens / plan.dims.tp, plan.config.moe.top_k if plan.config.moe else 1
-    return Microbatch(sequences, tokens, own, load.busiest(plan.dims.ep, own * top_k)[0])
+    busiest = load.busiest(plan.dims.ep, own * top_k)[0]
+    lends = plan.dispatch.name == "balanced" and busiest > 1
+    return Microbatch(sequences, tokens, own, 1.0 if lends else busiest, lends)
 
 
 def _rank_time(
@@ -227,11 +234,15 @@ def _forward(plan: Plan, device: Device, batch: Microbatch, layer: int) -> Secon
         assert moe is not None
         rows = batch.own * moe.top_k * batch.busiest
         seconds["experts"] = _experts(plan, device, rows, work.routed)
-        moved = _ROW_PASSES / 2 * (1 + dims.etp) * rows * config.row_dim * width
-        seconds["rows"] = moved / memory
+        moved = _ROW_PASSES / 2 * (1 + dims.etp) * rows * config.row_dim
         seconds["exchange"] = _exchange(plan, device, batch, seconds["experts"])
+        if batch.lends:  # A rank borrows as many experts as it has, of ranks anywhere.
+            weights = work.routed / moe.top_k * moe.num_experts / (dims.ep * dims.etp)
+            moved += _LOAN_PASSES * weights
+            seconds["exchange"] += links_of(dims, "ep", device).exchange(*[weights * width] * 2)
+        seconds["rows"] = moved * width / memory
         dispatches += DISPATCHES["routed"]
-        waits = dims.ep > 1 and plan.dispatch.name in ("standard", "deduplicated")
+        waits = dims.ep > 1 and plan.dispatch.name in ("standard", "deduplicated", "balanced")
         dispatches += _WAIT * waits * plan.dispatch.num_chunks
     seconds["tensor"] = _tensor(plan, device, batch, layer)
     seconds["context"] = _context(plan, device, batch, layer, seconds["attention"])

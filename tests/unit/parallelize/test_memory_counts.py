@@ -1,5 +1,6 @@
 """The memory estimate, beside the bytes of all tensors that are alive in a step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from scripts.bench.memory_counts import CASES, Case, count, cpu_keeps
 from tests.support.tiny import make_job, tiny, tiny_step
 from titan_moe.config.parse import resolve
+from titan_moe.debug.routing_trace import router_loads
 from titan_moe.parallelize import memory_table
 from titan_moe.parallelize.memory import memory_of_ranks
 from titan_moe.parallelize.policies import make_plan
@@ -75,6 +77,13 @@ _JOB = make_job(
 )
 
 
+_LENDS = make_job(
+    "qwen3",
+    training={"dtype": "float32", "mixed_precision_param": "float32", "seq_len": 64},
+    parallelism={"expert_parallel_degree": 4, "expert_parallel_comm_backend": "balanced"},
+)
+
+
 def _most_alive() -> int:
     """Returns the bytes alive at most in the second step of this rank."""
     with StorageCounter() as storages:
@@ -93,6 +102,31 @@ def test_a_step_that_computes_holds_as_much_as_one_in_a_fake_world() -> None:
     )
     # gloo holds buffers of an exchange for a while.
     assert facts.most_bytes == pytest.approx(real, rel=0.02)
+
+
+def _beyond_even_routing(mode: str) -> tuple[float, float]:
+    """Returns what a step with a few popular experts holds beside one with even routing on this
+    rank, whose model is mostly experts, and the estimate of it."""
+    job = _LENDS.with_values(activation_checkpoint={"mode": mode})
+    small, most = tiny(job), []
+    assert small.moe is not None
+    config = replace(small, moe=replace(small.moe, hidden_dim=1024))
+    with StorageCounter() as storages:
+        sharded, step = tiny_step(job, config)
+        for workload in ("W0", "W0", "W1"):
+            changed = job.with_values(debug={"router_load": workload})
+            router_loads(replace(sharded, plan=replace(sharded.plan, job=changed)))
+            storages.most = 0
+            step([empty_batch(job)])
+            most.append(storages.most)
+    return most[2] - most[1], memory_of_ranks(sharded.plan, 2.0)[0].skew
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_weights_of_borrowed_experts_are_within_the_estimate(mode: str) -> None:
+    beyond, estimates = zip(*run_on_ranks(_beyond_even_routing, 4, mode), strict=True)
+    # The estimate is of ranks that borrow as many experts as they have.
+    assert 0.5 * estimates[0] < max(beyond) <= estimates[0]
 
 
 def test_a_counter_sees_storages_once_and_forgets_them() -> None:

@@ -94,6 +94,22 @@ def test_no_choice_needs_less_memory_or_time_than_the_bounds_say(ranks: int) -> 
     assert checked > 500
 
 
+@pytest.mark.parametrize(
+    ("load", "lends"), [("zipf:1", True), ("uniform", False), ("balanced", False)]
+)
+def test_ranks_lend_experts_where_routers_are_known_to_be_uneven(load: str, lends: bool) -> None:
+    asked = replace(question(), load=read_load(load, 8))
+    for ep in (1, 4):
+        degrees = dict.fromkeys(DEGREES, 1) | {"dp_shard": 4, "ep": ep}
+        ways = next(iter(frames(asked, degrees)))
+        tried = {
+            keys["parallelism"]["expert_parallel_comm_backend"]
+            for found in variants(asked, degrees, ways)
+            for keys in found
+        }
+        assert ("balanced" in tried) == (lends and ep > 1)
+
+
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question(gib=24.0)
     right = [layout.step_seconds for layout in search(asked, keep=3).layouts]

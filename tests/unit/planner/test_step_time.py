@@ -125,6 +125,29 @@ def test_a_skewed_load_costs_experts_rows_and_exchanges_alone() -> None:
     assert set(even) == set(REGIONS)
 
 
+def test_ranks_that_lend_experts_are_even_and_send_weights_besides() -> None:
+    shares = tuple((5 / 16,) * 2 + (1 / 16,) * 6 for _ in range(3))
+    keys = {"expert_parallel_degree": 4, "expert_parallel_comm_backend": "standard"}
+    lends = job(parallelism=keys | {"expert_parallel_comm_backend": "balanced"})
+    moe, config = model_of_job(lends.model).moe, model_of_job(lends.model)
+    assert moe is not None
+    layers = config.num_layers + config.num_mtp_layers
+    moe_layers = sum(config.is_moe_layer(layer) for layer in range(layers))
+    # There, and their gradients back, in bfloat16; 3 of 4 parts leave a rank.
+    of_rank = moe.num_experts / 4 * 3 * config.dim * moe.hidden_dim
+    microbatches = 16 // 4 // 2
+    weights = microbatches * moe_layers * 2 * 2 * of_rank * 3 / 4
+    hot, standard = Load("hot", shares), job(parallelism=keys)
+    for device, region, more in (
+        (COUNTS_FLOPS, "experts", 0.0),
+        (COUNTS_BYTES, "exchange", weights),
+    ):
+        even = seconds_of(standard, 4, device)[region]
+        assert seconds_of(lends, 4, device)[region] == pytest.approx(even)
+        assert seconds_of(lends, 4, device, hot)[region] == pytest.approx(even + more)
+        assert seconds_of(standard, 4, device, hot)[region] == pytest.approx(2.5 * even)
+
+
 def test_kernels_compute_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     one = job(parallelism={"expert_parallel_degree": 4})
     plain = seconds_of(one, 4, COUNTS_FLOPS)["experts"]
