@@ -120,12 +120,23 @@ def _travel(case: Case) -> Seen:
     dist.all_reduce(grad_EDD, group=meshes.group(("ep", "etp")))
     theirs = (expected_TD, *theirs, grad_EDD[own])
     errors = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    traffic = dispatcher.traffic(experts_TK, route).tolist()
+    if case.name == BALANCED:
+        assert traffic == _traffic_of_loans(route, case, dims.coordinate(rank, "ep"))
     return Seen(
         max(errors),
-        *dispatcher.traffic(experts_TK, counts_E).tolist(),
+        *traffic,
         None if route.dropped is None else route.dropped.item(),
         int((~kept_TK).sum()),
     )
+
+
+def _traffic_of_loans(route, case: Case, own: int) -> list[int]:
+    """Counts the rows in a route's exchange, and pairs of token and rank, one by one."""
+    ranks = [rank for rank, number in enumerate(route.exchange.sent) for _ in range(number)]
+    pairs = {(t, ranks[row]) for t, rows in enumerate(route.rows.rows_TK.tolist()) for row in rows}
+    at = [rank for _, rank in pairs]
+    return [case.etp * len(x) - x.count(own) for x in (ranks, at)]
 
 
 def _dispatcher(case: Case, meshes):

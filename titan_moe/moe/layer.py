@@ -158,11 +158,11 @@ class MoE(nn.Module):
         if self.training:
             counted_T = None if counted_BS is None else counted_BS.flatten()
             self.router.observe(scores_BSE.flatten(0, 1), counted_T)
-            for chunk_TK, counts_E in chunks:
+            for (chunk_TK, counts_E), route in zip(chunks, routes, strict=True):
                 if counted_BS is None:
                     self.router.tokens_per_expert += counts_E
                 if self.counts_traffic:
-                    self.rows_sent += self.dispatcher.traffic(chunk_TK, counts_E)
+                    self.rows_sent += self.dispatcher.traffic(chunk_TK, route)
             if self.config.sequence_aux_loss_weight or counted_BS is not None:
                 experts_BSK = experts_TK.view(*scores_BSE.shape[:2], -1)
                 chosen_BE = self._counts_per_sequence(experts_BSK, counted_BS)

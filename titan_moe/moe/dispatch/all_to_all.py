@@ -102,9 +102,9 @@ class AllToAllDispatcher(Dispatcher):
         self.num_local = self.config.num_experts // self.ep_group.size()
         self.top_k, self.row_alignment = self.config.top_k, self.config.row_alignment
 
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+    def traffic(self, experts_TK: Tensor, route: ExchangeRoute) -> Tensor:
         """Counts rows and (token, rank) pairs on the way to the experts, etp gathering included."""
-        sent_P = counts_E.view(-1, self.num_local).sum(1)
+        sent_P = route.sent_PE.sum(1)
         reached_TP = reached_ranks(experts_TK, self.num_local, len(sent_P))
         return self.to_others(torch.stack([sent_P, reached_TP.sum(0)], 1))
 

@@ -123,6 +123,12 @@ class BalancedDispatcher(AllToAllDispatcher):
         self._plan(route, loans, parts, here, slices)
         return route
 
+    def traffic(self, experts_TK: Tensor, route: ExchangeRoute) -> Tensor:
+        """Counts rows on the way to where they are computed."""
+        ends_P = route.sent_PE.sum(1).cumsum(0)
+        rank_TK = torch.searchsorted(ends_P, route.rows.rows_TK, right=True)
+        return super().traffic(rank_TK * self.num_local, route)
+
     def _plan(
         self, route: BalancedRoute, loans: Loans, parts: Parts, here: int, slices: int
     ) -> None:
@@ -138,7 +144,7 @@ class BalancedDispatcher(AllToAllDispatcher):
             loans.home_P,
             lent_PE.sum(1),
         )
-        route.num_rows, route.gathered = sum(sent), gathered
+        route.num_rows, route.gathered, route.sent_PE = sum(sent), gathered, rows_PES[..., here]
         route.exchange = route.weights_exchange = AllToAll(sent, received, self.ep_group)
         route.weights_gathered, route.num_experts = gathered, num_local + borrows[own]
         own_E = torch.arange(num_local, device=rows_PES.device)

@@ -36,7 +36,7 @@ class CapacityDispatcher(AllToAllDispatcher):
     waits_for_host = False
     capacity_factor: float
 
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+    def traffic(self, experts_TK: Tensor, route: ExchangeRoute) -> Tensor:
         """Counts rows sent to other ranks, unused buffer rows included, and the fewest needed."""
         ranks, capacity = self.ep_group.size(), self._capacity(len(experts_TK))
         fewest = self.to_others(reached_ranks(experts_TK, self.num_local, ranks).sum(0))

@@ -99,7 +99,7 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
 
     nodes: Nodes | None = None
 
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+    def traffic(self, experts_TK: Tensor, route: ExchangeRoute) -> Tensor:
         """Counts rows sent to other ranks, or with nodes to other nodes only: [2] int64, equal."""
         reached_TP = reached_ranks(experts_TK, self.num_local, self.ep_group.size())
         if self.nodes is not None:
