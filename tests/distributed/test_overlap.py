@@ -161,6 +161,33 @@ def test_rows_travel_while_shared_experts_or_the_experts_of_the_other_half_compu
         assert (beside.count("forward"), beside.count("backward")) == (forward, backward)
 
 
+def rows_beside_loans(recompute: str) -> list[int]:
+    """Returns for each exchange of lent weights, forward and recomputed, how many exchanges of rows
+    are waited for while they travel."""
+    from titan_moe.debug.routing_trace import router_loads
+
+    keys = {"expert_parallel_degree": 2, "expert_parallel_comm_backend": "balanced"}
+    # One rank gets no row.
+    tables = {"parallelism": keys, "debug": {"router_load": "W5"}}
+    sharded = build(tables | {"activation_checkpoint": {"mode": recompute}})
+    assert router_loads(sharded) and sharded.config.moe
+    dim, log = sharded.config.dim, Log()
+    widths = {dim: "rows", dim * sharded.config.moe.hidden_dim: "loan"}
+    log.watch_exchanges(lambda what, x: f"{what} {widths.get(x.shape[-1], 'others')}")
+    train_once(sharded)
+    ends = {e.flight: place for place, e in enumerate(log.events) if e.what.startswith("wait")}
+    starts = {e.flight: place for place, e in enumerate(log.events) if e.what == "start loan"}
+    beside = [log.events[place + 1 : ends[flight]] for flight, place in starts.items()]
+    # Gradients come home one by one.
+    return [sum(e.what == "wait rows" for e in events) for events in beside if events]
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+def test_weights_of_lent_experts_travel_while_rows_do(recompute: str, times: int) -> None:
+    for seen in run_on_ranks(rows_beside_loans, 2, recompute):
+        assert seen == [1] * 3 * 2 * times  # Of each matrix, in two layers.
+
+
 # --- the order of issue in a layer ---
 
 DIM = 8

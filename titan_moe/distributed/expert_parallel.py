@@ -17,7 +17,7 @@ from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.parallel_dims import Meshes
 from titan_moe.moe.config import DispatchOptions, MoEConfig
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-from titan_moe.moe.dispatch.balanced import BalancedDispatcher
+from titan_moe.moe.dispatch.balanced import BalancedDispatcher, BalancedRoute
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
@@ -59,6 +59,8 @@ def apply_expert_parallel(moe_layers: list[MoE], meshes: Meshes, options: Dispat
         _cut_experts(moe.experts, meshes)
         moe.dispatcher = DISPATCHERS[options.name](moe.config, meshes, options)
         moe.num_chunks = options.num_chunks
+        if options.name == "balanced":
+            moe.experts.register_forward_pre_hook(_start_loans)
 
 
 def partial_over_etp(model: nn.Module, meshes: Meshes) -> set[str]:
@@ -108,12 +110,19 @@ def _own_shards(
     rows, weights = args
     place, slices = etp_group.rank(), etp_group.size()
     own = {name: local_part(weight) for name, weight in weights.items()}
+    if rows.borrowed is not None:
+        own = {name: rows.borrowed.join(name, weight) for name, weight in own.items()}
     if "b2" in own and slices > 1:
         width = own["b2"].shape[1]
         own["b2"] = F.pad(own["b2"], (place * width, (slices - 1 - place) * width))
-    if rows.borrowed is not None:
-        own = {name: rows.borrowed.join(weight) for name, weight in own.items()}
     return rows, own
+
+
+def _start_loans(experts: Experts, args: tuple[Any, Any, list[BalancedRoute]]) -> None:
+    """Lets weights of lent experts travel before rows are waited for. FSDP has gathered them."""
+    for route in args[2]:
+        if route.borrowed is not None:
+            route.borrowed.start({n: local_part(p) for n, p in experts.named_parameters()})
 
 
 def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:

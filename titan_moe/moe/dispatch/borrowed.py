@@ -1,5 +1,8 @@
 """The weights of experts that a rank borrows from another one."""
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -30,15 +33,22 @@ class Borrowed:
         home_M = first_home + torch.arange(len(expert_M), device=lent_PE.device)
         self._rows_EK = rows_EK.index_put((expert_M, copy_M), home_M)
 
-    def join(self, w: Tensor) -> Tensor:
+    def start(self, weights: Mapping[str, Tensor]) -> None:
+        """Starts the exchange of weights of this rank's experts, by name."""
+        lent = {
+            name: copy_rows(w.detach().flatten(1), self._source_M) for name, w in weights.items()
+        }
+        with never_kept():  # Kept from the forward, they would be as large as experts.
+            self._coming = {name: self.exchange.start(rows) for name, rows in lent.items()}
+
+    def join(self, name: str, w: Tensor) -> Tensor:
         """Returns weights of this rank's experts, and behind them those of borrowed ones. Backward:
         the gradients of an expert's copies come home and are added up, in float32 or wider."""
-        return linear(w, self._join, self._add_up, self._rows_EK)
+        return linear(w, partial(self._join, name), self._add_up, self._rows_EK)
 
-    def _join(self, w: Tensor) -> Tensor:
-        lent = copy_rows(w.flatten(1), self._source_M)
-        with never_kept():  # Kept from the forward, they would be as large as experts.
-            borrowed = self.exchange.wait(self.exchange.start(lent))
+    def _join(self, name: str, w: Tensor) -> Tensor:
+        with never_kept():
+            borrowed = self.exchange.wait(self._coming.pop(name))
         return torch.cat([w, borrowed.view(-1, *w.shape[1:])])
 
     def _add_up(self, grad: Tensor, rows_EK: Tensor) -> Tensor:
