@@ -102,6 +102,7 @@ def test_keys_that_rounding_selects_are_a_tie(gates: Gates, baselines: Baselines
         slow=[
             ("deepseek_v3", "AdamW", HARMLESS[1]),
             ("deepseek_v3", "overlap", "tp=2,ep=2,recompute=full"),
+            ("deepseek_v3", "AdamW", "dp_shard=4,ep=2,etp=2,recompute=full,dispatch=balanced"),
             ("gemma4", "AdamW", "tp=2"),
             ("kimi_linear", "AdamW", "tp=2"),
             ("nemotron_h", "AdamW", "tp=2"),

@@ -155,7 +155,8 @@ class BalancedDispatcher(AllToAllDispatcher):
             comes = [borrows[own] * (rank == homes[own]) for rank in range(ranks)]
             exchange = AllToAll(lends, comes, self.ep_group)
             lent_here_PE = lent_PE & (loans.home_P == own)[:, None]
-            route.borrowed = Borrowed(lent_here_PE, exchange)
+            experts_B = num_local * homes[own] + borrowed_B
+            route.borrowed = Borrowed(lent_here_PE, exchange, experts_B)
 
     def plan(self, route: ExchangeRoute) -> None:
         """Does nothing: the route is planned."""

@@ -164,7 +164,8 @@ def _watch_experts(
     dispatch, experts = f"{name}.dispatcher.dispatch", f"{name}.experts"
     combine, compute = f"{name}.dispatcher.combine", moe.experts.compute
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
-    first_expert = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
+    own = moe.config.num_experts // dims.ep
+    own_E = torch.arange(own) + dims.coordinate(rank, "ep") * own
     chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
 
     def by_row(rows: ExpertRows, slices: int) -> Lay:
@@ -180,7 +181,8 @@ def _watch_experts(
             sketches = sketch_rows(x_RF[mine_R])
             sums = sketches.new_zeros(len(rows.offsets_E), sketches.shape[1])
             sums.index_add_(0, expert_R[mine_R], sketches)
-            experts_E = torch.arange(first_expert, first_expert + len(sums))
+            borrowed = rows.borrowed
+            experts_E = own_E if borrowed is None else torch.cat([own_E, borrowed.experts_B.cpu()])
             return Sketches(EXPERTS, experts_E, sums / slices, rank << 32 | next(chunks))
 
         return lay
