@@ -17,6 +17,7 @@ from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.lora import adapt
+from titan_moe.models.output import ZeroCentredRMSNorm
 from titan_moe.models.trained import freeze
 from titan_moe.parallelize.parallelize import first_names
 from titan_moe.parallelize.policies import resolve_model
@@ -110,14 +111,15 @@ def make_fixture(job: JobConfig, config: ModelConfig, num_sequences: int) -> Fix
 
 
 def seed_weights(model: Decoder, seed: int) -> dict[str, Tensor]:
-    """Every parameter: norms around 1, biases around 0, matrices that keep the scale of what they
-    multiply; recurrent states that last for tens of tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    """Every parameter: norms multiply by about 1, biases are around 0, matrices keep the scale of
+    what they multiply; recurrent states last for tens of tokens."""
+    generator, modules = torch.Generator().manual_seed(seed), model.named_modules()
+    around_0 = {f"{name}.weight" for name, norm in modules if isinstance(norm, ZeroCentredRMSNorm)}
     weights = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            drawn = 0.1 * noise + (0 if name.endswith("bias") else 1)
+            drawn = 0.1 * noise + (0 if name.endswith("bias") or name in around_0 else 1)
             drawn -= 5 if "A_log" in name else 0
             drawn *= len(drawn) ** 0.5 if name.endswith("router.scale") else 1
         else:
