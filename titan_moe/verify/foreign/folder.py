@@ -95,8 +95,8 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)} (docs/court.md)") from None
     batch = _read_batch(folder / "batch.safetensors", facts, model.config)
-    places, gradients, means = _read(folder, "gradients", model, facts.no_gradient)
-    updated = _read(folder, "updated", model)[1]
+    places, gradients, means = _read(folder, "gradients", model, facts.dtype, facts.no_gradient)
+    updated = _read(folder, "updated", model, facts.dtype)[1]
     if updated and facts.optimizer is None:
         raise ConfigError(f"{path}: optimizer=null beside updated parameters: write its settings")
     path = folder / "activations.safetensors"
@@ -130,12 +130,13 @@ def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, 
 
 
 def _read(
-    folder: Path, kind: str, model: HFModel, absent: Collection[str] = ()
+    folder: Path, kind: str, model: HFModel, dtype: str, absent: Collection[str] = ()
 ) -> tuple[dict[str, Stored], dict[str, Tensor], dict[str, Tensor]]:
     """Returns places of our parameters, and two tensors of each: the first rank's, and the mean of
     all ranks'. Absent ones are zeros. Without a file of updates there are none.
     """
     path, parts = folder / f"{kind}.safetensors", dict[str, list[tuple[int, Tensor]]]()
+    size = getattr(torch, dtype).itemsize
     for file in sorted(folder.glob(f"{kind}[-.]*safetensors")):  # One, or one a rank.
         slices = opened(file)
         with safe_open(file, "pt") as header:
@@ -145,8 +146,8 @@ def _read(
         except ValidationError:
             raise ConfigError(f"{file}: rows={text}: write first rows by name, as JSON") from None
         for name, stored in slices.items():
-            if not (values := stored[()]).is_floating_point():
-                raise ConfigError(f"{file}: {name} is {values.dtype}: write floating-point numbers")
+            if not (values := stored[()]).is_floating_point() or values.itemsize < size:
+                raise ConfigError(f"{file}: {name} is {values.dtype}: write {dtype} or finer")
             refuse_not_finite(values, f"{file}: {name}", "write a step that is finite")
             values = values.double().reshape(values.shape or (1,))
             parts.setdefault(name, []).append((rows.get(name, 0), values))

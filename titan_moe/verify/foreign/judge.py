@@ -46,6 +46,7 @@ def judge(folder: Path, hf_folder: Path, dtype: str) -> list[Part]:
     court, facts = _Court(step, hf_folder, dtype), step.facts
     who = f"{facts.program} {facts.version} ({facts.layout or 'one process'}, {facts.dtype})"
     head = f"{who} beside one process in {dtype}; equal means up to {court.scale.bound:.0e}"
+    head += ": rounding passes for mistakes, hand in float32" * facts.dtype.endswith("16")
     parts = [Part("step", True, [head]), court.number("loss", facts.loss, court.our_loss)]
     return [*parts, court.gradients(), *court.norm(), *court.update(), *court.layers()]
 

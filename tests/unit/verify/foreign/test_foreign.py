@@ -226,6 +226,12 @@ def test_ranks_may_hold_parts_and_copies(step: Path) -> None:
         assert says in judge(step)[1]
 
 
+def test_report_in_16_bits_asks_for_float32(step: Path) -> None:
+    change(step, "foreign.json", lambda facts: facts.update(dtype="bfloat16"))
+    code, text = judge(step)
+    assert code == 0 and text.splitlines()[0].endswith("mistakes, hand in float32"), text
+
+
 def test_copies_may_differ_by_rounding(step: Path) -> None:
     gradients = load_file(step / "gradients-0.safetensors")
     for noise, says in (1e-15, "all 27 agree"), (1e-8, "27 of 27 differ\n  ranks hold different"):
@@ -264,6 +270,7 @@ _BAD: dict[str, list[tuple[Callable, str]]] = {
             f"0.safetensors: {_ROUTER} has values that are NaN",
         ),
         (lambda t: t.update({_ROUTER: t[_ROUTER].long()}), f"{_ROUTER} is torch.int64: write floa"),
+        (lambda t: t.update({_ROUTER: t[_ROUTER].bfloat16()}), "bfloat16: write float64 or finer"),
     ],
     "updated-0.safetensors": [
         (lambda t: t.pop("lm_head.weight"), "tensor missing: lm_head.weight")
