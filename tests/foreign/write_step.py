@@ -19,16 +19,23 @@ def write_tensors(folder, kind, tensors, first_rows=None):
         is_shared = isinstance(tensor, DTensor)
         whole = tensor.full_tensor() if is_shared else tensor
         if rank == 0 or not is_shared:
-            held[name] = whole.detach().cpu().contiguous().clone()
-    rows = {name: row for name, row in (first_rows or {}).items() if name in held}
+            held[plain(name)] = whole.detach().cpu().contiguous().clone()
+    rows = {plain(name): row for name, row in (first_rows or {}).items() if plain(name) in held}
     Path(folder).mkdir(parents=True, exist_ok=True)
     if held:
         save_file(held, f"{folder}/{kind}-{rank}.safetensors", {"rows": json.dumps(rows)})
 
 
+def plain(name):
+    """Returns a parameter's name without those of compile, checkpointing and DDP."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
 def gradients_of(model):
     """Returns gradients by name, and the names of parameters that have none."""
-    found = {name.replace("_orig_mod.", ""): p.grad for name, p in model.named_parameters()}
+    found = {plain(name): p.grad for name, p in model.named_parameters()}
     none = [name for name, gradient in found.items() if gradient is None]
     return {name: g for name, g in found.items() if g is not None}, none
 

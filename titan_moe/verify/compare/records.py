@@ -104,11 +104,12 @@ class FirstDifference:
 
     def line(self) -> str:
         mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
-        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
+        digits = 17 if self.tolerance is None and self.distance is None else 8  # All bits.
+        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.{digits}g}"
         if self.tolerance is not None:
             return f"first beyond {self.tolerance:g} {here}, {self.baseline:.8g} in the baseline"
         if self.distance is None:
-            return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
+            return f"first other bits {here} in the candidate, {self.baseline:.17g} in the baseline"
         return (
             f"first outside {here}, the control runs have {self.baseline:.8g}; that is "
             f"{self.distance:,.3g} times as far as rounding takes it"

@@ -11,7 +11,8 @@ from titan_moe.verify.foreign.folder import AdamW
 from titan_moe.verify.gradients.compare import fingerprint, worst
 from titan_moe.verify.localize.difference import ROUNDING
 
-UNEXPLAINED, SAME = "of another direction", "of the same direction"
+VAGUE = "direction"
+UNEXPLAINED, SAME = f"of another {VAGUE}", f"of the same {VAGUE}"
 
 
 class Scale(NamedTuple):
@@ -78,6 +79,7 @@ def _of_unit(theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
         return ""
     if not theirs.any():
         return "zero: no gradient reaches it"
+    vague = ""
     for says, wanted in tried.items():
         square = wanted.square().sum().item()
         factor = (theirs * wanted).sum().item() / square if square else 0.0
@@ -86,9 +88,11 @@ def _of_unit(theirs: Tensor, tried: Mapping[str, Tensor], scale: Scale) -> str:
         if not factor or far > scale.bound or (is_one and not says):
             continue
         words = "" if is_one else scale.words(factor)
-        if theirs.numel() > 1 or SAME not in words:  # Two numbers always have the same one.
-            return ", ".join(filter(None, (says, words)))
-    return UNEXPLAINED
+        says = ", ".join(filter(None, (says, words)))
+        if SAME not in words:
+            return says
+        vague = vague or says * (theirs.numel() > 1)  # Two numbers always have the same one.
+    return vague or UNEXPLAINED
 
 
 def norm_cause(theirs: float, gradients: Mapping[str, Tensor], scale: Scale) -> str:
@@ -118,11 +122,11 @@ def of_update(
     another; empty where it is right. Vectors may decay or not."""
     lr, decay = optimizer.lr, optimizer.weight_decay
     plain = gradient / (gradient.abs() + optimizer.eps)
-    right = -lr * (plain + decay * before)
+    right = -lr * (plain + decay * before) * (gradient.any() or added.any())
     digits = torch.finfo(getattr(torch, dtype)).eps  # A parameter cannot show a smaller update.
     resolved = digits * before.norm().item() / max(right.norm().item(), 1e-300)
     bound = max(ROUNDING[dtype].update, resolved)
-    if error(added, right) <= bound or not (gradient.any() or added.any()):
+    if error(added, right) <= bound:
         return right, ""
     if not added.any():
         return right, "not updated"
@@ -130,7 +134,7 @@ def of_update(
     fit = torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0]
     if error(added.flatten(), columns @ fit) > bound:
         return right, "no step of AdamW with its gradient"
-    their_lr, their_decay = fit[0].item(), round((fit[1] / fit[0]).item(), 7)
+    their_lr, their_decay = fit[0].item(), round((fit[1] / fit[0]).item(), 7) + 0.0  # No -0.
     found = {"learning rate": (their_lr, lr), "weight decay": (their_decay, decay)}
     if before.ndim == 1 and not their_decay:
         right = -lr * plain

@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     Field,
     FiniteFloat,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     TypeAdapter,
@@ -42,8 +43,8 @@ class AdamW(BaseModel, extra="forbid", strict=True):
 
     lr: PositiveFloat
     betas: tuple[float, float]
-    eps: FiniteFloat
-    weight_decay: FiniteFloat
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
 
 
 class Facts(BaseModel, extra="forbid", strict=True):
@@ -55,7 +56,7 @@ class Facts(BaseModel, extra="forbid", strict=True):
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     loss: FiniteFloat
     num_targets: int
-    grad_norm: FiniteFloat | None = None
+    grad_norm: NonNegativeFloat | None = None
     max_norm: PositiveFloat | None = None
     optimizer: AdamW | None = None
     no_gradient: list[str] = []
@@ -70,8 +71,8 @@ class ForeignStep(NamedTuple):
     labels_BS: Tensor
     places: Mapping[str, Stored]
     gradients: Mapping[str, Tensor]
-    sums: Mapping[str, Tensor]
-    """Sums of the gradients that each rank holds; the gradients where all hold the same."""
+    means: Mapping[str, Tensor]
+    """Means of the gradients that each rank holds."""
     updated: Mapping[str, Tensor]
     """Parameters after the step; empty if the folder has none."""
     activations: Mapping[str, Tensor]
@@ -94,8 +95,8 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)} (docs/court.md)") from None
     batch = _read_batch(folder / "batch.safetensors", facts, model.config)
-    places, gradients, sums = _read(folder, "gradients", model, facts.no_gradient)
-    updated = _read(folder, "updated", model)[1]
+    places, gradients, means = _read(folder, "gradients", model, facts.dtype, facts.no_gradient)
+    updated = _read(folder, "updated", model, facts.dtype)[1]
     if updated and facts.optimizer is None:
         raise ConfigError(f"{path}: optimizer=null beside updated parameters: write its settings")
     path = folder / "activations.safetensors"
@@ -104,7 +105,7 @@ def read_step(folder: Path, model: HFModel) -> ForeignStep:
     layers = {f"layers.{number}" for number in range(model.config.num_layers)}
     shape = (*batch[0].shape, model.config.dim * model.config.streams)
     compare_shapes(path, shapes, dict.fromkeys(layers & shapes.keys(), shape), {*shapes} - layers)
-    return ForeignStep(facts, *batch, places, gradients, sums, updated, outputs)
+    return ForeignStep(facts, *batch, places, gradients, means, updated, outputs)
 
 
 def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -129,12 +130,13 @@ def _read_batch(path: Path, facts: Facts, config: ModelConfig) -> tuple[Tensor, 
 
 
 def _read(
-    folder: Path, kind: str, model: HFModel, absent: Collection[str] = ()
+    folder: Path, kind: str, model: HFModel, dtype: str, absent: Collection[str] = ()
 ) -> tuple[dict[str, Stored], dict[str, Tensor], dict[str, Tensor]]:
-    """Returns places of our parameters, and two tensors of each: the first rank's, and the sum of
-    all ranks' if they differ. Absent ones are zeros. Without a file of updates there are none.
+    """Returns places of our parameters, and two tensors of each: the first rank's, and the mean of
+    all ranks'. Absent ones are zeros. Without a file of updates there are none.
     """
     path, parts = folder / f"{kind}.safetensors", dict[str, list[tuple[int, Tensor]]]()
+    size = getattr(torch, dtype).itemsize
     for file in sorted(folder.glob(f"{kind}[-.]*safetensors")):  # One, or one a rank.
         slices = opened(file)
         with safe_open(file, "pt") as header:
@@ -144,8 +146,8 @@ def _read(
         except ValidationError:
             raise ConfigError(f"{file}: rows={text}: write first rows by name, as JSON") from None
         for name, stored in slices.items():
-            if not (values := stored[()]).is_floating_point():
-                raise ConfigError(f"{file}: {name} is {values.dtype}: write floating-point numbers")
+            if not (values := stored[()]).is_floating_point() or values.itemsize < size:
+                raise ConfigError(f"{file}: {name} is {values.dtype}: write {dtype} or finer")
             refuse_not_finite(values, f"{file}: {name}", "write a step that is finite")
             values = values.double().reshape(values.shape or (1,))
             parts.setdefault(name, []).append((rows.get(name, 0), values))
@@ -162,12 +164,12 @@ def _read(
     try:
         compare_shapes(path, shapes, wanted, shapes.keys() - wanted.keys())
     except RunError as error:
-        remedy = f"list gradients that are None in no_gradient of {FACTS}"
+        remedy = f"write all under Hugging Face names; name what is None in no_gradient of {FACTS}"
         raise ConfigError(f"{error}; {remedy}") from None
     theirs = {name: (torch.zeros(wanted[name]),) * 2 for name in absent} | theirs
     copies = ({name: each[copy] for name, each in theirs.items()} for copy in (0, 1))
-    first, total = (_ours(places, tensors) for tensors in copies)
-    return places, first, total
+    first, mean = (_ours(places, tensors) for tensors in copies)
+    return places, first, mean
 
 
 def _ours(places: Mapping[str, Stored], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,15 +180,16 @@ def _ours(places: Mapping[str, Stored], theirs: Mapping[str, Tensor]) -> dict[st
 
 
 def _assemble(where: str, parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Puts rows that ranks hold of a tensor together: the first rank's that has them, and sums."""
+    """Puts rows that ranks hold of a tensor together: the first rank's that has them, and means."""
     shape = max(row + len(x) for row, x in parts), *parts[0][1].shape[1:]
     first, total = torch.full(shape, torch.nan).double(), torch.zeros(shape).double()
+    count = torch.zeros(shape[0], *[1] * (len(shape) - 1))
     if any(x.shape[1:] != shape[1:] for _, x in parts):
         raise ConfigError(f"{where} has another shape on another rank: cut dim 0 alone")
     for row, values in reversed(parts):
         first[row : row + len(values)] = values
         total[row : row + len(values)] += values
+        count[row : row + len(values)] += 1
     if first.isnan().any():
         raise ConfigError(f"{where}: some rows are on no rank: write them")
-    equal = all(torch.allclose(first[row : row + len(x)], x, 1e-3, 0) for row, x in parts)
-    return first, first if equal else total
+    return first, total / count

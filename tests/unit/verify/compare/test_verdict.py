@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.verdict_cases import STEPS, controls, run
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.records import Verdict, read_run
+from titan_moe.verify.compare.records import FirstDifference, Verdict, read_run
 from titan_moe.verify.compare.verdict import compare_runs
 
 
@@ -190,3 +190,9 @@ def test_nan_of_any_quantity_is_never_inside_the_band(quantity: str):
     found = compare_runs("nan", run("a"), broken, controls=controls())
     assert found.verdict is Verdict.DIFFERENT and found.first is not None and found.first.step == 7
     assert compare_runs("nan", run("a"), broken).verdict is Verdict.UNJUDGED
+
+
+def test_first_other_bits_are_shown_in_all_digits() -> None:
+    found = FirstDifference(1, "loss", 6.740713539336372, 6.740713539336371)
+    assert "is 6.7407135393363706 in the candidate, 6.7407135393363724 in the" in found.line()
+    assert "is 6.7407135, 6.7407135 in the" in replace(found, tolerance=1e-3).line()

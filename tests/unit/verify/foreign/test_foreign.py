@@ -189,17 +189,28 @@ def test_report_explains_a_detached_router_and_what_follows(oracle: Oracle, step
     assert "  as the detached router makes it:" in text and "direction" not in text, text
 
 
-@pytest.mark.parametrize(
-    ("weights_BS", "says"),
-    [
-        (_MEAN * torch.tensor([0, 0, 1, 1])[:, None], "of rank 1's sequences alone: a sum over 2 "),
-        (torch.cat([x / x.sum() / 2 for x in _MEAN.chunk(2)]), "a mean of 2 ranks' means: not the"),
-    ],
-)
-def test_report_explains_ranks(oracle: Oracle, step: Path, weights_BS: Tensor, says: str) -> None:
+def _of_parts(number: int, factor: float) -> Tensor:
+    return torch.cat([x * (factor / x.sum()) for x in _MEAN.chunk(number)])
+
+
+_LAST_TWO = torch.tensor([0, 0, 1, 1])[:, None]
+_STEPS = [
+    ("dp=2,ep=4", _MEAN * _LAST_TWO, "of rank 1's sequences alone: a sum over 2 ranks is missing"),
+    ("dp=2,ep=4", _of_parts(2, 1 / 2), "a mean of 2 ranks' means: not the mean over all targets:"),
+    ("", _MEAN * _LAST_TWO, "of microbatch 1's sequences alone: a sum over 2 microbatches is"),
+    ("", _of_parts(4, 1 / 4), "a mean of 4 microbatches' means: not the mean over all targets:"),
+    ("", _of_parts(4, 1), "a mean of 4 microbatches' means: not the mean over all targets, exact"),
+]
+
+
+@pytest.mark.parametrize(("layout", "weights_BS", "says"), _STEPS)
+def test_report_explains_ranks_and_microbatches(
+    oracle: Oracle, step: Path, layout: str, weights_BS: Tensor, says: str
+) -> None:
     save_file(_gradients(oracle, weights_BS)[1], step / "gradients-0.safetensors")
+    change(step, "foreign.json", lambda facts: facts.update(layout=layout))
     code, text = judge(step)
-    assert code == 1 and f"  {says}" in text and "another direction" not in text, text
+    assert code == 1 and f"  {says}" in text and "direction" not in text, text
 
 
 def test_ranks_may_hold_parts_and_copies(step: Path) -> None:
@@ -213,6 +224,35 @@ def test_ranks_may_hold_parts_and_copies(step: Path) -> None:
             first = {"rows": json.dumps({name: 2 * rank for name in part if "experts" in name})}
             save_file(part, step / f"gradients-{rank}.safetensors", first)
         assert says in judge(step)[1]
+
+
+def test_report_in_16_bits_asks_for_float32(step: Path) -> None:
+    change(step, "foreign.json", lambda facts: facts.update(dtype="bfloat16"))
+    code, text = judge(step)
+    assert code == 0 and text.splitlines()[0].endswith("mistakes, hand in float32"), text
+
+
+def test_copies_may_differ_by_rounding(step: Path) -> None:
+    gradients = load_file(step / "gradients-0.safetensors")
+    for noise, says in (1e-15, "all 27 agree"), (1e-8, "27 of 27 differ\n  ranks hold different"):
+        copies = {name: each + noise * each.norm() for name, each in gradients.items()}
+        save_file(copies, step / "gradients-1.safetensors")
+        assert f"gradients  {says}" in judge(step)[1]
+
+
+def test_frozen_parameters_have_no_update_and_wrapped_ones_their_names(step: Path) -> None:
+    before = load_file(step.parent / "model" / "model.safetensors")[_ROUTER]
+    change(step, "gradients-0.safetensors", lambda tensors: tensors.pop(_ROUTER))
+    change(step, "foreign.json", lambda facts: facts.update(no_gradient=[_ROUTER]))
+    change(step, "updated-0.safetensors", lambda tensors: tensors.update({_ROUTER: before}))
+    for kind in "gradients", "updated":
+        held = load_file(step / f"{kind}-0.safetensors")
+        names = {name: name.replace("s.1.", "s.1._checkpoint_wrapped_module.") for name in held}
+        wrapped = {f"module._orig_mod.{names[name]}": each for name, each in held.items()}
+        _WRITER["write_tensors"](step, kind, wrapped)
+    code, text = judge(step)
+    assert code == 1 and "gradients  1 of 27 differ" in text, text
+    assert "update     all 27" in text and "agree, worst 1.0e+00" not in text, text
 
 
 _BAD: dict[str, list[tuple[Callable, str]]] = {
@@ -230,6 +270,7 @@ _BAD: dict[str, list[tuple[Callable, str]]] = {
             f"0.safetensors: {_ROUTER} has values that are NaN",
         ),
         (lambda t: t.update({_ROUTER: t[_ROUTER].long()}), f"{_ROUTER} is torch.int64: write floa"),
+        (lambda t: t.update({_ROUTER: t[_ROUTER].bfloat16()}), "bfloat16: write float64 or finer"),
     ],
     "updated-0.safetensors": [
         (lambda t: t.pop("lm_head.weight"), "tensor missing: lm_head.weight")
@@ -255,9 +296,11 @@ _BAD: dict[str, list[tuple[Callable, str]]] = {
     "foreign.json": [
         (lambda t: t.update(lost=1), "lost = 1 ({step}/foreign.json): no such key"),
         (lambda t: t.update(dtype="int8"), 'dtype = "int8" ({step}/foreign.json): must be '),
+        (lambda t: t["optimizer"].update(eps=0), "optimizer.eps = 0 ({step}/foreign.json): must"),
+        (lambda t: t.update(grad_norm=-1), "grad_norm = -1 ({step}/foreign.json): must be greater"),
         (lambda t: t.update(layout="ep:2"), 'layout = "ep:2" ({step}/foreign.json): '),
         (lambda t: t.pop("loss"), "loss ({step}/foreign.json): is required"),
-        (lambda t: t.update(no_gradient=["lost"]), "1 tensor of no use to this model: lost; list"),
+        (lambda t: t.update(no_gradient=["lost"]), "1 tensor of no use to this model: lost; writ"),
     ],
 }
 
