@@ -4,14 +4,15 @@ docs/court.md says what the folder holds. Tensors have Hugging Face's names; her
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
-    Field,
     FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
@@ -38,6 +39,13 @@ FACTS = "foreign.json"
 _ROWS = TypeAdapter(dict[str, NonNegativeInt])
 
 
+def _axes(layout: str) -> str:
+    axes = [re.fullmatch(r"(\w+)=[1-9]\d*", part) for part in layout.split(",")] if layout else []
+    if None in axes or len({axis and axis[1] for axis in axes}) < len(axes):
+        raise ValueError("write each axis once, such as fsdp=2,ep=4; nothing for one process")
+    return layout
+
+
 class AdamW(BaseModel, extra="forbid", strict=True):
     """Settings of torch's AdamW."""
 
@@ -52,7 +60,7 @@ class Facts(BaseModel, extra="forbid", strict=True):
 
     program: str
     version: str
-    layout: str = Field(pattern=r"^(\w+=[1-9]\d*(,\w+=[1-9]\d*)*)?$")
+    layout: Annotated[str, AfterValidator(_axes)]
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     loss: FiniteFloat
     num_targets: int

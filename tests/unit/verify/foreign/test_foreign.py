@@ -298,7 +298,14 @@ _BAD: dict[str, list[tuple[Callable, str]]] = {
         (lambda t: t.update(dtype="int8"), 'dtype = "int8" ({step}/foreign.json): must be '),
         (lambda t: t["optimizer"].update(eps=0), "optimizer.eps = 0 ({step}/foreign.json): must"),
         (lambda t: t.update(grad_norm=-1), "grad_norm = -1 ({step}/foreign.json): must be greater"),
-        (lambda t: t.update(layout="ep:2"), 'layout = "ep:2" ({step}/foreign.json): '),
+        (
+            lambda t: t.update(layout="ep:2"),
+            'layout = "ep:2" ({step}/foreign.json): write each axis',
+        ),
+        (
+            lambda t: t.update(layout="dp=2,dp=4"),
+            'layout = "dp=2,dp=4" ({step}/foreign.json): write',
+        ),
         (lambda t: t.pop("loss"), "loss ({step}/foreign.json): is required"),
         (lambda t: t.update(no_gradient=["lost"]), "1 tensor of no use to this model: lost; writ"),
     ],
