@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # transformers 5.24.0 keeps packed documents, told apart by position_ids that begin again at 0, from
 # seeing each other if no cache is made. A model's config asks for one (use_cache=true) in training
-# too, so that a plain call in a loop of one's own lets every document attend to those before it, with
-# the positions of a document alone, and says nothing. The Trainer sets use_cache=False by itself.
+# too, so that a plain call in a loop of one's own lets every document attend to those before it,
+# with the positions of a document alone, and says nothing. The Trainer sets use_cache=False by
+# itself.
 #
-# Seen on 2026-11-30 (transformers 5.24.0, torch 2.13.0, Python 3.11), two documents of 9 and 15 tokens,
-# largest difference of the second one's logits from those of the document alone, beside the largest logit:
+# Seen on 2026-11-30 (transformers 5.24.0, torch 2.13.0, Python 3.11), two documents of 9 and 15
+# tokens, largest difference of the second one's logits from those of the document alone, beside the
+# largest logit:
 #   qwen3_moe  model(tokens, position_ids): 1.22; with use_cache=False less than 0.00001
 #   mixtral    model(tokens, position_ids): 1.14; with use_cache=False less than 0.00001
 #   minimax_m2 model(tokens, position_ids): 0.90; with use_cache=False less than 0.00001
