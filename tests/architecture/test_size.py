@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_942, "tests": 28_371, "scripts": 4_631}
+BUDGETS = {"titan_moe": 32_946, "tests": 28_378, "scripts": 4_631}
 WORDS = 44_996
 PACKAGES = {
     "titan_moe/*.py": 100,

@@ -155,8 +155,8 @@ class BalancedDispatcher(AllToAllDispatcher):
             comes = [borrows[own] * (rank == homes[own]) for rank in range(ranks)]
             exchange = AllToAll(lends, comes, self.ep_group)
             lent_here_PE = lent_PE & (loans.home_P == own)[:, None]
-            experts_B = num_local * homes[own] + borrowed_B
-            route.borrowed = Borrowed(lent_here_PE, exchange, experts_B)
+            experts_E = torch.cat([own_E + num_local * own, borrowed_B + num_local * homes[own]])
+            route.borrowed = Borrowed(lent_here_PE, exchange, experts_E)
 
     def plan(self, route: ExchangeRoute) -> None:
         """Does nothing: the route is planned."""

@@ -17,11 +17,11 @@ class Borrowed:
     Args:
         lent_PE: bool, this rank's experts that each rank borrows.
         exchange: takes them there.
-        experts_B: numbers of those that this rank borrows.
+        experts_E: numbers of this rank's experts, and of those that it borrows.
     """
 
-    def __init__(self, lent_PE: Tensor, exchange: AllToAll, experts_B: Tensor) -> None:
-        self.exchange, self.num_local, self.experts_B = exchange, lent_PE.shape[1], experts_B
+    def __init__(self, lent_PE: Tensor, exchange: AllToAll, experts_E: Tensor) -> None:
+        self.exchange, self.num_local, self.experts_E = exchange, lent_PE.shape[1], experts_E
         # The host knows all sizes: it waits for nothing.
         rank_M, expert_M = lent_PE.nonzero_static(size=sum(exchange.sent)).t()
         self._source_M = expert_M.contiguous()

@@ -164,8 +164,7 @@ def _watch_experts(
     dispatch, experts = f"{name}.dispatcher.dispatch", f"{name}.experts"
     combine, compute = f"{name}.dispatcher.combine", moe.experts.compute
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
-    own = moe.config.num_experts // dims.ep
-    own_E = torch.arange(own) + dims.coordinate(rank, "ep") * own
+    own_E = torch.arange(moe.config.num_experts).chunk(dims.ep)[dims.coordinate(rank, "ep")]
     chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
 
     def by_row(rows: ExpertRows, slices: int) -> Lay:
@@ -181,8 +180,7 @@ def _watch_experts(
             sketches = sketch_rows(x_RF[mine_R])
             sums = sketches.new_zeros(len(rows.offsets_E), sketches.shape[1])
             sums.index_add_(0, expert_R[mine_R], sketches)
-            borrowed = rows.borrowed
-            experts_E = own_E if borrowed is None else torch.cat([own_E, borrowed.experts_B.cpu()])
+            experts_E = own_E if rows.borrowed is None else rows.borrowed.experts_E.cpu()
             return Sketches(EXPERTS, experts_E, sums / slices, rank << 32 | next(chunks))
 
         return lay
