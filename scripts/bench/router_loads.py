@@ -159,7 +159,8 @@ def main() -> None:
     parser = gpu_options(__doc__, repeats=3)
     parser.set_defaults(device="cpu")
     parser.add_argument("--ranks", type=int, default=8, help="ranks; default: %(default)s")
-    parser.add_argument("--record", help="a routing record of as many experts, layers and ranks")
+    says = "a routing record of as many experts and layers, and of ranks x tokens in its last step"
+    parser.add_argument("--record", help=says)
     defaults = {"tokens": 2048, "experts": 32, "dim": 256, "hidden_dim": 256, "layers": 2}
     for name, default in defaults.items():
         option = "--" + name.replace("_", "-")

@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_946, "tests": 28_378, "scripts": 4_631}
-WORDS = 44_996
+BUDGETS = {"titan_moe": 32_946, "tests": 28_379, "scripts": 4_632}
+WORDS = 44_997
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_465,

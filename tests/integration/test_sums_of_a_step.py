@@ -121,6 +121,7 @@ EXCEPTIONS = {
     "attention.wk.bias": 0.05,
     # Of a head's terms, a few thousandths are left: as much as their rounding adds up to.
     "decay.A_log.weight": 0.5,
+    "decay.dt_bias.weight": 0.05,
 }
 
 

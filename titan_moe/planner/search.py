@@ -281,10 +281,10 @@ def _dispatches(question: Question, degrees: Mapping[str, int]) -> Iterator[dict
     """Yields keys of [parallelism]: the degrees, and how tokens and keys of cp travel."""
     parallelism, routed = question.job.parallelism, degrees["ep"] * degrees["etp"] > 1
     chosen = parallelism.expert_parallel_comm_backend, parallelism.expert_parallel_capacity_factor
-    backends = [chosen[0]]
+    backends: list[str] = [chosen[0]]
     if routed and chosen == ("auto", None):
         lends = degrees["ep"] > 1 and question.load.shares_LE
-        backends = ["standard", "deduplicated", *(["balanced"] if lends else [])]
+        backends = ["standard", "deduplicated"] + ["balanced"] * bool(lends)
     for backend, overlap, method in product(
         backends,
         [False, True] if routed else [False],
