@@ -1,7 +1,7 @@
 """Collectives of rows and parts of sequences, with gradients; of counts, which ranks exchange
 before rows; and of a step's sums."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol
@@ -58,6 +58,11 @@ class AllToAll:
     def start(self, x_RD: Tensor) -> Tensor:
         if len(self.sent) == 1:
             return x_RD
+        keep = None if torch.compiler.is_compiling() else _keep.get()
+        # Not counts: decisions that follow from them are replayed.
+        return keep(self._send, x_RD) if keep and x_RD.is_floating_point() else self._send(x_RD)
+
+    def _send(self, x_RD: Tensor) -> Tensor:
         name = self.group.group_name
         return _functional.all_to_all_single(x_RD.contiguous(), self.received, self.sent, name)
 
@@ -144,24 +149,21 @@ def never_kept() -> AbstractContextManager:
     """Marks exchanges whose results recomputation never keeps: no backward needs them, as those
     after a layer's experts, or they are cheaper to exchange again."""
     # In a layer that is one graph, the partitioner decides.
-    return nullcontext() if torch.compiler.is_compiling() else _keeping_nothing()
+    return nullcontext() if torch.compiler.is_compiling() else keeping_exchanges(None)
+
+
+Keep = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+_keep: ContextVar[Keep | None] = ContextVar("_keep", default=None)
 
 
 @contextmanager
-def _keeping_nothing() -> Iterator[None]:
-    before = _keeps_nothing.set(True)
+def keeping_exchanges(keep: Keep | None) -> Iterator[None]:
+    """Lets `keep` start each exchange of rows: it is given the function that does, and the rows."""
+    before = _keep.set(keep)
     try:
         yield
     finally:
-        _keeps_nothing.reset(before)
-
-
-def keeps_nothing() -> bool:
-    """Returns whether an exchange that starts now is within `never_kept`."""
-    return _keeps_nothing.get()
-
-
-_keeps_nothing = ContextVar("_keeps_nothing", default=False)
+        _keep.reset(before)
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

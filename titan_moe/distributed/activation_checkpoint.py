@@ -27,15 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import titan_moe.ops.grouped_mm  # noqa: F401  Registers its operation.
-from titan_moe.comm.collectives import keeps_nothing
+from titan_moe.comm.collectives import keeping_exchanges, never_kept
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.ops.varlen_attention import varlen_operation
 
-_EXCHANGES = {torch.ops._c10d_functional.all_to_all_single.default}
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
 # parameters.
-_KEPT = _EXCHANGES | {
+_KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.mm.dtype,
     torch.ops.aten.addmm.default,
@@ -75,15 +74,7 @@ def apply_activation_checkpoint(
         return
     for name, block in model.blocks().items():
         if section.by_operation or is_recomputed_whole(block.layer, section):
-            model.set_submodule(name, Recomputed(block, _kept(section)))
-
-
-def _kept(section: ActivationCheckpoint) -> set[Any]:
-    """The operations whose results are kept."""
-    if section.by_operation:
-        return _KEPT
-    kept = _EXCHANGES if section.keep_exchanged_rows else set()
-    return kept | _ATTENTION | {varlen_operation()} if section.keep_attention else kept
+            model.set_submodule(name, Recomputed(block, section, compiled=compiled))
 
 
 class Recomputed(CheckpointWrapper):
@@ -94,13 +85,16 @@ class Recomputed(CheckpointWrapper):
     run again. torch's wrapper does so for the names in state dicts.
 
     Args:
-        kept: operations whose results are kept, not computed again.
+        section: tells what is kept, not computed again.
+        compiled: whether the block is compiled: no `KeptAttention` is around its attention.
     """
 
-    def __init__(self, block: nn.Module, kept: set[Any]) -> None:
+    def __init__(
+        self, block: nn.Module, section: ActivationCheckpoint, *, compiled: bool = False
+    ) -> None:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
         super().__init__(block, preserve_rng_state=False, context_fn=self._contexts)
-        self.kept = kept
+        self.section, self.compiled = section, compiled
         assert not list(block.parameters(recurse=False)), "named_modules leaves the block out"
         self._buffers = block._buffers  # As named_modules shows this module in the block's place.
         # Each has its own order of decisions: a kept attention replays none.
@@ -122,8 +116,14 @@ class Recomputed(CheckpointWrapper):
 
     def _contexts(self) -> Contexts:
         pairs = [memo.contexts() for memo in self.memos]
-        if self.kept:
-            pairs.append(_kept_results(self.kept))
+        if self.section.by_operation:
+            pairs.append(_kept_results(_KEPT))
+        elif self.section.keep_attention:
+            modes = _kept_results(_ATTENTION | {varlen_operation()})
+            # A mode in Python costs the host more than most operations it sees: not around all.
+            pairs.append(modes if self.compiled else (_attending(modes[0]), _attending(modes[1])))
+        if self.section.by_operation or self.section.keep_exchanged_rows:
+            pairs.append(kept_exchanges())
         records = [record for record, _ in pairs]
         replays = [replay for _, replay in pairs]
         return _entered(records), _entered([*replays, _unchanged(self._counters)])
@@ -167,8 +167,24 @@ def _kept_results(operations: set[Any]) -> Contexts:
     return _Keep(kept, operations), _HandBack(kept, operations)
 
 
+def kept_exchanges() -> Contexts:
+    """Returns contexts for a forward that keeps the rows that it receives, and a recomputation that
+    exchanges none."""
+    kept: deque[Tensor] = deque()
+
+    def keep(start: Callable[[Tensor], Tensor], x_RD: Tensor) -> Tensor:
+        received = start(x_RD)
+        kept.append(received.detach())
+        return received
+
+    def hand_back(start: Callable[[Tensor], Tensor], x_RD: Tensor) -> Tensor:
+        return kept.popleft()
+
+    return keeping_exchanges(keep), keeping_exchanges(hand_back)
+
+
 class KeptAttention:
-    """An attention core, or a recurrence, that a recomputation by operation does not call again."""
+    """An attention core, or a recurrence, whose results a recomputation may keep."""
 
     def __init__(self, core: Any) -> None:
         self.core, self.mask = core, core.mask
@@ -179,8 +195,29 @@ class KeptAttention:
         return self.core.convolve
 
     def __call__(self, *args: Any) -> Tensor:
-        keeping = _keeping.get()
-        return self.core(*args) if keeping is None else keeping.attention(self.core, *args)
+        attend = _attend.get()
+        return self.core(*args) if attend is None else attend(self.core, *args)
+
+
+Attend = Callable[..., Tensor]
+# Calls an attention core. The innermost of this thread: autograd may recompute in a thread of its
+# own.
+_attend: ContextVar[Attend | None] = ContextVar("_attend", default=None)
+
+
+@contextmanager
+def _attending(mode: AbstractContextManager) -> Iterator[None]:
+    """Enters a mode around the calls of attention alone."""
+
+    def attend(core: Callable[..., Tensor], *args: Any) -> Tensor:
+        with mode:
+            return core(*args)
+
+    before = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(before)
 
 
 class _Keep(TorchDispatchMode):
@@ -196,32 +233,25 @@ class _Keep(TorchDispatchMode):
         return True  # Else torch.compile gives up on a compiled attention inside.
 
     def __enter__(self) -> "_Keep":
-        self._before = _keeping.set(self)
+        self._before = _attend.set(self.attention)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _keeping.reset(self._before)
+        _attend.reset(self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        if self.keeps(func, args) and not self.inside_attention:
+        if func in self.operations and not self.inside_attention:
             # Detached: autograd is about to give the result itself a history that would hold us.
             self.kept[func].append(tree_map_only(Tensor, Tensor.detach, result))
         return result
-
-    def keeps(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Returns whether the result of `func`, called now, is kept. Counts are not: decisions that
-        follow from them are replayed, and never exchanged again."""
-        if func in _EXCHANGES and (keeps_nothing() or not args[0].is_floating_point()):
-            return False
-        return func in self.operations
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
         """Calls `core` and keeps its output; its backward finds its saved tensors without a
         recomputation."""
         self.inside_attention = True
-        with saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+        with saved_tensors_hooks(Tensor.detach, lambda saved: saved), never_kept():
             o_BHSC = core(*args)
         self.inside_attention = False
         self.kept["attention"].append(o_BHSC.detach())
@@ -232,14 +262,10 @@ class _HandBack(_Keep):
     """Hands each kept result back, once, instead of computing it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if self.keeps(func, args):
+        if func in self.operations:
             return self.kept[func].popleft()
         return func(*args, **(kwargs or {}))
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
         """Returns the kept output. It needs a gradient, so that later operations save as before."""
         return self.kept["attention"].popleft().requires_grad_()
-
-
-# The innermost of this thread: autograd may recompute in a thread of its own.
-_keeping: ContextVar[_Keep | None] = ContextVar("_keeping", default=None)

@@ -282,8 +282,12 @@ def _cores(plan: Plan, meshes: Meshes) -> tuple[Any, Any]:
     """Returns an AttentionCore, and a Recurrence if layers recur, which all layers share."""
     core: Any = _attention_core(plan, meshes)
     recurrence: Any = plan.config.recurrent and _recurrence(plan, plan.config.recurrent, meshes)
-    if plan.job.activation_checkpoint.by_operation and not plan.job.compile.compiles_layers:
-        core, recurrence = KeptAttention(core), recurrence and KeptAttention(recurrence)
+    section = plan.job.activation_checkpoint
+    if not plan.job.compile.compiles_layers:
+        if section.by_operation or section.keep_attention:
+            core = KeptAttention(core)
+        if section.by_operation and recurrence:
+            recurrence = KeptAttention(recurrence)
     return core, recurrence
 
 
