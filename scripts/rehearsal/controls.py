@@ -112,8 +112,8 @@ CONTROLS = [
         "a number read with bounded sizes",
         "wait",
         "moe/layer.py:choose",
-        "titan_moe.moe.layer:count_experts",
-        _and_then(lambda counts_E: counts_E.sum().item()),
+        "titan_moe.moe.layer:sort_by_expert",
+        _and_then(lambda rows: rows.counts_E.sum().item()),
         tables=_BOUNDED,
     ),
     Control(

@@ -21,7 +21,6 @@ from titan_moe.comm import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import (
     copies_to_ranks_reference,
-    count_experts_reference,
     permute_indices_reference,
     sort_by_expert_reference,
 )
@@ -134,7 +133,8 @@ def _permuted(named: Mapping[str, Any]) -> None:
 def _counted(named: Mapping[str, Any]) -> None:
     experts, counts = named["experts_ptr"], named["counts_ptr"]
     if experts is not None:  # All as if by the first program.
-        counts.zero_()[0] = count_experts_reference(experts // named["DIVISOR"], named["KEYS"])
+        keys = (experts // named["DIVISOR"]).flatten()
+        counts.zero_()[0] = keys.bincount(minlength=named["KEYS"])
 
 
 def _ordered(named: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _ordered(named: Mapping[str, Any]) -> None:
     if experts is None:
         return
     found: tuple[Tensor, ...] = sort_by_expert_reference(experts, keys)
-    outputs = ["source_ptr", "slots_ptr", "rows_ptr"]
+    outputs = ["source_ptr", "slots_ptr", "rows_ptr", "totals_ptr"]
     if named["ONCE"]:
         found = copies_to_ranks_reference(experts, named["DIVISOR"], keys)
         outputs = ["source_ptr", "rows_ptr", "slots_ptr", "totals_ptr"]

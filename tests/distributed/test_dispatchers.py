@@ -78,7 +78,7 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 def _travel(case: Case) -> Seen:
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.ops.permute_indices import count_experts
+    from titan_moe.ops.permute_indices import sort_by_expert
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
@@ -94,8 +94,7 @@ def _travel(case: Case) -> Seen:
     shared = torch.Generator().manual_seed(99)
     w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared).requires_grad_()
 
-    counts_E = count_experts(experts_TK, EXPERTS)
-    route = dispatcher.route(experts_TK, counts_E)
+    route = dispatcher.route(experts_TK, sort_by_expert(experts_TK, EXPERTS))
     sent = dispatcher.send(x_TD, weights_TK, route)
     dispatcher.order(route)
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)

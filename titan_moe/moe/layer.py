@@ -17,7 +17,7 @@ from titan_moe.moe.decisions import DecisionMemo
 from titan_moe.moe.dispatch.base import Dispatcher, Route
 from titan_moe.moe.experts import ExpertAdapter, ExpertOutputs
 from titan_moe.moe.router import Router, Scores
-from titan_moe.ops.permute_indices import count_experts
+from titan_moe.ops.permute_indices import sort_by_expert
 from titan_moe.runtime.regions import region
 
 
@@ -148,19 +148,19 @@ class MoE(nn.Module):
             if table is not None:
                 named_TK = table[ids_BS.flatten()]  # type: ignore[union-attr]
             experts_TK = self.router.select(scores_TE, self.router.expert_bias, named_TK)
-        chunks = [
-            (chunk_TK, count_experts(chunk_TK, self.config.num_experts))
-            for chunk_TK in self._chunks(experts_TK)
-        ]
+            chunks = [
+                (chunk_TK, sort_by_expert(chunk_TK, self.config.num_experts))
+                for chunk_TK in self._chunks(experts_TK)
+            ]
         with region("dispatch"):  # Before all else: counts travel meanwhile.
             routes = [self.dispatcher.route(*chunk) for chunk in chunks]
         chosen_BE = None
         if self.training:
             counted_T = None if counted_BS is None else counted_BS.flatten()
             self.router.observe(scores_BSE.flatten(0, 1), counted_T)
-            for (chunk_TK, counts_E), route in zip(chunks, routes, strict=True):
+            for (chunk_TK, rows), route in zip(chunks, routes, strict=True):
                 if counted_BS is None:
-                    self.router.tokens_per_expert += counts_E
+                    self.router.tokens_per_expert += rows.counts_E
                 if self.counts_traffic:
                     self.rows_sent += self.dispatcher.traffic(chunk_TK, route)
             if self.config.sequence_aux_loss_weight or counted_BS is not None:

@@ -102,38 +102,38 @@ def _permute_indices(
     )
 
 
-def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Computes `count_experts` in plain torch."""
-    slot_N = experts_TK.flatten()
-    return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
+class Sorted(NamedTuple):
+    """T*K rows in the order of experts, and within an expert of tokens."""
+
+    tokens: RowMap
+    """Rows as copies of tokens."""
+    slots: RowMap
+    """Rows as copies of flat (token, k) slots, one each."""
+    counts_E: Tensor
+    """int64: rows of each expert."""
 
 
-@operation("count_experts", count_experts_reference, "sort_rows_triton")
-def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Counts the T*K rows by expert: counts_E, int64, without a wait for the device.
-
-    A function of its own, because the sort takes longer: counts can be exchanged meanwhile.
-    """
-    return experts_TK.new_empty(num_experts)
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> Sorted:
+    """Sorts the choices of experts; waits for nothing."""
+    token_N, slot_N, rows_TK, counts_E = _sort_by_expert(experts_TK, num_experts)
+    return Sorted(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)), counts_E)
 
 
-def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, RowMap]:
-    """Orders the T*K rows by expert, and within an expert by token: returns rows as copies of
-    tokens, and as copies of flat (token, k) slots, one each."""
-    token_N, slot_N, rows_TK = _sort_by_expert(experts_TK, num_experts)
-    return RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1))
-
-
-def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes, for `sort_by_expert`, each row's token and slot, and each slot's row."""
-    slot_N = experts_TK.flatten().sort(stable=True).indices
-    return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
+def sort_by_expert_reference(
+    experts_TK: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes, for `sort_by_expert`, each row's token and slot, each slot's row, and counts."""
+    experts_N = experts_TK.flatten()
+    slot_N = experts_N.sort(stable=True).indices
+    rows_TK = invert(slot_N).view_as(experts_TK)
+    counts_E = slot_N.new_zeros(num_experts).scatter_add_(0, experts_N, torch.ones_like(experts_N))
+    return slot_N // experts_TK.shape[1], slot_N, rows_TK, counts_E
 
 
 @operation("sort_by_expert", sort_by_expert_reference, "sort_rows_triton")
-def _sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = experts_TK.numel()
-    return experts_TK.new_empty(rows), experts_TK.new_empty(rows), torch.empty_like(experts_TK)
+def _sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    token_N, slot_N = (experts_TK.new_empty(experts_TK.numel()) for _ in range(2))
+    return token_N, slot_N, torch.empty_like(experts_TK), experts_TK.new_empty(num_experts)
 
 
 def invert(order_N: Tensor) -> Tensor:

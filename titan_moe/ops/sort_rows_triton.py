@@ -15,17 +15,12 @@ _CHOICES_OF_A_PROGRAM = 1024
 _TILE = 4096
 
 
-def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Counts each expert's choices, as `permute_indices.count_experts_reference` does."""
-    return _count(experts_TK.contiguous(), sizes(experts_TK, num_experts)).sum(0)[:num_experts]
-
-
-def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the results of `permute_indices.sort_by_expert_reference`."""
     token_N, slot_N = (experts_TK.new_empty(experts_TK.numel()) for _ in range(2))
     rows_TK = experts_TK.new_empty(experts_TK.shape)
-    _order(experts_TK, num_experts, token_N, slot_N, rows_TK)
-    return token_N, slot_N, rows_TK
+    counts_E = _order(experts_TK, num_experts, token_N, slot_N, rows_TK)
+    return token_N, slot_N, rows_TK, counts_E
 
 
 def copies_to_ranks(

@@ -50,7 +50,7 @@ from titan_moe.comm.collectives import (
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, Route
 from titan_moe.ops.move_rows import RowMap, combine_rows, copy_rows, gather_rows, gathered_rows
-from titan_moe.ops.permute_indices import permute_indices, reached_ranks, row_map, sort_by_expert
+from titan_moe.ops.permute_indices import Sorted, permute_indices, reached_ranks, row_map
 
 
 class ExchangeRoute(Route):
@@ -116,10 +116,10 @@ class AllToAllDispatcher(Dispatcher):
         """
         return self.etp_group.size() * rows_P.sum(0) - rows_P[self.ep_group.rank()]
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangeRoute:
-        sent_PE = counts_E.view(-1, self.num_local)
+    def route(self, experts_TK: Tensor, rows: Sorted) -> ExchangeRoute:
+        sent_PE = rows.counts_E.view(-1, self.num_local)
         counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
-        return ExchangeRoute(*sort_by_expert(experts_TK, len(counts_E)), sent_PE, counts)
+        return ExchangeRoute(rows.tokens, rows.slots, sent_PE, counts)
 
     def plan(self, route: ExchangeRoute) -> None:
         """Sets the exchanges of a route, once the counts are here."""

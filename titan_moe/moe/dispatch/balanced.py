@@ -23,7 +23,7 @@ from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.dispatch.borrowed import Borrowed
 from titan_moe.ops.move_rows import RowMap
-from titan_moe.ops.permute_indices import invert, sort_by_expert
+from titan_moe.ops.permute_indices import Sorted, invert
 
 
 class Loans(NamedTuple):
@@ -100,12 +100,12 @@ class BalancedRoute(ExchangeRoute):
 class BalancedDispatcher(AllToAllDispatcher):
     """Exchanges rows like `AllToAllDispatcher`, between ranks that compute equally many."""
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> BalancedRoute:
+    def route(self, experts_TK: Tensor, rows: Sorted) -> BalancedRoute:
         """Waits for the counts of all ranks: they decide the order in which rows leave."""
         ranks, slices = self.ep_group.size(), self.etp_group.size()
+        tokens, slots, counts_E = rows
         table_PE = counts_E.expand(ranks, -1).contiguous()
         counts = start_numbers(table_PE, AllToAll.of_table(self.ep_group))
-        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
         # Sources are numbered by slice, and in each by rank.
         counts_SE = self.gather_counts(counts.wait()).flatten(0, 1)
         counts_PES = counts_SE.t().unflatten(0, (ranks, -1)).contiguous()

@@ -19,7 +19,7 @@ from torch import Tensor
 from titan_moe.comm.turns import Turns
 from titan_moe.moe.dispatch.borrowed import Borrowed
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
-from titan_moe.ops.permute_indices import follow, permute_indices, sort_by_expert
+from titan_moe.ops.permute_indices import Sorted, follow, permute_indices
 
 
 class ExpertRows(NamedTuple):
@@ -76,10 +76,9 @@ class Dispatcher:
         the device."""
         return experts_TK.new_zeros(2)
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        """Returns the `Route` of tokens to their experts, and starts the exchange of counts.
-        `counts_E`: rows of each expert."""
-        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
+    def route(self, experts_TK: Tensor, rows: Sorted) -> Any:
+        """Returns the `Route` of tokens to their experts, and starts the exchange of counts."""
+        tokens, slots, counts_E = rows
         permuted = permute_indices(counts_E[None], experts_TK.numel(), self.row_alignment)
         rows_TK = permuted.position_R[tokens.rows_TK]
         route = Route(

@@ -15,13 +15,7 @@ from torch import Tensor
 from titan_moe.comm.collectives import AllToAll, start_numbers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
 from titan_moe.ops.move_rows import RowMap
-from titan_moe.ops.permute_indices import (
-    count_experts,
-    invert,
-    reached_ranks,
-    sort_by_expert,
-    starts,
-)
+from titan_moe.ops.permute_indices import Sorted, invert, reached_ranks, sort_by_expert, starts
 
 
 @dataclass(eq=False)
@@ -43,19 +37,18 @@ class CapacityDispatcher(AllToAllDispatcher):
         sent = capacity * (self.etp_group.size() * ranks - 1)
         return torch.stack([torch.full_like(fewest, sent), fewest])
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangeRoute:
+    def route(self, experts_TK: Tensor, rows: Sorted) -> ExchangeRoute:
         capacity, dropped = self._capacity(len(experts_TK)), None
-        sent_PE, num_experts = counts_E.view(self.ep_group.size(), -1), len(counts_E)
+        sent_PE, num_experts = rows.counts_E.view(self.ep_group.size(), -1), len(rows.counts_E)
         rows_P = sent_PE.sum(1)  # By rank; dropped choices are those of one rank more.
         if capacity < len(experts_TK) * min(self.top_k, self.num_local):
             kept_TK = self._first_come(experts_TK // self.num_local, rows_P, capacity)
             experts_TK = experts_TK.masked_fill(~kept_TK, num_experts)
-            num_experts += 1
-            counts_E = count_experts(experts_TK, num_experts)
-            sent_PE, dropped = counts_E[:-1].view_as(sent_PE), counts_E[-1]
-            rows_P = torch.cat([sent_PE.sum(1), counts_E[-1:]])
+            rows = sort_by_expert(experts_TK, num_experts + 1)
+            sent_PE, dropped = rows.counts_E[:-1].view_as(sent_PE), rows.counts_E[-1]
+            rows_P = torch.cat([sent_PE.sum(1), rows.counts_E[-1:]])
         counts = start_numbers(sent_PE, AllToAll.of_table(self.ep_group))
-        tokens, slots = self._buffers(*sort_by_expert(experts_TK, num_experts), rows_P, capacity)
+        tokens, slots = self._buffers(rows.tokens, rows.slots, rows_P, capacity)
         # Rows that leave are the places of the buffers, free ones among them.
         route = ExchangeRoute(tokens, slots, sent_PE, counts)
         route.dropped = dropped

@@ -21,13 +21,13 @@ from titan_moe.comm.collectives import AllToAll, InFlight, start_numbers, to_hos
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
+    Sorted,
     copies_to_ranks,
     copy_to_ranks,
     follow,
     permute_indices,
     reached_ranks,
     row_map,
-    sort_by_expert,
     starts,
 )
 
@@ -109,9 +109,9 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
             sent = self.to_others(reached_TP.sum(0))
         return sent.expand(2)
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> DeduplicatedRoute:
+    def route(self, experts_TK: Tensor, rows: Sorted) -> DeduplicatedRoute:
         degree, num_local, nodes = self.ep_group.size(), self.num_local, self.nodes
-        sent_PE = counts_E.view(degree, -1)
+        sent_PE = rows.counts_E.view(degree, -1)
         *copies, slots_TK, copies_P = copies_to_ranks(experts_TK, num_local, degree)
         table = [sent_PE, copies_P[:, None]]
         if nodes is not None:
@@ -120,9 +120,8 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
             size = nodes.within.size()
             *copies, _, copies_P = copies_to_ranks(experts_TK, num_local * size, degree // size)
         counts = start_numbers(torch.cat(table, 1), AllToAll.of_table(self.ep_group))
-        _, slots = sort_by_expert(experts_TK, len(counts_E))
-        route = DeduplicatedRoute(RowMap(*copies), slots, sent_PE, counts)
-        route.copies_P, route.slot_N = copies_P, slots_TK.flatten()[slots.source_R]
+        route = DeduplicatedRoute(RowMap(*copies), rows.slots, sent_PE, counts)
+        route.copies_P, route.slot_N = copies_P, slots_TK.flatten()[rows.slots.source_R]
         if nodes is not None:
             route.reached_TP = reached_TP
         return route

@@ -17,7 +17,7 @@ from titan_moe.comm.collectives import AllToAll, start_numbers
 from titan_moe.comm.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher, ExchangeRoute
-from titan_moe.ops.permute_indices import sort_by_expert
+from titan_moe.ops.permute_indices import Sorted
 
 
 @dataclass(eq=False)
@@ -34,12 +34,11 @@ class SymmetricDispatcher(AllToAllDispatcher):
     capacity_factor: float | None
     channels: Channels = field(init=False)
 
-    def route(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangeRoute:
-        ranks = self.ep_group.size()
+    def route(self, experts_TK: Tensor, rows: Sorted) -> ExchangeRoute:
+        ranks, (tokens, slots, counts_E) = self.ep_group.size(), rows
         table_PE = counts_E.expand(ranks, -1).contiguous()
         all_counts = start_numbers(table_PE, AllToAll.of_table(self.ep_group))
-        rows = sort_by_expert(experts_TK, len(counts_E))
-        return ExchangeRoute(*rows, counts_E.view(ranks, -1), all_counts)
+        return ExchangeRoute(tokens, slots, counts_E.view(ranks, -1), all_counts)
 
     def plan(self, route: ExchangeRoute) -> None:
         ranks, own, slices = self.ep_group.size(), self.ep_group.rank(), self.etp_group.size()
