@@ -9,24 +9,29 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    attrs: dict[tuple[int, ...], Any] | None = None,
 ) -> Any:
-    """Compiles a Triton function for sm_90, and returns Triton's object with the assembly. Tensors
-    are aligned to 16 bytes, as torch's are, and strides are multiples of 16."""
+    """Compiles a Triton function for sm_90, and returns Triton's object with the assembly. Without
+    `attrs` tensors are aligned to 16 bytes, as torch's are, and strides are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in types.items()
+        if kind.startswith("*") or name.endswith("_stride")
+    }
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name, kind in types.items()
-            if kind.startswith("*") or name.endswith("_stride")
-        },
+        attrs=aligned if attrs is None else attrs,
     )
     options = {"num_warps": num_warps}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
