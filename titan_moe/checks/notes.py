@@ -179,7 +179,9 @@ def _expert_reasons(run: Run) -> dict[str, str | bool]:
     travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
     pairs = degrees.pipeline_parallel_schedule == "DualPipeV" and degrees.expert_parallel_degree > 1
     routing = run.job.debug.routing
-    is_even = routing is not None and run.job.debug.router_load in (None, "W0")
+    halves = degrees.expert_parallel_degree == 2  # A hot rank gets half of the rows.
+    evens = (None, "W0", "W3", *(("W2", "W4", "W6", "W7") if halves else ()))
+    is_even = routing is not None and run.job.debug.router_load in evens
     unbalanced = degrees.expert_parallel_degree == 1 and "expert_parallel_degree is 1"
     return {
         "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap": (

@@ -267,7 +267,8 @@ def survives(layout: "Layout", gpu: float) -> str:
             fits = middle
         else:
             too_much = middle
-    return f"survives max/mean <= {fits:.1f} of a rank's rows; more runs out of memory"
+    load = f"max/mean <= {fits:.1f} of a rank's rows" if fits > 1 else "even loads alone"
+    return f"survives {load}; more runs out of memory"
 
 
 def _lost(question: "Question", found: "Search") -> list[str]:

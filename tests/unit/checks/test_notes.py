@@ -1,13 +1,16 @@
 """A key that is set and has no effect is a note, and no mistake."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.checking import EP, MODEL, job_of, problems
 from titan_moe.checks.notes import fit_to_cpu, narrow_lines, notes
 from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.debug.router_load import WORKLOADS, Place, rows_of_experts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.prepare.job import check_all
@@ -96,6 +99,19 @@ _PARTS = (
 def test_key_without_effect_is_a_note(arguments: str, model: ModelConfig, line: str) -> None:
     (note,) = noted(arguments, ranks=2, model=model)
     assert note.startswith(line)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_balanced_has_no_effect_under_loads_that_fill_all_ranks(workload: str, ep: int) -> None:
+    loads = [
+        [rows_of_experts(workload, step, Place(n, ep, 64, 8, seed), 512) for n in range(ep)]
+        for step, seed in product(range(8), range(4))
+    ]
+    ranks_SP = torch.tensor(loads).sum(1).view(len(loads), ep, -1).sum(-1)
+    is_even = bool((ranks_SP.amax(1) < 1.01 * ranks_SP.float().mean(1)).all())
+    lines = noted(f"ep {ep} {_BALANCED} --debug.router_load {workload}", ranks=ep)
+    assert [line.startswith(_HELPS_NOT) for line in lines] == [True] * is_even
 
 
 @pytest.mark.parametrize(

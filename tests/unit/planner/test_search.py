@@ -7,8 +7,11 @@ from itertools import chain
 import pytest
 
 from tests.support.tiers import tiered
+from titan_moe.cli.plan import survives
 from titan_moe.config.job_config import DEGREES, JobConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.parallelize.memory import memory
+from titan_moe.parallelize.policies import make_plan
 from titan_moe.planner import search as module
 from titan_moe.planner.load import read_load
 from titan_moe.planner.search import Layout, Question, frames, legal_degrees, search, variants
@@ -126,3 +129,17 @@ def test_degrees_are_those_of_all_legal_layouts() -> None:
     heads = asked.model.attentions[0].num_kv_heads
     kept = {x for x in theirs if x[0] <= asked.model.num_layers and heads % x[4] == 0}
     assert ours == {x for x in kept if asked.model.moe and asked.model.moe.num_experts % x[5] == 0}
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [(1.0, "survives even loads alone"), (1.5, "survives max/mean <= 1.5"), (4.0, "any load")],
+)
+def test_layout_says_up_to_which_load_it_fits(factor: float, says: str) -> None:
+    asked = question()
+    dispatched = {"expert_parallel_comm_backend": "standard", "expert_parallel_degree": 4}
+    job = asked.job.with_values(parallelism=dispatched)
+    plan = make_plan(job, asked.model, 4, device_type="cuda", ranks_per_node=2)
+    fits = memory(plan, factor)
+    layout = Layout(plan, {}, {}, fits, asked.device)
+    assert says in survives(layout, fits.needed)
