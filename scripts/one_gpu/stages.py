@@ -5,14 +5,7 @@ import shutil
 import sys
 from functools import partial
 
-from scripts.first_hour.parts import (
-    KERNEL_BENCHMARKS,
-    Part,
-    Seen,
-    resume,
-    run_tests,
-    verify_gate,
-)
+from scripts.first_hour.parts import KERNEL_BENCHMARKS, Part, Seen, resume, run_tests, verify_gate
 from scripts.first_hour.session import Session, UnseenError, count_tests
 from titan_moe.models.registry import FAMILIES
 

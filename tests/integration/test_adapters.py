@@ -9,13 +9,7 @@ import pytest
 
 from tests.support.refusals import refusal
 from tests.support.tiers import tiered
-from tests.support.trainings import (
-    assert_same_run,
-    figures,
-    make_job,
-    process_here,
-    train_here,
-)
+from tests.support.trainings import assert_same_run, figures, make_job, process_here, train_here
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job

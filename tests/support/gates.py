@@ -16,13 +16,7 @@ from titan_moe.models.config import CompressedConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
-from titan_moe.verify.layouts.layouts import (
-    OPTIONS,
-    Tables,
-    legal_layouts,
-    parse,
-    with_options,
-)
+from titan_moe.verify.layouts.layouts import OPTIONS, Tables, legal_layouts, parse, with_options
 
 KINDS: Mapping[str, Tables] = {
     "AdamW": {},

@@ -26,15 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_moe.cli import plan_here
-from titan_moe.cli.command import (
-    Answer,
-    Command,
-    add_out,
-    job_of,
-    make_folder,
-    path_of,
-    positive,
-)
+from titan_moe.cli.command import Answer, Command, add_out, job_of, make_folder, path_of, positive
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.gpus import GIB
 

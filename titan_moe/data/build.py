@@ -12,12 +12,7 @@ from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.corpus import Source
 from titan_moe.data.loader import StepReader
 from titan_moe.data.order import Corpus, CorpusOrder, Split
-from titan_moe.data.packed_conversations import (
-    ConversationSequences,
-    Lengths,
-    check_first,
-    measure,
-)
+from titan_moe.data.packed_conversations import ConversationSequences, Lengths, check_first, measure
 from titan_moe.data.sequences import BlendSource, Identity, TextSequences
 from titan_moe.data.sources import (
     endless_validation,

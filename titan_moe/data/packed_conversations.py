@@ -17,12 +17,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.batch import (
-    BestFit,
-    PackedSequence,
-    ignored_sequence,
-    whole_documents,
-)
+from titan_moe.data.batch import BestFit, PackedSequence, ignored_sequence, whole_documents
 from titan_moe.data.conversations import ChatError, LeftOutError
 from titan_moe.data.order import Corpus, CorpusOrder, OutOfDocumentsError
 from titan_moe.data.sequences import Blend, BlendSource, Identity, encode_document

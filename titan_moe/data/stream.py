@@ -28,14 +28,7 @@ from titan_moe.data.corpus import (
     is_data,
     sampled_checksum,
 )
-from titan_moe.data.order import (
-    Assignment,
-    CorpusOrder,
-    Document,
-    OutOfDocumentsError,
-    Split,
-    mix,
-)
+from titan_moe.data.order import Assignment, CorpusOrder, Document, OutOfDocumentsError, Split, mix
 from titan_moe.data.texts import ENDINGS, ColumnError, check_column, pick, why_without_texts
 from titan_moe.runtime.errors import RunError
 

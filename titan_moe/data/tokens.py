@@ -21,25 +21,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
-from titan_moe.data.corpus import (
-    FileCorpus,
-    Source,
-    first_cause,
-    import_datasets,
-    sampled_checksum,
-)
+from titan_moe.data.corpus import FileCorpus, Source, first_cause, import_datasets, sampled_checksum
 from titan_moe.data.order import Document, digest
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError, with_remedy
-from titan_moe.runtime.files import (
-    LOCK,
-    fsync,
-    replacing,
-    sha256_of,
-    take_folder,
-    write_whole,
-)
+from titan_moe.runtime.files import LOCK, fsync, replacing, sha256_of, take_folder, write_whole
 from titan_moe.runtime.log import progress
 from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
 

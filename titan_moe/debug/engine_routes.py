@@ -35,13 +35,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import PackedSequence, fingerprints, stack_sequences
 from titan_moe.data.build import build_reader
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.debug.routing_record import (
-    Dims,
-    RecordWriter,
-    Tokens,
-    name_sequences,
-    start_record,
-)
+from titan_moe.debug.routing_record import Dims, RecordWriter, Tokens, name_sequences, start_record
 from titan_moe.debug.routing_trace import trace_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.runtime.errors import reason

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.ops import gated_delta
-from titan_moe.ops.gated_delta import (
-    Recurrence,
-    choose_rule,
-    chunked_rule,
-    fla_kernels,
-    fla_rule,
-)
+from titan_moe.ops.gated_delta import Recurrence, choose_rule, chunked_rule, fla_kernels, fla_rule
 from titan_moe.ops.recomputed import short_convolution
 from titan_moe.verify.gradients.cores import TokenByToken, recur, recur_additively
 

@@ -14,13 +14,7 @@ from titan_moe.checkpoint.digests import MANIFEST
 from titan_moe.checkpoint.hf.folder import INDEX, PUBLISHED_INDEX
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, differences, model_of, read_settings
-from titan_moe.models.hf_settings import (
-    TEMPLATES,
-    TextFormat,
-    chat_templates,
-    kept_keys,
-    text_of,
-)
+from titan_moe.models.hf_settings import TEMPLATES, TextFormat, chat_templates, kept_keys, text_of
 
 HF = "hf"
 """Folder of a checkpoint that holds the files that came along with imported weights."""

@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.context_parallel.blocks import (
-    Block,
-    BlockAttention,
-    Upstream,
-)
+from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, Upstream
 from titan_moe.ops.operation import at_least_float32
 
 

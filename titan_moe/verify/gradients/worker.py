@@ -19,12 +19,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.optim.schedules import set_lr
 from titan_moe.training.train_step import StepResult, build_step
-from titan_moe.verify.gradients.compare import (
-    TOLERANCES,
-    TensorDifference,
-    compare,
-    module_norms,
-)
+from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, compare, module_norms
 from titan_moe.verify.gradients.fixture import RATES, Fixture, norms, own_batches
 from titan_moe.verify.gradients.poison import Poison
 from titan_moe.verify.layouts.layouts import Layout, stages
