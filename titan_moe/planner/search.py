@@ -238,7 +238,10 @@ def frames(question: Question, degrees: Mapping[str, int]) -> Iterator[Tables]:
     """Yields the schedules, microbatches, and ways to reduce gradients that these degrees have; the
     first one needs least memory."""
     pp, chosen = degrees["pp"], question.job.parallelism.fsdp_accumulation
-    shares = ["reduce_each", "keep_gathered"] if pp == 1 else ["auto"]
+    fsdp = degrees["dp_shard"] * degrees["cp"]
+    of_experts = fsdp * degrees["tp"] == degrees["ep"] * degrees["etp"]
+    alone = degrees["dp_replicate"] == 1 and (fsdp == 1 or of_experts)
+    shares = ["reduce_each", *["keep_unsharded"] * alone, "keep_gathered"] if pp == 1 else ["auto"]
     for schedule, (local, size), share in product(
         _SCHEDULES if pp > 1 else ["1F1B"],
         _batches(question, degrees),

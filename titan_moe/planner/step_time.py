@@ -207,6 +207,8 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
         _add(total, side)
         total["host"] += max(side["host"] - busy, 0.0) - side["host"]
         total["parameters"] += max(sent / count - max(busy, side["host"] * overlaps), 0.0)
+    passes = 1 / count if plan.accumulation == "keep_unsharded" else (1 + frees) * rounds / count
+    total["parameters"] += _casts(plan, device, layer) * passes
     if device.cores:
         adds_up = rounds < count or plan.dims.world_size == 1
         total["parameters"] += once * (1 + _ADD_PASSES * (1 - 1 / count) * adds_up)
@@ -354,6 +356,18 @@ def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float, f
         replicas = links_of(dims, "dp_replicate", device)
         reduces += 2 * replicas.collective(elements * reduce / links.size)
     return gathers, reduces * (plan.job.lora.rank is None), once
+
+
+def _casts(plan: Plan, device: Device, layer: int) -> float:
+    """Returns the seconds in which FSDP on a GPU casts and then copies those of a layer's
+    parameters that no other rank shards; no exchange hides it."""
+    if device.cores:
+        return 0.0
+    size = part_sizes(plan.config)[f"layers.{min(layer, plan.config.num_layers - 1)}"]
+    parts = size.dense / plan.dims.tp, size.routed / (plan.dims.ep * plan.dims.etp)
+    elements = sum(n for n, alone in zip(parts, plan.unsharded, strict=True) if alone)
+    width = BYTES[plan.types.stored] + 3 * BYTES[plan.types.compute]
+    return elements * width / (device.bandwidth * device.reach)
 
 
 def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Seconds:

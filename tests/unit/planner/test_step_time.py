@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import DEGREES, JobConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES, flavors
-from titan_moe.models.stats import layer_products, part_flops
+from titan_moe.models.stats import layer_products, part_flops, part_sizes
 from titan_moe.parallelize.policies import make_plan
 from titan_moe.planner import step_time
 from titan_moe.planner.load import BALANCED, Load
+from titan_moe.planner.search import Question, fastest, frames
 from titan_moe.planner.step_time import KINDS, REGIONS, Seconds, bound_by
 from titan_moe.runtime.gpus import GPUS, Device
 from titan_moe.runtime.process_pool import in_fresh_processes
@@ -146,6 +147,31 @@ def test_ranks_that_lend_experts_are_even_and_send_weights_besides() -> None:
         assert seconds_of(lends, 4, device)[region] == pytest.approx(even)
         assert seconds_of(lends, 4, device, hot)[region] == pytest.approx(even + more)
         assert seconds_of(standard, 4, device, hot)[region] == pytest.approx(2.5 * even)
+
+
+@pytest.mark.parametrize(("word", "passes"), [("reduce_each", 4), ("keep_unsharded", 1)])
+def test_experts_that_no_other_rank_shards_are_cast_in_each_pass_or_once(
+    word: str, passes: int
+) -> None:
+    """Two microbatches have two passes each. A cast reads 4 bytes and writes 2, the copy after it
+    moves 2 twice."""
+    device = replace(COUNTS_FLOPS, flops=FAST, bandwidth=1.0)
+    keys = {"expert_parallel_degree": 8, "fsdp_accumulation": word}
+    one = job("qwen3", "debugmodel_moe", training={"local_batch_size": 1}, parallelism=keys)
+    sizes = part_sizes(model_of_job(one.model))
+    routed = sum(size.routed for name, size in sizes.items() if name.startswith("layers."))
+    found = seconds_of(one, 8, device)["parameters"]
+    assert found == pytest.approx(passes * 10 * routed / 8)
+    assert seconds_of(one, 16, device)["parameters"] < 1e-9
+
+
+def test_plan_keeps_experts_unsharded_where_no_other_rank_shards_them() -> None:
+    one = job("qwen3", "30B-A3B", training={"seq_len": 4096})
+    degrees = dict.fromkeys(DEGREES, 1) | {"dp_shard": 8, "ep": 8}
+    question = Question(one, model_of_job(one.model), 8, GPUS["H200"], BALANCED)
+    layout, _ = fastest(question, degrees)
+    assert layout is not None and layout.plan.accumulation == "keep_unsharded"
+    assert "keep_unsharded" not in str(list(frames(question, degrees | {"ep": 4})))
 
 
 def test_kernels_compute_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
