@@ -121,7 +121,8 @@ class Recomputed(CheckpointWrapper):
         elif self.section.keep_attention:
             modes = _kept_results(_ATTENTION | {varlen_operation()})
             # A mode in Python costs the host more than most operations it sees: not around all.
-            pairs.append(modes if self.compiled else (_attending(modes[0]), _attending(modes[1])))
+            narrow = _around_graphs if self.compiled else _around_attention
+            pairs.append((narrow(modes[0]), narrow(modes[1])))
         if self.section.by_operation or self.section.keep_exchanged_rows:
             pairs.append(kept_exchanges())
         records = [record for record, _ in pairs]
@@ -156,8 +157,8 @@ def _entered(contexts: list[AbstractContextManager]) -> Iterator[None]:
         yield
 
 
-def _kept_results(operations: set[Any]) -> Contexts:
-    """Returns contexts for a forward that keeps results and a recomputation that reuses them.
+def _kept_results(operations: set[Any]) -> "tuple[_Keep, _Keep]":
+    """Returns modes for a forward that keeps results and a recomputation that reuses them.
 
     torch's own pair (create_selective_checkpoint_contexts) counts the calls of each operation, and
     wants the same in a recomputation. Here FSDP gathers again, and replayed decisions exchange no
@@ -206,7 +207,7 @@ _attend: ContextVar[Attend | None] = ContextVar("_attend", default=None)
 
 
 @contextmanager
-def _attending(mode: AbstractContextManager) -> Iterator[None]:
+def _around_attention(mode: "_Keep") -> Iterator[None]:
     """Enters a mode around the calls of attention alone."""
 
     def attend(core: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -218,6 +219,34 @@ def _attending(mode: AbstractContextManager) -> Iterator[None]:
         yield
     finally:
         _attend.reset(before)
+
+
+_entered_mode: ContextVar["_Keep | None"] = ContextVar("_entered_mode", default=None)
+
+
+@contextmanager
+def _around_graphs(mode: "_Keep") -> Iterator[None]:
+    """Enters a mode around a compiled block, whose graphs attend, but for `outside_graphs`."""
+    before = _entered_mode.set(mode)
+    try:
+        with mode:
+            yield
+    finally:
+        _entered_mode.reset(before)
+
+
+@contextmanager
+def outside_graphs() -> Iterator[None]:
+    """Leaves the mode of `_around_graphs` for what a compiled block does itself."""
+    mode = _entered_mode.get()
+    if mode is None:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
 
 
 class _Keep(TorchDispatchMode):

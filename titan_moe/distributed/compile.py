@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
-from titan_moe.distributed.activation_checkpoint import is_recomputed_whole
+from titan_moe.distributed.activation_checkpoint import is_recomputed_whole, outside_graphs
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertOutputs, ExpertWeights
 from titan_moe.moe.layer import MoE
@@ -125,7 +125,8 @@ class EagerMoE(MoE):
 
     @torch.compiler.disable
     def forward(self, *args: Any) -> Tensor:
-        return super().forward(*args)
+        with outside_graphs():
+            return super().forward(*args)
 
 
 def _compile_pieces(moe: MoE, options: dict[str, Any]) -> None:
