@@ -141,11 +141,13 @@ def _ordered(named: Mapping[str, Any]) -> None:
     experts, keys = named["experts_ptr"], named["NUM_KEYS"]
     if experts is None:
         return
-    found: tuple[Tensor, ...] = sort_by_expert_reference(experts, keys)
-    outputs = ["source_ptr", "slots_ptr", "rows_ptr", "totals_ptr"]
+    found: tuple[Tensor, ...]
     if named["ONCE"]:
         found = copies_to_ranks_reference(experts, named["DIVISOR"], keys)
         outputs = ["source_ptr", "rows_ptr", "slots_ptr", "totals_ptr"]
+    else:
+        found = sort_by_expert_reference(experts, keys)
+        outputs = ["source_ptr", "slots_ptr", "rows_ptr", "totals_ptr"]
     for name, value in zip(outputs, found, strict=True):
         named[name].copy_(value)
 
