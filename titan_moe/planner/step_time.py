@@ -366,7 +366,8 @@ def _casts(plan: Plan, device: Device, layer: int) -> float:
     size = part_sizes(plan.config)[f"layers.{min(layer, plan.config.num_layers - 1)}"]
     parts = size.dense / plan.dims.tp, size.routed / (plan.dims.ep * plan.dims.etp)
     elements = sum(n for n, alone in zip(parts, plan.unsharded, strict=True) if alone)
-    width = BYTES[plan.types.stored] + 3 * BYTES[plan.types.compute]
+    stored, compute = BYTES[plan.types.stored], BYTES[plan.types.compute]
+    width = 2 * compute + (stored + compute) * (stored != compute)
     return elements * width / (device.bandwidth * device.reach)
 
 
