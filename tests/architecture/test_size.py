@@ -20,7 +20,7 @@ import pytest
 from tests.support.paths import REPO
 
 BUDGETS = {"titan_moe": 32_946, "tests": 28_379, "scripts": 4_632}
-WORDS = 44_997
+WORDS = 45_000
 PACKAGES = {
     "titan_moe/*.py": 100,
     "checkpoint": 2_465,
