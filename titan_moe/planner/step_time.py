@@ -196,7 +196,7 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
     share = 1.0 if recompute.by_operation else 1 / recompute.every if recompute.every else 0.0
     _add(backward, again, share)
     total = dict.fromkeys(REGIONS, 0.0)
-    gathers, reduces, once = _parameters(plan, device, layer)
+    gathers, reduces, copies = _parameters(plan, device, layer)
     frees, overlaps = plan.reshard_after_forward, not device.cores
     rounds = count if plan.accumulation != "keep_gathered" and plan.dims.pp == 1 else 1
     for side, sent in (
@@ -208,10 +208,10 @@ def _layer(plan: Plan, device: Device, batch: Microbatch, layer: int, count: int
         total["host"] += max(side["host"] - busy, 0.0) - side["host"]
         total["parameters"] += max(sent / count - max(busy, side["host"] * overlaps), 0.0)
     passes = 1 / count if plan.accumulation == "keep_unsharded" else (1 + frees) * rounds / count
-    total["parameters"] += _casts(plan, device, layer) * passes
     if device.cores:
         adds_up = rounds < count or plan.dims.world_size == 1
-        total["parameters"] += once * (1 + _ADD_PASSES * (1 - 1 / count) * adds_up)
+        passes = 1 + _ADD_PASSES * (1 - 1 / count) * adds_up
+    total["parameters"] += copies * passes
     return total
 
 
@@ -335,40 +335,28 @@ def _context(plan: Plan, device: Device, batch: Microbatch, layer: int, attends:
 
 def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float, float]:
     """Returns the seconds in which FSDP gathers a layer's parameters, in which it reduces their
-    gradients, over replicas too, and in which a device reads or writes them once. A CPU's copies to
-    and from FSDP's buffers count as well."""
+    gradients, over replicas too, and in which a CPU reads or writes them once, or a GPU casts and
+    then copies those that no other rank shards, which no exchange hides. A CPU's copies to and from
+    FSDP's buffers count as well."""
     config, dims = plan.config, plan.dims
     size = part_sizes(config)[f"layers.{min(layer, config.num_layers - 1)}"]
-    compute, reduce = BYTES[plan.types.compute], max(BYTES[plan.types.stored], 4)
-    gathers = reduces = once = 0.0
-    for elements, axis in (
-        (size.dense / dims.tp, "fsdp"),
-        (size.routed / (dims.ep * dims.etp), "edp"),
-    ):
+    stored, compute = BYTES[plan.types.stored], BYTES[plan.types.compute]
+    reduce, gathers, reduces, copies = max(stored, 4), 0.0, 0.0, 0.0
+    parts = (size.dense / dims.tp, "fsdp"), (size.routed / (dims.ep * dims.etp), "edp")
+    for (elements, axis), alone in zip(parts, plan.unsharded, strict=True):
         links = links_of(dims, axis, device)
         gathers += links.collective(elements * compute)
         reduces += links.collective(elements * reduce)
         seconds = elements * compute / (device.bandwidth * device.fresh)
-        once += seconds
+        cast = 2 * compute + (stored + compute) * (stored != compute)
+        gpu = alone * elements * cast / (device.bandwidth * device.reach)
+        copies += seconds if device.cores else gpu
         if device.cores and dims.world_size > 1:  # One rank alone has no FSDP.
             gathers += _GATHER_PASSES * seconds
             reduces += _REDUCE_PASSES * seconds * (links.size > 1)
         replicas = links_of(dims, "dp_replicate", device)
         reduces += 2 * replicas.collective(elements * reduce / links.size)
-    return gathers, reduces * (plan.job.lora.rank is None), once
-
-
-def _casts(plan: Plan, device: Device, layer: int) -> float:
-    """Returns the seconds in which FSDP on a GPU casts and then copies those of a layer's
-    parameters that no other rank shards; no exchange hides it."""
-    if device.cores:
-        return 0.0
-    size = part_sizes(plan.config)[f"layers.{min(layer, plan.config.num_layers - 1)}"]
-    parts = size.dense / plan.dims.tp, size.routed / (plan.dims.ep * plan.dims.etp)
-    elements = sum(n for n, alone in zip(parts, plan.unsharded, strict=True) if alone)
-    stored, compute = BYTES[plan.types.stored], BYTES[plan.types.compute]
-    width = 2 * compute + (stored + compute) * (stored != compute)
-    return elements * width / (device.bandwidth * device.reach)
+    return gathers, reduces * (plan.job.lora.rank is None), copies
 
 
 def _output(plan: Plan, device: Device, batch: Microbatch, count: int) -> Seconds:
