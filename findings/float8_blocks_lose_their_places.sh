@@ -112,4 +112,5 @@ except RuntimeError as error:
 if whole > 1e-6 or min(latent, gate, down) < 0.01 or not refused:
     sys.exit("transformers has changed: it reads partial blocks of float8 weights otherwise")
 PYTHON
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 venv/bin/python -W ignore run.py 2> errors || { cat errors; exit 1; }
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+venv/bin/python -W ignore run.py 2> errors || { cat errors; exit 1; }
