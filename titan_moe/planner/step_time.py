@@ -58,7 +58,7 @@ _TILE = 64
 """Rows and columns of a tile of grouped products: smaller sizes cost as much."""
 DISPATCHES, _DISPATCHES_COMPILED = {"dense": 75, "routed": 130}, 0.4
 """Operations of a layer's forward that the host issues, a third of those of both passes, and the
-share of them that compiled layers leave. A layer of both kinds, with tp and ep, was counted at 624
+share of them that compiled layers leave. A layer of both kinds, with tp and ep, was counted at 621
 in both passes."""
 _GATHER_PASSES, _REDUCE_PASSES, _ADD_PASSES = 4, 5, 3
 """Times that a CPU reads or writes a layer's parameters: to fill FSDP's buffer and to copy them
@@ -349,6 +349,7 @@ def _parameters(plan: Plan, device: Device, layer: int) -> tuple[float, float, f
         reduces += links.collective(elements * reduce)
         seconds = elements * compute / (device.bandwidth * device.fresh)
         cast = 2 * compute + (stored + compute) * (stored != compute)
+        cast *= dims.world_size > 1 or stored != compute  # Else one rank alone has no FSDP.
         gpu = alone * elements * cast / (device.bandwidth * device.reach)
         copies += seconds if device.cores else gpu
         if device.cores and dims.world_size > 1:  # One rank alone has no FSDP.

@@ -163,6 +163,9 @@ def test_experts_that_no_other_rank_shards_are_cast_in_each_pass_or_once(
     found = seconds_of(one, 8, device)["parameters"]
     assert found == pytest.approx(passes * 10 * routed / 8)
     assert seconds_of(one, 16, device)["parameters"] < 1e-9
+    # One rank alone that computes in the type that it stores has no FSDP.
+    alone = job("qwen3", "debugmodel_moe", training={"mixed_precision_param": "float32"})
+    assert seconds_of(alone, 1, device)["parameters"] < 1e-9
 
 
 def test_plan_keeps_experts_unsharded_where_no_other_rank_shards_them() -> None:
