@@ -329,6 +329,7 @@ def test_killed_rank_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path
 @pytest.mark.slow
 def test_stopped_rank_is_named_and_ends_the_run(tmp_path: Path) -> None:
     job, run = _start_endless(tmp_path, comm__train_timeout_seconds=3), tmp_path / "run"
+    until(lambda: len(_steps(run)) > 1, TIMEOUT_S)  # The first may take as long as a start.
     rank_1 = job.pids("rank")[1]
     os.kill(rank_1, signal.SIGSTOP)
     until(lambda: any(run.glob("comm_traces/hang-*.json")), TIMEOUT_S)
