@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.support.operations import Operations, watch_collectives
 from titan_moe.comm.collectives import gather_parts
-from titan_moe.distributed.fsdp import ExchangedSum
+from titan_moe.distributed.fsdp import ExchangedSum, GroupSum
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter
@@ -57,11 +57,14 @@ def reduced(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict]:
         torch.randn(ranks * SIZE, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         for seed in range(ranks)
     ]
-    comm = ExchangedSum()
+    comm = ExchangedSum(world)
     out = comm.allocate((SIZE,), dtype=dtype, device=torch.device("cpu"))
     with CommCounter() as counter:
         counter.groups = {world.group_name: "world"}
-        comm(output_tensor=out, input_tensor=inputs[rank], group=world, op=dist.ReduceOp.SUM)
+        comm(output_tensor=out, input_tensor=inputs[rank], group=None, op=dist.ReduceOp.SUM)
+    same = torch.empty_like(out)
+    GroupSum(world)(same, inputs[rank], group=None, op=dist.ReduceOp.SUM)
+    torch.testing.assert_close(same, out)
     expected = torch.zeros(SIZE, dtype=dtype)
     for each in inputs:
         expected += each[rank * SIZE : (rank + 1) * SIZE]

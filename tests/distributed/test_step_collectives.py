@@ -63,6 +63,26 @@ def figures(job: JobConfig, logged: bool) -> list[float]:
     return [*numbers, result.metrics["balance_loss"]]
 
 
+def gradient_sums(job: JobConfig) -> tuple[list[float], set[str]]:
+    """Figures of three steps, and what the groups serve over which FSDP reduces."""
+    descriptions = set()
+    # Tokens travel by functional collectives.
+    watch_collectives(["all_to_all_single"], lambda _, group: descriptions.add(group.group_desc))
+    return figures(job, logged=True), descriptions
+
+
+def test_gradients_travel_apart_from_parameters_and_their_sums_stay_the_same() -> None:
+    parallelism, found = {"expert_parallel_degree": 2}, []
+    for is_apart in (False, True):
+        comm = {"separate_reduce_scatter": is_apart}
+        job = make_job("qwen3", parallelism=parallelism, comm=comm)
+        found.append(run_on_ranks(gradient_sums, 4, job))
+    shared, apart = ([names for _, names in ranks] for ranks in found)
+    assert shared == [{"default_pg", "edp"}] * 4
+    assert apart == [{"gradients of dp_shard+fsdp+batch+loss", "gradients of edp"}] * 4
+    assert [numbers for numbers, _ in found[0]] == [numbers for numbers, _ in found[1]]
+
+
 def worst_loss(job: JobConfig, *rows: slice) -> tuple[float, float]:
     """The loss of a first step and the largest of a rank; each data rank reads some rows."""
     sharded, step = tiny_step(job)

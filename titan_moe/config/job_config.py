@@ -824,6 +824,9 @@ class Comm(Section):
     split_communicators: bool = False
     """Split NCCL's communicators off the world's, in which all ranks take part, instead of making
     each anew. Not seen on NCCL yet."""
+    separate_reduce_scatter: bool = False
+    """Reduce sharded gradients over groups of their own, so that NCCL need not gather the next
+    layer's parameters first; the buffers of a communicator more. Not seen on NCCL yet."""
     share_gpus: bool = False
     """Let ranks share GPUs where a machine has fewer of them, to test a layout: collectives then go
     through the host, slowly. No effect where GPUs suffice."""

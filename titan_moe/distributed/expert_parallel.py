@@ -136,7 +136,7 @@ def nodes_of(meshes: Meshes, ranks_per_node: int | None) -> Nodes | None:
     if size is None:
         return None
     ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
-    kind, first = (True, meshes.groups.comm.axes.get("ep")), place // size * size
+    kind, first = ("tokens", meshes.groups.comm.axes.get("ep")), place // size * size
     return Nodes(
         across=meshes.groups.get(ranks[place % size :: size], kind, "ep across nodes"),
         within=meshes.groups.get(ranks[first : first + size], kind, "ep within a node"),

@@ -7,6 +7,7 @@ alone is HSDP whose shard axis has one rank.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,6 @@ def apply_fsdp(
             a unit computes in less: FSDP has one type of gradients a unit. Each is gathered once a
             forward and reduced once a backward; a few numbers a head stay gathered between.
     """
-    dense_mesh = _data_mesh(meshes, "fsdp")
-    expert_mesh = _data_mesh(meshes, "edp")
     dims = meshes.dims
     experts_apart = dims.tp * dims.ep * dims.etp > 1
     is_cast = policy.compute_dtype != policy.stored_dtype
@@ -90,19 +89,19 @@ def apply_fsdp(
     )
     if at_least_float32.compute_dtype != policy.compute_dtype:
         for module in wide:
-            _shard(module, dense_mesh, at_least_float32, reshard=False)
+            _shard(module, meshes, "fsdp", at_least_float32, reshard=False)
     for unit in chain.from_iterable(chains):
         last = unit is chains[0][-1]
         reshard = policy.reshard_last if last else policy.reshard_after_forward
         for moe in _moe_layers(unit) if experts_apart else []:
-            _shard(moe.experts, expert_mesh, policy, reshard=reshard)
-        _shard(unit, dense_mesh, policy, reshard=reshard)
-    _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
+            _shard(moe.experts, meshes, "edp", policy, reshard=reshard)
+        _shard(unit, meshes, "fsdp", policy, reshard=reshard)
+    _shard(model, meshes, "fsdp", policy, reshard=policy.reshard_last)
     for units in chains:
         _prefetch(units)
     # torch 2.11 and 2.12 have one buffer alone.
     set_buffers = getattr(model, "set_reduce_scatter_max_input_buffers", None)
-    if experts_apart and dense_mesh.device_type == "cuda" and set_buffers is not None:
+    if experts_apart and meshes["fsdp"].device_type == "cuda" and set_buffers is not None:
         # A layer has two reductions, of its experts and of its other parameters. With one buffer
         # the end of its backward waits for the first, which attention alone has hidden.
         set_buffers(2)
@@ -160,7 +159,10 @@ def _moe_layers(unit: nn.Module) -> list[MoE]:
     return [module for module in unit.modules() if isinstance(module, MoE)]
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, reshard: bool) -> None:
+def _shard(
+    module: nn.Module, meshes: Meshes, axis: str, policy: ShardingPolicy, *, reshard: bool
+) -> None:
+    mesh, group = _data_mesh(meshes, axis), meshes.gradient_group(axis)
     num_shards = mesh.size(mesh.ndim - 1)
     reshard = reshard and (mesh.size() > 1 or policy.reshard_unsharded)
     offload = CPUOffloadPolicy() if policy.cpu_offload else OffloadPolicy()
@@ -181,24 +183,34 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, resha
         sharded.set_gradient_divide_factor(1.0)
     # gloo has no pre-multiplied sum, which a divide factor would otherwise ask for.
     sharded.set_force_sum_reduction_for_comms(True)
-    if mesh.device_type == "cpu" and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
-        sharded.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
+    by_gloo = mesh.device_type == "cpu" and dist.get_backend(group) == "gloo"
+    reduce_scatter = ExchangedSum(group) if by_gloo else GroupSum(group)
+    sharded.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
-class ExchangedSum:
-    """A reduce-scatter for gloo, whose own is an all-reduce that sends twice the bytes: an exchange
-    of parts, and a local sum in the order of ranks. What FSDP2 wants of a `ReduceScatter`."""
+@dataclass
+class GroupSum:
+    """A reduce-scatter over `group`, where FSDP2's own takes the group that gathers. torch 2.13 can
+    make another itself, but without our options and time limits."""
+
+    group: ProcessGroup
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: object
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *, op: Any, **_: Any) -> None:
         """Writes this rank's part, [n], of the sum over ranks of inputs of [P n]."""
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, self.group)
+
+
+class ExchangedSum(GroupSum):
+    """A reduce-scatter for gloo, whose own is an all-reduce that sends twice the bytes: an exchange
+    of parts, and a local sum in the order of ranks."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        first, second, *others = parts.chunk(group.size())
+        dist.all_to_all_single(parts, input_tensor, group=self.group)
+        first, second, *others = parts.chunk(self.group.size())
         torch.add(first, second, out=output_tensor)
         for part in others:
             output_tensor.add_(part)

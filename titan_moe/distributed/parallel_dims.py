@@ -222,9 +222,21 @@ class Meshes:
         names = self.dims.shortest(self.rank, names)
         return self.groups.get(self.members(names), self._kind(names), self._description(names))
 
-    def known_group(self, axis: str) -> "ProcessGroup | None":
-        """Returns the group that `group` would, if it exists already; else None."""
-        return self.groups.known(self.members(axis), self._kind(axis))
+    def gradient_group(self, axis: str) -> "ProcessGroup":
+        """The process group over which gradients of parameters sharded along `axis` are reduced:
+        that of the axis, or with `comm.separate_reduce_scatter` one of its own."""
+        if not self.groups.comm.separate_reduce_scatter:
+            return self.group(axis)
+        kind, description = ("gradients", self._kind(axis)[1]), self._description(axis)
+        return self.groups.get(self.members(axis), kind, f"gradients of {description}")
+
+    def known_groups(self, axis: str) -> "list[ProcessGroup]":
+        """Returns those that `group` and `gradient_group` would and that exist already."""
+        kinds = [kind := self._kind(axis)]
+        if kind[0] == "parameters":
+            kinds.append(("gradients", kind[1]))
+        found = (self.groups.known(self.members(axis), kind) for kind in kinds)
+        return [group for group in found if group is not None]
 
     def members(self, names: Names) -> tuple[int, ...]:
         """The world's ranks that differ from this one along these axes only, itself included."""
@@ -233,8 +245,9 @@ class Meshes:
     def _kind(self, names: Names) -> "GroupKind":
         """Returns the class of traffic, and the options of an axis' own."""
         if not isinstance(names, str):
-            return False, None
-        return names in TOKEN_AXES, self.groups.comm.axes.get(names)  # type: ignore[call-overload]
+            return "parameters", None
+        traffic = "tokens" if names in TOKEN_AXES else "parameters"
+        return traffic, self.groups.comm.axes.get(names)  # type: ignore[call-overload]
 
     def _description(self, names: Names) -> str:
         """The axes of a group, all that share it."""

@@ -16,11 +16,12 @@ from torch.distributed import ProcessGroup
 from titan_moe.comm.process import backend_timeout, nccl_options
 from titan_moe.config.job_config import AxisOptions, Comm
 
-GroupKind = tuple[bool, AxisOptions | None]
-"""True if tokens travel over a group, False for parameters, and options of the backend that are an
-axis' own: groups of the same ranks that differ in either are distinct. NCCL runs one collective at
-a time per communicator: if tokens and parameters shared one, FSDP's prefetch would wait behind the
-token dispatch."""
+GroupKind = tuple[str, AxisOptions | None]
+"""What travels over a group, "tokens", "parameters" or "gradients", and options of the backend that
+are an axis' own: groups of the same ranks that differ in either are distinct. NCCL runs one
+collective at a time per communicator: if tokens and parameters shared one, FSDP's prefetch would
+wait behind the token dispatch. Gradients share that of parameters unless
+`comm.separate_reduce_scatter` is set."""
 _Key = tuple[tuple[int, ...], GroupKind | None]
 
 
@@ -49,7 +50,10 @@ class ProcessGroups:
         if self.device == "cuda" and "nccl" in dist.get_backend_config():
             # NCCL alone: with gloo beside it, torch would also connect every pair of ranks, for
             # tensors of the host, which only control groups send.
-            options = {"backend": "nccl", "pg_options": nccl_options(self.comm, *kind)}
+            options = {
+                "backend": "nccl",
+                "pg_options": nccl_options(self.comm, kind[0] == "tokens", kind[1]),
+            }
         group: Any = dist.new_group(
             list(ranks),
             timeout=backend_timeout(self.comm.init_timeout_seconds),
@@ -62,7 +66,7 @@ class ProcessGroups:
 
     def known(self, ranks: tuple[int, ...], kind: GroupKind) -> ProcessGroup | None:
         """Returns the group that `get` would, if it exists already; else None."""
-        if len(ranks) == dist.get_world_size() and kind == (False, None):
+        if len(ranks) == dist.get_world_size() and kind == ("parameters", None):
             return dist.group.WORLD
         return self._groups.get(_key(ranks, kind))
 

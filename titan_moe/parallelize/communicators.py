@@ -31,35 +31,38 @@ _NVLS = 32 * _MIB
 say "nvlsTotalSize 268435456", and of NCCL 2.18.3 six times as much."""
 
 
-def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], bool], int]:
+def communicators(plan: Plan) -> dict[tuple[tuple[int, ...], str], int]:
     """Returns the bytes of NCCL's buffers for each of rank 0's groups of more than one rank.
 
-    A key is the ranks, and whether tokens travel between them (`process_groups.GroupKind`).
+    A key is the ranks, and what travels between them (`process_groups.GroupKind`).
     Exchanges of a change of layout, and Muon's over edp and etp joined, are left out.
     """
     rotates = plan.job.parallelism.context_parallel_rotate_method != "allgather"
     on_node = plan.dims.ranks_on_node(plan.dispatch.ranks_per_node or plan.dims.world_size)
     if plan.dispatch.name != "deduplicated":
         on_node = None
-    return _communicators(plan.dims, plan.job.optimizer.name == "Muon", rotates, on_node)
+    muon, apart = plan.job.optimizer.name == "Muon", plan.job.comm.separate_reduce_scatter
+    return _communicators(plan.dims, muon, rotates, on_node, apart)
 
 
 @lru_cache(maxsize=1024)
 def _communicators(
-    dims: ParallelDims, muon: bool, cp: bool, on_node: int | None
-) -> dict[tuple[tuple[int, ...], bool], int]:
+    dims: ParallelDims, muon: bool, cp: bool, on_node: int | None, apart: bool
+) -> dict[tuple[tuple[int, ...], str], int]:
     """`muon`, `cp`: ranks send to each other for these. `on_node`: ranks of an ep group on each
-    node, if tokens travel in two levels."""
+    node, if tokens travel in two levels. `apart`: gradients have groups of their own."""
     sends = {"ep": True, "pp": True, "cp": cp, "fsdp": muon, "edp": muon}
-    found = {(tuple(range(dims.world_size)), False): False}
+    found = {(tuple(range(dims.world_size)), "parameters"): False}
     for axis in (*GROUP_AXES, "cp", "sequence"):
-        kind = dims.group_of(0, axis), axis in TOKEN_AXES
+        kind = dims.group_of(0, axis), "tokens" if axis in TOKEN_AXES else "parameters"
         found[kind] = found.get(kind, False) or sends.get(axis, False)
     if muon and dims.tp > 1 and dims.size("fsdp") > 1:
-        found[dims.group_of(0, ("fsdp", "tp")), False] = True
+        found[dims.group_of(0, ("fsdp", "tp")), "parameters"] = True
     if on_node is not None:
         ranks = dims.group_of(0, "ep")
-        found[ranks[:on_node], True] = found[ranks[::on_node], True] = True
+        found[ranks[:on_node], "tokens"] = found[ranks[::on_node], "tokens"] = True
+    for axis in ("fsdp", "edp") if apart else ():
+        found[dims.group_of(0, axis), "gradients"] = False
     return {kind: communicator_bytes(kind[0], found[kind]) for kind in found if len(kind[0]) > 1}
 
 

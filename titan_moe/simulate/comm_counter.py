@@ -109,7 +109,7 @@ def axes_of_groups(meshes: Meshes) -> dict[str, str]:
         joined = [meshes.dims.size(each) for each in DERIVED_AXES.get(axis, ())]
         if size == 1 or (axis == "sequence" and size in joined):
             continue
-        if group := meshes.known_group(axis):
+        for group in meshes.known_groups(axis):
             names.setdefault(group.group_name, []).append(axis)
     world = dist.group.WORLD
     assert world is not None

@@ -139,6 +139,22 @@ def test_options_of_an_axis_give_it_a_group_of_its_own(nccl: mock.Mock) -> None:
     }
 
 
+def test_gradients_have_their_own_groups_with_the_options_of_their_axis(nccl: mock.Mock) -> None:
+    axes = {"edp": {"max_ctas": 8, "high_priority": True}}
+    comm = Comm.model_validate({"separate_reduce_scatter": True, "axes": axes})
+    meshes = meshes_of(comm, ep=2)
+    for axis in ("fsdp", "edp", "edp"):
+        meshes.gradient_group(axis), meshes.group(axis)
+    assert meshes.group("fsdp") is dist.group.WORLD
+    made = {call.kwargs["group_desc"]: options_of(call) for call in nccl.new_group.call_args_list}
+    assert made == {
+        "gradients of dp_shard+fsdp+batch+loss": ({}, False),
+        "gradients of edp": ({"max_ctas": 8}, True),
+        "edp": ({"max_ctas": 8}, True),
+    }
+    assert len(meshes.known_groups("edp")) == 2 and meshes.known_groups("ep") == []
+
+
 def groups_made_by(rank: int, words: list[str]) -> list[tuple[int, ...]]:
     """The groups that one of 16 ranks asks torch for while it lays a model out."""
     job = load_job(["--config", "configs/deepseek_v3/debugmodel.toml", *words])

@@ -290,6 +290,7 @@ def test_communicators_and_states_are_those_of_a_step():
         {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 8, **nodes},
         {**degrees, "context_parallel_rotate_method": "ulysses"},
     )
+    tables["comm"] = {"separate_reduce_scatter": True}
     jobs = [make_job("qwen3", parallelism=layout, **tables) for layout in layouts]
     joined = {f"{axis}_parallel_degree": 2 for axis in ("tensor", "expert")}
     joined["data_parallel_replicate_degree"] = 2
