@@ -22,6 +22,8 @@ class Operations(TorchDispatchMode):
         """Number of calls of each operation, by its name without the overload."""
         self.shapes: set[Size] = set()
         """Shapes of all tensors that operations returned."""
+        self.num_bytes = 0
+        """Sizes of these tensors, views included."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -30,7 +32,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self.calls[str(func).rpartition(".")[0]] += 1
-        self.shapes.update(x.shape for x in tree_leaves(result) if isinstance(x, Tensor))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.shapes.update(x.shape for x in tensors)
+        self.num_bytes += sum(x.nbytes for x in tensors)
         return result
 
 

@@ -163,25 +163,25 @@ def _in_chunks(  # type: ignore[no-untyped-def]
             return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)
         return x @ k.mT * between[..., 0]
 
-    values, keys = v * beta, None
+    values, reads, writes = v * beta, q * since, (k * until).mT
+    keys, kept = None, since[..., -1, :, None]
     if erases:
         system = (beta * products(k)).tril(-1)
         wanted = torch.cat([v, k * since], -1) * beta
         solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
-    reads, writes = q * since, (k * until).mT
-    scores, kept = products(q), since[..., -1, :, None]
 
     shape = (*v.shape[:3], k.shape[-1], v.shape[-1])
     state = v.new_zeros(shape) if state_BHKV is None else state_BHKV.to(wide).reshape(shape)
-    outputs = []
-    for n in range(v.shape[3]):
-        new = values[..., n, :, :]
-        if keys is not None:
-            new = new - keys[..., n, :, :] @ state
-        outputs.append(reads[..., n, :, :] @ state + scores[..., n, :, :] @ new)
-        state = kept[..., n, :, :] * state + writes[..., n, :, :] @ new
-    o = torch.cat(outputs, 3)[..., :length, :]
+    # Chunks are unbound, not indexed: the gradient of one of N is as large as all of them.
+    inputs = values, reads, writes, kept, k if keys is None else keys
+    added, outputs = [], []
+    for value, read, write, factor, key in zip(*(x.unbind(3) for x in inputs), strict=True):
+        added.append(value if keys is None else value - key @ state)
+        outputs.append(read @ state)
+        state = torch.addcmul(write @ added[-1], factor, state)
+    o = torch.stack(outputs, 3) + products(q) @ torch.stack(added, 3)
+    o = o.flatten(3, 4)[..., :length, :]
     o = o * q.shape[-1] ** -0.5 if erases else o
     return o.flatten(1, 2).transpose(1, 2).to(dtype), state.flatten(1, 2)
 

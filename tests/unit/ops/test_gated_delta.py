@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.operations import Operations
 from titan_moe.ops import gated_delta
 from titan_moe.ops.gated_delta import Recurrence, choose_rule, chunked_rule, fla_kernels, fla_rule
 from titan_moe.ops.recomputed import short_convolution
@@ -45,6 +46,18 @@ def _rows(shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tens
         decay = decay[..., None] * torch.rand(BATCH, length, heads, keys)
     beta, state = torch.rand(BATCH, length, heads), torch.randn(BATCH, heads, keys, values)
     return [x.to(dtype).requires_grad_() for x in (q, k, v, decay, beta, state)]
+
+
+@pytest.mark.parametrize("erases", [True, False])
+def test_a_sequence_twice_as_long_takes_twice_the_work(erases: bool) -> None:
+    work = []
+    for length in (256, 512):
+        *rows, _ = _rows((length, 4, 1, 2, 4, 4, False))
+        with Operations() as operations:
+            o, _ = chunked_rule(*rows, torch.arange(length)[None], chunk_size=4, erases=erases)
+            torch.autograd.grad(o.sum(), rows)
+        work.append(operations.num_bytes)
+    assert work[1] < 2.01 * work[0]
 
 
 def _documents(length: int, seed: int = 0) -> Tensor:
