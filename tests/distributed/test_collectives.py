@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.operations import Operations, watch_collectives
-from titan_moe.comm.collectives import gather_parts
+from titan_moe.comm.collectives import gather_parts, gather_tokens, scatter_tokens
 from titan_moe.distributed.fsdp import ExchangedSum, GroupSum
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
@@ -47,6 +47,29 @@ def test_connect_meets_all_ranks_of_each_group_and_the_world_last():
         assert seen["all_to_all_single"] == [pair]
 
 
+def moved_tokens(batch: int) -> tuple[list[torch.Tensor], int]:
+    """All ranks' tokens gathered and then summed to this one's, with the gradient of its tokens,
+    for one more rank's number in each; and the copies made."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = torch.arange(batch * 6, dtype=torch.float64).view(batch, 3, 2).add(100 * rank)
+    x.requires_grad_()
+    with Operations() as seen:
+        gathered = gather_tokens(x, group)
+        own = scatter_tokens(gathered * (rank + 1), group)
+        (grad,) = torch.autograd.grad(own.sum(), x)
+    return [gathered.detach(), own.detach(), grad], seen.calls["aten.cat"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tokens_of_one_sequence_are_gathered_and_scattered_without_a_copy(batch: int) -> None:
+    parts = torch.arange(batch * 6, dtype=torch.float64).view(batch, 3, 2)
+    whole = torch.cat([parts, parts + 100], 1)
+    for rank, ((gathered, own, grad), copies) in enumerate(run_on_ranks(moved_tokens, 2, batch)):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(own, 3 * (parts + 100 * rank)) and torch.equal(grad, 0 * grad + 3)
+        assert copies == (0 if batch == 1 else 4)
+
+
 SIZE = 5
 
 
@@ -63,7 +86,7 @@ def reduced(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict]:
         counter.groups = {world.group_name: "world"}
         comm(output_tensor=out, input_tensor=inputs[rank], group=None, op=dist.ReduceOp.SUM)
     same = torch.empty_like(out)
-    GroupSum(world)(same, inputs[rank], group=None, op=dist.ReduceOp.SUM)
+    GroupSum(world)(output_tensor=same, input_tensor=inputs[rank], group=None, op=dist.ReduceOp.SUM)
     torch.testing.assert_close(same, out)
     expected = torch.zeros(SIZE, dtype=dtype)
     for each in inputs:

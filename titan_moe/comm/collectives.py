@@ -284,13 +284,23 @@ class _StartRows(torch.autograd.Function):
 
 
 def _gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    return torch.cat(_gathered(x, group).chunk(group.size()), x.ndim - 2)
+    gathered = _gathered(x, group)
+    if _is_one_sequence(x):
+        return gathered.view(1, -1, x.shape[-1])
+    return torch.cat(gathered.chunk(group.size()), x.ndim - 2)
 
 
 def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    terms = torch.cat(x.chunk(group.size(), x.ndim - 2))
-    own = _functional.reduce_scatter_tensor(terms, "sum", group.size(), group.group_name)
+    size, is_one = group.size(), _is_one_sequence(x)
+    terms = x.reshape(size, -1, x.shape[-1]) if is_one else torch.cat(x.chunk(size, x.ndim - 2))
+    own = _functional.reduce_scatter_tensor(terms.contiguous(), "sum", size, group.group_name)
     return _functional.wait_tensor(own)
+
+
+def _is_one_sequence(x: Tensor) -> bool:
+    """Returns whether parts of sequences lie one after the other, in no need of a copy. The pass,
+    which does without one itself, wants the forms as they are."""
+    return x.ndim == 3 and len(x) == 1 and not torch.compiler.is_compiling()
 
 
 # --- counts ---

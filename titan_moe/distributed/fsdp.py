@@ -4,14 +4,14 @@ Every reduction is a plain sum (docs/parallelism.md, "One rule for gradients"). 
 alone is HSDP whose shard axis has one rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
 from titan_moe.distributed.dtensor import local_part
@@ -184,30 +185,26 @@ def _shard(
     # gloo has no pre-multiplied sum, which a divide factor would otherwise ask for.
     sharded.set_force_sum_reduction_for_comms(True)
     by_gloo = mesh.device_type == "cpu" and dist.get_backend(group) == "gloo"
-    reduce_scatter = ExchangedSum(group) if by_gloo else GroupSum(group)
-    sharded.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+    sharded.set_custom_reduce_scatter((ExchangedSum if by_gloo else GroupSum)(group))
 
 
 @dataclass
-class GroupSum:
-    """A reduce-scatter over `group`, where FSDP2's own takes the group that gathers. torch 2.13 can
-    make another itself, but without our options and time limits."""
+class GroupSum(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, over `group` in place of the group that gathers. torch 2.13 can make
+    another itself, but without our options and time limits."""
 
     group: ProcessGroup
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *, op: Any, **_: Any) -> None:
-        """Writes this rank's part, [n], of the sum over ranks of inputs of [P n]."""
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, self.group)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **{**kwargs, "group": self.group})
 
 
 class ExchangedSum(GroupSum):
     """A reduce-scatter for gloo, whose own is an all-reduce that sends twice the bytes: an exchange
     of parts, and a local sum in the order of ranks."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
+    def __call__(self, output_tensor, input_tensor, **_):  # type: ignore[override, no-untyped-def]
+        """Writes this rank's part, [n], of the sum over ranks of inputs of [P n]."""
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=self.group)
         first, second, *others = parts.chunk(self.group.size())

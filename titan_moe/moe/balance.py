@@ -87,7 +87,7 @@ def sequence_loss(scores_BSE: Tensor, chosen_BE: Tensor) -> Tensor:
 
 def global_loss(scores_BSE: Tensor, load_E: Tensor) -> Tensor:
     """Global-batch loss: `load_E` holds each expert's share of the previous step's tokens."""
-    return scores_BSE.shape[-1] * (scores_BSE.sum((0, 1)) * load_E.to(scores_BSE.dtype)).sum()
+    return scores_BSE.shape[-1] * torch.dot(scores_BSE.sum((0, 1)), load_E.to(scores_BSE.dtype))
 
 
 def z_loss(logits_TE: Tensor, counted_BS: Tensor | None = None) -> Tensor:
