@@ -102,16 +102,16 @@ def _uneven_rank(job: JobConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def _lone_axes(run: Run) -> list[str]:
-    """Returns a line for each mesh axis with options that has one rank, and for gradients' groups
-    where no gradient is scattered."""
+    """Returns a line for each mesh axis with options that has one rank, and one for gradients'
+    groups if no gradient is scattered."""
     sizes = run.job.parallelism.degrees
     fsdp = (run.shard or 1) * sizes["cp"]
     sizes |= {"fsdp": fsdp, "sequence": sizes["cp"] * sizes["tp"]}
     sizes["edp"] = fsdp * sizes["tp"] // (sizes["ep"] * sizes["etp"])
-    alone = [f"axes.{axis}" for axis in run.job.comm.axes if sizes[axis] == 1]
+    alone = {f"axes.{axis}": "the axis has" for axis in run.job.comm.axes if sizes[axis] == 1}
     if run.job.comm.separate_reduce_scatter and sizes["fsdp"] == sizes["edp"] == 1:
-        alone.append("separate_reduce_scatter")
-    return [f"comm.{key} has no effect: the axis has one rank" for key in alone]
+        alone["separate_reduce_scatter"] = "fsdp and edp have"
+    return [f"comm.{key} has no effect: {axis} one rank" for key, axis in alone.items()]
 
 
 def narrow_lines(job: JobConfig) -> list[str]:

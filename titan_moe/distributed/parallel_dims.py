@@ -232,9 +232,8 @@ class Meshes:
 
     def known_groups(self, axis: str) -> "list[ProcessGroup]":
         """Returns those that `group` and `gradient_group` would and that exist already."""
-        kinds = [kind := self._kind(axis)]
-        if kind[0] == "parameters":
-            kinds.append(("gradients", kind[1]))
+        traffic, options = kind = self._kind(axis)
+        kinds = [kind, ("gradients", options)] if traffic == "parameters" else [kind]
         found = (self.groups.known(self.members(axis), kind) for kind in kinds)
         return [group for group in found if group is not None]
 

@@ -17,10 +17,10 @@ from titan_moe.comm.process import backend_timeout, nccl_options
 from titan_moe.config.job_config import AxisOptions, Comm
 
 GroupKind = tuple[str, AxisOptions | None]
-"""What travels over a group, "tokens", "parameters" or "gradients", and options of the backend that
-are an axis' own: groups of the same ranks that differ in either are distinct. NCCL runs one
-collective at a time per communicator: if tokens and parameters shared one, FSDP's prefetch would
-wait behind the token dispatch. Gradients share that of parameters unless
+"""Names what travels over a group, "tokens", "parameters" or "gradients", and holds the options of
+the backend that are an axis' own: groups of the same ranks that differ in either are distinct. NCCL
+runs one collective at a time per communicator: if tokens and parameters shared one, FSDP's prefetch
+would wait behind the token dispatch. Gradients share that of parameters unless
 `comm.separate_reduce_scatter` is set."""
 _Key = tuple[tuple[int, ...], GroupKind | None]
 

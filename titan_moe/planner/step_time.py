@@ -58,7 +58,7 @@ _TILE = 64
 """Rows and columns of a tile of grouped products: smaller sizes cost as much."""
 DISPATCHES, _DISPATCHES_COMPILED = {"dense": 75, "routed": 130}, 0.4
 """Operations of a layer's forward that the host issues, a third of those of both passes, and the
-share of them that compiled layers leave. A layer of both kinds, with tp and ep, was counted at 621
+share of them that compiled layers leave. A layer of both kinds, with tp and ep, was counted at 612
 in both passes."""
 _GATHER_PASSES, _REDUCE_PASSES, _ADD_PASSES = 4, 5, 3
 """Times that a CPU reads or writes a layer's parameters: to fill FSDP's buffer and to copy them
