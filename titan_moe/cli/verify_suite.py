@@ -44,8 +44,7 @@ def run(options: argparse.Namespace) -> Answer:
     out = options.out or Path("outputs") / f"regression_{options.suite.stem}"
     rows = []
     with workplace(out):
-        say = partial(print, " ", flush=True)
-        runners = prepare_suite(suite, out, forecast, say)
+        runners = prepare_suite(suite, out, forecast, partial(print, " ", flush=True))
         if options.dry_run:
             return Answer(forecast.rows(), forecast.table())
         print(forecast.line(), flush=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
+from torch.library import Library, impl
 
 from titan_moe.comm.turns import BACKWARD, FORWARD, Turns
 from titan_moe.ops.linear import linear
@@ -223,19 +224,22 @@ def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """Returns all ranks' tensors of one shape, joined along the first dim in rank order."""
-    if not torch.compiler.is_compiling() and is_gloo(group, x.device):
-        # torch 2.13's gloo notes the name of the last operation from two threads without a lock.
-        # That of the functional all-gather needs the heap (over 15 characters): ranks died of it.
-        gathered = x.new_empty(group.size(), *x.shape)
-        dist.all_gather(list(gathered.unbind()), x.contiguous(), group=group)
-        return gathered.flatten(0, 1) if x.ndim else gathered
     gathered = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
     return _functional.wait_tensor(gathered)
 
 
-def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    """Returns whether gloo sends the group's tensors of this device."""
-    return group._get_backend(device).name() == "gloo"
+_kernels = Library("_c10d_functional", "IMPL")
+
+
+@impl(_kernels, "all_gather_into_tensor", "CPU")
+def _all_gather_on_cpu(x: Tensor, group_size: int, group_name: str) -> Tensor:
+    """Takes the place of torch's kernel, by which DTensor gathers, too: gloo notes the name of the
+    last operation from two threads without a lock. That of torch's kernel needs the heap (over 15
+    characters), and ranks died of it (torch 2.13)."""
+    gathered = x.new_empty(group_size, *x.shape)
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    dist.all_gather(list(gathered.unbind()), x.contiguous(), group=group)
+    return gathered.flatten(0, 1) if x.ndim else gathered
 
 
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:

@@ -120,8 +120,7 @@ class HangWatch:
         """Returns the report's lines, and whether this rank wrote them."""
         self._store.set(_ASKED, str(self._rank))
         keys = [f"hang/rank-{rank}" for rank in range(self._world_size)]
-        own = make_record(self._rank, self._error)
-        self._store.set(keys[self._rank], json.dumps(own))
+        self._store.set(keys[self._rank], json.dumps(make_record(self._rank, self._error)))
         _wait_until(lambda: self._store.check(keys), _ANSWER_S)
         present = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         if present[0] != self._rank and _wait_until(lambda: self._store.check([_LINES]), _ANSWER_S):

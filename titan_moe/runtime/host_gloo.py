@@ -76,17 +76,19 @@ class HostGloo(_Staged):
     def __init__(self, options: Any) -> None:
         place = options.store, options.group_rank, options.group_size
         super().__init__(options.group_rank, options.group_size)
-        backend = dist.ProcessGroupGloo(*place, timeout=options.timeout)
+        how: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        how._devices = [dist.ProcessGroupGloo.create_default_device()]
+        how._timeout = options.timeout
+        how._threads = 1  # Two write the name of an operation at once: comm/collectives.py.
         # The flight recorder tells a group's ranks by these.
-        backend.options.global_ranks_in_group = options.global_ranks_in_group
-        backend.options.group_name = options.group_id
-        self.gloo = dist.ProcessGroup(*place)
+        how.global_ranks_in_group = options.global_ranks_in_group
+        how.group_name = options.group_id
+        backend = dist.ProcessGroupGloo(*place, how)
+        self.gloo, kind = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
         for group in (self, self.gloo):
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group._set_default_backend(kind)
             for device in _DEVICES:
-                group._register_backend(
-                    torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
-                )
+                group._register_backend(torch.device(device), kind, backend)
 
 
 def register() -> None:

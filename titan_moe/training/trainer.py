@@ -349,8 +349,7 @@ def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
     if not job.checkpoint.create_seed_checkpoint:
         return Trainer(job, model_config, process).train()
     plan = plan_here(job, model_config, process.device, process.local_world_size)
-    sharded = _build(plan, process)
-    checkpointer = _checkpointer(job, sharded, None)
+    checkpointer = _checkpointer(job, _build(plan, process), None)
     checkpointer.save(0, {})
     log_on_rank_zero("the initial weights are %s", checkpointer.folder / "step-0")
     return False

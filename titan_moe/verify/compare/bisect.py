@@ -95,8 +95,7 @@ class Bisection(Runner):
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
             f"{bits.candidate!r}"
         )
-        bounds = dict.fromkeys(COMPARED, self._bound())
-        beyond = first_beyond(baseline, candidate, bounds)
+        beyond = first_beyond(baseline, candidate, dict.fromkeys(COMPARED, self._bound()))
         return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond.step])]))
 
     def at(self, step: int) -> StepFinding:

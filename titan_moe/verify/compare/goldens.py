@@ -129,8 +129,7 @@ def save_golden(
 def _read(path: Path) -> Golden:
     try:
         found = json.loads(path.read_bytes())
-        name = path.parent.name
-        run = _curves(found, found["curve"], f"golden {name}")
+        run = _curves(found, found["curve"], f"golden {path.parent.name}")
         controls = [
             _curves(found, each, f"control {number}")
             for number, each in enumerate(found["repeats"], 1)
