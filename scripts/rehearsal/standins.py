@@ -113,7 +113,8 @@ def _copied(named: Mapping[str, Any]) -> None:
 
 def _added(named: Mapping[str, Any]) -> None:
     if named["y_ptr"] is not None and named["rows_ptr"] is not None:
-        named["out_ptr"].copy_(add_rows_reference(named["y_ptr"], named["rows_ptr"]))
+        given = named["y_ptr"], named["rows_ptr"], named["other_ptr"]
+        named["out_ptr"].copy_(add_rows_reference(*given))
 
 
 def _permuted(named: Mapping[str, Any]) -> None:

@@ -39,8 +39,7 @@ def connected() -> dict[str, list[list[int]]]:
     watch_collectives(
         seen, lambda name, group: seen[name].append(dist.get_process_group_ranks(group))
     )
-    dims = ParallelDims(4, pp=2, dp_shard=2, ep=2)
-    meshes = dims.build_mesh("cpu")
+    meshes = ParallelDims(4, pp=2, dp_shard=2, ep=2).build_mesh("cpu")
     meshes.groups.connect(meshes.group("ep"), torch.device("cpu"))
     return seen
 

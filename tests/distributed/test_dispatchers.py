@@ -105,8 +105,7 @@ def _travel(case: Case) -> Seen:
         route.borrowed.start({"w": w_LDD})
     rows = dispatcher.receive(sent, route)
     joined = w_LDD if rows.borrowed is None else rows.borrowed.join("w", w_LDD)
-    y_RD = _experts(rows, joined)
-    y_TD = dispatcher.add_up(dispatcher.send_home(y_RD, route), route)
+    y_TD = dispatcher.add_up(dispatcher.send_home(_experts(rows, joined), route), route)
     kept_TK = torch.ones_like(weights_TK).bool()
     if case.name == CAPACITY:
         kept_TK = route.rows.rows_TK >= 0

@@ -20,7 +20,6 @@ def test_layouts_of_eight_ranks_are_inside_and_planted_mistakes_different(tmp_pa
     short.write_text(text)
     words = ["verify", "suite", str(short), "--out", str(tmp_path / "out"), "--json"]
     done = run_to_end(*TITAN_MOE, *words, cwd=REPO, seconds=900)
-    rows = json.loads(done.stdout)
-    found = [row["verdict"] for row in rows]
+    found = [row["verdict"] for row in json.loads(done.stdout)]
     assert found == 4 * ["inside the noise band"] + 2 * ["different"], done.stdout
     assert (tmp_path / "out" / "summary.html").read_text().count('<svg class="chart"') == 2

@@ -53,6 +53,9 @@ def check(dtype: torch.dtype, device: str = "cpu") -> None:
                     expected_TD[token] += y_RD[row]
         y_TD = move_rows.add_rows(y_RD.to(device), rows_TK.to(device))
         _assert_equal(y_TD, expected_TD)
+        whole_RD, part_RD = y_RD + 2.0, torch.full_like(y_RD, 2.0)
+        both_TD = move_rows.add_rows(y_RD.to(device), rows_TK.to(device), part_RD.to(device))
+        _assert_equal(both_TD, move_rows.add_rows_reference(whole_RD, rows_TK))
 
         one_1D = torch.arange(x_TD.shape[1])[None].remainder(7).to(dtype)
         spread_RD = one_1D.to(device).expand(len(y_RD), -1)  # A gradient may be of this kind.

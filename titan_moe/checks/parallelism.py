@@ -91,8 +91,7 @@ def _sequence_slices(run: Run) -> Iterator[Mistake]:
 def _recurrent_segments(run: Run) -> Iterator[str]:
     degrees, recurrent = run.job.parallelism, run.model.recurrent
     cp = degrees.context_parallel_degree
-    balanced = degrees.context_parallel_load_balancer == "headtail"
-    segments = cp * (2 if balanced else 1)
+    segments = cp * (2 if degrees.context_parallel_load_balancer == "headtail" else 1)
     if recurrent is None or cp == 1:
         return
     back = recurrent.conv_size - 1

@@ -67,8 +67,7 @@ def run(options: argparse.Namespace) -> Answer:
     says = f"{parameters:,} parameters, {active:,} active"
     stages = training_stage_lines(job)
     found |= {"notes": notes, "stages": stages, "data": samples}
-    lines = [line.format(**found), *stages, says, *samples, *notes, _LEFT]
-    return Answer(found, lines)
+    return Answer(found, [line.format(**found), *stages, says, *samples, *notes, _LEFT])
 
 
 def _audit(names: list[str]) -> Answer:

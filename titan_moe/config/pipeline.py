@@ -156,8 +156,7 @@ def model_parts(
     costs = [weights[name] for name in layers]
     costs[0] += first
     costs[-1] += last
-    cuts = _even_cuts(tuple(costs), stages)
-    parts = [layers[start:end] for start, end in pairwise(cuts)]
+    parts = [layers[start:end] for start, end in pairwise(_even_cuts(tuple(costs), stages))]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "output"]
     return parts

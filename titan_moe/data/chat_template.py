@@ -210,8 +210,7 @@ def _mark_loops(body: list[Any]) -> None:
 
 
 def _mark_output(near: jinja2.nodes.Node, arguments: list[Any]) -> jinja2.nodes.Node:
-    function = jinja2.nodes.Name(_MARK, "load")
-    call = jinja2.nodes.Call(function, arguments, [], None, None)
+    call = jinja2.nodes.Call(jinja2.nodes.Name(_MARK, "load"), arguments, [], None, None)
     output = jinja2.nodes.Output([call]).set_lineno(near.lineno)
     return output.set_environment(near.environment)  # type: ignore[arg-type]
 

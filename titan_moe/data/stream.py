@@ -242,8 +242,7 @@ class StreamOrder:
 
     def __post_init__(self) -> None:
         self.fingerprint = f"{self.stream.fingerprint}:files={self.stream.num_files}"
-        count = _num_partitions(self.stream.sizes, self.global_batch_size)
-        self.seek(None, [0] * count)
+        self.seek(None, [0] * _num_partitions(self.stream.sizes, self.global_batch_size))
 
     @property
     def description(self) -> str:

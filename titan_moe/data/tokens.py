@@ -96,8 +96,7 @@ class TokenCorpus:
                 f"{self._folder / _OFFSETS} is damaged, document {index} is not in the file: copy "
                 "the folder again, or make it anew"
             )
-        ids = self._read(TOKENS, start, end)
-        return Document(f"{self._folder.name}/{index}", ids)
+        return Document(f"{self._folder.name}/{index}", self._read(TOKENS, start, end))
 
     def _read(self, name: str, start: int, end: int) -> np.ndarray:
         return read_numbers(self._files[name], _TYPES[name], start, end)

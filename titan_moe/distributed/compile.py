@@ -152,6 +152,6 @@ class ForAnyRows(nn.Module):
         self.compute = compute
 
     def forward(self, rows: ExpertRows, weights: ExpertWeights) -> Tensor:
-        for x_R in (rows.x_RD, rows.weights_R):
+        for x_R in (x for x in (rows.x_RD, rows.weights_R, rows.again_RD) if x is not None):
             torch._dynamo.maybe_mark_dynamic(x_R, 0)
         return self.compute(rows, weights)  # type: ignore[no-any-return]

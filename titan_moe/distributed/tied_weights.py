@@ -43,8 +43,7 @@ def find_tied_weights(
         [parameters[n] for n in group if n in parameters and parameters[n].requires_grad]
         for group in groups
     ]
-    rank = dist.get_rank()
-    others = [end for end in ends if end != rank]
+    others = [end for end in ends if end != dist.get_rank()]
     return TiedWeights(
         copies=[tie for tie in copies if tie],
         replicas={parameters[name] for group in groups for name in group[1:] if name in parameters},

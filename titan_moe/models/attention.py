@@ -77,8 +77,7 @@ class GQA(Attention):
         if not attention.shares_kv:
             self.wv = nn.Linear(dim, kv_heads * attention.v_dim, bias=bias)
         self.wo = nn.Linear(heads * attention.v_dim, dim, bias=bias and attention.output_bias)
-        by_head = attention.gate == "heads"
-        self.wg = nn.Linear(dim, heads, bias=False) if by_head else None
+        self.wg = nn.Linear(dim, heads, bias=False) if attention.gate == "heads" else None
         # Norms of whole projections, over all heads; norms of each head.
         self.wq_norm: nn.Module = nn.Identity()
         self.wk_norm: nn.Module = nn.Identity()

@@ -49,8 +49,7 @@ class KeptKeys:
 
 
 def _joined(kept: dict[str, Tensor], name: str, new_BHSC: Tensor) -> Tensor:
-    before = [kept[name]] if name in kept else []
-    kept[name] = torch.cat([*before, new_BHSC], 2)
+    kept[name] = torch.cat([kept.get(name, new_BHSC[:, :, :0]), new_BHSC], 2)
     return kept[name]
 
 

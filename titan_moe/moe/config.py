@@ -86,8 +86,7 @@ def places_reached(top_k: int, places: int) -> float:
 
 def deduplication_pays(top_k: int, places: int, ranks: int) -> bool:
     """Returns whether there are 8 ranks or more and one row per place is clearly fewer rows."""
-    saving = top_k / places_reached(top_k, places)
-    return ranks >= _FEWEST_RANKS and saving >= _LEAST_SAVING
+    return ranks >= _FEWEST_RANKS and top_k / places_reached(top_k, places) >= _LEAST_SAVING
 
 
 def rows_of_buffers(

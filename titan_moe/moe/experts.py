@@ -81,7 +81,7 @@ class ExpertOutputs(nn.Module):
         # Inputs are scaled by a pass of torch, which would copy all rows for a wider factor.
         before_R1 = weights_R1.to(rows.x_RD.dtype) if self.scale_inputs else None
         after_R1 = None if self.scale_inputs else weights_R1
-        stacks = w["w1"], w.get("w3"), offsets_E, multiply
+        stacks = w["w1"], w.get("w3"), offsets_E, multiply, rows.again_RD
         gate_RF, up_RF = projections(rows.x_RD, before_R1, *stacks)
         gate_RF = add_bias(gate_RF, w.get("b1"), offsets_E)
         if up_RF is not None:
@@ -141,15 +141,19 @@ def projections(
     w3_EFD: Tensor | None,
     offsets_E: Tensor,
     multiply: GroupedMM = grouped_mm,
+    again_RD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """multiply(weights * x, w) for w1 and for w3: gate_RF and up_RF. With `grouped_mm` keeps x, not
     the weighted rows. Another product keeps its operands for the backward as it needs them.
+
+    again_RD: x for w3, if that has a tensor of its own (`gather_rows_twice`).
     """
     if weights_R1 is not None:
         if multiply is grouped_mm:
             return _ScaledProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
-        x_RD = x_RD * weights_R1
-    up_RF = None if w3_EFD is None else multiply(x_RD, w3_EFD, offsets_E)
+        x_RD, again_RD = x_RD * weights_R1, None
+    again_RD = x_RD if again_RD is None else again_RD
+    up_RF = None if w3_EFD is None else multiply(again_RD, w3_EFD, offsets_E)
     return multiply(x_RD, w1_EFD, offsets_E), up_RF
 
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-LinearMap = Callable[..., Tensor]
+LinearMap = Callable[..., Any]
 
 
 def linear(
     x: Tensor, function: LinearMap, transposed: LinearMap, *saved: Tensor, **both: Any
-) -> Tensor:
+) -> Any:
     """Returns function(x) for a linear function whose backward is transposed(gradient, *saved).
-    Both functions get the further arguments `both`.
+    Both functions get the further arguments `both`. If x is copied to several results,
+    `transposed` gets the gradients of those that have one.
 
     Tensors that the backward reads belong in `saved`: recomputation frees those, and would keep
     what `transposed` holds itself.
@@ -27,13 +28,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, x: Tensor, function: LinearMap, transposed: LinearMap, *saved: Tensor
-    ) -> Tensor:
+    ) -> Any:
         ctx.transposed = transposed  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         return function(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+    def backward(ctx, *grads: Tensor | None):  # type: ignore[no-untyped-def]
         saved = ctx.saved_tensors  # Once: a recomputation hands them out once.
-        return ctx.transposed(grad, *saved), None, None, *(None for _ in saved)
+        given = [grad for grad in grads if grad is not None]
+        grad_x = ctx.transposed(*given, *saved) if given else None
+        return grad_x, None, None, *(None for _ in saved)

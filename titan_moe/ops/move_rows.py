@@ -28,6 +28,20 @@ def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
     return gathered_rows(x_TD, copy_rows(x_TD.detach(), row_map.source_R), row_map)
 
 
+def gather_rows_twice(x_TD: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+    """Returns `gather_rows` as two tensors of the same memory, for two readers: the backward adds
+    up the gradients of both as it reads them."""
+
+    def copy(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        x_RD = copy_rows(x_TD, row_map.source_R)
+        return x_RD, x_RD.detach()
+
+    def add(grad_RD: Tensor, *others: Tensor) -> Tensor:
+        return add_rows(grad_RD, others[-1], *others[:-1])
+
+    return linear(x_TD, copy, add, row_map.rows_TK)  # type: ignore[no-any-return]
+
+
 def gathered_rows(x_TD: Tensor, x_RD: Tensor, row_map: RowMap) -> Tensor:
     """Returns x_RD as `gather_rows` does, from rows that `copy_rows` has copied already: the first
     rows of the map, or all."""
@@ -61,12 +75,14 @@ def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
     return x_RD.index_fill_(0, padding_R.nonzero()[:, 0], 0)
 
 
-def add_rows_reference(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
+def add_rows_reference(y_RD: Tensor, rows_TK: Tensor, other_RD: Tensor | None = None) -> Tensor:
     """Computes `add_rows` in plain torch.
 
     embedding_bag adds without writing the T * K rows down, in a fifth of the time of index_select
     and sum; but it does not round narrow sums to nearest even.
     """
+    if other_RD is not None:
+        return add_rows_reference(y_RD + other_RD, rows_TK)
     present_TK = rows_TK >= 0
     is_full, is_narrow = bool(present_TK.all()), y_RD.dtype.itemsize < 4
     if is_full and (rows_TK.shape[1] == 1 or (is_narrow and rows_TK.shape[1] == 2)):
@@ -88,6 +104,7 @@ def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
 
 
 @operation("add_rows", add_rows_reference, "move_rows_triton")
-def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """Adds up rows like `combine_rows`, without a gradient."""
+def add_rows(y_RD: Tensor, rows_TK: Tensor, other_RD: Tensor | None = None) -> Tensor:
+    """Adds up rows like `combine_rows`, without a gradient; those of y + other, each sum
+    rounded as autograd would, if there are others."""
     return y_RD.new_empty(rows_TK.shape[0], y_RD.shape[1])

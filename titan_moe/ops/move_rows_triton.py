@@ -22,7 +22,7 @@ def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
     return x_RD
 
 
-def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
+def add_rows(y_RD: Tensor, rows_TK: Tensor, other_RD: Tensor | None = None) -> Tensor:
     """Computes `move_rows.add_rows`."""
     y_RD, rows_TK = y_RD.contiguous(), rows_TK.contiguous()
     num_tokens, top_k = rows_TK.shape
@@ -33,6 +33,7 @@ def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
         grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(dim, columns))
         _add_rows_kernel[grid](
             y_RD,
+            None if other_RD is None else other_RD.contiguous(),
             rows_TK,
             y_TD,
             num_tokens,
@@ -77,6 +78,7 @@ def _copy_rows_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_rows_kernel(
     y_ptr,
+    other_ptr,
     rows_ptr,
     out_ptr,
     num_tokens,
@@ -93,11 +95,11 @@ def _add_rows_kernel(
     total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float64 if WIDE else tl.float32)
     for k in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + token * TOP_K + k, mask=is_token, other=-1).to(tl.int64)
-        y = tl.load(
-            y_ptr + row[:, None] * DIM + column[None, :],
-            mask=(row >= 0)[:, None] & inside,
-            other=0,
-        )
+        place, present = row[:, None] * DIM + column[None, :], (row >= 0)[:, None] & inside
+        y = tl.load(y_ptr + place, mask=present, other=0)
+        if other_ptr is not None:
+            other = tl.load(other_ptr + place, mask=present, other=0)
+            y = (y.to(total.dtype) + other.to(total.dtype)).to(y.dtype)
         total += y.to(total.dtype)
     tl.store(
         out_ptr + token[:, None] * DIM + column[None, :],

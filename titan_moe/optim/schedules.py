@@ -57,8 +57,7 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     if decay_steps == 0 or step <= begin:
         return 1.0
     at = Decay(step, begin, progress=min(1.0, (step - begin) / decay_steps))
-    remaining = DECAYS[config.decay_type](at)
-    return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
+    return config.min_lr_factor + (1 - config.min_lr_factor) * DECAYS[config.decay_type](at)
 
 
 def warn_of_changed_rate(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:

@@ -51,8 +51,7 @@ class StopRequest:
     the node."""
 
     def __init__(self, launch: Launch, environment: Mapping[str, str]) -> None:
-        folder = attempt_folder(environment)
-        self._folder = folder if launch.local_rank == 0 else None
+        self._folder = attempt_folder(environment) if launch.local_rank == 0 else None
 
     def asks(self) -> bool:
         """Returns whether this rank asks all to stop after the present step."""

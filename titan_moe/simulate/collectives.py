@@ -196,8 +196,7 @@ def _compare(report: WorldReport, trial: str, logs: Mapping[int, RankLog]) -> No
     logs = dict(sorted(logs.items()))
     is_whole = all(log.is_whole for log in logs.values())
     if not report.findings:
-        has_failed = bool(report.errors) and not is_whole
-        found = find_desyncs(logs, has_failed=has_failed)
+        found = find_desyncs(logs, has_failed=bool(report.errors) and not is_whole)
         report.findings += [(trial, finding) for finding in found]
     report.collectives += sum(len(log.issued) for log in logs.values())
     if is_whole:

@@ -85,8 +85,7 @@ class Whereabouts:
     def _hooks(self, name: str, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
         # Before FSDP's own hook, whose gathering is then the layer's.
         before = module.register_forward_pre_hook(lambda *_: self._moves(name), prepend=True)
-        after = module.register_forward_hook(lambda *_: self._moves(""))
-        return [before, after]
+        return [before, module.register_forward_hook(lambda *_: self._moves(""))]
 
     def _moves(self, layer: str) -> None:
         if torch._C._current_autograd_node() is None:
@@ -117,8 +116,7 @@ def _caller(frame) -> tuple[str, bool]:  # type: ignore[no-untyped-def]
         if not caller and _FSDP in path:
             caller = "FSDP"
         elif not caller and _PACKAGE in path:
-            file = path.rpartition(_PACKAGE)[2]
-            name = f"{file}:{function}"
+            name = f"{path.rpartition(_PACKAGE)[2]}:{function}"
             if not name.startswith(_NOT_CALLERS):
                 caller = name
         recomputes = function == "unpack_hook" and path.endswith(_CHECKPOINT)

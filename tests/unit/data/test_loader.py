@@ -80,8 +80,7 @@ def test_resume_under_another_number_of_ranks_reads_the_same_rows(section, befor
 
 
 def test_reading_ahead_does_not_show_in_the_state():
-    section = training(dataloader={"prefetch_factor": 6})
-    (eager,) = loaders(section, 1)
+    (eager,) = loaders(training(dataloader={"prefetch_factor": 6}), 1)
     (lazy,) = loaders(training(dataloader={"prefetch_factor": 1}), 1)
     for _ in range(4):
         eager.next_step()

@@ -47,8 +47,7 @@ def test_copy_holds_every_document(tmp_path, monkeypatch, kind, workers):
     if kind == "json":
         source = corpus_of(tmp_path)
     else:
-        folder = write_hub(tmp_path / "hub", TEXTS)
-        source = HubStream(Source("training.", "c4", folder))
+        source = HubStream(Source("training.", "c4", write_hub(tmp_path / "hub", TEXTS)))
     out = tmp_path / "copies" / "out"
     manifest = write_tokens(source, "bytes", out, workers=workers)
     corpus = opened(out)

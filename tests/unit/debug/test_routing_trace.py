@@ -147,8 +147,7 @@ def test_record_names_what_it_lacks(tmp_path: Path) -> None:
     assert refusal(Record, tmp_path) == nothing
     write(tmp_path, PARTS["one"])
     record = Record(tmp_path)
-    stranger = Tokens([SequenceName(0xBAD, 0)], np.arange(P))
-    line = failure(experts, record, stranger)
+    line = failure(experts, record, Tokens([SequenceName(0xBAD, 0)], np.arange(P)))
     assert line.startswith("step 1 of ")
     assert "no routing of layers.1 for the sequence 00000bad" in line
     further = Tokens(name_sequences(FINGERPRINTS), np.arange(P + 1))
@@ -174,8 +173,8 @@ def test_layer_follows_microbatches_one_after_the_other(tmp_path: Path) -> None:
     assert f"Replay(\n      decisions of {tmp_path}" in repr(moe), "a printed model says it"
     kept = Kept(replay, form)
     ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 1]]
-    free = [4, 4]  # No expert: the router decides.
-    replay.follow(torch.tensor([[*ahead, free]], dtype=torch.uint16))
+    # No expert: the router decides.
+    replay.follow(torch.tensor([[*ahead, [4, 4]]], dtype=torch.uint16))
     x_BSD = torch.cat([torch.randn(1, 5, 8), torch.randn(1, 1, 8)], 1)
     moe(x_BSD[:, :2])
     moe.train(False)

@@ -126,8 +126,7 @@ def test_on_gpus_only_control_groups_have_gloo(nccl: mock.Mock) -> None:
 def test_options_of_an_axis_give_it_a_group_of_its_own(nccl: mock.Mock) -> None:
     """The axes tp and ep are the same ranks, fsdp is those of edp."""
     axes = {"ep": {"max_ctas": 8, "high_priority": False}, "fsdp": {"min_ctas": 2, "max_ctas": 4}}
-    comm = Comm.model_validate({"parameter_sms": 16, "axes": axes})
-    meshes = meshes_of(comm, tp=2, ep=2)
+    meshes = meshes_of(Comm.model_validate({"parameter_sms": 16, "axes": axes}), tp=2, ep=2)
     for axis in ("fsdp", "tp", "edp", "ep", "tp", "ep"):
         meshes.group(axis)
     made = {call.kwargs["group_desc"]: options_of(call) for call in nccl.new_group.call_args_list}

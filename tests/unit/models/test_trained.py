@@ -100,8 +100,7 @@ def unknown(job: JobConfig) -> list[str]:
     ],
 )
 def test_a_pattern_without_a_match_is_refused_with_the_nearest_names(tables: dict, line: str):
-    job = make_job("deepseek_v3", **tables)
-    (found,) = unknown(job)
+    (found,) = unknown(make_job("deepseek_v3", **tables))
     assert line in found
 
 

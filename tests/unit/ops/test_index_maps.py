@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.move_rows_cases import DTYPES
+from tests.support.operations import Operations
 from tests.support.permute_cases import ALIGNMENTS, check
+from titan_moe.ops import move_rows
 from titan_moe.ops.move_rows import add_rows, combine_rows, copy_rows, gathered_rows
 from titan_moe.ops.permute_indices import copy_to_ranks, max_padded_rows
 
@@ -43,6 +45,8 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
     if num_rows:
         assert torch.autograd.gradcheck(sent_of, x_MD)
         assert torch.autograd.gradcheck(lambda y: combine_rows(y, copies), y_RD)
+        assert torch.autograd.gradcheck(lambda x: move_rows.gather_rows_twice(x, copies), x_MD)
+        assert torch.autograd.gradcheck(lambda x: move_rows.gather_rows_twice(x, copies)[1], x_MD)
 
 
 @pytest.mark.parametrize("lacks_some", [False, True])
@@ -60,6 +64,23 @@ def test_terms_are_added_in_order_and_narrow_sums_rounded_once(
         terms_TD = torch.where(rows_T[:, None] < 0, 0, y_RD[rows_T])
         sums_TD += terms_TD
     assert torch.equal(add_rows(y_RD, rows_TK), sums_TD.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_readers_of_rows_have_the_gradient_of_one_without_a_sum_of_its_own(dtype) -> None:
+    """The same to the bit: whoever reads both uses of one tensor changes no number."""
+    torch.manual_seed(0)
+    copies = copy_to_ranks(_reached(20, 5, 3, seed=1), 3)
+    x_MD = torch.randn(20, 8).to(dtype).requires_grad_()
+    first_RD, second_RD = (torch.randn(len(copies.source_R), 8).to(dtype) for _ in range(2))
+    one_RD, two_RD = move_rows.gather_rows_twice(x_MD, copies)
+    assert torch.equal(one_RD, two_RD) and one_RD.data_ptr() == two_RD.data_ptr()
+    with Operations() as seen:
+        (ours,) = torch.autograd.grad([one_RD, two_RD], x_MD, [first_RD, second_RD])
+    assert seen.calls["aten.add"] + seen.calls["aten.add_"] == 0
+    x_RD = move_rows.gather_rows(x_MD, copies)
+    (plain,) = torch.autograd.grad([x_RD * 1, x_RD.clone()], x_MD, [first_RD, second_RD])
+    assert torch.equal(ours, plain)
 
 
 @settings(max_examples=60)

@@ -31,7 +31,8 @@ def test_kernel_with_too_large_a_tile_spills() -> None:
     from titan_moe.ops import move_rows_triton as kernels
 
     constants = {"DIM": 2048, "TOKENS": 16, "COLUMNS": 512, "TOP_K": 8, "WIDE": 0}
-    types = {"y_ptr": "*bf16", "rows_ptr": "*i64", "out_ptr": "*bf16", "num_tokens": "i32"}
+    types = dict.fromkeys(["y_ptr", "other_ptr", "out_ptr"], "*bf16")
+    types |= {"rows_ptr": "*i64", "num_tokens": "i32"}
     compiled = compile_kernel(kernels._add_rows_kernel, types, constants, num_warps=1)
     assert spilled_bytes(compiled) > 0
 
@@ -47,9 +48,10 @@ def test_permute_indices_compiles(counts: str) -> None:
     assert asm["cubin"]
 
 
+@pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("index", ["*i32", "*i64"])
 @pytest.mark.parametrize("dim", [1, 1536, 2048])
-def test_rows_compile_and_move_16_bytes_at_a_time(dim: int, index: str) -> None:
+def test_rows_compile_and_move_16_bytes_at_a_time(dim: int, index: str, two: bool):
     """A row's place is computed in 64 bits, also from an index of 32."""
     from titan_moe.ops import move_rows_triton as kernels
 
@@ -62,6 +64,7 @@ def test_rows_compile_and_move_16_bytes_at_a_time(dim: int, index: str) -> None:
 
     constants = {"DIM": dim, "TOKENS": rows // 2 or 1, "COLUMNS": columns, "TOP_K": 8, "WIDE": 0}
     pointers = {"y_ptr": "*bf16", "rows_ptr": index, "out_ptr": "*bf16"}
+    (pointers if two else constants)["other_ptr"] = "*bf16" if two else None
     asm = compiled(kernels._add_rows_kernel, pointers, ["num_tokens"], **constants)
     assert not re.search(r"muli .*x1xi32>", asm["ttir"])
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])

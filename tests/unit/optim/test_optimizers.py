@@ -26,8 +26,7 @@ def parameters():
         "output.bias": (4,),
     }
     named = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    return {**named, "frozen.weight": frozen}
+    return {**named, "frozen.weight": nn.Parameter(torch.ones(2, 2), requires_grad=False)}
 
 
 NAMES = get_args(Optimizer.model_fields["name"].annotation)

@@ -11,8 +11,7 @@ from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_changed_rate
 
 
 def factors(steps, training_steps=20, **keys):
-    config = LRScheduler(**keys)
-    return [lr_factor(step, config, training_steps) for step in steps]
+    return [lr_factor(step, LRScheduler(**keys), training_steps) for step in steps]
 
 
 def test_warmup_stable_decay():
@@ -41,8 +40,7 @@ def test_decay_shapes_down_to_the_least_factor(decay_type, expected):
 )
 def test_inverse_sqrt_is_that_of_transformers(decay_ratio: float | None, begin: int) -> None:
     """A schedule that stays at the peak up to step 100 takes that as the time scale."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = get_inverse_sqrt_schedule(optimizer, num_warmup_steps=begin).lr_lambdas[0]
     keys = {"warmup_steps": 10, "decay_type": "inverse_sqrt", "decay_ratio": decay_ratio}
     steps = [1, 9, 10] if decay_ratio is None else []

@@ -267,8 +267,7 @@ def test_auto_reduces_each_microbatch_on_a_cpu_and_in_a_pipeline():
 
 
 def test_symmetric_memory_is_three_buffers():
-    moe = MoEConfig(num_experts=8, top_k=2, hidden_dim=16)
-    config = replace(_DENSE, moe=moe)
+    config = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=16))
     keys = {"expert_parallel_degree": 2, "data_parallel_shard_degree": 4}
     word = {"expert_parallel_comm_backend": "symmetric"}
     plain, symmetric, bounded = (

@@ -83,8 +83,7 @@ def test_all_to_all_whose_receiver_expects_other_sizes_is_found() -> None:
 
     logs = {f"r{rank}": [exchange(rank)] for rank in (4, 5, 6, 7)}
     assert not find_desyncs(_logs(**logs))
-    wrong = exchange(7)
-    logs["r7"] = [wrong._replace(receives=(4, 9, 0, 3))]
+    logs["r7"] = [exchange(7)._replace(receives=(4, 9, 0, 3))]
     text = _found(_logs(**logs))[1]
     assert text.startswith("rank 5 sends 8 elements to rank 7, which receives 9 from it")
 

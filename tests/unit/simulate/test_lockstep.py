@@ -11,8 +11,7 @@ _WORLD = (0, 1, 2)
 
 
 def _exchange_twice(rank: int, peers: Peers) -> None:
-    first = peers.exchange(Meeting("a", _WORLD), rank)
-    peers.report(first)
+    peers.report(peers.exchange(Meeting("a", _WORLD), rank))
     if rank != 1:
         peers.report(peers.exchange(Meeting("b", (0, 2)), 10 * rank))
 

@@ -96,8 +96,7 @@ def merge(
     started, doing = time.perf_counter(), f"cannot merge {checkpoint}"
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     source = on_every_rank(lambda: _sum(checkpoint, manifest, base, dtype), doing=doing)
-    num_bytes = export(source, target, dtype)
-    return speed_line(f"merged {target}", num_bytes, started)
+    return speed_line(f"merged {target}", export(source, target, dtype), started)
 
 
 def _sum(

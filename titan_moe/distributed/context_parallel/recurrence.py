@@ -55,8 +55,7 @@ class SegmentedRecurrence(Recurrence):
         self, x_BSC: Tensor, weight_C1W: Tensor, place_BS: Tensor, bias_C=None
     ) -> Tensor:
         x_NSC = self._cut(x_BSC)
-        last_NWC = x_NSC[:, x_NSC.shape[1] - weight_C1W.shape[-1] + 1 :]
-        ends = self._of_all(last_NWC)
+        ends = self._of_all(x_NSC[:, x_NSC.shape[1] - weight_C1W.shape[-1] + 1 :])
         before_NWC = self._own_of(torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]))
         place_NS = self._places(place_BS, len(x_BSC))
         return self._join(short_convolution(x_NSC, weight_C1W, place_NS, before_NWC, bias_C))

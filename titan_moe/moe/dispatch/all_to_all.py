@@ -49,7 +49,14 @@ from titan_moe.comm.collectives import (
 )
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, Route
-from titan_moe.ops.move_rows import RowMap, combine_rows, copy_rows, gather_rows, gathered_rows
+from titan_moe.ops.move_rows import (
+    RowMap,
+    combine_rows,
+    copy_rows,
+    gather_rows,
+    gather_rows_twice,
+    gathered_rows,
+)
 from titan_moe.ops.permute_indices import Sorted, permute_indices, reached_ranks, row_map
 
 
@@ -166,11 +173,9 @@ class AllToAllDispatcher(Dispatcher):
         if self.etp_group.size() > 1:
             x_ND = all_gather_rows(x_ND, route.gathered, self.etp_group)
             weights_N1 = all_gather_rows(weights_N1, route.weights_gathered, self.etp_group)
-        return ExpertRows(
-            x_RD=gather_rows(x_ND, route.ordered),
-            weights_R=gather_rows(weights_N1, route.weights_ordered).flatten(),
-            offsets_E=route.offsets_E,
-        )
+        x_RD, again_RD = gather_rows_twice(x_ND, route.ordered)
+        weights_R = gather_rows(weights_N1, route.weights_ordered).flatten()
+        return ExpertRows(x_RD, weights_R, route.offsets_E, again_RD=again_RD)
 
     def send_home(self, y_RD: Tensor, route: ExchangeRoute) -> RowsInFlight:
         y_ND = combine_rows(y_RD, route.ordered)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan_moe.comm.turns import Turns
 from titan_moe.moe.dispatch.borrowed import Borrowed
-from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
+from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows, gather_rows_twice
 from titan_moe.ops.permute_indices import Sorted, follow, permute_indices
 
 
@@ -32,6 +32,8 @@ class ExpertRows(NamedTuple):
     """int32: where each local expert's rows end."""
     borrowed: Borrowed | None = None
     """Brings the weights of the last experts, which are not this rank's; None: all are."""
+    again_RD: Tensor | None = None
+    """x_RD for a second reader: a sum of both gradients needs no pass of its own then."""
 
 
 class Route:
@@ -91,11 +93,9 @@ class Dispatcher:
     def send(self, x_TD: Tensor, weights_TK: Tensor, route: Any) -> Any:
         """Gathers the rows that leave, while counts travel, and starts their exchange: returns what
         `receive` takes. In a forward it waits for the counts, the only wait of the host."""
-        return ExpertRows(
-            x_RD=gather_rows(x_TD, route.rows),
-            weights_R=gather_rows(weights_TK.reshape(-1, 1), route.weights).flatten(),
-            offsets_E=route.offsets_E,
-        )
+        x_RD, again_RD = gather_rows_twice(x_TD, route.rows)
+        weights_R = gather_rows(weights_TK.reshape(-1, 1), route.weights).flatten()
+        return ExpertRows(x_RD, weights_R, route.offsets_E, again_RD=again_RD)
 
     def order(self, route: Any) -> None:
         """Orders the rows that come by expert, while they travel. Not called again in a

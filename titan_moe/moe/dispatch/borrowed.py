@@ -55,5 +55,4 @@ class Borrowed:
     def _add_up(self, grad: Tensor, rows_EK: Tensor) -> Tensor:
         back, rows = self.exchange.reverse(), grad.flatten(1)
         home = back.wait(back.start(rows[self.num_local :]))
-        summed = add_rows(torch.cat([rows, home]), rows_EK)
-        return summed.view(-1, *grad.shape[1:])
+        return add_rows(torch.cat([rows, home]), rows_EK).view(-1, *grad.shape[1:])

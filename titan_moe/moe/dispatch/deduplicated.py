@@ -204,5 +204,4 @@ class DeduplicatedDispatcher(AllToAllDispatcher):
             return starts(copies_QP.flatten())
         slices, size = len(copies_QP), self.nodes.within.size()
         rows_QGA = copies_QP.view(slices, -1, size).transpose(1, 2)
-        first_QGA = starts(rows_QGA.flatten()).view_as(rows_QGA)
-        return first_QGA.transpose(1, 2).flatten()
+        return starts(rows_QGA.flatten()).view_as(rows_QGA).transpose(1, 2).flatten()

@@ -198,7 +198,7 @@ def _watch_experts(
         lay = by_row(rows, 1)
         x_RD = watcher.given(experts, "input", rows.x_RD, lay)
         weights_R = watcher.given(experts, "weights", rows.weights_R, lay)
-        return rows._replace(x_RD=x_RD, weights_R=weights_R), weights
+        return rows._replace(x_RD=x_RD, weights_R=weights_R, again_RD=None), weights
 
     def computed(module: nn.Module, args: tuple[ExpertRows, ExpertWeights], y_RD: Tensor) -> Tensor:
         if not recomputing():  # A recomputation ends before the last output.

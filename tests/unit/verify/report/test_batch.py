@@ -65,8 +65,7 @@ def test_texts_end_with_the_label_that_comes_next_and_cut_characters_are_bytes(t
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sequences_are_those_of_a_run_on_any_number_of_ranks_in_any_stage(ranks, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(90))
-    stage = {"from_step": 3, "global_batch_size": 6, "seq_len": 32}
-    job = job_of(path, stages=[stage])
+    job = job_of(path, stages=[{"from_step": 3, "global_batch_size": 6, "seq_len": 32}])
     tokenizer = load_tokenizer("bytes")
     readers, found = [], []
     for (_, staged), steps in zip(training_stages(job), (2, 2), strict=True):
