@@ -200,8 +200,7 @@ def benchmark(session: Session, config: Path, keys: Mapping[str, object]) -> See
     """Trains a few steps; sets speed beside published figures, and memory beside the estimate."""
     steps = 8 if session.machine.on_gpus else 4
     off = {"checkpoint.enable": False, "validation.enable": False}
-    options = {**_TEXT, **off, "training.steps": steps, **keys}
-    session.train("run", str(config), options)
+    session.train("run", str(config), {**_TEXT, **off, "training.steps": steps, **keys})
     found = card(read_run(session.folder / "run"))
     peak, estimate = found["GiB"], _estimate(session, config)
     line = f"{found['tokens/s per device']:,.0f} tokens/s and {found['TFLOPS per device']:.2f} "

@@ -47,8 +47,7 @@ def parts_of(model: HFModel, layout: str, **tables: Any) -> list[Decoder]:
     own = parse(layout)
     tables["model"] = {"name": model.family, "flavor": "gate"}
     tables["parallelism"] = {"module_fqns_per_model_part": None}
-    job = apply_layout(JobConfig(), own, tables)
-    plan = make_plan(job, model.config, own.world_size)
+    plan = make_plan(apply_layout(JobConfig(), own, tables), model.config, own.world_size)
     return build_sharded_model(plan, torch.device("cpu")).parts
 
 

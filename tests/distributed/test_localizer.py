@@ -69,8 +69,7 @@ def test_localizer_names_planted_bug(gates: Gates, baselines: Baselines, name: s
     bug = BUGS[name]
     layout, (phase, module, tensor) = bug.caught_on, bug.localized
     task = setting(gates(bug.family, bug.kind), layout, layout)
-    candidate = captured(task, tmp_path, bug)
-    finding = locate(baselines(bug.family, layout), candidate)
+    finding = locate(baselines(bug.family, layout), captured(task, tmp_path, bug))
     assert finding is not None
     said = "\n".join(finding.lines())
     place = finding.first.place

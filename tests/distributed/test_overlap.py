@@ -280,6 +280,7 @@ def run_pairs(log: Log, overlap: bool) -> list[Tensor]:
     return [parameter.grad.to_local() for _, parameter in sharded.named_parameters()]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 splits the models' backward")
 def test_dualpipev_exchanges_rows_of_one_chunk_while_experts_compute_the_other():
     ranks = run_on_ranks(logs_of_pairs, 4)
     for overlapped, serial, same_gradients in ranks:

@@ -131,8 +131,7 @@ def test_documents_without_a_text_are_counted_once_in_every_layout(tmp_path: Pat
         parallelism = {"tensor_parallel_degree": degree}
         how = {"training": training, "parallelism": parallelism, "checkpoint": {"enable": False}}
         said = run_on_ranks(train_and_listen, 2, trainings.make_job(folder, steps=3, **how))
-        lines = read_json_lines(folder / "metrics.jsonl")
-        counts.append([line.get(key) for line in lines])
+        counts.append([line.get(key) for line in read_json_lines(folder / "metrics.jsonl")])
         (line,) = (line for line in said[0] if says in line)
         assert line.startswith(f"{counts[-1][0]} {says} by step 1") and not said[1]
         assert re.search(r"such as json/\d*[048]; data/", line)

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from importlib.metadata import version
 
 from titan_moe.checks.base import Rule, Run, choices, divisors, must_divide
 from titan_moe.config import pipeline
 from titan_moe.config.errors import Mistake
 from titan_moe.models.config import CompressedConfig, ModelConfig
+
+TORCH = version("torch")
 
 
 def _ranks(run: Run) -> Iterator[Mistake]:
@@ -157,17 +160,21 @@ def _pipeline(run: Run) -> Iterator[str | Mistake]:
     if degrees.pipeline_parallel_degree == 1 or not schedule.splits_backward:
         return
     name = f"pipeline_parallel_schedule={schedule.name}"
-    whole = [name for name, known in pipeline.SCHEDULES.items() if not known.splits_backward]
+    whole = ", ".join(n for n, known in pipeline.SCHEDULES.items() if not known.splits_backward)
+    if tuple(map(int, TORCH.split(".")[:2])) < (2, 13):
+        yield (
+            f"parallelism.{name} splits the backward, and torch {TORCH} cannot split "
+            f"that of these models: choose one of {whole}, or install torch 2.13 or newer"
+        )
     if mode != "none":
         yield (
             f"activation_checkpoint.mode={mode} with {name}, which splits the backward, would "
-            "recompute layers several times: choose activation_checkpoint.mode=none, or one of "
-            f"{', '.join(whole)}"
+            f"recompute layers several times: choose activation_checkpoint.mode=none, or {whole}"
         )
     if run.job.compile.compiles_layers:
         yield (
             f"parallelism.{name} splits the backward, which compile.enable=true makes one graph "
-            f"of: choose one of {', '.join(whole)}, or compile.components=['loss']"
+            f"of: choose one of {whole}, or compile.components=['loss']"
         )
 
 

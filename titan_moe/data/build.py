@@ -48,8 +48,7 @@ def build_reader(
     order = np.arange(size)
     if permutation:
         order = np.random.default_rng(permutation).permutation(size)
-    of_ranks = order[: size // num_ranks * num_ranks].reshape(num_ranks, -1)
-    sequences = of_ranks[rank].tolist()
+    sequences = order[: size // num_ranks * num_ranks].reshape(num_ranks, -1)[rank].tolist()
     # There is enough of the made-up language: it has one order in all runs.
     shared, every = {("synthetic", os.path.realpath(""))}, Validation().held_out_every
     if validation is not None and validation.enable:

@@ -123,8 +123,7 @@ class Block(nn.Module):
 
             x_BSD = self.attention_streams(x_BSD, attended)
         if self.moe is not None or self.feed_forward is not None:
-            fed_forward = partial(self._fed_forward, counted_BS, ids_BS)
-            x_BSD = self.ffn_streams(x_BSD, fed_forward)
+            x_BSD = self.ffn_streams(x_BSD, partial(self._fed_forward, counted_BS, ids_BS))
         return x_BSD if self.scale is None else x_BSD * self.scale.to(x_BSD.dtype)
 
     def _fed_forward(

@@ -51,8 +51,7 @@ class Mamba2(Attention):
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         rates = decay_BSH.transpose(1, 2), rates_BSH.transpose(1, 2)
         o_BHSV = self.attend(self.core, *heads_first, mask, *rates, False)
-        z_BSD = self.in_proj["z"](x_BSD)
-        beside = {"v_BSHV": v, "d_H": skip_H, "z_BSD": z_BSD}
+        beside = {"v_BSHV": v, "d_H": skip_H, "z_BSD": self.in_proj["z"](x_BSD)}
         return self.out_proj(self.out_norm(o_BHSV.transpose(1, 2), **beside))
 
     def _convolved(self, name: str, x_BSD: Tensor, mask: Tensor) -> Tensor:

@@ -255,8 +255,7 @@ def part_flops(config: ModelConfig, seq_len: int = 4096) -> Mapping[str, float]:
     flops = [2.0 * sum(layer_products(config, n, seq_len)) for n in numbers]
     layers = {f"layers.{layer}": each for layer, each in enumerate(flops[:first])}
     logits = 2.0 * config.dim * config.vocab_size
-    projection = 2.0 * 2 * config.dim**2
-    ahead = [projection + each + logits for each in flops[first:]]
+    ahead = [2.0 * 2 * config.dim**2 + each + logits for each in flops[first:]]
     return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": logits + sum(ahead)}
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checking import ASYNC, EP, MODEL, SYMMETRIC, job_of, problems
+from titan_moe.checks import parallelism
 from titan_moe.checks.data import check_vocabulary
 from titan_moe.checks.job import check
 from titan_moe.config.job_config import JobConfig
@@ -93,7 +94,8 @@ RULES = [
 
 
 @pytest.mark.parametrize(("arguments", "ranks", "words"), RULES)
-def test_broken_rule_is_one_line_with_a_remedy(arguments: str, ranks: int, words: str) -> None:
+def test_broken_rule_is_one_line_with_a_remedy(monkeypatch, arguments: str, ranks: int, words: str):
+    monkeypatch.setattr(parallelism, "TORCH", "2.13.0")
     (line,) = problems(arguments, ranks)
     assert words in line and WELL_FORMED.fullmatch(line)
 
@@ -178,7 +180,6 @@ def _remedies(line: str) -> Iterator[dict[str, object]]:
         ("cp 2 tp 4 --training.seq_len 8", 8),
         ("cp 4 tp 2 --p.context_parallel_rotate_method ulysses", 8),
         ("cp 3 --p.context_parallel_rotate_method ring --training.seq_len 6", 3),
-        (f"{_ZBV} --activation_checkpoint.mode none", 2),
         ("pp 2 --validation.local_batch_size 3 --validation.enable", 2),
         ("tp 4 cp 4 pp 4", 64),
         (f"tp 2 ep 2 {ASYNC} --activation_checkpoint.mode full", 2),
@@ -189,6 +190,15 @@ def _remedies(line: str) -> Iterator[dict[str, object]]:
 )
 def test_legal_configuration_has_no_problems(arguments: str, ranks: int) -> None:
     assert problems(arguments, ranks) == []
+
+
+def test_a_split_backward_wants_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(f"{_ZBV} --activation_checkpoint.mode none")
+    monkeypatch.setattr(parallelism, "TORCH", "2.13.0+cu130")
+    assert check(job, MODEL, 2) == []
+    monkeypatch.setattr(parallelism, "TORCH", "2.12.1+cu130")
+    (line,) = check(job, MODEL, 2)
+    assert "and torch 2.12.1+cu130 cannot split" in line and WELL_FORMED.fullmatch(line)
 
 
 def test_all_problems_are_reported_at_once() -> None:

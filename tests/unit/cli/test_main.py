@@ -283,8 +283,7 @@ def test_how_a_command_ends(error: BaseException, code: int, says: str) -> None:
     def run(options: object) -> Answer:
         raise error
 
-    command = Command(run, resumable=True, failed=4)
-    ended = _ended(command)
+    ended = _ended(Command(run, resumable=True, failed=4))
     assert ended[:2] == (code, "") and ended[2].endswith(says)
 
 

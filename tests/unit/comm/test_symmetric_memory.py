@@ -24,8 +24,7 @@ def exchange_twice(bug: str | None) -> list[list[float]]:
     What was received, and what came home."""
     import torch.distributed as dist
 
-    group = dist.group.WORLD
-    channel = Channel(group, 4, 2, torch.float64, CPU, None)
+    channel = Channel(dist.group.WORLD, 4, 2, torch.float64, CPU, None)
     if bug == "one buffer":
         channel._turns = iter([next(channel._turns)] * 9)
     if bug == "one place for sizes":

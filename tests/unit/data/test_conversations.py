@@ -139,8 +139,7 @@ def test_check_names_a_role_to_learn_that_it_has_not_seen(tmp_path):
 
 
 def test_check_shows_the_first_conversation_and_what_is_learned_of_it(tmp_path):
-    records = [{"messages": talk("Why?", "So " + "a" * 60)}] * 5
-    path = write(tmp_path / "a.jsonl", records)
+    path = write(tmp_path / "a.jsonl", [{"messages": talk("Why?", "So " + "a" * 60)}] * 5)
     assert checked(training(path))[1:] == [
         "of 5 conversations the chat template leaves out nothing",
         "json/0, what is learned between ⟪ and ⟫:\n<|bos|>user\nWhy?<|eos|>\n<|bos|>assistant\n"

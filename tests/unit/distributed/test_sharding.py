@@ -29,8 +29,7 @@ def test_boxes_are_those_of_chunks_of_chunks(shape: tuple[int, int]) -> None:
             for dim, cut in enumerate(sharding.cuts):
                 for axis in cut:
                     chunks = list(part.chunk(AXES[axis], dim)) if part.shape[dim] else []
-                    empty = part.narrow(dim, 0, 0)
-                    part = (chunks + [empty] * AXES[axis])[place[axis]]
+                    part = (chunks + [part.narrow(dim, 0, 0)] * AXES[axis])[place[axis]]
             box = sharding.box(rank, shape, AXES)
             assert torch.equal(whole[box], part), (str(sharding), rank)
 

@@ -130,8 +130,7 @@ TORCHTITAN = {
 
 
 def test_tensorboard_has_torchtitans_tags_and_the_configuration(tmp_path):
-    logged = {**VALUES, "data": 2.0**40}
-    log_one_step(Metrics(enable_tensorboard=True), tmp_path, **logged)
+    log_one_step(Metrics(enable_tensorboard=True), tmp_path, **(VALUES | {"data": 2.0**40}))
     found = events(tmp_path / "tb")
     scalars = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
     assert scalars == pytest.approx({**VALUES, **TORCHTITAN}, rel=1e-6)  # Not the checksum.

@@ -25,8 +25,7 @@ def test_rotation_is_complex_multiplication_of_the_pairs(pairing: str):
 def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():
     plain = inverse_frequencies(64, RopeConfig(10_000.0))
     yarn = YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
-    scaled = inverse_frequencies(64, RopeConfig(10_000.0, scaling=yarn))
-    ratio = scaled / plain
+    ratio = inverse_frequencies(64, RopeConfig(10_000.0, scaling=yarn)) / plain
     wavelengths = 2 * math.pi / plain
     assert (ratio[4096 / wavelengths > 32 * 1.5] == 1).all()
     torch.testing.assert_close(ratio[-1].item(), 1 / 40)

@@ -23,8 +23,7 @@ def kept(ep: int, settings: dict) -> tuple[Counter, int]:
     from titan_moe.distributed.parallel_dims import ParallelDims
 
     torch.manual_seed(0)
-    config = MoEConfig(EXPERTS, TOP_K, HIDDEN, **settings)
-    layer = MoE(D, config, FeedForward(D, SHARED))
+    layer = MoE(D, MoEConfig(EXPERTS, TOP_K, HIDDEN, **settings), FeedForward(D, SHARED))
     for parameter in layer.parameters():
         parameter.data.normal_()
     if ep > 1:

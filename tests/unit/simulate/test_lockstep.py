@@ -59,7 +59,6 @@ def test_ranks_that_wait_in_vain_are_abandoned() -> None:
 
 
 def test_failed_and_dead_ranks_end_with_their_reason() -> None:
-    reports = _ran(_one_fails_and_one_dies)
-    errors = {r.rank: r.error for r in reports if r.has_ended}
+    errors = {r.rank: r.error for r in _ran(_one_fails_and_one_dies) if r.has_ended}
     assert "ValueError: of rank 0" in errors[0] and errors[1] == "its process has died"
     assert not errors[2]
