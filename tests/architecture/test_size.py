@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import REPO
 
-BUDGETS = {"titan_moe": 32_965, "tests": 28_642, "scripts": 4_627}
+BUDGETS = {"titan_moe": 32_965, "tests": 28_645, "scripts": 4_627}
 WORDS = 45_000
 PACKAGES = {
     "titan_moe/*.py": 100,

@@ -70,8 +70,7 @@ def test_a_run_of_adapters_that_stops_goes_on_as_the_same_run(
         run_on_ranks(train_here, 2, job_of(whole, base, dtype=dtype))
     halves = tmp_path / "halves"
     run_on_ranks(train_here, 2, job_of(halves, base, steps=2, dtype=dtype))
-    disturbed = partial(train_here, disturb=True)
-    run_on_ranks(disturbed, 2, job_of(halves, base, dtype=dtype))
+    run_on_ranks(partial(train_here, disturb=True), 2, job_of(halves, base, dtype=dtype))
     assert_same_run(halves, whole, STEPS)
 
 

@@ -15,7 +15,7 @@ from titan_moe.data.chat_template import CHATML_TOKENS, chatml
 from titan_moe.data.conversations import conversation_text
 from titan_moe.data.tokenizer import load_tokenizer
 
-TODAY = datetime.date.today().isoformat()
+TODAY = datetime.date(2026, 1, 31)
 
 _FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 TEMPLATES = {"chatml": chatml(*CHATML_TOKENS)} | {file.stem: file.read_text() for file in _FILES}
@@ -94,7 +94,7 @@ def draws(seed, count):
 def conversations_of(folder, template, targets="assistant", **keys):
     """Returns the conversations of a template and of the tokenizer in a folder."""
     (folder / "template.jinja").write_text(template)
-    messages = {"template": str(folder / "template.jinja"), "date": TODAY, "targets": targets}
+    messages = {"template": str(folder / "template.jinja"), "date": str(TODAY), "targets": targets}
     training = Training(dataset_format="messages", messages=messages | keys)
     return load_tokenizer(str(folder), training).conversations
 

@@ -124,7 +124,7 @@ def _ulysses(run: Run) -> Iterator[Mistake]:
     )
 
 
-def _sparse(run: Run) -> Iterator[str]:
+def _sparse(run: Run) -> Iterator[str | Mistake]:
     degrees, method = run.job.parallelism, run.job.parallelism.context_parallel_rotate_method
     if (cp := degrees.context_parallel_degree) == 1:
         return
@@ -134,8 +134,9 @@ def _sparse(run: Run) -> Iterator[str]:
             "selects among the keys of whole sequences: choose allgather"
         )
     if isinstance(run.model.attention, CompressedConfig):
-        says = f"{run.flavor} compresses blocks of whole sequences: choose 1"
-        yield f"parallelism.context_parallel_degree={cp}: {says}"
+        key = "parallelism.context_parallel_degree"
+        line = f"{key}={cp}: {run.flavor} compresses blocks of whole sequences"
+        yield Mistake(line, choices(key, [1]), "set it to 1")
 
 
 def _shared_keys(run: Run) -> Iterator[str]:
@@ -161,10 +162,11 @@ def _pipeline(run: Run) -> Iterator[str | Mistake]:
         return
     name = f"pipeline_parallel_schedule={schedule.name}"
     whole = ", ".join(n for n, known in pipeline.SCHEDULES.items() if not known.splits_backward)
+    whole = f"one of {whole}"
     if tuple(map(int, TORCH.split(".")[:2])) < (2, 13):
         yield (
             f"parallelism.{name} splits the backward, and torch {TORCH} cannot split "
-            f"that of these models: choose one of {whole}, or install torch 2.13 or newer"
+            f"that of these models: choose {whole}, or install torch 2.13 or newer"
         )
     if mode != "none":
         yield (
@@ -174,7 +176,7 @@ def _pipeline(run: Run) -> Iterator[str | Mistake]:
     if run.job.compile.compiles_layers:
         yield (
             f"parallelism.{name} splits the backward, which compile.enable=true makes one graph "
-            f"of: choose one of {whole}, or compile.components=['loss']"
+            f"of: choose {whole}, or compile.components=['loss']"
         )
 
 

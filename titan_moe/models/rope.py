@@ -69,8 +69,7 @@ def inverse_frequencies(dim: int, config: RopeConfig | None) -> Tensor:
             return _yarn(base_C, dim, config.theta, config.scaling)
         case Llama3Scaling():
             return _llama3(base_C, config.scaling)
-    turning = torch.arange(dim // 2) < int(config.share * dim) // 2
-    return base_C * turning
+    return base_C * (torch.arange(dim // 2) < int(config.share * dim) // 2)
 
 
 def _yarn(base_C: Tensor, dim: int, theta: float, scaling: YarnScaling) -> Tensor:

@@ -76,9 +76,9 @@ class HostGloo(_Staged):
     def __init__(self, options: Any) -> None:
         place = options.store, options.group_rank, options.group_size
         super().__init__(options.group_rank, options.group_size)
-        how: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        how._devices = [dist.ProcessGroupGloo.create_default_device()]
-        how._timeout = options.timeout
+        # A group of one has torch's own options, with the interfaces of GLOO_SOCKET_IFNAME.
+        alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=options.timeout)
+        how: Any = alone.options
         how._threads = 1  # Two write the name of an operation at once: comm/collectives.py.
         # The flight recorder tells a group's ranks by these.
         how.global_ranks_in_group = options.global_ranks_in_group

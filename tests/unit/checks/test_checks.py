@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checking import ASYNC, EP, MODEL, SYMMETRIC, job_of, problems
@@ -138,6 +138,7 @@ _TRAINING = {
     st.fixed_dictionaries({}, optional=_PARALLELISM),
     st.fixed_dictionaries({}, optional=_TRAINING),
 )
+@example("deepseek_v4", 1, {"expert_tensor_parallel_degree": 2, "context_parallel_degree": 2}, {})
 def test_any_layout_is_legal_or_refused_with_a_remedy(
     family: str, ranks: int, parallelism: dict[str, object], training: dict[str, object]
 ) -> None:

@@ -157,8 +157,7 @@ def test_the_heaviest_stage_is_as_light_as_can_be():
         assert all(any(name.startswith("layers.") for name in part) for part in parts)
         loads = []
         for inner in combinations(range(1, count), stages - 1):
-            borders = [0, *inner, count]
-            cut = [sum(layers[a:b]) for a, b in pairwise(borders)]
+            cut = [sum(layers[a:b]) for a, b in pairwise([0, *inner, count])]
             cut[0] += weights["tok_embeddings"]
             cut[-1] += weights["output"]
             loads.append(cut)

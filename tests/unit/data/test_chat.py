@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.support.chat_templates import (
     FORMATS,
     LEARNED,
     TEMPLATES,
+    TODAY,
     WITHOUT_TOOLS,
     conversations_of,
     draw_calls,
@@ -37,7 +39,8 @@ def theirs(folder):
     from transformers import PreTrainedTokenizerFast
 
     names = {"bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+    with mock.patch("transformers.utils.chat_template_utils.datetime", now=lambda: TODAY):
+        yield PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
 
 
 def rendered_by(theirs, name, record, **how):

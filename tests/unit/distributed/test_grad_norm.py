@@ -24,8 +24,7 @@ def test_norms_of_gradients_that_are_there(dtype: torch.dtype):
 
 
 def test_the_norms_of_large_gradients_do_not_depend_on_how_they_are_cut():
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 1_000, 1_000, generator=generator)
+    whole = torch.randn(4, 1_000, 1_000, generator=torch.Generator().manual_seed(0))
     exact = whole.double().square().sum((1, 2))
     names, grads = ["norm", "moe.experts.w1"], [whole, whole]
     for parameter, grad in zip(parameters := [nn.Parameter(x) for x in grads], grads, strict=True):

@@ -42,8 +42,7 @@ def legal_layouts(world_size: int) -> list[ParallelDims]:
 def test_coordinates_and_groups_are_those_of_the_unflattened_world():
     for dims in legal_layouts(8):
         for view in (DENSE_AXES, SPARSE_AXES):
-            sizes = [dims.size(axis) for axis in view]
-            world = torch.arange(8).view(sizes)
+            world = torch.arange(8).view([dims.size(axis) for axis in view])
             for rank in range(8):
                 place = [int(i) for i in (world == rank).nonzero()[0]]
                 assert [dims.coordinate(rank, axis) for axis in view] == place

@@ -115,8 +115,7 @@ def test_an_evaluation_needs_no_tokens_ahead_and_counts_none():
 def test_positions_without_a_target_have_no_effect(depths: int, targets: list[int], sparse: bool):
     """Six documents of four tokens: a depth has two targets of each, the next depth one."""
     weights = {"sequence_aux_loss_weight": 0.1, "global_aux_loss_weight": 0.2, "z_loss_weight": 0.3}
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 11, (1, 24), generator=generator)
+    tokens = torch.randint(0, 11, (1, 24), generator=torch.Generator().manual_seed(0))
     documents = torch.arange(6).repeat_interleave(4)[None]
     labels = tokens.roll(-1, 1).masked_fill(torch.arange(24) % 4 == 3, IGNORE_INDEX)
     ahead_tokens, ahead_labels = look_ahead(Batch(tokens, labels, documents, [[]]), depths)

@@ -22,8 +22,7 @@ def _router(config: MoEConfig) -> Router:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_scores_are_float32_at_least_and_shares_sum_to_one(score: str):
-    router = _router(replace(CONFIG, score=score)).bfloat16()
-    scores = router(torch.randn(5, 16).bfloat16())
+    scores = _router(replace(CONFIG, score=score)).bfloat16()(torch.randn(5, 16).bfloat16())
     assert scores.scores_TE.dtype == torch.float32
     torch.testing.assert_close(scores.shares_TE.sum(-1), torch.ones(5))
     expected = getattr(torch, score)(scores.logits_TE, *([-1] if score == "softmax" else []))

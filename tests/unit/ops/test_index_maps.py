@@ -68,7 +68,7 @@ def test_terms_are_added_in_order_and_narrow_sums_rounded_once(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_readers_of_rows_have_the_gradient_of_one_without_a_sum_of_its_own(dtype) -> None:
-    """The same to the bit: whoever reads both uses of one tensor changes no number."""
+    """It is bitwise equal to that of one tensor which is read twice."""
     torch.manual_seed(0)
     copies = copy_to_ranks(_reached(20, 5, 3, seed=1), 3)
     x_MD = torch.randn(20, 8).to(dtype).requires_grad_()

@@ -1,15 +1,18 @@
 """Collectives of ranks that share a GPU: each runs on copies, and brings back what it wrote."""
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from titan_moe.runtime.host_gloo import HostGloo
+from titan_moe.runtime.host_gloo import BACKEND, HostGloo
 from titan_moe.runtime.ranks import run_on_ranks
 
 _ops = torch.ops._c10d_functional
@@ -49,8 +52,10 @@ def call_each() -> list[str]:
         "functional reduce_scatter": lambda: _ops.reduce_scatter_tensor(x, "sum", 2, name),
         "functional all_to_all": lambda: _ops.all_to_all_single(x, [1, 1], [1, 1], name),
     }
-    alone = group._get_backend(torch.device("cuda")).options._threads == 1
-    problems = [] if alone else ["two threads write the names of operations"]
+    threads = group._get_backend(torch.device("cuda")).options._threads
+    problems = [f"{threads} threads write the names of operations"] if threads > 1 else []
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="none0"), pytest.raises(RuntimeError):
+        dist.new_group(backend=BACKEND)  # It heeds the interface, which is not there.
     for each, call in calls.items():
         plain, group.gloo = group.gloo, Watched(group.gloo)
         if (result := call()) is not None:

@@ -77,8 +77,7 @@ def test_other_tokens_and_other_data_are_refused():
 
 
 def test_missing_steps_missing_loads_and_another_device_are_caveats():
-    short = run("b").at(STEPS[:12])
-    found = compare_runs("short", run("a"), short, controls=controls())
+    found = compare_runs("short", run("a"), run("b").at(STEPS[:12]), controls=controls())
     assert found.verdict is Verdict.IDENTICAL and found.candidate.steps == STEPS[:12]
     assert any("only 12 steps are in both" in line for line in found.caveats)
     found = compare_runs("blind", run("a"), replace(run("b"), loads={}))
